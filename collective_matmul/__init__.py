@@ -1,0 +1,18 @@
+"""Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
+
+from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
+from collective_matmul.ops import (
+    CHECKPOINT_NAME,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+__all__ = [
+    "CHECKPOINT_NAME",
+    "OVERLAP_OPTIONS",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "overlap_jit",
+]

@@ -1,0 +1,94 @@
+"""Arguments of the ops are checked here, before anything is traced into the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul.implementations import IMPLEMENTATIONS
+
+
+def axis_size(axis_name: str) -> int:
+    """The size of a mesh axis that the enclosing `shard_map` made manual.
+
+    Raises:
+      TypeError: if `axis_name` is not a string.
+      NameError: if no enclosing `shard_map` has such an axis.
+    """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name={axis_name!r}: expected the name of one mesh axis, a string")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise NameError(
+            f"axis_name={axis_name!r}: no such axis here (there are {bound}); call this inside"
+            " jax.shard_map over a mesh with that axis"
+        ) from None
+
+
+def implementation(name: str | None) -> None:
+    """Raises ValueError unless `name` is None or an implementation."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={name!r}: expected None (choose per shape) or one of"
+            f" {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
+    """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
+    if not ws:
+        raise ValueError("w=(): expected a weight or a sequence of at least one")
+    if x.ndim < 2:
+        raise ValueError(
+            f"x: shape {x.shape} has {x.ndim} dimension(s); expected [..., m, ..., K] with at"
+            " least 2; add a leading dimension"
+        )
+    for w in ws:
+        if w.ndim < 2:
+            raise ValueError(f"w: shape {w.shape}; expected [K, *N] with at least 2 dimensions")
+        if x.shape[-1] != w.shape[0]:
+            raise ValueError(
+                f"w: shape {w.shape} has {w.shape[0]} rows, x {x.shape} has {x.shape[-1]} columns;"
+                " expected the contracted dimension, x's last and w's first, to agree"
+            )
+        if x.dtype != w.dtype:
+            raise TypeError(
+                f"x is {x.dtype} and w is {w.dtype}; cast one, so that what is communicated has"
+                " the dtype you mean"
+            )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype")
+
+
+def dimension(argument: str, value: int, x: jax.Array) -> int:
+    """`value` counted from the front, if it names a dimension of x other than the contracted one.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    if not -x.ndim <= value < x.ndim:
+        raise ValueError(
+            f"{argument}={value}: x has shape {x.shape}; expected a dimension from 0 to"
+            f" {x.ndim - 2}"
+        )
+    if value % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"{argument}={value}: that is the contracted dimension of x {x.shape}; expected one"
+            f" from 0 to {x.ndim - 2}"
+        )
+    return value % x.ndim
+
+
+def divisible(argument: str, value: int, x: jax.Array, axis_name: str) -> None:
+    """Raises ValueError unless the axis divides dimension `value` of x."""
+    size, devices = x.shape[value], lax.axis_size(axis_name)
+    if size % devices:
+        raise ValueError(
+            f"{argument}={value}: size {size} is not divisible by axis {axis_name!r} of size"
+            f" {devices}; pad it to {-(-size // devices) * devices}"
+        )

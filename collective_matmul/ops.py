@@ -1,0 +1,291 @@
+"""The collective matmuls: check arguments, choose an implementation, define gradients.
+
+All are called inside `jax.shard_map` on per-device arrays. D is the size of `axis_name`; shapes are
+local unless a sentence says otherwise. The operands share one dtype (float32, bfloat16, float16),
+which is also the result's and that of everything communicated; each matmul accumulates in float32.
+
+The backward of each op is the other op, so that the gradients hide their communication too. What
+was gathered is never stored between forward and backward: the backward gathers it again, in the
+loop that computes the other gradient. The weight gradient then is one undivided matmul.
+
+Results carry the checkpoint name `CHECKPOINT_NAME`, so that `jax.checkpoint` with the policy
+`jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)` keeps them instead of
+communicating again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import overload
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from collective_matmul import checks
+from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
+from collective_matmul.choose import Site, choose
+from collective_matmul.choose.site import Op
+from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations.arithmetic import matmul
+
+#: The name that `jax.checkpoint` policies know the results of the ops by.
+CHECKPOINT_NAME = "collective_matmul"
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    *,
+    gather_dimension: int = 0,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    axis_name: str,
+    *,
+    gather_dimension: int = 0,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]: ...
+def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=None):
+    """Gathers x along one dimension and multiplies it by w: ``all_gather(x) @ w``.
+
+    Backward, with X the gathered x, [..., D*m, ..., K]::
+
+        y  [..., D*m, ..., N] = X w
+        dx [..., m, ..., K]   = reduce_scatter(dy wᵀ)    x rides along in the same loop and
+        X                     = all_gather(x)            comes back whole
+        dw [K, N]             = Xᵀ dy                    one matmul, contracted over all rows
+
+    Several weights share one gather; their dx is the sum, reduced and scattered once.
+
+    Args:
+      x: [..., m, ..., K], this device's shard along `gather_dimension`.
+      w: [K, *N], or a sequence of such.
+      axis_name: the mesh axis to gather over.
+      gather_dimension: the dimension of x that is sharded; any but the last.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+
+    Returns:
+      [..., D*m, ..., *N], or a tuple of such, one for each weight.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit, before anything is compiled.
+      NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
+    """
+    ws = tuple(w) if isinstance(w, Sequence) else (w,)
+    checks.axis_size(axis_name)
+    checks.implementation(implementation)
+    checks.operands(x, ws)
+    dimension = checks.dimension("gather_dimension", gather_dimension, x)
+    x, *matrices = _vary_together(axis_name, x, *map(_as_matrix, ws))
+    ys = _all_gather_matmul(x, tuple(matrices), axis_name, dimension, implementation)
+    ys = tuple(_name(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
+    return ys if isinstance(w, Sequence) else ys[0]
+
+
+def matmul_reduce_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    *,
+    scatter_dimension: int = 0,
+    mean: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies, sums over the axis and scatters: ``reduce_scatter(x @ w)``.
+
+    Backward, with dY the gathered dy, [..., M, ..., N]::
+
+        y  [..., M/D, ..., N] = reduce_scatter(x w)
+        dx [..., M, ..., k]   = all_gather(dy) wᵀ        the loop keeps what it gathers:
+        dY                    = all_gather(dy)
+        dw [k, N]             = xᵀ dY                    one matmul, contracted over all rows
+
+    Args:
+      x: [..., M, ..., k], with k this device's slice of the contraction.
+      w: [k, *N].
+      axis_name: the mesh axis to sum and scatter over.
+      scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
+      mean: average over the axis instead of summing.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+
+    Returns:
+      [..., M/D, ..., *N], this device's shard along `scatter_dimension`.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit, before anything is compiled; among them
+        a dimension that the axis does not divide.
+      NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
+    """
+    devices = checks.axis_size(axis_name)
+    checks.implementation(implementation)
+    checks.operands(x, (w,))
+    dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
+    checks.divisible("scatter_dimension", dimension, x, axis_name)
+    x, matrix = _vary_together(axis_name, x, _as_matrix(w))
+    y = _matmul_reduce_scatter(x, matrix, axis_name, dimension, implementation)
+    return _name(_split_columns(y / devices if mean else y, w))
+
+
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, axis_name: str, *, implementation: str | None = None
+) -> jax.Array:
+    """Multiplies and sums over the axis: ``psum(x @ w)``.
+
+    Backward: every device has the whole dy, so neither gradient communicates::
+
+        y  [..., N] = psum(x w)
+        dx [..., k] = dy wᵀ
+        dw [k, N]   = xᵀ dy
+
+    Where `shard_map` runs with ``check_vma=False``, JAX's convention is that cotangents of one
+    replicated value are summed over its copies, as for `lax.psum`; dy is then summed first.
+
+    Args:
+      x: [..., k], with k this device's slice of the contraction.
+      w: [k, *N].
+      axis_name: the mesh axis to sum over.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct". A
+        ring needs the product of x's leading dimensions to be a multiple of D.
+
+    Returns:
+      [..., *N], the same on every device of the axis.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit, before anything is compiled.
+      NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
+    """
+    checks.axis_size(axis_name)
+    checks.implementation(implementation)
+    checks.operands(x, (w,))
+    x, matrix = _vary_together(axis_name, x, _as_matrix(w))
+    return _name(_split_columns(_matmul_all_reduce(x, matrix, axis_name, implementation), w))
+
+
+# The same ops on matrices w [K, N], with their gradients.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _all_gather_matmul(x, ws, axis_name, dimension, implementation):
+    chosen = _chosen("all_gather_matmul", (x,) * len(ws), ws, axis_name, implementation)
+    return chosen.all_gather_matmul(x, ws, axis_name, dimension=dimension)[0]
+
+
+def _all_gather_matmul_forward(x, ws, axis_name, dimension, implementation):
+    return _all_gather_matmul(x, ws, axis_name, dimension, implementation), (x, ws)
+
+
+def _all_gather_matmul_backward(axis_name, dimension, implementation, residuals, dys):
+    x, ws = residuals
+    transposed = [w.T for w in ws]
+    chosen = _chosen("matmul_reduce_scatter", dys, transposed, axis_name, implementation, rider=x)
+    dx, gathered = chosen.matmul_reduce_scatter(
+        dys, transposed, axis_name, dimension=dimension, rider=x
+    )
+    return dx, tuple(_contract_rows(gathered, dy) for dy in dys)
+
+
+_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _matmul_reduce_scatter(x, w, axis_name, dimension, implementation):
+    chosen = _chosen("matmul_reduce_scatter", (x,), (w,), axis_name, implementation)
+    return chosen.matmul_reduce_scatter([x], [w], axis_name, dimension=dimension)[0]
+
+
+def _matmul_reduce_scatter_forward(x, w, axis_name, dimension, implementation):
+    return _matmul_reduce_scatter(x, w, axis_name, dimension, implementation), (x, w)
+
+
+def _matmul_reduce_scatter_backward(axis_name, dimension, implementation, residuals, dy):
+    x, w = residuals
+    chosen = _chosen("all_gather_matmul", (dy,), (w.T,), axis_name, implementation)
+    (dx,), gathered = chosen.all_gather_matmul(
+        dy, (w.T,), axis_name, dimension=dimension, keep_gathered=True
+    )
+    return dx, _contract_rows(x, gathered)
+
+
+_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul_all_reduce(x, w, axis_name, implementation):
+    chosen = _chosen("matmul_all_reduce", (x,), (w,), axis_name, implementation)
+    return chosen.matmul_all_reduce(x, w, axis_name)
+
+
+def _matmul_all_reduce_forward(x, w, axis_name, implementation):
+    return _matmul_all_reduce(x, w, axis_name, implementation), (x, w)
+
+
+def _matmul_all_reduce_backward(axis_name, implementation, residuals, dy):
+    del implementation  # Nothing is communicated that a matmul could hide.
+    x, w = residuals
+    if tracks_varying_axes(axis_name):
+        dy = vary_over(dy, varying_axes(x))
+    else:
+        dy = lax.psum(dy, axis_name)
+    return matmul(dy, w.T), _contract_rows(x, dy)
+
+
+_matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
+
+
+def _chosen(
+    op: Op,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    implementation: str | None,
+    rider: jax.Array | None = None,
+) -> ModuleType | SimpleNamespace:
+    site = Site(
+        op=op,
+        operands=tuple((x.shape, w.shape) for x, w in zip(xs, ws, strict=True)),
+        dtype=xs[0].dtype,
+        axis_name=axis_name,
+        axis_size=lax.axis_size(axis_name),
+        rider=None if rider is None else rider.shape,
+    )
+    return IMPLEMENTATIONS[choose(site, implementation)]
+
+
+def _vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
+    """Types all arrays as varying over the axis and over all that any of them varies over.
+
+    Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
+    """
+    axes = frozenset({axis_name}).union(*map(varying_axes, arrays))
+    if not tracks_varying_axes(axis_name):
+        return list(arrays)
+    return [vary_over(array, axes) for array in arrays]
+
+
+def _as_matrix(w: jax.Array) -> jax.Array:
+    """[K, *N] -> [K, N]."""
+    return w.reshape(w.shape[0], math.prod(w.shape[1:]))
+
+
+def _split_columns(y: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., N] -> [..., *N], with w [K, *N]."""
+    return y.reshape(*y.shape[:-1], *w.shape[1:])
+
+
+def _contract_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The weight gradient: x [..., K] and y [..., N] -> [K, N], contracted over all rows."""
+    rows = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((rows, rows), ((), ())))
+
+
+def _name(y: jax.Array) -> jax.Array:
+    return checkpoint_name(y, CHECKPOINT_NAME)

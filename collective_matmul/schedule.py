@@ -1,0 +1,183 @@
+"""Which chunk each device sends, receives and multiplies at each step. No JAX in here.
+
+Every device runs the same program, so a schedule speaks relative to the device `d` that reads it.
+A chunk is named by `offset`, its owner being device ``(d + offset) % D``, and by `part`, which of
+the equal pieces of that owner's shard it is. A send goes from every `d` to ``(d + hop) % D`` at
+once. Seen from the device that receives it, the chunk's offset has shrunk by `hop`.
+
+Two uses share these names:
+
+* **gather**: shards travel. At step i a device multiplies chunks that have arrived, while the sends
+  of step i bring those of step i + 1.
+* **scatter**: accumulators travel. At step i a device multiplies its own rows of a chunk, while the
+  sends of step i carry what was finished by step i - 1; what arrives is added after the multiply.
+  At the end each device holds the sum of its own chunk, offset 0.
+
+Three patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
+the ring), ``direct`` (each shard straight from its owner, for switches that link every pair).
+The rings are Looped CollectiveEinsum: Wang et al., "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+Pattern = Literal["one_way", "two_way", "direct"]
+Use = Literal["gather", "scatter"]
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+
+
+class Chunk(NamedTuple):
+    """Piece `part` of the shard that device ``(d + offset) % D`` owns, as device `d` names it."""
+
+    offset: int
+    part: int
+
+
+class Send(NamedTuple):
+    """Every device d passes `chunk` to device ``(d + hop) % D``, which names it `arrival`."""
+
+    chunk: Chunk
+    hop: int
+    arrival: Chunk
+
+    def permutation(self, devices: int) -> list[tuple[int, int]]:
+        """(source, destination) pairs, one for every device."""
+        return [(d, (d + self.hop) % devices) for d in range(devices)]
+
+
+class Step(NamedTuple):
+    """The multiplies of one step, and the sends in flight while they run."""
+
+    multiply: tuple[Chunk, ...]
+    sends: tuple[Send, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of one collective matmul on `devices` devices."""
+
+    use: Use
+    pattern: Pattern
+    devices: int
+    parts: int
+    steps: tuple[Step, ...]
+
+    @property
+    def permutes(self) -> int:
+        """Sends of the whole schedule: the collective-permutes in the compiled program."""
+        return sum(len(step.sends) for step in self.steps)
+
+    @property
+    def hops(self) -> int:
+        """Transfers that the data of one chunk makes, one after another, at the most."""
+        depth: dict[Chunk, int] = {}
+        for step in self.steps:
+            arrived = {send.arrival: depth.get(send.chunk, 0) + 1 for send in step.sends}
+            for chunk, hops in arrived.items():
+                depth[chunk] = max(depth.get(chunk, 0), hops)
+        return max(depth.values(), default=0)
+
+    def bytes_sent(self, chunk_bytes: int) -> int:
+        """Bytes each device sends, for shards (or accumulators of a shard) of `chunk_bytes`."""
+        return self.permutes * chunk_bytes // self.parts
+
+    def chunks_used_after(self, i: int) -> set[Chunk]:
+        """Chunks that a step later than i multiplies or sends."""
+        later = self.steps[i + 1 :]
+        return {chunk for step in later for chunk in step.multiply} | {
+            send.chunk for step in later for send in step.sends
+        }
+
+    def part_bounds(self, size: int) -> list[tuple[int, int]]:
+        """(start, stop) of each part along a shard's dimension of `size` rows."""
+        return [
+            (size * part // self.parts, size * (part + 1) // self.parts)
+            for part in range(self.parts)
+        ]
+
+    def __str__(self) -> str:
+        return draw(self)
+
+
+def _send(chunk: Chunk, hop: int, devices: int) -> Send:
+    return Send(chunk, hop, Chunk((chunk.offset - hop) % devices, chunk.part))
+
+
+def _ring_step(use: Use, devices: int, i: int, way: int, part: int) -> tuple[Chunk, Send | None]:
+    """Step i of one lane of a ring; `way` +1 or -1 is the direction data moves in."""
+    if use == "gather":
+        chunk = Chunk(-way * i % devices, part)
+        return chunk, _send(chunk, way, devices) if i < devices - 1 else None
+    chunk = Chunk(way * (devices - 1 - i) % devices, part)
+    finished = Chunk(way * (devices - i) % devices, part)
+    return chunk, _send(finished, way, devices) if i > 0 else None
+
+
+def _direct_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
+    """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter."""
+    if use == "gather":
+        own = Chunk(0, 0)
+        return Chunk(i, 0), _send(own, -(i + 1), devices) if i < devices - 1 else None
+    finished = Chunk(devices - i, 0)
+    return Chunk(devices - 1 - i, 0), _send(finished, devices - i, devices) if i > 0 else None
+
+
+@functools.cache
+def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
+    """The schedule of `pattern` on `devices` devices.
+
+    Args:
+      use: "gather" moves shards, "scatter" moves accumulators.
+      pattern: "one_way", "two_way" or "direct".
+      devices: D, at least 1. One device multiplies its own chunk and sends nothing.
+
+    Raises:
+      ValueError: for an unknown pattern or fewer than one device.
+    """
+    if pattern not in PATTERNS:
+        raise ValueError(f"pattern={pattern!r}: expected one of {', '.join(PATTERNS)}")
+    if devices < 1:
+        raise ValueError(f"devices={devices}: a schedule needs at least 1 device")
+    # Shards that move by -1 come from the next device first, as the drawing shows.
+    ways = {"one_way": (-1,), "two_way": (-1, 1), "direct": ()}[pattern]
+    steps = []
+    for i in range(devices):
+        if pattern == "direct":
+            lanes = [_direct_step(use, devices, i)]
+        else:
+            lanes = [_ring_step(use, devices, i, way, part) for part, way in enumerate(ways)]
+        multiply = tuple(chunk for chunk, _ in lanes)
+        steps.append(Step(multiply, tuple(send for _, send in lanes if send is not None)))
+    return Schedule(use, pattern, devices, max(1, len(ways)), tuple(steps))
+
+
+def draw(schedule: Schedule) -> str:
+    """A table of text, devices down and steps across.
+
+    ``2 (2→0)`` reads: multiplies chunk 2 while it sends chunk 2 to device 0. Halves are 2a and 2b.
+    """
+
+    def name(chunk: Chunk, device: int) -> str:
+        owner = (device + chunk.offset) % schedule.devices
+        return f"{owner}{'ab'[chunk.part] if schedule.parts > 1 else ''}"
+
+    def cell(step: Step, device: int) -> str:
+        sends = [
+            f"{name(send.chunk, device)}→{(device + send.hop) % schedule.devices}"
+            for send in step.sends
+        ]
+        multiplies = " ".join(name(chunk, device) for chunk in step.multiply)
+        return f"{multiplies} ({', '.join(sends)})" if sends else multiplies
+
+    rows = [["", *(f"step {i}" for i in range(len(schedule.steps)))]]
+    for device in range(schedule.devices):
+        rows.append([f"device {device}", *(cell(step, device) for step in schedule.steps)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
