@@ -1,0 +1,103 @@
+"""Hugging Face tokenizers: whole documents, their end, and files that are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import data as data_module
+from train.data import TextData, open_dataset
+
+
+def open_text(data: Path | str, tokenizer: Path) -> TextData:
+    return open_dataset(str(data), str(tokenizer), sequence_length=3, batch_size=4, seed=0)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the ring turns")
+    return path
+
+
+def train_tokenizer(path: Path, end: str | None = "<|endoftext|>", max_length: int = 0) -> Path:
+    """A byte-level BPE that begins every text with <bos>, and may cut and pad it too."""
+    tokenizers = pytest.importorskip("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = byte_level(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<bos>"] if end is None else ["<bos>", end],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["the ring turns and the ring returns " * 20], trainer)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    if max_length:
+        model.enable_truncation(max_length)
+        model.enable_padding(length=64)
+    model.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>"])
+def test_a_tokenizer_file_tokenizes_whole_documents(tmp_path: Path, end: str):
+    """The file asks to cut at 4 tokens, to pad to 64 and to begin with <bos>: none may happen."""
+    path = train_tokenizer(tmp_path / "tokenizer.json", end, max_length=4)
+    model = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
+    contents = ["the ring turns and turns", "and the ring returns: ü"]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_text(content, encoding="utf-8")
+    text = open_text(f"{tmp_path}/*.txt", path)
+
+    ends = np.flatnonzero(text.tokens == model.token_to_id(end))
+    assert len(ends) == 2
+    assert ends[-1] == text.token_count - 1
+    documents = text.tokens[: ends[0]].tolist(), text.tokens[ends[0] + 1 : ends[1]].tolist()
+    assert [model.decode(tokens, skip_special_tokens=False) for tokens in documents] == contents
+    assert text.token_count < sum(len(content.encode()) for content in contents)
+    assert text.vocabulary_size == max(model.get_vocab().values()) + 1
+    assert text.tokens.dtype == np.uint16
+    assert text.sha256 == hashlib.sha256("".join(contents).encode()).hexdigest()
+
+
+def test_grouping_documents_for_the_tokenizer_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = train_tokenizer(tmp_path / "tokenizer.json")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"ring {i}"}) + "\n" for i in range(20)))
+    whole = open_text(lines, path)
+    monkeypatch.setattr(data_module, "TOKENIZATION_GROUP_BYTES", 15)
+    np.testing.assert_array_equal(open_text(lines, path).tokens, whole.tokens)
+
+
+def test_a_missing_tokenizers_package_names_the_extra(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'collective_matmul\[hf\]'"):
+        open_text(text_file, text_file)
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(text_file: Path, tmp_path: Path):
+    path = train_tokenizer(tmp_path / "tokenizer.json", end=None)
+    with pytest.raises(ValueError, match=r"tokenizer='.*tokenizer.json': has no end-of-document"):
+        open_text(text_file, path)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(text_file: Path, tmp_path: Path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(ValueError, match=r"tokenizer='.*text.txt': not a Hugging Face"):
+        open_text(text_file, text_file)
+    with pytest.raises(ValueError, match=r"tokenizer='.*absent.json': cannot be read"):
+        open_text(text_file, tmp_path / "absent.json")
