@@ -1,0 +1,1 @@
+"""Transformers with tensor and sequence parallelism, built from collective_matmul.layers."""

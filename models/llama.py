@@ -1,0 +1,178 @@
+"""Llama 3 with tensor and sequence parallelism, for use inside `jax.shard_map`.
+
+Legend of local shapes: B batch, S sequence, s = S/D of it, D devices on the tensor axis. Between
+blocks a device holds [B, s, features]: norms and residuals are computed on its part of the sequence
+alone. Attention and feed-forward gather the sequence into their first matmul and scatter it out of
+their last: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+2022.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
+from collective_matmul.layers import (
+    AttentionProjection,
+    ColumnParallelLinear,
+    GatedFeedForward,
+    RowParallelLinear,
+)
+from models import rotary, vocabulary
+from models.config import LlamaConfig
+
+Remat = Literal["none", "dots", "full"]
+
+_kernel_init = nnx.initializers.normal(stddev=0.02)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm: Zhang and Sennrich, 2019. In float32, out in x's dtype."""
+
+    def __init__(self, features: int, *, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., features] -> the same shape."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (normed * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention; the heads are spread over the tensor axis."""
+
+    def __init__(self, config: LlamaConfig, **layer_options):
+        self.projection = AttentionProjection(
+            config.features,
+            config.num_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            **layer_options,
+        )
+        self.output = RowParallelLinear(
+            (config.num_heads, config.head_dim), config.features, **layer_options
+        )
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, s, features] -> [B, s, features]."""
+        query, key, value = self.projection(x)
+        frequencies = rotary.frequencies(self.config)
+        query, key = (rotary.rotate(heads, frequencies) for heads in (query, key))
+        attended = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=_attention_implementation(query)
+        )
+        return self.output(attended)
+
+
+class Block(nnx.Module):
+    """Attention, then feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, **layer_options):
+        self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
+        self.attention = Attention(config, **layer_options)
+        self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
+        self.feed_forward = GatedFeedForward(
+            config.features, config.hidden_features, **layer_options
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, s, features] -> [B, s, features]."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nnx.Module):
+    """The whole model: tokens in, each device's columns of the logits out.
+
+    Args:
+      config: the shape.
+      axis_name: the tensor axis.
+      implementation: of every collective matmul; None chooses per shape.
+      dtype: of activations, and of the weights where they are used; parameters are float32.
+      remat: what the backward computes again: "none"; "dots", all but the results of the
+        collective matmuls; "full", everything inside a block.
+      rngs: for the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        axis_name: str = "tensor",
+        implementation: str | None = None,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        remat: Remat = "none",
+        rngs: nnx.Rngs,
+    ):
+        if remat not in get_args(Remat):
+            raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
+        options = dict(
+            axis_name=axis_name,
+            implementation=implementation,
+            dtype=dtype,
+            kernel_init=_kernel_init,
+            rngs=rngs,
+        )
+        self.axis_name, self.implementation = axis_name, implementation
+        self.dtype, self.remat = dtype, remat
+        self.embedding = nnx.Param(
+            _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
+            out_sharding=(axis_name, None),
+            eager_sharding=False,
+        )
+        self.layers = nnx.List([Block(config, **options) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
+        self.head = (
+            None
+            if config.tied_head
+            else ColumnParallelLinear(config.features, config.vocabulary_size, **options)
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Int32 tokens [B, S] -> logits [B, S, V/D] in `dtype`."""
+        table = self.embedding[...].astype(self.dtype)
+        x = vocabulary.embed(tokens, table, self.axis_name)
+        graph, _ = nnx.split(self.layers[0])
+
+        # Every block has the same graph: one function, traced once for all of them.
+        @jax.jit
+        def apply_block(state: nnx.State, x: jax.Array) -> jax.Array:
+            return _rematerialize(lambda state, x: nnx.merge(graph, state)(x), self.remat)(state, x)
+
+        for block in self.layers:
+            x = apply_block(nnx.state(block), x)
+        x = self.norm(x)
+        if self.head is not None:
+            return self.head(x)
+        return all_gather_matmul(
+            x, table.T, self.axis_name, gather_dimension=1, implementation=self.implementation
+        )
+
+    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """Cross-entropy of each target in nats: int32 [B, S] twice -> float32 [B, S]."""
+        return vocabulary.cross_entropy(self(tokens), targets, self.axis_name)
+
+
+def _rematerialize(fun, remat: Remat):
+    if remat == "none":
+        return fun
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(CHECKPOINT_NAME) if remat == "dots" else None
+    return jax.checkpoint(fun, policy=policy)
+
+
+def _attention_implementation(query: jax.Array) -> Literal["cudnn", "xla"]:
+    """cuDNN's kernel where it runs: on GPUs, half precision, head sizes it knows."""
+    half = query.dtype in (jnp.bfloat16, jnp.float16)
+    head_dim = query.shape[-1]
+    on_gpu = jax.default_backend() == "gpu"
+    return "cudnn" if on_gpu and half and head_dim % 8 == 0 and head_dim <= 128 else "xla"

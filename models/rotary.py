@@ -1,0 +1,44 @@
+"""Rotary position embedding: Su et al., "RoFormer", 2021; scaled as in Llama 3.1."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import LlamaConfig, RotaryScaling
+
+
+def frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position of each pair of features: float32 [head_dim / 2]."""
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    radians = config.rotary_base**-exponents
+    if config.rotary_scaling is not None:
+        radians = _scale(radians, config.rotary_scaling)
+    return radians.astype(np.float32)
+
+
+def _scale(radians: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+    """Slows waves longer than the original context; keeps short ones; blends in between."""
+    turns = scaling.original_context * radians / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * radians + (1 - kept) * radians / scaling.factor
+
+
+def rotate(x: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """Turns each pair of features by position × frequency, in radians.
+
+    x is [batch, sequence, heads, head_dim], the whole sequence, and so is the result.
+    Feature i is paired with feature i + head_dim / 2, as in Hugging Face's weights. Computed in
+    float32.
+    """
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
+    angles = positions[:, None] * jnp.asarray(frequencies)[None, :]
+    cos, sin = (wave(angles)[None, :, None, :] for wave in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = (jnp.broadcast_to(wave, first.shape) for wave in (cos, sin))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

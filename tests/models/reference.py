@@ -1,0 +1,88 @@
+"""Llama 3 written again from its description: one device, float32, no parallelism.
+
+Takes the trainer's flat parameters, {"layers.0.attention.output.kernel": ...}.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import LlamaConfig
+
+
+def logits(config: LlamaConfig, params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    """[B, S] -> [B, S, vocabulary_size]."""
+    x = params["embedding"][tokens]
+    for layer in range(config.num_layers):
+        local = {
+            name.removeprefix(f"layers.{layer}."): value
+            for name, value in params.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        x = x + _attention(config, local, _norm(config, x, local["attention_norm.scale"]))
+        x = x + _feed_forward(local, _norm(config, x, local["feed_forward_norm.scale"]))
+    x = _norm(config, x, params["norm.scale"])
+    head = params["embedding"].T if config.tied_head else params["head.kernel"]
+    return jnp.einsum("bsf,fv->bsv", x, head)
+
+
+def loss(
+    config: LlamaConfig, params: dict[str, jax.Array], tokens: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """Nats per token, [B, S]."""
+    log_probabilities = jax.nn.log_softmax(logits(config, params, tokens), axis=-1)
+    return -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+
+
+def _norm(config: LlamaConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    root = jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
+    return x / root * scale[None, None, :]
+
+
+def _feed_forward(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    gate, up, down = (params[f"feed_forward.{name}.kernel"] for name in ("gate", "up", "down"))
+    gated = x @ gate
+    return (gated * jax.nn.sigmoid(gated) * (x @ up)) @ down
+
+
+def _attention(config: LlamaConfig, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    query, key, value = (
+        jnp.einsum("bsf,fhd->bshd", x, params[f"attention.projection.{name}.kernel"])
+        for name in ("query", "key", "value")
+    )
+    query, key = _rotate(config, query), _rotate(config, key)
+    repeats = config.num_heads // config.num_key_value_heads
+    key, value = (jnp.repeat(heads, repeats, axis=2) for heads in (key, value))
+    scores = jnp.einsum("bshd,bthd->bhst", query, key) / np.sqrt(config.head_dim)
+    causal = np.tril(np.ones(scores.shape[-2:], bool))
+    scores = jnp.where(causal[None, None], scores, -jnp.inf)
+    attended = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, axis=-1), value)
+    return jnp.einsum("bshd,hdf->bsf", attended, params["attention.output.kernel"])
+
+
+def _rotate(config: LlamaConfig, x: jax.Array) -> jax.Array:
+    """As a complex rotation of feature i with feature i + head_dim / 2."""
+    half = config.head_dim // 2
+    frequency = np.array([wave(config, i) for i in range(half)])
+    turn = np.exp(1j * np.arange(x.shape[1])[:, None] * frequency[None, :])[None, :, None, :]
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * turn.astype(np.complex64)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def wave(config: LlamaConfig, i: int) -> float:
+    """Radians per position of pair i, branch by branch as Llama 3.1's paper describes it."""
+    frequency = config.rotary_base ** (-2 * i / config.head_dim)
+    scaling = config.rotary_scaling
+    if scaling is None:
+        return frequency
+    wavelength = 2 * np.pi / frequency
+    if wavelength < scaling.original_context / scaling.high_frequency_factor:
+        return frequency
+    if wavelength > scaling.original_context / scaling.low_frequency_factor:
+        return frequency / scaling.factor
+    smooth = (scaling.original_context / wavelength - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency

@@ -1,0 +1,158 @@
+"""The sharded Llama against one written again without parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models.config import LlamaConfig, RotaryScaling
+from models.llama import Llama
+from tests.models import reference
+from train.config import Config
+from train.state import ModelFunctions
+
+SMALL = LlamaConfig(
+    vocabulary_size=24,
+    num_layers=2,
+    features=16,
+    hidden_features=24,
+    num_heads=8,
+    num_key_value_heads=4,
+    head_dim=4,
+    # Short enough that all three branches of the scaling are taken.
+    rotary_scaling=RotaryScaling(original_context=16),
+)
+BATCH, SEQUENCE = 4, 8
+
+# Everything is float32 on both sides; what differs is the order of sums of at most a hundred terms
+# of order one, some 1e-6 each, through two blocks.
+TOLERANCE = dict(rtol=2e-4, atol=2e-5)
+
+
+def model_functions(**changes) -> tuple[LlamaConfig, ModelFunctions]:
+    model = dataclasses.replace(SMALL, tied_head=changes.pop("tied_head", False))
+    return model, ModelFunctions(Config(model=model, compute_dtype="float32", **changes))
+
+
+def random_params(functions: ModelFunctions) -> dict[str, np.ndarray]:
+    """Larger than at initialization, so that every part of the model matters."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.normal(size=leaf.shape) * 0.4 + ("scale" in name)).astype(np.float32)
+        for name, leaf in functions.abstract_params.items()
+    }
+
+
+def random_tokens() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, SMALL.vocabulary_size, size=(2, BATCH, SEQUENCE), dtype=np.int32)
+    return tokens[0], tokens[1]
+
+
+def sharded_loss_and_grads(functions: ModelFunctions, mesh):
+    """Mean loss and gradients, global, computed inside one shard_map."""
+
+    def local(params, tokens, targets):
+        def loss(params):
+            total = jnp.sum(functions.merge(params).loss(tokens, targets))
+            return jax.lax.psum(total, "data") / (BATCH * SEQUENCE)
+
+        return jax.value_and_grad(loss)(params)
+
+    batch = P("data")
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(functions.specs, batch, batch),
+            out_specs=(P(), functions.specs),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((1, 4), dict(overlap="ring")),
+        ((2, 4), dict(overlap="bulk", remat="dots")),
+        ((2, 2), dict(overlap="ring", remat="full")),
+        ((1, 2), dict(overlap="ring", tied_head=True, remat="dots")),
+        ((1, 1), dict(overlap="auto")),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_unsharded_model(make_mesh, sizes, changes):
+    model, functions = model_functions(**changes)
+    params, (tokens, targets) = random_params(functions), random_tokens()
+    mesh = make_mesh({"data": sizes[0], "tensor": sizes[1]})
+    loss, grads = sharded_loss_and_grads(functions, mesh)(params, tokens, targets)
+
+    def expected_loss(params):
+        return jnp.mean(reference.loss(model, params, tokens, targets))
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(expected_loss))(params)
+    np.testing.assert_allclose(loss, expected, **TOLERANCE)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected_grads[name], **TOLERANCE, err_msg=name)
+
+
+def test_logits_stay_sharded_over_the_vocabulary(make_mesh):
+    model, functions = model_functions(overlap="ring")
+    params, (tokens, _) = random_params(functions), random_tokens()
+    shapes = []
+
+    def local(params, tokens):
+        logits = functions.merge(params)(tokens)
+        shapes.append(logits.shape)
+        return logits
+
+    gathered = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh({"tensor": 4}),
+            in_specs=(functions.specs, P()),
+            out_specs=P(None, None, "tensor"),
+        )
+    )(params, tokens)
+    assert shapes == [(BATCH, SEQUENCE, model.vocabulary_size // 4)]
+    expected = reference.logits(model, params, tokens)
+    np.testing.assert_allclose(gathered, expected, **TOLERANCE)
+
+
+def test_no_array_of_the_step_holds_all_the_logits(make_mesh):
+    """Neither forward nor backward: no intermediate has the vocabulary's full width."""
+    _, functions = model_functions(overlap="ring")
+    mesh = make_mesh({"data": 1, "tensor": 4})
+    loss_and_grads = sharded_loss_and_grads(functions, mesh)
+    text = loss_and_grads.lower(random_params(functions), *random_tokens()).compile().as_text()
+    assert f"[{BATCH},{SEQUENCE},{SMALL.vocabulary_size // 4}]" in text
+    assert f"[{BATCH},{SEQUENCE},{SMALL.vocabulary_size}]" not in text
+
+
+def test_dots_keeps_matmul_results_and_full_keeps_block_inputs_only():
+    """Counts the matmuls of forward and backward together: recomputing adds more of them."""
+
+    def dots(remat: str) -> int:
+        _, functions = model_functions(overlap="bulk", remat=remat)
+        mesh = jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))
+        step = sharded_loss_and_grads(functions, mesh)
+        tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
+        text = step.trace(functions.abstract_params, tokens, tokens).lower().as_text()
+        return text.count("stablehlo.dot_general")
+
+    # Seven projections of one block, traced once and called by both; attention has two more.
+    assert dots("none") < dots("dots") < dots("full")
+    assert dots("full") - dots("dots") >= 6
+
+
+def test_unknown_remat_is_refused():
+    from flax import nnx
+
+    with pytest.raises(ValueError, match=r"remat='some': expected one of none, dots, full"):
+        Llama(SMALL, remat="some", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,36 @@
+"""Rotary frequencies and rotation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models import rotary
+from models.config import llama3_8b
+from tests.models import reference
+
+
+def test_llama_3_1_scaling_branch_by_branch():
+    config = llama3_8b()
+    expected = [reference.wave(config, i) for i in range(config.head_dim // 2)]
+    np.testing.assert_allclose(rotary.frequencies(config), expected, rtol=1e-6)
+    # The slowest wave is stretched by the whole factor, the fastest not at all.
+    assert np.isclose(expected[0], 1.0)
+    assert np.isclose(expected[-1], 500_000.0 ** (-126 / 128) / 8)
+
+
+def test_rotation_depends_on_distance_alone():
+    """The inner product of two rotated vectors is the same wherever their distance is."""
+    rng = np.random.default_rng(0)
+    frequencies = rotary.frequencies(llama3_8b())
+    query, key = rng.normal(size=(2, 128)).astype(np.float32)
+    positions = 32
+
+    def everywhere(vector):
+        stacked = np.broadcast_to(vector, (1, positions, 1, 128))
+        return np.asarray(rotary.rotate(stacked, frequencies))[0, :, 0]
+
+    products = everywhere(query) @ everywhere(key).T
+    for distance in range(-5, 6):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-3, atol=1e-3)
+    assert abs(products[0, 0] - products[0, 5]) > 0.1

@@ -1,0 +1,60 @@
+"""Embedding and cross-entropy over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import vocabulary
+
+BATCH, SEQUENCE, FEATURES, VOCABULARY = 2, 8, 3, 16
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    # Every token once: each device's rows, first and last, are looked up.
+    return np.random.default_rng(0).permutation(VOCABULARY).reshape(BATCH, SEQUENCE).astype("int32")
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_embedding_and_its_gradient(make_mesh, tokens, devices):
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(VOCABULARY, FEATURES)).astype(np.float32)
+    weight = rng.normal(size=(BATCH, SEQUENCE, FEATURES)).astype(np.float32)
+    embed = jax.shard_map(
+        lambda tokens, table: vocabulary.embed(tokens, table, "tensor"),
+        mesh=make_mesh({"tensor": devices}),
+        in_specs=(P(), P("tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    value, backward = jax.vjp(jax.jit(lambda table: embed(tokens, table)), table)
+    np.testing.assert_array_equal(value, table[tokens])
+    expected = np.zeros_like(table)
+    np.add.at(expected, tokens, weight)
+    np.testing.assert_allclose(backward(weight)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):
+    """Also with logits whose exponential overflows float32 unless the largest is taken off."""
+    rng = np.random.default_rng(2)
+    logits = (scale * rng.normal(size=(BATCH, SEQUENCE, VOCABULARY))).astype(np.float32)
+    sharded = jax.shard_map(
+        lambda logits, targets: vocabulary.cross_entropy(logits, targets, "tensor"),
+        mesh=make_mesh({"tensor": devices}),
+        in_specs=(P(None, None, "tensor"), P()),
+        out_specs=P(),
+    )
+    loss, grad = jax.jit(jax.value_and_grad(lambda x: jnp.mean(sharded(x, tokens))))(logits)
+
+    wide = logits.astype(np.float64)
+    shifted = np.exp(wide - wide.max(-1, keepdims=True))
+    probabilities = shifted / shifted.sum(-1, keepdims=True)
+    one_hot = np.eye(VOCABULARY)[tokens]
+    log_sum = np.log(shifted.sum(-1)) + wide.max(-1)
+    np.testing.assert_allclose(loss, np.mean(log_sum - (wide * one_hot).sum(-1)), rtol=1e-6)
+    np.testing.assert_allclose(grad, (probabilities - one_hot) / tokens.size, atol=1e-7)
