@@ -1,0 +1,83 @@
+"""What holds in every test: which devices there are, how strict JAX is, how hard Hypothesis tries.
+
+Give jitted functions NumPy arrays: their shards are cut on the host, while each new shape of a
+`jax.Array` on one device costs a compilation to spread it over the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+
+import hypothesis
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+MeshFactory = Callable[[dict[str, int]], Mesh]
+
+SIMULATED_DEVICES = 8
+ON_THE_CPU = {
+    "jax_platforms": "cpu",
+    # Compiling takes most of the suite's time. This skips LLVM's optimizations, not XLA's: the
+    # optimized HLO is the same, and a ring with its gradients compiles in two thirds of the time.
+    "jax_disable_most_optimizations": True,
+}
+
+# No deadline: the first example of each shape is compiled, the next one only runs.
+_PATIENT = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("dev", _PATIENT, max_examples=10)
+# The same examples on every run, so that a change alone can turn the suite red.
+hypothesis.settings.register_profile(
+    "ci", _PATIENT, max_examples=50, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the devices before JAX first looks for them: GPUs under `-m gpu`, else the CPU."""
+    marker_expression = config.option.markexpr
+    if "gpu" in marker_expression and "not gpu" not in marker_expression:
+        # The CPU too, for what a test compares with.
+        jax.config.update("jax_platforms", "cuda,cpu")
+    else:
+        for name, value in ON_THE_CPU.items():
+            jax.config.update(name, value)
+            # A trainer that a test starts must round as this process does.
+            os.environ[name.upper()] = str(value)
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fails a GPU test that finds no GPU; skipped, it would look as if it had been checked."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.fail("needs an NVIDIA GPU, and jax finds none: run it where there is one")
+
+
+def pytest_report_header() -> str:
+    return f"jax {jax.__version__}"
+
+
+@pytest.fixture(scope="session")
+def make_mesh() -> MeshFactory:
+    """A mesh over the first devices, by the sizes of its axes: `make_mesh({"tensor": 4})`.
+
+    Its axes are Auto. On GPUs, a test that asks for more than there are is skipped.
+    """
+    return lambda sizes: _mesh(tuple(sizes.items()))
+
+
+@cache
+def _mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    names, sizes = zip(*axes, strict=True)
+    devices, needed = jax.devices(), math.prod(sizes)
+    if needed > len(devices) and jax.default_backend() == "gpu":
+        pytest.skip(f"needs {needed} GPUs, and there are {len(devices)}")
+    return jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices[:needed]
+    )
