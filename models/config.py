@@ -62,7 +62,7 @@ class LlamaConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied by: all matrices, the embedding lookup left out."""
+        """Weights that every token is multiplied by: all matrices but the embedding."""
         attention = self.features * self.head_dim * 2 * (self.num_heads + self.num_key_value_heads)
         feed_forward = 3 * self.features * self.hidden_features
         head = self.features * self.vocabulary_size

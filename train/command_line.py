@@ -1,0 +1,125 @@
+"""From arguments to a run, and what is said before and after it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+
+import jax
+import tyro
+from rich.console import Console
+
+from train.config import PRESETS, Config
+from train.dry_run import dry_run
+from train.loop import NonFiniteError, train
+from train.mesh import mesh_sizes
+from train.metrics import Record
+from train.setup import Setup, prepare
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python -m train``."""
+    console = Console()
+    with refusing():
+        config = parse(arguments)
+        if config.print_config:
+            print(json.dumps(config.to_json(), indent=2))
+            return
+        simulate_devices(config)
+        if config.dry_run:
+            dry_run(config, *mesh_sizes(config.mesh, config.model, _any_number(config)), console)
+            return
+        setup = prepare(config)
+        announce(setup, console)
+        conclude(setup, train(setup, console), arguments, console)
+
+
+def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
+    """The configuration that the arguments describe: a preset, and what they change in it.
+
+    Raises:
+      ValueError: for an unknown preset.
+      SystemExit: after printing help, or what is wrong with the arguments.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="debug")
+    name = first.parse_known_args(arguments)[0].preset
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r}: expected one of {', '.join(PRESETS)}")
+    return tyro.cli(Config, default=PRESETS[name](), args=list(arguments), prog=program)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turns what is wrong with the input into one sentence on stderr and exit status 2.
+
+    A run that stops because its loss is not finite exits with 1.
+    """
+    try:
+        yield
+    except (ValueError, ImportError, NonFiniteError) as error:
+        console = Console(stderr=True)
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(1 if isinstance(error, NonFiniteError) else 2) from error
+
+
+def simulate_devices(config: Config) -> None:
+    """Simulates devices on a machine without GPUs; must come before JAX looks for devices."""
+    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+
+
+def announce(setup: Setup, console: Console) -> None:
+    """Says what is about to be trained, on what, where."""
+    config, mesh, text = setup.config, setup.mesh, setup.text
+    parameters = sum(math.prod(leaf.shape) for leaf in setup.model.abstract_params.values())
+    kind = mesh.devices.flat[0].device_kind
+    for line in (
+        f"{config.preset}: {parameters:,} parameters, {config.model.num_layers} layers,"
+        f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
+        f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
+        f"data: {text.description}, {text.token_count:,} tokens,"
+        f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def conclude(
+    setup: Setup, records: list[Record], arguments: Sequence[str], console: Console
+) -> None:
+    """Says what was done, and how to go on and to compare."""
+    config, last = setup.config, records[-1]
+    lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
+    plain = _without(arguments, "--resume", "--steps", "--print-config", "--dry-run")
+    if config.checkpoint_dir is not None:
+        lines[0] += f"; checkpoints in {config.checkpoint_dir}"
+        resume = ["python", "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
+        lines.append(f"to go on:   {shlex.join(resume)}")
+    else:
+        lines.append("to be able to go on from where a run ended, give it --checkpoint-dir DIR")
+    shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file", "--profile")
+    compare = ["python", "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    lines.append(f"to compare: {shlex.join(compare)} --a overlap=bulk --b overlap=ring")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """The arguments less some flags and their values."""
+    kept: list[str] = []
+    dropping = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.split("=")[0].replace("_", "-") in flags
+        if not dropping:
+            kept.append(argument)
+    return kept
+
+
+def _any_number(config: Config) -> int:
+    """As many devices as the mesh asks for, or as there are where it leaves that open."""
+    sizes = (config.mesh.data, config.mesh.tensor)
+    return math.prod(sizes) if all(sizes) else max(jax.device_count(), *sizes)

@@ -1,0 +1,89 @@
+"""``python -m train.compare --preset debug --a overlap=bulk --b overlap=ring``
+
+Trains two variants of one configuration from one seed on the same data, and prints how far their
+loss curves part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from train.command_line import announce, parse, refusing, simulate_devices
+from train.config import Config
+from train.loop import train
+from train.metrics import Record
+from train.setup import prepare
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs both variants and prints the comparison."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.compare",
+        description="Train two variants from one seed and compare their loss curves. Every flag of"
+        " `python -m train` sets what both share.",
+        allow_abbrev=False,
+    )
+    for name in ("--a", "--b"):
+        parser.add_argument(
+            name,
+            nargs="+",
+            required=True,
+            metavar="FIELD=VALUE",
+            help="what this variant sets, as in: overlap=ring mesh.tensor=4",
+        )
+    variants, shared = parser.parse_known_args(arguments)
+    console = Console()
+    with refusing():
+        a = _variant(shared, variants.a)
+        b = _variant(shared, variants.b)
+        if a.steps != b.steps:
+            raise ValueError(f"steps={a.steps} and {b.steps}: expected the same in both variants")
+        simulate_devices(a)
+        curves = []
+        for name, config, changes in (("a", a, variants.a), ("b", b, variants.b)):
+            console.rule(f"{name}: {' '.join(changes)}")
+            setup = prepare(config)
+            announce(setup, console)
+            curves.append(train(setup, console))
+    console.rule("comparison")
+    console.print(describe(*curves), highlight=False)
+
+
+def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
+    """Raises ValueError for a change that is not FIELD=VALUE, or a run that would leave files."""
+    for change in changes:
+        if "=" not in change:
+            raise ValueError(f"{change!r}: expected FIELD=VALUE, as in overlap=ring")
+    config = parse([*shared, *(f"--{change}" for change in changes)], "python -m train.compare")
+    for name in ("checkpoint_dir", "log_file"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: comparing keeps no files; leave it out"
+            )
+    return dataclasses.replace(config, log_interval=1)
+
+
+def describe(a: Sequence[Record], b: Sequence[Record]) -> str:
+    """The largest difference between two curves, and how fast each went."""
+    differences = {x.step: abs(x.loss - y.loss) for x, y in zip(a, b, strict=True)}
+    step = max(differences, key=differences.__getitem__)
+
+    def median_seconds(records: Sequence[Record]) -> float:
+        seconds = sorted(record.step_seconds for record in records)
+        return seconds[len(seconds) // 2]
+
+    return (
+        f"largest difference in loss: {differences[step]:.3g} nats, at step {step} of {len(a)}\n"
+        f"last loss: a {a[-1].loss:.6f}, b {b[-1].loss:.6f}\n"
+        f"median step: a {median_seconds(a):.4f} s, b {median_seconds(b):.4f} s,"
+        f" a / b {median_seconds(a) / median_seconds(b):.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

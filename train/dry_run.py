@@ -1,0 +1,114 @@
+"""What a run would hold and communicate on each device, found by tracing alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+from collective_matmul.choose import Decision, record_decisions
+from train.config import Config, check
+from train.mesh import make_abstract_mesh
+from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
+from train.step import BATCH_SPEC, sharded_step
+
+
+def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
+    """Prints bytes per device and the collective matmuls of one step on a data × tensor mesh.
+
+    Nothing is compiled and no device is needed; the mesh may have any size.
+
+    Raises:
+      ValueError: for sizes that do not fit together.
+    """
+    check(config, data, tensor)
+    mesh = make_abstract_mesh(data, tensor)
+    model = ModelFunctions(config)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state, specs = abstract_state(model, optimizer), state_specs(model, optimizer)
+    saved = _saved_for_backward(config, model, mesh)
+    with record_decisions() as decisions:
+        step = sharded_step(config, model, optimizer, mesh)
+        jax.eval_shape(step, state, _abstract_batch(config, config.batch_size))
+
+    parameters = sum(math.prod(leaf.shape) for leaf in model.abstract_params.values())
+    console.print(
+        f"{config.preset}: {parameters:,} parameters on data={data} × tensor={tensor},"
+        f" {config.batch_size} sequences of {config.sequence_length} tokens per step"
+    )
+    table = Table("bytes per device", "", box=None)
+    for name, size in (
+        ("parameters", _bytes_per_device(state["params"], specs["params"], mesh)),
+        ("optimizer state", _bytes_per_device(state["opt_state"], specs["opt_state"], mesh)),
+        ("gradients", _bytes_per_device(state["params"], specs["params"], mesh)),
+        (f"activations and {config.compute_dtype} weights, saved for the backward", saved),
+    ):
+        table.add_row(name, f"{size:,}")
+    console.print(table)
+    console.print(_sites_table(decisions))
+
+
+def _abstract_batch(config: Config, sequences: int) -> dict[str, jax.ShapeDtypeStruct]:
+    tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
+    return {"inputs": tokens, "targets": tokens}
+
+
+def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
+    """Bytes of one device's shards."""
+
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct, spec: P) -> int:
+        shards = math.prod(mesh.shape[axis] for axis in spec if axis is not None)
+        return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, specs)))
+
+
+def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMesh) -> int:
+    """Bytes per device that the forward of one microbatch leaves for its backward."""
+    saved = 0
+
+    def forward(params, batch):
+        nonlocal saved
+
+        def loss(params):
+            return jnp.sum(model.merge(params).loss(batch["inputs"], batch["targets"]))
+
+        value, backward = jax.vjp(loss, params)
+        residuals = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
+        for leaf in params.values():
+            residuals.pop(id(leaf), None)
+        saved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in residuals.values())
+        return jax.lax.psum(value, "data")
+
+    traced = jax.shard_map(
+        forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=P(), check_vma=True
+    )
+    sequences = config.batch_size // config.accumulate
+    jax.eval_shape(traced, model.abstract_params, _abstract_batch(config, sequences))
+    return saved
+
+
+def _sites_table(decisions: list[Decision]) -> Table:
+    """One row for each distinct site; blocks of the same shape share theirs."""
+    table = Table("collective matmul", "local x @ w", "sent", "by", "because", box=None)
+    for decision in dict.fromkeys(decisions):
+        site = decision.site
+        table.add_row(
+            site.op + (" + gather of the other operand" if site.rider else ""),
+            "\n".join(f"{_shape(x)} @ {_shape(w)}" for x, w in site.operands),
+            f"{site.bytes_communicated / 2**20:.1f} MiB",
+            decision.implementation,
+            decision.reason,
+        )
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"

@@ -1,0 +1,51 @@
+"""From the sizes asked for to a mesh of devices."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from models.config import LlamaConfig
+from train.config import MeshConfig
+
+AXES = ("data", "tensor")
+
+
+def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[int, int]:
+    """(data, tensor) with every 0 filled in for `devices` devices.
+
+    Raises:
+      ValueError: if a size is negative, or more devices are asked for than there are.
+    """
+    for name, size in (("mesh.data", config.data), ("mesh.tensor", config.tensor)):
+        if size < 0:
+            raise ValueError(f"{name}={size}: expected a number of devices, or 0 for what fits")
+    tensor = config.tensor or _largest_tensor_axis(model, devices // max(config.data, 1))
+    data = config.data or max(devices // tensor, 1)
+    if data * tensor > devices:
+        raise ValueError(
+            f"mesh.data={data} × mesh.tensor={tensor} needs {data * tensor} devices and there are"
+            f" {devices}; make one smaller, or 0 to take what fits"
+        )
+    return data, tensor
+
+
+def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
+    """The most of `devices` that share the model evenly and leave none over."""
+    sizes = range(1, devices + 1)
+    return max(n for n in sizes if devices % n == 0 and model.fits_tensor_axis(n))
+
+
+def make_mesh(data: int, tensor: int) -> Mesh:
+    """A mesh over the first data × tensor devices; neighbours share a tensor axis."""
+    return jax.make_mesh(
+        (data, tensor),
+        AXES,
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=jax.devices()[: data * tensor],
+    )
+
+
+def make_abstract_mesh(data: int, tensor: int) -> AbstractMesh:
+    """The same mesh without devices, for tracing."""
+    return AbstractMesh((data, tensor), AXES, axis_types=(AxisType.Auto, AxisType.Auto))

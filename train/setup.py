@@ -1,0 +1,116 @@
+"""All that a run needs before anything is compiled, and every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from train.checkpoint import Checkpoints, differences
+from train.config import Config, check
+from train.data import TextData, open_dataset
+from train.mesh import make_mesh, mesh_sizes
+from train.metrics import check_log_file
+from train.state import ModelFunctions, make_optimizer
+from train.step import BATCH_SPEC
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that can start."""
+
+    config: Config
+    mesh: Mesh
+    text: TextData
+    model: ModelFunctions
+    optimizer: optax.GradientTransformation
+    checkpoints: Checkpoints | None
+    """Open, and to be closed."""
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of a batch's arrays."""
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What is saved beside the state."""
+        return _configuration(self.config, self.text)
+
+
+def prepare(config: Config) -> Setup:
+    """Opens everything.
+
+    Raises:
+      ValueError: for whatever does not fit together, cannot be read or would be overwritten.
+    """
+    data, tensor = mesh_sizes(config.mesh, config.model, jax.device_count())
+    check(config, data, tensor)
+    check_log_file(config.log_file, config.resume)
+    text = open_dataset(
+        config.data,
+        config.tokenizer,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    if text.vocabulary_size > config.model.vocabulary_size:
+        raise ValueError(
+            f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
+            f" {text.vocabulary_size} tokens of the tokenizer"
+        )
+    return Setup(
+        config=config,
+        mesh=make_mesh(data, tensor),
+        text=text,
+        model=ModelFunctions(config),
+        optimizer=make_optimizer(config.optimizer, config.steps),
+        checkpoints=_open_checkpoints(config, text),
+    )
+
+
+def _configuration(config: Config, text: TextData) -> dict[str, Any]:
+    return {**config.to_json(), "text": {"sha256": text.sha256, "token_count": text.token_count}}
+
+
+def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
+    if config.checkpoint_dir is None:
+        return None
+    checkpoints = Checkpoints(
+        config.checkpoint_dir,
+        resume=config.resume,
+        keep=config.keep,
+        save_interval=config.save_interval,
+    )
+    if config.resume:
+        try:
+            _check_goes_on(checkpoints, _configuration(config, text), config.steps)
+        except ValueError:
+            checkpoints.close()
+            raise
+    return checkpoints
+
+
+def _check_goes_on(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
+    """Raises ValueError unless the newest checkpoint is of this model, this data, and not past."""
+    checkpoints.check_same_model(now)
+    saved = checkpoints.configuration()
+    # The place in the data is a number of sequences: it means nothing in other data.
+    names = ("text", "sequence_length", "seed")
+    changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})
+    if changed:
+        listed = ", ".join(f"{name} was {was}, is {new}" for name, (was, new) in changed.items())
+        raise ValueError(
+            f"resume: the checkpoint was saved in other data: {listed}; give the data, tokenizer,"
+            " sequence length and seed it was saved with"
+        )
+    latest = checkpoints.latest_step()
+    if latest is not None and latest >= steps:
+        raise ValueError(
+            f"steps={steps}: the checkpoint has {latest} steps behind it already; give --steps a"
+            " larger number to go on"
+        )

@@ -1,0 +1,148 @@
+"""Everything a run must keep to go on: parameters, optimizer state and step count.
+
+The state is one pytree of global arrays::
+
+    {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
+
+Parameters are float32, keyed by their dotted path in the model, sharded over the tensor axis as the
+layers say and replicated over the data axis; the optimizer's moments are sharded like them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.llama import Llama
+from train.config import Config, OptimizerConfig
+
+Params = dict[str, jax.Array]
+TrainState = dict[str, Any]
+
+IMPLEMENTATIONS = {"auto": None, "ring": "ring", "bulk": "bulk"}
+
+
+class ModelFunctions:
+    """The model as pure functions over a flat dictionary of parameters.
+
+    Attributes:
+      abstract_params: global shapes by name.
+      specs: `PartitionSpec` by name.
+    """
+
+    def __init__(self, config: Config):
+        def build() -> Llama:
+            return self._build(config, nnx.Rngs(config.seed))
+
+        self._config = config
+        self._graph, abstract = nnx.split(nnx.eval_shape(build))
+        self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
+        self.abstract_params = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for name, (_, leaf) in self._variables.items()
+        }
+        self.specs: dict[str, P] = {
+            _name(path): spec.get_value()
+            for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
+        }
+
+    @staticmethod
+    def _build(config: Config, rngs: nnx.Rngs) -> Llama:
+        return Llama(
+            config.model,
+            implementation=IMPLEMENTATIONS[config.overlap],
+            dtype=jnp.dtype(config.compute_dtype),
+            remat=config.remat,
+            rngs=rngs,
+        )
+
+    def init(self) -> Params:
+        """Fresh parameters from the seed; the same for every mesh."""
+        model = self._build(self._config, nnx.Rngs(self._config.seed))
+        return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+    def merge(self, params: Params) -> Llama:
+        """The model that computes with `params`, global or local."""
+        flat = [
+            (path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()
+        ]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with warm-up and cosine decay, weight decay on matrices only; it does not clip."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_learning_rate_fraction,
+    )
+    return optax.adamw(
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    )
+
+
+def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes and dtypes of the whole state, global."""
+    return {
+        "params": model.abstract_params,
+        "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+
+
+def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
+    """A `PartitionSpec` for every leaf of the state."""
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        jax.eval_shape(optimizer.init, model.abstract_params),
+        model.specs,
+        transform_non_params=lambda _: P(),
+    )
+    return {"params": model.specs, "opt_state": opt_state, "step": P()}
+
+
+def state_on_mesh(
+    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Shapes, dtypes and shardings: what a checkpoint is restored into."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        abstract_state(model, optimizer),
+        state_specs(model, optimizer),
+    )
+
+
+def init_state(
+    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Fresh state, every shard made on the device that keeps it."""
+
+    def init() -> TrainState:
+        params = model.init()
+        return {
+            "params": params,
+            "opt_state": optimizer.init(params),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_on_mesh(model, optimizer, mesh))
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,98 @@
+"""One optimizer step: a pure function over the state, inside one `shard_map` over the whole mesh.
+
+Legend of local shapes: b sequences of this data group, S tokens, D tensor devices. Parameters and
+moments are local shards. The types of `shard_map` say which values differ between devices, so JAX
+itself sums the gradient of whatever is replicated over the tensor axis. Over the data axis the
+gradients stay local until all microbatches are done and are summed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import overlap_jit
+from train.config import Config
+from train.state import ModelFunctions, Params, TrainState, state_specs
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+BATCH_SPEC = P("data", None)
+
+
+def make_step(
+    config: Config, model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The compiled step: (state, batch) -> (state, metrics). The state handed in is donated.
+
+    The batch holds "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data.
+    Metrics are float32 scalars: "loss", nats per token, and "grad_norm", before clipping.
+    """
+    return overlap_jit(sharded_step(config, model, optimizer, mesh), donate_argnums=0)
+
+
+def sharded_step(
+    config: Config, model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step before compilation; `mesh` may be abstract."""
+    specs = state_specs(model, optimizer)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, grads = _loss_and_grads(config, model, state["params"], batch)
+        grad_norm = _global_norm(grads)
+        clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * clip, grads)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return new_state, {"loss": loss, "grad_norm": grad_norm}
+
+    return jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
+    )
+
+
+def _loss_and_grads(
+    config: Config, model: ModelFunctions, params: Params, batch: Batch
+) -> tuple[jax.Array, Params]:
+    """Mean loss over the whole batch and its gradient, summed over the data axis."""
+    tokens = config.batch_size * config.sequence_length
+
+    def loss(params: Params, microbatch: Batch) -> jax.Array:
+        losses = model.merge(params).loss(microbatch["inputs"], microbatch["targets"])
+        return jnp.sum(losses) / tokens
+
+    # Typed as differing between data groups, so that their gradients are not summed yet.
+    local_params = lax.pcast(params, "data", to="varying")
+    microbatches = jax.tree.map(
+        lambda array: array.reshape(config.accumulate, -1, array.shape[-1]), batch
+    )
+    first = jax.tree.map(lambda array: array[0], microbatches)
+    total = jax.value_and_grad(loss)(local_params, first)
+    if config.accumulate > 1:
+        rest = jax.tree.map(lambda array: array[1:], microbatches)
+
+        def add(total, microbatch):
+            return jax.tree.map(
+                jnp.add, total, jax.value_and_grad(loss)(local_params, microbatch)
+            ), None
+
+        total, _ = lax.scan(add, total, rest)
+    return lax.psum(total, "data")
+
+
+def _global_norm(grads: Params) -> jax.Array:
+    """The norm over all shards: each leaf's squares are summed over the axes it is sharded over."""
+    squares = 0.0
+    for grad in grads.values():
+        square = jnp.sum(jnp.square(grad))
+        axes = tuple(sorted(jax.typeof(square).manual_axis_type.varying))
+        squares += lax.psum(square, axes) if axes else square
+    return jnp.sqrt(squares)
