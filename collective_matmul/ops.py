@@ -185,6 +185,8 @@ def _all_gather_matmul_forward(x, ws, axis_name, dimension, implementation):
 
 def _all_gather_matmul_backward(axis_name, dimension, implementation, residuals, dys):
     x, ws = residuals
+    # XLA would find the forward's gather of x again and keep its result until now.
+    x, dys = lax.optimization_barrier((x, dys))
     transposed = [w.T for w in ws]
     chosen = _chosen("matmul_reduce_scatter", dys, transposed, axis_name, implementation, rider=x)
     dx, gathered = chosen.matmul_reduce_scatter(
