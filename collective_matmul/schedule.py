@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, get_args
 Pattern = Literal["one_way", "two_way", "direct"]
 Use = Literal["gather", "scatter"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+USES: tuple[Use, ...] = get_args(Use)
 
 
 class Chunk(NamedTuple):
@@ -136,8 +137,10 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
       devices: D, at least 1. One device multiplies its own chunk and sends nothing.
 
     Raises:
-      ValueError: for an unknown pattern or fewer than one device.
+      ValueError: for an unknown use or pattern, or fewer than one device.
     """
+    if use not in USES:
+        raise ValueError(f"use={use!r}: expected one of {', '.join(USES)}")
     if pattern not in PATTERNS:
         raise ValueError(f"pattern={pattern!r}: expected one of {', '.join(PATTERNS)}")
     if devices < 1:
