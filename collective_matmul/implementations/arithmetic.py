@@ -11,7 +11,7 @@ from jax import lax
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., K] @ w [K, N] -> [..., N] in x's dtype, accumulated in float32.
+    """Multiplies x [..., K] by w [K, N] -> [..., N], in x's dtype, accumulated in float32.
 
     XLA accumulates half-precision matmuls in float32 on CPUs and GPUs and rounds once.
     """
