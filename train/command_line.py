@@ -68,8 +68,15 @@ def refusing() -> Iterator[None]:
 
 
 def simulate_devices(config: Config) -> None:
-    """Simulates devices on a machine without GPUs; must come before JAX looks for devices."""
-    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    """Simulates devices on a machine without GPUs; must come before JAX looks for devices.
+
+    Raises:
+      ValueError: for fewer than one.
+    """
+    if config.cpu_devices < 1:
+        raise ValueError(f"cpu_devices={config.cpu_devices}: expected at least 1")
+    if jax.config.jax_num_cpu_devices != config.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
 
 
 def announce(setup: Setup, console: Console) -> None:

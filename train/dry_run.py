@@ -52,7 +52,9 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
     ):
         table.add_row(name, f"{size:,}")
     console.print(table)
-    console.print(_sites_table(decisions))
+    console.print("collective matmuls with their local shapes; blocks of one shape share theirs:")
+    for decision in dict.fromkeys(decisions):
+        console.print(_describe(decision), highlight=False, soft_wrap=True, markup=False)
 
 
 def _abstract_batch(config: Config, sequences: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -95,19 +97,16 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
     return saved
 
 
-def _sites_table(decisions: list[Decision]) -> Table:
-    """One row for each distinct site; blocks of the same shape share theirs."""
-    table = Table("collective matmul", "local x @ w", "sent", "by", "because", box=None)
-    for decision in dict.fromkeys(decisions):
-        site = decision.site
-        table.add_row(
-            site.op + (" + gather of the other operand" if site.rider else ""),
-            "\n".join(f"{_shape(x)} @ {_shape(w)}" for x, w in site.operands),
-            f"{site.bytes_communicated / 2**20:.1f} MiB",
-            decision.implementation,
-            decision.reason,
-        )
-    return table
+def _describe(decision: Decision) -> str:
+    """A site: what is sent, by what, and the matmuls below."""
+    site = decision.site
+    riding = ", the other operand gathered alongside" if site.rider else ""
+    lines = [
+        f"{site.op}{riding}: {site.bytes_communicated / 2**20:.1f} MiB sent,"
+        f" {decision.implementation} ({decision.reason})",
+        *(f"    {_shape(x)} @ {_shape(w)}" for x, w in site.operands),
+    ]
+    return "\n".join(lines)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

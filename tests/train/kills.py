@@ -1,0 +1,158 @@
+"""Kills the trainer at random steps and checks that nothing is lost but time.
+
+``python -m tests.train.kills 20`` kills it twenty times; the suite does the same less often.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STEPS = 150
+LONGEST_LIFE = 12
+SAVE_INTERVAL = 3
+ARGUMENTS = (
+    "--preset debug --model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --overlap ring"
+    f" --batch-size 4 --sequence-length 32 --cpu-devices 4 --steps {STEPS}"
+    f" --save-interval {SAVE_INTERVAL} --log-interval 1"
+).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """One kill, and the resume after it."""
+
+    last_step: int
+    """The last step that was logged before the kill."""
+    saved: list[int]
+    """Whole checkpoints right after the kill."""
+    resumed_from: int | None
+    """Where the next run went on, or None if it started afresh."""
+
+
+def start(directory: Path, name: str, *, resume: bool) -> subprocess.Popen[str]:
+    """The trainer in a process of its own, its output in a pipe."""
+    files = [
+        "--checkpoint-dir",
+        str(directory / name),
+        "--log-file",
+        str(log_path(directory, name)),
+    ]
+    command = [sys.executable, "-m", "train", *ARGUMENTS, *files, *(["--resume"] if resume else [])]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def log_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.jsonl"
+
+
+def curve(directory: Path, name: str) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; of a step logged twice, the later."""
+    lines = log_path(directory, name).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
+
+
+def saved_steps(directory: Path, name: str) -> list[int]:
+    found = (re.fullmatch(r"step_(\d+)", entry.name) for entry in (directory / name).iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def uninterrupted(directory: Path) -> dict[int, tuple[float, float]]:
+    """The curve of a run that nobody kills."""
+    process = start(directory, "whole", resume=False)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return curve(directory, "whole")
+
+
+def run_and_kill(directory: Path, kills: int, seed: int) -> list[Kill]:
+    """Starts the trainer, kills it after random steps, resumes; lets the last run end.
+
+    A run killed before its first checkpoint was whole leaves nothing to resume, and starts again.
+    """
+    assert kills * LONGEST_LIFE < 2 * STEPS, "the run would end before the last kill"
+    rng = random.Random(seed)
+    history: list[Kill] = []
+    resume = False
+    for _ in range(kills):
+        process = start(directory, "killed", resume=resume)
+        resumed_from, last_step = kill_after(process, rng.randint(1, LONGEST_LIFE))
+        if history:
+            history[-1] = dataclasses.replace(history[-1], resumed_from=resumed_from)
+        saved = saved_steps(directory, "killed")
+        history.append(Kill(last_step, saved, None))
+        resume = bool(saved)
+        if not resume:
+            log_path(directory, "killed").unlink(missing_ok=True)
+    process = start(directory, "killed", resume=resume)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    history[-1] = dataclasses.replace(history[-1], resumed_from=_resumed_from(output))
+    return history
+
+
+def kill_after(process: subprocess.Popen[str], steps: int) -> tuple[int | None, int]:
+    """SIGKILL as soon as that many steps are logged: the step it resumed from, the last logged."""
+    output, logged = "", []
+    assert process.stdout is not None
+    for line in process.stdout:
+        output += line
+        if match := re.match(r" +(\d+) +\d+\.\d{4} ", line):
+            logged.append(int(match[1]))
+            if len(logged) == steps:
+                break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert logged, output
+    return _resumed_from(output), logged[-1]
+
+
+def _resumed_from(output: str) -> int | None:
+    match = re.search(r"resumed from the checkpoint of step (\d+)", output)
+    return int(match[1]) if match else None
+
+
+def check(whole: dict[int, tuple[float, float]], directory: Path, history: list[Kill]) -> None:
+    """Raises AssertionError if a kill lost more than what came after the last save, or changed any
+    number that was computed afterwards."""
+    for kill in history:
+        newest = kill.saved[-1] if kill.saved else None
+        assert kill.resumed_from == newest, kill
+        # A step is logged before it is saved, and a save runs beside the steps after it until the
+        # next one is due: at most the newest that was begun is not whole.
+        begun = (kill.last_step - 1) // SAVE_INTERVAL * SAVE_INTERVAL
+        assert (newest or 0) >= begun - SAVE_INTERVAL, kill
+    assert curve(directory, "killed") == whole
+
+
+def main(kills: int) -> None:
+    seed = random.randrange(2**32)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        whole = uninterrupted(directory)
+        history = run_and_kill(directory, kills, seed)
+        check(whole, directory, history)
+    for kill in history:
+        newest = kill.saved[-1] if kill.saved else "none"
+        print(f"killed after step {kill.last_step}, newest checkpoint {newest}")
+    print(f"seed {seed}: {kills} kills; {len(whole)} steps, bit for bit those of a run left alone")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

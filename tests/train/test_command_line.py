@@ -1,0 +1,222 @@
+"""``python -m train`` as its user sees it: what it prints, writes, refuses and goes on from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from train import compare
+from train.command_line import main, parse
+
+TINY = shlex.split(
+    "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
+    " --steps 6 --log-interval 2 --overlap ring"
+)
+
+
+def printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    main([*TINY, *arguments])
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int = 2) -> str:
+    """What goes to stderr, on one line, as the command is refused."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*TINY, *arguments])
+    assert stopped.value.code == status
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
+    log = tmp_path / "run.jsonl"
+    output = printed(capsys, ["--log-file", str(log), "--checkpoint-dir", str(tmp_path / "saved")])
+    assert "mesh: data=2 × tensor=2 of cpu devices" in output
+    assert re.search(r"data: Python .* manual .* sha256 [0-9a-f]{64}", output)
+    assert "ring (requested)" in output
+    columns = "step loss grad norm tokens/s/device TFLOP/s/device MFU memory step time data wait"
+    assert columns in re.sub(" +", " ", output)
+    assert re.findall(r"^ +(\d+) +\d\.\d{4} .*n/a", output, re.MULTILINE) == ["1", "2", "4", "6"]
+    resume = re.search(r"^to go on: +python -m train (.*)$", output, re.MULTILINE)
+    assert resume is not None
+    assert resume[1].endswith("--steps 12 --resume")
+    assert "python -m train.compare" in output
+
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 4, 6]
+    assert list(records[0]) == [
+        "step", "loss", "grad_norm", "tokens_per_second", "tflops", "mfu", "memory_bytes",
+        "step_seconds", "data_seconds",
+    ]  # fmt: skip
+    # The command that was printed does go on.
+    main(shlex.split(resume[1]))
+    assert "resumed from the checkpoint of step 6" in capsys.readouterr().out
+    assert json.loads(log.read_text().splitlines()[-1])["step"] == 12
+
+
+def test_resuming_repeats_the_run_that_was_not_interrupted(capsys, tmp_path):
+    """Bit for bit, on another mesh to within rounding, without touching what was saved."""
+    whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
+    every = ["--log-interval", "1", "--save-interval", "2", "--keep", "9"]
+    printed(capsys, [*every, "--log-file", str(whole)])
+    saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--log-file", str(halves)]
+    printed(capsys, [*every, *saved])
+    for newer in ("step_4", "step_6"):
+        (tmp_path / "saved" / newer).rename(tmp_path / newer)
+    printed(capsys, [*every, *saved, "--resume"])
+
+    def curve(log: Path) -> dict[int, tuple[float, float]]:
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
+
+    assert curve(halves) == curve(whole)
+    (tmp_path / "saved" / "step_6").rename(tmp_path / "again")
+    printed(capsys, [*every, *saved, "--resume", "--mesh.data", "1", "--mesh.tensor", "4"])
+    # bfloat16 sums in another order, two steps after the resume.
+    assert curve(halves)[6][0] == pytest.approx(curve(whole)[6][0], rel=1e-2)
+
+
+def test_print_config_is_the_whole_configuration(capsys):
+    values = json.loads(printed(capsys, ["--print-config", "--preset", "llama3-8b"]))
+    assert values["preset"] == "llama3-8b"
+    assert values["model"]["features"] == 4096
+    assert values["model"]["num_layers"] == 1
+    assert values["mesh"] == {"data": 2, "tensor": 2}
+
+
+def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
+    output = printed(
+        capsys,
+        shlex.split(
+            "--dry-run --preset llama3-8b --mesh.data 16 --mesh.tensor 8 --batch-size 32"
+            " --sequence-length 4096"
+        ),
+    )
+    lines = dict(re.findall(r"^ *(\S.*?) {2,}([\d,]+) *$", output, re.MULTILINE))
+    features, vocabulary, hidden = 4096, 128_256, 14_336
+    sharded = 2 * vocabulary * features + features * (2 * 32 + 2 * 8) * 128 + 3 * features * hidden
+    parameter_bytes = 4 * (sharded // 8 + 3 * features)
+    assert lines["parameters"] == f"{parameter_bytes:,}"
+    # Two moments like the parameters, and AdamW's and its schedule's step counts.
+    assert lines["optimizer state"] == f"{2 * parameter_bytes + 8:,}"
+    assert "[2,512,4096] @ [4096,512]" in output
+    assert "[2,4096,1792] @ [1792,4096]" in output
+
+
+def test_activations_of_a_dry_run_shrink_with_remat(capsys):
+    def saved(remat: str) -> int:
+        output = printed(capsys, ["--dry-run", "--remat", remat])
+        found = re.search(r"saved for the backward +([\d,]+)", output)
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    assert saved("none") > saved("dots") > saved("full")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--preset llama", "preset='llama': expected one of debug, llama3-8b"),
+        ("--mesh.tensor 3", "mesh.data=2 × mesh.tensor=3"),
+        ("--mesh.data 8", "mesh.data=8 × mesh.tensor=2 needs 16 devices and there are 8"),
+        ("--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0"),
+        ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
+        ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × accumulate=1"),
+        ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
+        ("--model.num-key-value-heads 1", "num_key_value_heads=1 is not divisible by"),
+        ("--data missing.txt", "data='missing.txt'"),
+        ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
+        ("--profile 3", "profile='3': expected FIRST:LAST"),
+        ("--steps 0", "steps=0: expected at least 1"),
+        ("--sequence-length 1000000", "fewer"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_a_sentence(capsys, arguments, sentence):
+    message = refused(capsys, shlex.split(arguments))
+    if sentence == "fewer":
+        assert "1000001" in message.replace(",", "")
+    elif "tensor=3" in sentence:
+        assert "is not divisible by a tensor axis of 3 devices" in message
+    else:
+        assert sentence in message
+    assert message.startswith("error: ")
+
+
+def test_files_of_earlier_runs_are_never_overwritten(capsys, tmp_path):
+    log = tmp_path / "run.jsonl"
+    log.write_text('{"step": 1}\n')
+    assert "holds" in refused(capsys, ["--log-file", str(log)])
+    assert log.read_text() == '{"step": 1}\n'
+
+
+def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(capsys, tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path / "saved")]
+    printed(capsys, saved)
+    assert "another model" in refused(capsys, [*saved, "--resume", "--model.features", "64"])
+    message = refused(capsys, [*saved, "--resume", "--steps", "9", "--seed", "1"])
+    assert "seed was 0, is 1" in message
+    assert "steps=6: the checkpoint has 6 steps behind it" in refused(capsys, [*saved, "--resume"])
+    assert "--resume" in refused(capsys, saved)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(capsys, tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path), "--save-interval", "1", "--log-interval", "1"]
+    # The first step has learning rate 0; the next two multiply weights beyond float32.
+    explode = shlex.split("--optimizer.learning-rate 1e30 --optimizer.warmup-steps 1 --steps 50")
+    message = refused(capsys, [*saved, *explode], status=1)
+    found = re.search(r"step (\d+): loss .* the checkpoint of step (\d+) is kept", message)
+    assert found is not None
+    assert int(found[2]) == int(found[1]) - 1
+    assert (tmp_path / f"step_{found[2]}").is_dir()
+    assert not (tmp_path / f"step_{found[1]}").exists()
+
+
+def test_profile_writes_the_steps_asked_for(capsys, tmp_path):
+    printed(capsys, ["--profile", "2:3", "--profile-dir", str(tmp_path)])
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_compare_prints_how_far_two_curves_part(capsys):
+    compare.main([*TINY, "--steps", "3", "--a", "overlap=bulk", "--b", "mesh.tensor=4"])
+    output = capsys.readouterr().out
+    found = re.search(r"largest difference in loss: (\S+) nats, at step \d of 3", output)
+    assert found is not None
+    assert 0 < float(found[1]) < 0.01
+    assert "tensor=2 of" in output
+    assert "tensor=4 of" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--a", "ring", "--b", "overlap=ring"], "'ring': expected FIELD=VALUE"),
+        (["--a", "steps=3", "--b", "steps=4"], "expected the same in both"),
+        (["--log-file", "x", "--a", "seed=0", "--b", "seed=1"], "comparing keeps no files"),
+    ],
+)
+def test_compare_refuses_in_a_sentence(capsys, arguments, sentence):
+    with pytest.raises(SystemExit):
+        compare.main([*TINY, *arguments])
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_presets_differ_and_flags_win(capsys):
+    config = parse(shlex.split("--preset llama3-70b --model.num-layers 4 --remat none"))
+    assert (config.model.num_layers, config.model.features, config.remat) == (4, 8192, "none")
+    with pytest.raises(SystemExit):
+        parse(["--overlap", "sometimes"])
+    assert "overlap" in capsys.readouterr().err
+
+
+def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
+    lines = [
+        json.dumps({"text": f"line {i} of a small text, long enough to train on"})
+        for i in range(40)
+    ]
+    (tmp_path / "part.jsonl").write_text("\n".join(lines))
+    output = printed(capsys, ["--data", str(tmp_path / "*.jsonl"), "--accumulate", "2"])
+    assert "part.jsonl" in output or "*.jsonl" in output
+    assert "done: 6 steps" in output

@@ -1,0 +1,14 @@
+"""A killed trainer loses nothing that was saved, and goes on bit for bit."""
+
+from __future__ import annotations
+
+from tests.train import kills
+
+
+def test_kills_at_random_steps_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(kills, "LONGEST_LIFE", 9)
+    whole = kills.uninterrupted(tmp_path)
+    assert len(whole) == kills.STEPS
+    history = kills.run_and_kill(tmp_path, kills=3, seed=5)
+    kills.check(whole, tmp_path, history)
+    assert any(kill.saved for kill in history)
