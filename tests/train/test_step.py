@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 
@@ -60,8 +61,14 @@ def one_device() -> dict[str, np.ndarray]:
     return Trainer(dataclasses.replace(SHORT, overlap="bulk"), 1, 1).run(50)
 
 
-@pytest.mark.parametrize("overlap", ["ring", "bulk"])
-@pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 8), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "overlap"),
+    [
+        *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "bulk"]),
+        ((1, 1), "ring"),  # With bulk it is the curve that all are compared with.
+    ],
+    ids=str,
+)
 def test_every_mesh_and_overlap_gives_the_same_loss_curve(one_device, sizes, overlap):
     curve = Trainer(dataclasses.replace(SHORT, overlap=overlap), *sizes).run(50)
     assert one_device["loss"][0] > 5.4
@@ -143,7 +150,10 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     config = dataclasses.replace(SHORT, overlap="ring", model=model)
     trainer = Trainer(config, 2, tensor)
     with record_decisions() as decisions:
-        text = trainer.step.lower(trainer.state, trainer.batch()).compile().as_text()
+        lowered = trainer.step.lower(trainer.state, trainer.batch())
+    # On CPUs this pass takes the barriers away early, and the backward's permutes of an operand are
+    # merged with the forward's. On GPUs both are there.
+    text = lowered.compile({"xla_disable_hlo_passes": "cse_barrier_expander"}).as_text()
     assert {decision.implementation for decision in decisions} == {"ring"}
     found = collectives(text)
 
