@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,8 +217,9 @@ class Checkpoints:
         try:
             yield
         except (ValueError, KeyError, OSError) as error:
+            reason = textwrap.shorten(str(error), 300)
             raise ValueError(
-                f"{self._path(step)}: this checkpoint cannot be read ({error}); "
+                f"{self._path(step)}: this checkpoint cannot be read ({reason}); "
                 "move it out of the directory to resume from the one before it"
             ) from error
 
