@@ -7,13 +7,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -35,6 +34,15 @@ _PEAK_FLOPS = {
     "NVIDIA H200": 989.4e12,
     "NVIDIA H200 NVL": 835.5e12,
 }
+
+
+class Device(Protocol):
+    """What is asked of a ``jax.Device``."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+    def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
 def model_flops_per_token(
@@ -69,7 +77,7 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAK_FLOPS.get(device_kind)
 
 
-def peak_memory_bytes(device: jax.Device) -> int | None:
+def peak_memory_bytes(device: Device) -> int | None:
     """The most bytes that were in use on the device so far, or None where it does not say."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
@@ -116,7 +124,7 @@ class Meter:
         *,
         tokens_per_step: int,
         flops_per_token: float,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._tokens = tokens_per_step / len(devices)
@@ -162,27 +170,34 @@ class Meter:
 
 
 def check_log_file(log_file: str | None, resume: bool) -> None:
-    """Raises ValueError if the log cannot be written, or holds another run's and `resume` is False.
+    """Refuses a log that cannot be written, or that holds what a run must not write to.
 
     A run that goes on appends, and repeats the steps after its checkpoint: the last line of a step
     is the one that counts.
+
+    Raises:
+        ValueError: it is no writable file, or it holds an earlier run's log and `resume` is False,
+            or something other than a log.
     """
     if log_file is None:
         return
     path = Path(log_file)
-    if path.is_dir():
-        raise ValueError(f"log_file={log_file!r}: is a directory; give the name of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"log_file={log_file!r}: there is no folder {path.parent}; make it first")
-    if not resume and path.exists() and path.stat().st_size:
+    try:
+        path.open("a").close()
+        is_empty, is_log = path.stat().st_size == 0, _is_log(path)
+    except OSError as error:
+        raise ValueError(
+            f"log_file={log_file!r}: {error.strerror}; give a file to write, in a folder there is"
+        ) from None
+    if not is_log:
+        raise ValueError(
+            f"log_file={log_file!r}: holds something other than a run's log; give another name"
+        )
+    if not resume and not is_empty:
         raise ValueError(
             f"log_file={log_file!r}: holds an earlier run's log; give another name, or --resume to"
             " append to it"
         )
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"log_file={log_file!r}: {error.strerror}; give a file to write") from None
 
 
 class Reporter:
@@ -210,7 +225,7 @@ class Reporter:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.file.isatty(),
         )
         self._task = self._progress.add_task("training", total=steps, completed=first_step)
 
@@ -247,6 +262,13 @@ class Reporter:
 
     def _print(self, cells: Iterable[str]) -> None:
         self._console.print("  ".join(cells), highlight=False, soft_wrap=True, markup=False)
+
+
+def _is_log(path: Path) -> bool:
+    """Whether the file is empty or begins as a record does, be it cut short."""
+    beginning = b'{"step": '
+    with path.open("rb") as file:
+        return beginning.startswith(file.read(len(beginning)))
 
 
 def _open_log(path: Path) -> TextIO:
