@@ -148,10 +148,11 @@ def debug() -> Config:
     return Config(
         preset="debug",
         model=models.debug(),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10),
-        steps=100,
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
+        steps=160,
+        log_interval=20,
         batch_size=16,
-        sequence_length=256,
+        sequence_length=128,
     )
 
 

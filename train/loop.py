@@ -48,8 +48,9 @@ def train(setup: Setup, console: Console) -> list[Record]:
                 ending.wait()
                 ending.pending = number, metrics
                 profiler.after(number, metrics)
-                due = number == config.steps or number % config.save_interval == 0
-                if checkpoints is not None and due:
+                if checkpoints is not None and (
+                    number == config.steps or checkpoints.should_save(number)
+                ):
                     ending.wait()  # What is not finite must not be saved.
                     checkpoints.save(number, state, batches.get_state(), setup.configuration)
             ending.wait()
