@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
-from typing import overload
+from typing import Any, overload
 
 import jax
 from jax import lax
@@ -173,8 +173,13 @@ def matmul_all_reduce(
 # The same ops on matrices w [K, N], with their gradients.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _all_gather_matmul(x, ws, axis_name, dimension, implementation):
+def _custom_vjp(*nondiff_argnums: int) -> Any:
+    """`jax.custom_vjp`, whose types do not survive `functools.partial`."""
+    return functools.partial(jax.custom_vjp, nondiff_argnums=nondiff_argnums)
+
+
+@_custom_vjp(2, 3, 4)
+def _all_gather_matmul(x, ws, axis_name, dimension, implementation) -> tuple[jax.Array, ...]:
     chosen = _chosen("all_gather_matmul", (x,) * len(ws), ws, axis_name, implementation)
     return chosen.all_gather_matmul(x, ws, axis_name, dimension=dimension)[0]
 
@@ -198,8 +203,8 @@ def _all_gather_matmul_backward(axis_name, dimension, implementation, residuals,
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _matmul_reduce_scatter(x, w, axis_name, dimension, implementation):
+@_custom_vjp(2, 3, 4)
+def _matmul_reduce_scatter(x, w, axis_name, dimension, implementation) -> jax.Array:
     chosen = _chosen("matmul_reduce_scatter", (x,), (w,), axis_name, implementation)
     return chosen.matmul_reduce_scatter([x], [w], axis_name, dimension=dimension)[0]
 
@@ -220,8 +225,8 @@ def _matmul_reduce_scatter_backward(axis_name, dimension, implementation, residu
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_all_reduce(x, w, axis_name, implementation):
+@_custom_vjp(2, 3)
+def _matmul_all_reduce(x, w, axis_name, implementation) -> jax.Array:
     chosen = _chosen("matmul_all_reduce", (x,), (w,), axis_name, implementation)
     return chosen.matmul_all_reduce(x, w, axis_name)
 

@@ -9,7 +9,7 @@ their last: Korthikanti et al., "Reducing Activation Recomputation in Large Tran
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ class Llama(nnx.Module):
     ):
         if remat not in get_args(Remat):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
-        options = dict(
+        options: dict[str, Any] = dict(
             axis_name=axis_name,
             implementation=implementation,
             dtype=dtype,
@@ -123,7 +123,8 @@ class Llama(nnx.Module):
             rngs=rngs,
         )
         self.axis_name, self.implementation = axis_name, implementation
-        self.dtype, self.remat = dtype, remat
+        self.dtype = dtype
+        self.remat: Remat = remat
         self.embedding = nnx.Param(
             _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
             out_sharding=(axis_name, None),

@@ -63,7 +63,7 @@ def test_a_ring_is_compiled_to_permutes_and_no_other_collective(make_mesh, op, d
     case = dataclasses.replace(large(op, "ring", devices), columns=((768,),))
     x, ws, _ = case.arrays()
     fun = overlap_jit(case.sharded(make_mesh({reference.AXIS: devices})))
-    text = fun.lower(x, tuple(ws)).compile().as_text()
+    text = fun.lower(x, tuple(ws)).compile().as_text() or ""
     assert text.count(" collective-permute-start(") == devices - 1
     for collective in ("all-gather", "reduce-scatter", "all-reduce"):
         assert collective not in text

@@ -75,7 +75,7 @@ def simulate_devices(config: Config) -> None:
     """
     if config.cpu_devices < 1:
         raise ValueError(f"cpu_devices={config.cpu_devices}: expected at least 1")
-    if jax.config.jax_num_cpu_devices != config.cpu_devices:
+    if jax.config.values["jax_num_cpu_devices"] != config.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
@@ -39,7 +39,10 @@ def make_step(
 
 
 def sharded_step(
-    config: Config, model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: Config,
+    model: ModelFunctions,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step before compilation; `mesh` may be abstract."""
     specs = state_specs(model, optimizer)

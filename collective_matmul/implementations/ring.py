@@ -60,8 +60,8 @@ def matmul_reduce_scatter(
     rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
     scatter = _Ring("scatter", pattern, axis_name, dimension, rows)
     sums: Chunks = {}
-    gather = gathered = None
-    held: Chunks = {}
+    gather, held = None, Chunks()
+    gathered: tuple[jax.Array, ...] = ()
     if rider is not None:
         gather = _Ring("gather", pattern, axis_name, dimension, rider.shape[dimension])
         held, gathered = gather.split(rider), (gather.empty(rider.shape, (rider,)),)
@@ -78,7 +78,7 @@ def matmul_reduce_scatter(
             sums[chunk] = add(sums[chunk], value) if chunk in sums else value
         # The operands too: the next matmul must not start before this step has ended.
         xs, sums, held, gathered = lax.optimization_barrier((xs, sums, held, gathered))
-    return scatter.join(sums), None if gathered is None else gathered[0]
+    return scatter.join(sums), gathered[0] if gathered else None
 
 
 def matmul_all_reduce(

@@ -5,14 +5,18 @@ Takes the trainer's flat parameters, {"layers.0.attention.output.kernel": ...}.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models.config import LlamaConfig
 
+Array = jax.Array | np.ndarray
 
-def logits(config: LlamaConfig, params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+
+def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> Array:
     """[B, S] -> [B, S, vocabulary_size]."""
     x = params["embedding"][tokens]
     for layer in range(config.num_layers):
@@ -28,26 +32,24 @@ def logits(config: LlamaConfig, params: dict[str, jax.Array], tokens: jax.Array)
     return jnp.einsum("bsf,fv->bsv", x, head)
 
 
-def loss(
-    config: LlamaConfig, params: dict[str, jax.Array], tokens: jax.Array, targets: jax.Array
-) -> jax.Array:
+def loss(config: LlamaConfig, params: Mapping[str, Array], tokens: Array, targets: Array) -> Array:
     """Nats per token, [B, S]."""
     log_probabilities = jax.nn.log_softmax(logits(config, params, tokens), axis=-1)
     return -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
 
 
-def _norm(config: LlamaConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _norm(config: LlamaConfig, x: Array, scale: Array) -> Array:
     root = jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
     return x / root * scale[None, None, :]
 
 
-def _feed_forward(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def _feed_forward(params: Mapping[str, Array], x: Array) -> Array:
     gate, up, down = (params[f"feed_forward.{name}.kernel"] for name in ("gate", "up", "down"))
     gated = x @ gate
     return (gated * jax.nn.sigmoid(gated) * (x @ up)) @ down
 
 
-def _attention(config: LlamaConfig, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Array:
     query, key, value = (
         jnp.einsum("bsf,fhd->bshd", x, params[f"attention.projection.{name}.kernel"])
         for name in ("query", "key", "value")
@@ -62,7 +64,7 @@ def _attention(config: LlamaConfig, params: dict[str, jax.Array], x: jax.Array) 
     return jnp.einsum("bshd,hdf->bsf", attended, params["attention.output.kernel"])
 
 
-def _rotate(config: LlamaConfig, x: jax.Array) -> jax.Array:
+def _rotate(config: LlamaConfig, x: Array) -> Array:
     """As a complex rotation of feature i with feature i + head_dim / 2."""
     half = config.head_dim // 2
     frequency = np.array([wave(config, i) for i in range(half)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from models import rotary
@@ -26,7 +27,7 @@ def test_rotation_depends_on_distance_alone():
     positions = 32
 
     def everywhere(vector):
-        stacked = np.broadcast_to(vector, (1, positions, 1, 128))
+        stacked = jnp.broadcast_to(vector, (1, positions, 1, 128))
         return np.asarray(rotary.rotate(stacked, frequencies))[0, :, 0]
 
     products = everywhere(query) @ everywhere(key).T
