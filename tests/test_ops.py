@@ -95,23 +95,49 @@ def test_mean(implementation: str, dtype: str, make_mesh: MeshFactory) -> None:
     assert_close(case.compare(make_mesh({AXIS: 3})))
 
 
+def balanced(*shape: int) -> np.ndarray:
+    """Ones, twos and threes: each half of the last dimension has a mean of two, few parts have.
+
+    A half of 4096 sums to 8192, which every dtype can represent. The sums on the way need up to 13
+    bits; bfloat16 has 8 and float16 has 11, where ones alone would stall at 256 and at 2048.
+    """
+    generator = np.random.default_rng(0)
+    quarters = generator.integers(1, 4, (*shape[:-1], 2, shape[-1] // 4))
+    halves = generator.permuted(np.concatenate([quarters, 4 - quarters], -1), axis=-1)
+    return halves.reshape(shape)
+
+
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("implementation", ["bulk", "ring"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("long", ["contracted", "columns", "rows"])
+@pytest.mark.parametrize("contraction", ["y", "dx", "dw"])
 def test_matmuls_accumulate_in_float32(
-    op: str, implementation: str, dtype: str, long: str, make_mesh: MeshFactory
+    op: str, implementation: str, dtype: str, contraction: str, make_mesh: MeshFactory
 ) -> None:
-    """Sums of 8192 ones: exact in every dtype, but bfloat16 stops counting at 256, float16 at 2048.
+    """The contraction of y, dx or dw is long, and the result is exact."""
+    rows, contracted, columns, long = 8, 8, 8, 8192
+    if contraction == "y":
+        contracted, x, dy = long, balanced(rows, long), np.ones((rows, columns))
+    elif contraction == "dx":
+        columns, x, dy = long, np.ones((rows, contracted)), balanced(rows, long)
+    else:
+        rows, x, dy = long, balanced(contracted, long).T, np.ones((long, columns))
+    w = np.ones((contracted, columns))
+    case = Case(op, implementation, 2, (rows,), contracted, ((columns,),), dtype=dtype)
+    x, w, dy = (array.astype(jnp.dtype(dtype)) for array in (x, w, dy))
+    actual = case.run(make_mesh({AXIS: 2}), (x, [w], [dy]))
+    jax.tree.map(np.testing.assert_array_equal, actual, reference(x, [w], [dy]))
 
-    K is the contraction of y, N that of dx, and the rows that of dw.
-    """
-    sizes = {"contracted": 4, "columns": 2, "rows": 8, long: 8192}
-    columns = ((sizes["columns"],),)
-    case = Case(op, implementation, 2, (sizes["rows"],), sizes["contracted"], columns, dtype=dtype)
-    ones = jax.tree.map(np.ones_like, case.arrays())
-    actual, expected = case.run(make_mesh({AXIS: 2}), ones), reference(*ones)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+def test_shares_of_several_weights_are_added_in_float32(
+    implementation: str, make_mesh: MeshFactory
+) -> None:
+    """bfloat16 has no 257, so that 256 + 1 + 1 would be 256 if it were rounded on the way."""
+    case = Case("all_gather_matmul", implementation, 1, (1,), 1, ((1,),) * 3, dtype="bfloat16")
+    one = np.ones((1, 1), jnp.bfloat16)
+    outcome = case.run(make_mesh({AXIS: 1}), (one, [256 * one, one, one], [one, one, one]))
+    assert outcome.dx == 258
 
 
 def test_results_start_as_nan(poisoned: list[tuple[int, ...]], make_mesh: MeshFactory) -> None:
