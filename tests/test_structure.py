@@ -116,6 +116,14 @@ def test_a_ring_forward_is_its_schedule(op: str, ring: str, mesh: Mesh) -> None:
 
 
 @gather_and_scatter
+def test_a_row_is_not_halved(op: str, mesh: Mesh) -> None:
+    """Both ways round, nothing would travel one of them."""
+    sizes = (DEVICES,), DEVICES, ((DEVICES,),)
+    jaxpr = local_jaxpr(*forward(Case(op, "ring_two_way", DEVICES, *sizes), mesh))
+    assert count(jaxpr, "ppermute") == DEVICES - 1
+
+
+@gather_and_scatter
 @every_ring
 def test_a_ring_backward_is_the_other_schedule(op: str, ring: str, mesh: Mesh) -> None:
     """And one undivided matmul for the weight's gradient."""
