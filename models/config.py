@@ -14,8 +14,8 @@ class RotaryScaling:
     Source: Llama Team, "The Llama 3 Herd of Models", 2024, and its reference implementation.
     """
 
-    factor: float = 8.0
-    """Wavelengths longer than the original context are stretched by this."""
+    factor: float = 1.0
+    """Wavelengths longer than the original context are stretched by this; 1 changes nothing."""
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context: int = 8192
@@ -38,8 +38,7 @@ class LlamaConfig:
     """Fewer than num_heads is grouped-query attention."""
     head_dim: int
     rotary_base: float = 500_000.0
-    rotary_scaling: RotaryScaling | None = None
-    """None keeps the original frequencies."""
+    rotary_scaling: RotaryScaling = RotaryScaling()
     norm_epsilon: float = 1e-5
     tied_head: bool = False
     """Whether the head is the embedding transposed."""
@@ -92,6 +91,9 @@ class LlamaConfig:
                 )
 
 
+_STRETCHED = RotaryScaling(factor=8.0)
+
+
 def debug() -> LlamaConfig:
     """Small enough to train in a minute on a laptop; divides over 8 devices."""
     return LlamaConfig(
@@ -108,17 +110,17 @@ def debug() -> LlamaConfig:
 
 def llama3_8b() -> LlamaConfig:
     """Llama 3.1 8B."""
-    return LlamaConfig(128_256, 32, 4096, 14_336, 32, 8, 128, rotary_scaling=RotaryScaling())
+    return LlamaConfig(128_256, 32, 4096, 14_336, 32, 8, 128, rotary_scaling=_STRETCHED)
 
 
 def llama3_70b() -> LlamaConfig:
     """Llama 3.1 70B."""
-    return LlamaConfig(128_256, 80, 8192, 28_672, 64, 8, 128, rotary_scaling=RotaryScaling())
+    return LlamaConfig(128_256, 80, 8192, 28_672, 64, 8, 128, rotary_scaling=_STRETCHED)
 
 
 def llama3_405b() -> LlamaConfig:
     """Llama 3.1 405B."""
-    return LlamaConfig(128_256, 126, 16_384, 53_248, 128, 8, 128, rotary_scaling=RotaryScaling())
+    return LlamaConfig(128_256, 126, 16_384, 53_248, 128, 8, 128, rotary_scaling=_STRETCHED)
 
 
 PRESETS: dict[str, Callable[[], LlamaConfig]] = {

@@ -14,10 +14,7 @@ from models.config import LlamaConfig, RotaryScaling
 def frequencies(config: LlamaConfig) -> np.ndarray:
     """Radians per position of each pair of features: float32 [head_dim / 2]."""
     exponents = np.arange(0, config.head_dim, 2) / config.head_dim
-    radians = config.rotary_base**-exponents
-    if config.rotary_scaling is not None:
-        radians = _scale(radians, config.rotary_scaling)
-    return radians.astype(np.float32)
+    return _scale(config.rotary_base**-exponents, config.rotary_scaling).astype(np.float32)
 
 
 def _scale(radians: np.ndarray, scaling: RotaryScaling) -> np.ndarray:

@@ -77,8 +77,6 @@ def wave(config: LlamaConfig, i: int) -> float:
     """Radians per position of pair i, branch by branch as Llama 3.1's paper describes it."""
     frequency = config.rotary_base ** (-2 * i / config.head_dim)
     scaling = config.rotary_scaling
-    if scaling is None:
-        return frequency
     wavelength = 2 * np.pi / frequency
     if wavelength < scaling.original_context / scaling.high_frequency_factor:
         return frequency

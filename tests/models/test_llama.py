@@ -26,7 +26,7 @@ SMALL = LlamaConfig(
     num_key_value_heads=4,
     head_dim=4,
     # Short enough that all three branches of the scaling are taken.
-    rotary_scaling=RotaryScaling(original_context=16),
+    rotary_scaling=RotaryScaling(factor=8.0, original_context=16),
 )
 BATCH, SEQUENCE = 4, 8
 
