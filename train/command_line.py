@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
 def refusing() -> Iterator[None]:
     """Turns what is wrong with the input into one sentence on stderr and exit status 2.
 
-    A run that stops because its loss is not finite exits with 1.
+    A run that stops because its loss is not finite exits with 1, one that is interrupted with 130.
     """
     try:
         yield
@@ -65,6 +65,9 @@ def refusing() -> Iterator[None]:
         console = Console(stderr=True)
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise SystemExit(1 if isinstance(error, NonFiniteError) else 2) from error
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
+        raise SystemExit(130) from None
 
 
 def simulate_devices(config: Config) -> None:
