@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul import OVERLAP_OPTIONS, overlap_jit
+from collective_matmul import OVERLAP_OPTIONS, compiler, overlap_jit
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
 
@@ -46,6 +46,13 @@ def test_the_users_options_win(option: str) -> None:
     fun = overlap_jit(jnp.sin, compiler_options={option: "theirs"})
     with pytest.raises(RuntimeError, match=rf"(?s){option}.*theirs|theirs.*{option}"):
         fun(0.0)
+
+
+def test_our_options_reach_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they do nothing, but XLA would refuse one that it did not know."""
+    monkeypatch.setattr(compiler, "OVERLAP_OPTIONS", {"xla_gpu_overlap_everything": "1"})
+    with pytest.raises(RuntimeError, match="xla_gpu_overlap_everything"):
+        overlap_jit(jnp.sin)(0.0)
 
 
 def test_an_unknown_option_is_xlas_error() -> None:
