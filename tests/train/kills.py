@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 
 STEPS = 150
-LONGEST_LIFE = 12
+LONGEST_LIFE = 12  # Steps that a run is left to do before it is killed, at most.
 SAVE_INTERVAL = 3
 ARGUMENTS = (
     "--preset debug --model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --overlap ring"
-    f" --batch-size 4 --sequence-length 32 --cpu-devices 4 --steps {STEPS}"
+    " --batch-size 4 --sequence-length 32 --cpu-devices 4"
     f" --save-interval {SAVE_INTERVAL} --log-interval 1"
 ).split()
 
@@ -46,7 +46,16 @@ def start(directory: Path, name: str, *, resume: bool) -> subprocess.Popen[str]:
         "--log-file",
         str(log_path(directory, name)),
     ]
-    command = [sys.executable, "-m", "train", *ARGUMENTS, *files, *(["--resume"] if resume else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "train",
+        *ARGUMENTS,
+        "--steps",
+        str(STEPS),
+        *files,
+        *(["--resume"] if resume else []),
+    ]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

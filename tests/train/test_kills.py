@@ -6,9 +6,10 @@ from tests.train import kills
 
 
 def test_kills_at_random_steps_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(kills, "LONGEST_LIFE", 9)
+    monkeypatch.setattr(kills, "STEPS", 30)
+    monkeypatch.setattr(kills, "LONGEST_LIFE", 12)
     whole = kills.uninterrupted(tmp_path)
     assert len(whole) == kills.STEPS
-    history = kills.run_and_kill(tmp_path, kills=3, seed=5)
+    history = kills.run_and_kill(tmp_path, kills=2, seed=5)
     kills.check(whole, tmp_path, history)
     assert any(kill.saved for kill in history)
