@@ -1,0 +1,129 @@
+"""Column- and row-parallel linear maps of arrays, in both worlds: what every layer here calls.
+
+Legend of global shapes: S the dimension that is sharded between layers (the sequence of a
+transformer), K and N features, D devices on the axis, s = S/D. Where features are several
+dimensions, *K or *N, the first is the one that is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.layers import checks
+from collective_matmul.layers.worlds import World, partition_spec, sharded
+from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+
+def column_parallel(
+    world: World,
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    kernel_shapes: Sequence[tuple[int, ...]],
+    *,
+    gather_dimension: int | None,
+    implementation: str | None,
+) -> tuple[jax.Array, ...]:
+    """``x @ kernel + bias`` for every kernel, x gathered once.
+
+    Args:
+      world: whether the arrays are local or global.
+      x: global [..., S, K], or local [..., s, K]; whole where `gather_dimension` is None.
+      kernels: each global [K, *N], or local [K, N_0/D, *N_1...].
+      biases: for each kernel None or [*N], sharded alike.
+      kernel_shapes: the global shape that each kernel must have.
+      gather_dimension: the dimension of x to gather.
+      implementation: None chooses per shape; or a name that `all_gather_matmul` knows.
+
+    Returns:
+      For each kernel global [..., S, *N], sharded over the axis in its first feature dimension, or
+      this device's shard of that.
+    """
+    axis_name = world.axis_name
+    for kernel, shape in zip(kernels, kernel_shapes, strict=True):
+        checks.features("out_features", shape[1:], axis_name, world.devices)
+        checks.kernel(kernel, shape, 1, world)
+        checks.input_features(x, shape[:1])
+    gather = checks.row_dimension("gather_dimension", gather_dimension, x.ndim - 1)
+    rows = world.rows(x, x.ndim - 1)
+    x_rows = sharded(rows, gather, axis_name)
+    checks.rows_divide("gather_dimension", gather_dimension, x, x_rows, world)
+
+    def on_shards(x, kernels, biases):
+        if gather is None:
+            ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
+        else:
+            ys = all_gather_matmul(
+                x, kernels, axis_name, gather_dimension=gather, implementation=implementation
+            )
+        return tuple(map(_add_bias, ys, biases))
+
+    features = [(axis_name, *[None] * (len(shape) - 2)) for shape in kernel_shapes]
+    in_specs = (
+        partition_spec(x_rows, None),
+        tuple(P(None, *names) for names in features),
+        tuple(b if b is None else P(*names) for b, names in zip(biases, features, strict=True)),
+    )
+    out_specs = tuple(partition_spec(rows, *names) for names in features)
+    return world.map_shards(on_shards, (x, tuple(kernels), tuple(biases)), in_specs, out_specs)
+
+
+def row_parallel(
+    world: World,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    kernel_shape: tuple[int, ...],
+    *,
+    scatter_dimension: int | None,
+    implementation: str | None,
+) -> jax.Array:
+    """``x @ kernel + bias``, contracted over every feature dimension, summed over the axis.
+
+    Args:
+      world: whether the arrays are local or global.
+      x: global [..., S, *K], or local [..., S, K_0/D, *K_1...].
+      kernel: global [*K, N], or local [K_0/D, *K_1..., N].
+      bias: None or [N], the same on every device; added once, after the sum.
+      kernel_shape: the global shape that the kernel must have.
+      scatter_dimension: the dimension of the result to scatter.
+      implementation: None chooses per shape; or a name that `matmul_reduce_scatter` knows.
+
+    Returns:
+      Global [..., S, N], sharded over the axis along `scatter_dimension`, or this device's shard of
+      that; the same on every device where `scatter_dimension` is None.
+    """
+    axis_name = world.axis_name
+    checks.features("in_features", kernel_shape[:-1], axis_name, world.devices)
+    checks.kernel(kernel, kernel_shape, 0, world)
+    checks.input_features(x, kernel.shape[:-1])
+    count = x.ndim - kernel.ndim + 1
+    scatter = checks.row_dimension("scatter_dimension", scatter_dimension, count)
+    rows = world.rows(x, count)
+    y_rows = sharded(rows, scatter, axis_name)
+    checks.rows_divide("scatter_dimension", scatter_dimension, x, y_rows, world)
+
+    def on_shards(x, kernel, bias):
+        x, kernel = x.reshape(*x.shape[:count], -1), kernel.reshape(-1, kernel.shape[-1])
+        if scatter is None:
+            y = matmul_all_reduce(x, kernel, axis_name, implementation=implementation)
+        else:
+            y = matmul_reduce_scatter(
+                x, kernel, axis_name, scatter_dimension=scatter, implementation=implementation
+            )
+        return _add_bias(y, bias)
+
+    features = (axis_name, *[None] * (kernel.ndim - 2))
+    bias_spec = bias if bias is None else P(None)
+    in_specs = (partition_spec(rows, *features), P(*features, None), bias_spec)
+    out_specs = partition_spec(y_rows, None)
+    return world.map_shards(on_shards, (x, kernel, bias), in_specs, out_specs)
+
+
+def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """[..., *N] + [*N]."""
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)

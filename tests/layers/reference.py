@@ -1,0 +1,96 @@
+"""What the tests of the layers compare, and the worlds they run a model in.
+
+Arrays are compared within 1e-5 of their largest value. A sum of up to 64 float32 terms, taken in
+another order, is off by at most 64 · 2⁻²⁴ = 4e-6 of them; a chunk that is lost, doubled or
+misplaced is off by about the values themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+WORLDS = ("auto", "explicit", "local", "local_unchecked")
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compares two pytrees of arrays, leaf by leaf."""
+
+    def compare(a: Any, b: Any) -> None:
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert a.shape == b.shape
+        assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
+
+    jax.tree.map(compare, actual, expected)
+
+
+def assert_identical(actual: Any, expected: Any) -> None:
+    """Compares two pytrees of arrays bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def random(*shape: int, seed: int = 0) -> Any:
+    """Normal float32 values; layers take NumPy arrays for jax arrays."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def result_and_gradients(fun: Callable, *arguments: Any) -> tuple:
+    """fun's result, and its gradients under weights that all differ."""
+
+    def loss(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+        y = fun(*arguments)
+        return jnp.sum(y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)), y
+
+    gradients, y = jax.jit(jax.grad(loss, tuple(range(len(arguments))), has_aux=True))(*arguments)
+    return y, *gradients
+
+
+def pure(tree: Any) -> Any:
+    """The bare arrays of a state, by path."""
+    return nnx.to_pure_dict(tree)
+
+
+def outcome(model: nnx.Module, x: Any, world: str, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """The model's result and its gradients by parameters and x, all global, from one world.
+
+    Dimension 0 of x is sharded over the axis "data", dimension 1 over "tensor" where it is local.
+    """
+    graph, state = nnx.split(model)
+
+    def call(state: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x)
+
+    around: Any = contextlib.nullcontext()
+    if world in ("local", "local_unchecked"):
+        spec = P("data", "tensor")
+        call = jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(nnx.get_partition_spec(state), spec),
+            out_specs=spec,
+            check_vma=world == "local",
+        )
+    else:
+        kind = AxisType.Explicit if world == "explicit" else AxisType.Auto
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * len(mesh.axis_names))
+        around = jax.set_mesh(mesh)
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    with around:
+        y, by_state, by_x = result_and_gradients(call, state, x)
+    return y, pure(by_state), by_x
+
+
+def unsharded_outcome(model: nnx.Module, x: Any) -> tuple[Any, Any, Any]:
+    """The same on one device, of layers that know of no mesh."""
+    graph, state = nnx.split(model)
+    y, by_state, by_x = result_and_gradients(lambda s, x: nnx.merge(graph, s)(x), state, x)
+    return y, pure(by_state), by_x

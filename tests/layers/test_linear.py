@@ -1,0 +1,457 @@
+"""The nnx layers against Flax's own, in both worlds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.layers import (
+    AttentionProjection,
+    ColumnParallelLinear,
+    GatedFeedForward,
+    RowParallelLinear,
+    shared_gather,
+)
+from tests.conftest import MeshFactory
+from tests.layers.reference import (
+    WORLDS,
+    assert_close,
+    assert_identical,
+    outcome,
+    pure,
+    random,
+    result_and_gradients,
+    unsharded_outcome,
+)
+
+FEATURES, HEADS, HEAD_DIM, HIDDEN = 12, 4, 3, 16
+BIAS: dict[str, Any] = dict(use_bias=True, bias_init=nnx.initializers.normal(1.0))
+
+every_world = pytest.mark.parametrize("world", WORLDS)
+bulk_and_ring = pytest.mark.parametrize("implementation", ["bulk", "ring"])
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({"data": 2, "tensor": 4})
+
+
+class Block(nnx.Module):
+    """Every layer once, with biases: attention without its softmax, then feed-forward."""
+
+    def __init__(self, **options: Any):
+        options = dict(BIAS, rngs=nnx.Rngs(0), **options)
+        self.projection = AttentionProjection(FEATURES, HEADS, HEADS, HEAD_DIM, **options)
+        self.output = RowParallelLinear((HEADS, HEAD_DIM), FEATURES, **options)
+        self.feed_forward = GatedFeedForward(FEATURES, HIDDEN, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.projection(x)
+        x = x + self.output(query * key + value)
+        return x + self.feed_forward(x)
+
+
+class FlaxBlock(nnx.Module):
+    """The same of Flax's layers, under the same paths."""
+
+    def __init__(self):
+        options: Any = dict(BIAS, rngs=nnx.Rngs(0))
+        heads = (HEADS, HEAD_DIM)
+        self.projection = nnx.Dict(
+            {
+                name: nnx.LinearGeneral(FEATURES, heads, **options)
+                for name in ("query", "key", "value")
+            }
+        )
+        self.output = nnx.LinearGeneral(heads, FEATURES, axis=(-2, -1), **options)
+        self.feed_forward = nnx.Dict(
+            gate=nnx.Linear(FEATURES, HIDDEN, **options),
+            up=nnx.Linear(FEATURES, HIDDEN, **options),
+            down=nnx.Linear(HIDDEN, FEATURES, **options),
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = (self.projection[n](x) for n in ("query", "key", "value"))
+        x = x + self.output(query * key + value)
+        hidden = jax.nn.silu(self.feed_forward["gate"](x)) * self.feed_forward["up"](x)
+        return x + self.feed_forward["down"](hidden)
+
+
+@cache
+def expected_outcome() -> tuple[Any, Any, Any]:
+    return unsharded_outcome(FlaxBlock(), random(4, 8, FEATURES))
+
+
+def test_initial_parameters_are_those_of_flax() -> None:
+    assert_identical(pure(nnx.state(Block())), pure(nnx.state(FlaxBlock())))
+
+
+@every_world
+@bulk_and_ring
+def test_layers_compute_what_flax_computes(world: str, implementation: str, mesh: Mesh) -> None:
+    model = Block(implementation=implementation)
+    assert_close(outcome(model, random(4, 8, FEATURES), world, mesh), expected_outcome())
+
+
+class Pair(nnx.Module):
+    """A column-parallel layer, gelu, a row-parallel layer: the usual feed-forward."""
+
+    def __init__(self, *, gather: int | None = -2, scatter: int | None = -2, **options: Any):
+        options = dict(BIAS, rngs=nnx.Rngs(0), **options)
+        self.up = ColumnParallelLinear(FEATURES, HIDDEN, gather_dimension=gather, **options)
+        self.down = RowParallelLinear(HIDDEN, FEATURES, scatter_dimension=scatter, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class FlaxPair(nnx.Module):
+    def __init__(self):
+        options: Any = dict(BIAS, rngs=nnx.Rngs(0))
+        self.up = nnx.Linear(FEATURES, HIDDEN, **options)
+        self.down = nnx.Linear(HIDDEN, FEATURES, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class WholeSequence(nnx.Module):
+    """A pair without sequence parallelism, between the two halves of one that has it."""
+
+    def __init__(self, **options: Any):
+        options = dict(BIAS, rngs=nnx.Rngs(0), **options)
+        self.up = ColumnParallelLinear(FEATURES, HIDDEN, **options)
+        self.sum = RowParallelLinear(HIDDEN, FEATURES, scatter_dimension=None, **options)
+        self.again = ColumnParallelLinear(FEATURES, HIDDEN, gather_dimension=None, **options)
+        self.down = RowParallelLinear(HIDDEN, FEATURES, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.sum(jax.nn.gelu(self.up(x)))
+        return self.down(jax.nn.gelu(self.again(x)))
+
+
+class FlaxWholeSequence(nnx.Module):
+    def __init__(self):
+        options: Any = dict(BIAS, rngs=nnx.Rngs(0))
+        self.up = nnx.Linear(FEATURES, HIDDEN, **options)
+        self.sum = nnx.Linear(HIDDEN, FEATURES, **options)
+        self.again = nnx.Linear(FEATURES, HIDDEN, **options)
+        self.down = nnx.Linear(HIDDEN, FEATURES, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.sum(jax.nn.gelu(self.up(x)))
+        return self.down(jax.nn.gelu(self.again(x)))
+
+
+@pytest.mark.parametrize("world", ["auto", "local", "local_unchecked"])
+def test_without_sequence_parallelism_the_whole_sequence_is_everywhere(
+    world: str, mesh: Mesh
+) -> None:
+    x = random(4, 8, FEATURES)
+    assert_close(
+        outcome(WholeSequence(implementation="ring"), x, world, mesh),
+        unsharded_outcome(FlaxWholeSequence(), x),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension"),
+    [((8, FEATURES), 0), ((8, 3, FEATURES), -3), ((3, 2, 8, FEATURES), 2)],
+    ids=str,
+)
+def test_any_dimension_before_the_features_may_be_sharded(
+    shape: tuple[int, ...], dimension: int, make_mesh: MeshFactory
+) -> None:
+    x = random(*shape)
+    mesh = make_mesh({"tensor": 4})
+    pair = Pair(gather=dimension, scatter=dimension, implementation="ring", mesh=mesh)
+    y = jax.jit(lambda pair, x: pair(x))(pair, x)
+    assert y.sharding.spec.index("tensor") == dimension % len(shape)
+    assert_close(y, FlaxPair()(x))
+
+
+def test_an_axis_of_one_device(make_mesh: MeshFactory) -> None:
+    x = random(2, 3, FEATURES)
+    pair = Pair(implementation="ring", mesh=make_mesh({"data": 1, "tensor": 1}))
+    assert_close(jax.jit(lambda pair, x: pair(x))(pair, x), FlaxPair()(x))
+
+
+def test_without_jit(make_mesh: MeshFactory) -> None:
+    x = random(2, 4, FEATURES)
+    assert_close(Pair(mesh=make_mesh({"tensor": 2}))(x), FlaxPair()(x))
+
+
+def test_fewer_heads_of_keys_and_values_than_of_queries(mesh: Mesh) -> None:
+    layer = AttentionProjection(FEATURES, 8, 4, 3, mesh=mesh, rngs=nnx.Rngs(0))
+    x = random(2, 4, FEATURES)
+    query, key, value = jax.jit(lambda layer, x: layer(x))(layer, x)
+    for heads, name in ((query, "query"), (key, "key"), (value, "value")):
+        assert_close(heads, jnp.tensordot(x, getattr(layer, name).kernel[...], 1))
+    assert (query.shape, key.shape, value.shape) == ((2, 4, 8, 3), (2, 4, 4, 3), (2, 4, 4, 3))
+
+
+def collectives(compiled: Any) -> Counter[str]:
+    """How often each collective stands in the optimized HLO."""
+    names = "collective-permute|all-gather|reduce-scatter|all-reduce|all-to-all"
+    return Counter(re.findall(rf" ({names})(?:-start)?\(", compiled.as_text()))
+
+
+def placed(model: Any, x: np.ndarray, mesh: Mesh) -> tuple[Any, jax.Array]:
+    """The model as its partition specs say, and a batch over the data axis."""
+    graph, state = nnx.split(model)
+    state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    return nnx.merge(graph, state), jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+def test_between_the_two_layers_nothing_is_gathered_and_the_batch_stays_sharded(
+    mesh: Mesh,
+) -> None:
+    arguments = placed(Pair(implementation="ring", mesh=mesh), random(4, 8, FEATURES), mesh)
+    compiled = jax.jit(lambda pair, x: pair(x)).lower(*arguments).compile()
+    found = collectives(compiled)
+    assert found["collective-permute"] == 3 + 3
+    assert not {"all-gather", "all-reduce", "all-to-all"} & set(found)
+    assert compiled.output_shardings.spec == P("data", "tensor")
+
+
+def test_gradients_gather_nothing_either(mesh: Mesh) -> None:
+    arguments = placed(Pair(implementation="ring", mesh=mesh), random(4, 8, FEATURES), mesh)
+    gradient = jax.grad(lambda pair, x: jnp.sum(pair(x) ** 2))
+    found = collectives(jax.jit(gradient).lower(*arguments).compile())
+    assert found["collective-permute"] > 0
+    assert not {"all-gather", "all-to-all"} & set(found)
+
+
+def test_explicit_axes_that_shard_the_batch_stay_in_the_type(mesh: Mesh) -> None:
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    pair, x = placed(Pair(), random(4, 8, FEATURES), explicit)
+    with jax.set_mesh(explicit):
+        hidden = jax.eval_shape(pair.up, x)
+        assert hidden.sharding.spec == P("data", None, "tensor")
+        assert jax.eval_shape(pair.down, hidden).sharding.spec == P("data", "tensor", None)
+
+
+def test_inside_a_shard_map_over_another_axis(mesh: Mesh) -> None:
+    x = random(4, 8, FEATURES)
+    graph, state = nnx.split(Pair(implementation="ring", mesh=mesh))
+    call = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    y, by_state, by_x = result_and_gradients(call, state, x)
+    assert_close((y, pure(by_state), by_x), unsharded_outcome(FlaxPair(), x))
+
+
+def test_one_gather_feeds_all(make_mesh: MeshFactory) -> None:
+    mesh = make_mesh({"tensor": 4})
+    options: Any = dict(implementation="ring", mesh=mesh, rngs=nnx.Rngs(0))
+    x = random(2, 4, FEATURES)
+
+    def permutes(fun: Any) -> int:
+        return str(jax.make_jaxpr(fun)(x)).count("ppermute")
+
+    assert permutes(AttentionProjection(FEATURES, 4, 4, 3, **options)) == 3
+    assert permutes(GatedFeedForward(FEATURES, HIDDEN, **options)) == 3 + 3
+
+
+def test_specs_say_how_parameters_are_sharded() -> None:
+    specs = pure(nnx.get_partition_spec(nnx.state(Block())))
+    heads = {"kernel": P(None, "tensor", None), "bias": P("tensor", None)}
+    columns = {"kernel": P(None, "tensor"), "bias": P("tensor")}
+    assert specs == {
+        "projection": {"query": heads, "key": heads, "value": heads},
+        "output": {"kernel": P("tensor", None, None), "bias": P(None)},
+        "feed_forward": {
+            "gate": columns,
+            "up": columns,
+            "down": {"kernel": P("tensor", None), "bias": P(None)},
+        },
+    }
+
+
+def test_dtype_is_that_of_the_computation_and_param_dtype_of_the_parameters(
+    make_mesh: MeshFactory,
+) -> None:
+    mesh, x = make_mesh({"tensor": 2}), random(2, 4, FEATURES)
+
+    def result_dtype(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
+        pair = Pair(mesh=mesh, **options)
+        return pair.up.kernel.dtype, jax.eval_shape(pair, x).dtype
+
+    half = x.astype(jnp.bfloat16)
+    assert result_dtype(x, dtype=jnp.bfloat16) == (jnp.float32, jnp.bfloat16)
+    assert result_dtype(half) == (jnp.float32, jnp.float32)
+    assert result_dtype(half, param_dtype=jnp.bfloat16) == (jnp.bfloat16, jnp.bfloat16)
+    assert result_dtype(np.ones_like(x, np.int32)) == (jnp.float32, jnp.float32)
+
+
+def column(**options: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(FEATURES, HIDDEN, **{"rngs": nnx.Rngs(0), **options})
+
+
+def row(**options: Any) -> RowParallelLinear:
+    return RowParallelLinear(HIDDEN, FEATURES, **{"rngs": nnx.Rngs(0), **options})
+
+
+REFUSED_AT_CONSTRUCTION = {
+    "columns": (
+        lambda **o: ColumnParallelLinear(4, (6, 2), **o),
+        "out_features=(6, 2): 6 is not divisible by axis 'tensor' of size 4; the nearest to it:"
+        " 4 or 8",
+    ),
+    "rows": (
+        lambda **o: RowParallelLinear(3, 4, **o),
+        "in_features=3: 3 is not divisible by axis 'tensor' of size 4; the nearest to it: 4",
+    ),
+    "hidden": (lambda **o: GatedFeedForward(4, 6, **o), "hidden_features=6: 6 is not divisible"),
+    "heads": (lambda **o: AttentionProjection(4, 6, 2, 3, **o), "num_heads=6: 6 is not divisible"),
+    "key value heads": (
+        lambda **o: AttentionProjection(4, 8, 2, 3, **o),
+        "num_key_value_heads=2: 2 is not divisible",
+    ),
+    "groups": (
+        lambda **o: AttentionProjection(4, 8, 3, 3, **o),
+        "num_key_value_heads=3: does not divide num_heads=8",
+    ),
+    "implementation": (
+        lambda **o: column(implementation="rign", **o),
+        "implementation='rign': expected None",
+    ),
+    "axis": (
+        lambda **o: column(axis_name="model", **o),
+        "axis_name='model': the mesh has the axes ('data', 'tensor'); name one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_CONSTRUCTION)
+def test_what_the_constructor_refuses(name: str, mesh: Mesh) -> None:
+    construct, sentence = REFUSED_AT_CONSTRUCTION[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        construct(mesh=mesh, rngs=nnx.Rngs(0))
+
+
+def test_the_constructor_knows_the_mesh_around_it(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="out_features=6"):
+        ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
+
+
+REFUSED_AT_CALL = {
+    "sequence": (
+        column,
+        random(2, 7, FEATURES),
+        "gather_dimension=-2: size 7 of x (2, 7, 12) is not divisible by axis 'tensor' of size 4;"
+        " pad it to 8",
+    ),
+    "scattered sequence": (
+        row,
+        random(2, 7, HIDDEN),
+        "scatter_dimension=-2: size 7 of x (2, 7, 16) is not divisible by axis 'tensor' of size 4;"
+        " pad it to 8",
+    ),
+    "features": (column, random(2, 8, 5), "x: shape (2, 8, 5); expected [..., 12]"),
+    "several features": (
+        lambda: RowParallelLinear((HEADS, HEAD_DIM), FEATURES, rngs=nnx.Rngs(0)),
+        random(2, 8, HEADS * HEAD_DIM),
+        "x: shape (2, 8, 12); expected [..., 4, 3]",
+    ),
+    "gather features": (
+        lambda: column(gather_dimension=-1),
+        random(2, 8, FEATURES),
+        "gather_dimension=-1: there are 2 dimension(s) before the features; expected one from -3"
+        " to -2, or from 0 to 1",
+    ),
+    "scatter too far": (
+        lambda: row(scatter_dimension=2),
+        random(2, 8, HIDDEN),
+        "scatter_dimension=2: there are 2 dimension(s) before the features",
+    ),
+    "columns": (
+        lambda: ColumnParallelLinear(FEATURES, 6, rngs=nnx.Rngs(0)),
+        random(2, 8, FEATURES),
+        "out_features=6: 6 is not divisible",
+    ),
+    "rows": (
+        lambda: RowParallelLinear((6, 2), FEATURES, rngs=nnx.Rngs(0)),
+        random(2, 8, 6, 2),
+        "in_features=(6, 2): 6 is not divisible",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_CALL)
+def test_what_a_call_with_global_arrays_refuses(name: str, mesh: Mesh) -> None:
+    construct, x, sentence = REFUSED_AT_CALL[name]
+    layer = construct()
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(sentence)):
+        layer(x)
+
+
+def test_without_a_mesh_a_call_says_where_to_give_one() -> None:
+    sentence = "axis_name='tensor': there is no mesh here; call the layer inside `with jax.set_mesh"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        column()(random(2, 8, FEATURES))
+
+
+def test_a_mesh_without_the_axis_is_refused(make_mesh: MeshFactory) -> None:
+    layer = column()
+    with (
+        jax.set_mesh(make_mesh({"data": 2})),
+        pytest.raises(ValueError, match=r"axis_name='tensor': the mesh has the axes \('data',\)"),
+    ):
+        layer(random(2, 8, FEATURES))
+
+
+@pytest.mark.parametrize("construct", [column, row])
+def test_inside_shard_map_a_global_kernel_is_refused(construct: Any, mesh: Mesh) -> None:
+    layer = construct()
+    graph, state = nnx.split(layer)
+    call = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=mesh,
+        in_specs=(P(), P(None, "tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    with pytest.raises(ValueError, match=r"kernel: shape .* this device's shard over .* in_specs"):
+        call(state, random(2, 8, layer.kernel.shape[0]))
+
+
+def test_outside_shard_map_a_local_kernel_is_refused(mesh: Mesh) -> None:
+    layer = column(mesh=mesh)
+    layer.kernel = nnx.Param(layer.kernel[:, :4])
+    with pytest.raises(ValueError, match=r"kernel: shape \(12, 4\); expected the global .*12, 16"):
+        layer(random(2, 8, FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"gather_dimension": 0}, "gather_dimension"),
+        ({"implementation": "ring"}, "implementation"),
+        ({"dtype": jnp.bfloat16}, "dtype"),
+        ({"axis_name": "data"}, "axis_name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_differ_share_no_gather(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"layers: they have {name} .* construct them alike"):
+        shared_gather(random(2, 8, FEATURES), [column(), column(**options)])
+
+
+def test_no_layers_share_no_gather() -> None:
+    with pytest.raises(ValueError, match=r"layers=\[\]: expected at least one"):
+        shared_gather(random(2, 8, FEATURES), [])
