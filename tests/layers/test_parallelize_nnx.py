@@ -1,0 +1,280 @@
+"""`parallelize` on nnx models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import overlap_jit
+from collective_matmul.layers import (
+    Column,
+    ColumnParallelLinear,
+    Row,
+    RowParallelLinear,
+    parallelize,
+)
+from tests.conftest import MeshFactory
+from tests.layers.reference import (
+    WORLDS,
+    assert_close,
+    assert_identical,
+    outcome,
+    pure,
+    random,
+    unsharded_outcome,
+)
+
+FEATURES, HIDDEN = 12, 16
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({"data": 2, "tensor": 4})
+
+
+class FeedForward(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, **options: Any):
+        options = dict(rngs=rngs, bias_init=nnx.initializers.normal(1.0), **options)
+        self.up = nnx.Linear(FEATURES, HIDDEN, **options)
+        self.down = nnx.Linear(HIDDEN, FEATURES, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Linear layers in every kind of container, one of them twice."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([FeedForward(rngs), FeedForward(rngs, use_bias=False)])
+        self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
+        self.sequential = nnx.Sequential(
+            nnx.Linear(FEATURES, HIDDEN, rngs=rngs),
+            jax.nn.gelu,
+            nnx.Linear(HIDDEN, FEATURES, rngs=rngs),
+        )
+        self.table = nnx.data({"up": nnx.Linear(FEATURES, HIDDEN, rngs=rngs)})
+        self.pair = nnx.data((jax.nn.gelu, nnx.Linear(HIDDEN, FEATURES, rngs=rngs)))
+        self.again = self.pair[1]
+        self.head = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.sequential(self.norm(x))
+        x = x + self.pair[1](self.table["up"](x))
+        return self.head(x)
+
+
+PLAN = {
+    "blocks.*.up": Column(),
+    "blocks.*.down": Row(),
+    "sequential.layers.0": Column(),
+    "sequential.layers.2": Row(),
+    "table.up": Column(),
+    "pair.1": Row(),
+}
+
+
+def make_model() -> Model:
+    return Model(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_wrapped_model_computes_what_it_did(world: str, mesh: Mesh) -> None:
+    x = random(4, 8, FEATURES)
+    model = parallelize(make_model(), PLAN, implementation="ring" if world != "auto" else "bulk")
+    assert_close(outcome(model, x, world, mesh), unsharded_outcome(make_model(), x))
+
+
+def test_the_model_itself_is_changed_and_its_weights_and_paths_are_not() -> None:
+    model = make_model()
+    assert parallelize(model, PLAN) is model
+    assert_identical(pure(nnx.state(model)), pure(nnx.state(make_model())))
+    assert isinstance(model.blocks[0].up, ColumnParallelLinear)
+    assert isinstance(model.blocks[1].down, RowParallelLinear)
+    assert isinstance(model.sequential.layers[0], ColumnParallelLinear)
+    assert isinstance(model.table["up"], ColumnParallelLinear)
+    assert isinstance(model.pair[1], RowParallelLinear)
+    assert type(model.head) is nnx.Linear
+
+
+def test_a_layer_with_two_paths_stays_one() -> None:
+    model = parallelize(make_model(), PLAN)
+    assert model.again is model.pair[1]
+
+
+def test_a_parameter_of_two_layers_stays_one() -> None:
+    model = FeedForward(nnx.Rngs(0))
+    twin = FeedForward(nnx.Rngs(1))
+    twin.up.kernel = model.up.kernel
+    both = nnx.List([model, twin])
+    parallelize(both, {"0.up": Column()})
+    assert both[0].up.kernel is both[1].up.kernel
+    assert type(both[1].up) is nnx.Linear
+
+
+def test_specs_say_how_parameters_are_sharded() -> None:
+    model = parallelize(make_model(), PLAN)
+    specs = pure(nnx.get_partition_spec(nnx.state(model)))
+    assert specs["blocks"][0] == {
+        "up": {"kernel": P(None, "tensor"), "bias": P("tensor")},
+        "down": {"kernel": P("tensor", None), "bias": P(None)},
+    }
+    assert specs["head"] == {"kernel": P(), "bias": P()}
+
+
+def test_what_a_parameter_says_of_its_sharding_stands() -> None:
+    kept = ("data", "tensor")
+    model = FeedForward(nnx.Rngs(0))
+    model.up.kernel = nnx.Param(model.up.kernel[...], out_sharding=kept, eager_sharding=False)
+    parallelize(model, {"up": Column(), "down": Row()})
+    assert model.up.kernel.get_metadata("out_sharding") == kept
+
+
+def test_options_of_the_layer_are_kept(make_mesh: MeshFactory) -> None:
+    model = FeedForward(nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float16)
+    parallelize(model, {"up": Column(), "down": Row()}, mesh=make_mesh({"tensor": 2}))
+    assert model.up.kernel.dtype == jnp.float16
+    assert jax.eval_shape(model.up, random(2, 4, FEATURES)).dtype == jnp.bfloat16
+
+
+def test_options_of_the_plan_are_kept(make_mesh: MeshFactory) -> None:
+    mesh, x = make_mesh({"tensor": 4}), random(8, 3, FEATURES)
+    expected = FeedForward(nnx.Rngs(0))(x)
+    model = FeedForward(nnx.Rngs(0))
+    parallelize(model, {"up": Column(0), "down": Row(0)}, mesh=mesh, implementation="ring")
+    assert_close(jax.jit(lambda model, x: model(x))(model, x), expected)
+
+
+def test_shapes_without_values_are_wrapped_too() -> None:
+    abstract = nnx.eval_shape(make_model)
+    parallelize(abstract, PLAN)
+    assert isinstance(abstract.blocks[0].up.kernel.get_value(), jax.ShapeDtypeStruct)
+
+
+def test_layers_stacked_for_a_scan(make_mesh: MeshFactory) -> None:
+    @nnx.vmap
+    def stack(key: jax.Array) -> FeedForward:
+        return FeedForward(nnx.Rngs(key))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def through(x: jax.Array, block: FeedForward) -> jax.Array:
+        return block(x)
+
+    x = random(2, 4, FEATURES)
+    model = stack(jax.random.split(jax.random.key(0), 3))
+    expected = through(x, model)
+    parallelize(model, {"up": Column(), "down": Row()}, mesh=make_mesh({"tensor": 4}))
+    specs = pure(nnx.get_partition_spec(nnx.state(model)))
+    assert specs["up"] == {"kernel": P(None, None, "tensor"), "bias": P(None, "tensor")}
+    assert_close(jax.jit(through)(x, model), expected)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no match": (
+        {"blocks.*.up": Column(), "mlp.*": Row()},
+        "plan['mlp.*']: matches no layer; the nnx.Linear layers here are again, blocks.0.down,"
+        " blocks.0.up, blocks.1.down, blocks.1.up, head, pair.1, sequential.layers.0,"
+        " sequential.layers.2, table.up",
+    ),
+    "not a linear": (
+        {"norm": Column()},
+        "plan['norm']: 'norm' is a LayerNorm, and only Linear layers can be replaced",
+    ),
+    "container": ({"blocks.?": Row()}, "plan['blocks.?']: 'blocks.0' is a FeedForward"),
+    "two patterns": (
+        {"blocks.*.up": Column(), "blocks.0.*": Row()},
+        "plan: 'blocks.*.up' and 'blocks.0.*' both match 'blocks.0.up'; narrow one of them",
+    ),
+    "two entries": (
+        {"again": Column(), "pair.1": Row()},
+        "are one layer, and the plan has",
+    ),
+    "empty": ({}, "plan={}: expected at least one entry"),
+    "size": (
+        {"head": Column()},
+        "'head': out_features=12: 12 is not divisible by axis 'tensor' of size 8; the nearest to"
+        " it: 8 or 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_changes_nothing(name: str, make_mesh: MeshFactory) -> None:
+    plan, sentence = REFUSED[name]
+    model = nnx.eval_shape(make_model)
+    before = nnx.graphdef(model)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        parallelize(model, plan, mesh=make_mesh({"tensor": 8}))
+    assert nnx.graphdef(model) == before
+
+
+def test_several_features_are_refused_with_what_to_construct() -> None:
+    model = nnx.Sequential(nnx.LinearGeneral(FEATURES, (2, 3), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"LinearGeneral.* construct a ColumnParallelLinear"):
+        parallelize(model, {"layers.0": Column()})
+
+
+def other_dot_general(*arguments: Any, **options: Any) -> jax.Array:
+    return lax.dot_general(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("precision", "highest"),
+        ("dot_general", other_dot_general),
+        ("promote_dtype", lambda arrays, dtype: arrays),
+        ("preferred_element_type", jnp.float32),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused(option: str, value: Any) -> None:
+    model = FeedForward(nnx.Rngs(0), **{option: value})
+    with pytest.raises(ValueError, match=rf"plan\['up'\]: 'up' has {option}=.* construct it with"):
+        parallelize(model, {"up": Column()})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "sentence"),
+    [
+        (make_model, ["head"], "plan=['head']: expected a dictionary"),
+        (make_model, {"head": "column"}, "plan['head']='column': expected a path pattern"),
+        (dict, {"head": Column()}, "model: a dict; expected a flax.nnx.Module"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(model: Any, plan: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        parallelize(model(), plan)
+
+
+def test_other_arguments_are_checked_at_once(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="implementation='rign'"):
+        parallelize(make_model(), PLAN, implementation="rign")
+    with pytest.raises(ValueError, match="axis_name='model': the mesh has the axes"):
+        parallelize(make_model(), PLAN, axis_name="model", mesh=mesh)
+
+
+def test_the_example_of_the_readme() -> None:
+    class FeedForward(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(64, 128, rngs=rngs)
+            self.down = nnx.Linear(128, 64, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.gelu(self.up(x)))
+
+    model, x = FeedForward(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (4, 16, 64))
+    before = model(x)
+    with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("tensor",))):
+        parallelize(model, {"up": Column(), "down": Row()})
+        after = overlap_jit(lambda model, x: model(x))(model, x)
+    assert abs(after - before).max() < 1e-5
