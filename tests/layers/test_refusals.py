@@ -1,0 +1,188 @@
+"""What the nnx layers refuse, in which words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.layers import (
+    AttentionProjection,
+    ColumnParallelLinear,
+    GatedFeedForward,
+    RowParallelLinear,
+    shared_gather,
+)
+from tests.conftest import MeshFactory
+from tests.layers.reference import random
+
+FEATURES, HEADS, HEAD_DIM, HIDDEN = 12, 4, 3, 16
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({"data": 2, "tensor": 4})
+
+
+def column(**options: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(FEATURES, HIDDEN, **{"rngs": nnx.Rngs(0), **options})
+
+
+def row(**options: Any) -> RowParallelLinear:
+    return RowParallelLinear(HIDDEN, FEATURES, **{"rngs": nnx.Rngs(0), **options})
+
+
+REFUSED_AT_CONSTRUCTION = {
+    "columns": (
+        lambda **o: ColumnParallelLinear(4, (6, 2), **o),
+        "out_features=(6, 2): 6 is not divisible by axis 'tensor' of size 4; the nearest to it:"
+        " 4 or 8",
+    ),
+    "rows": (
+        lambda **o: RowParallelLinear(3, 4, **o),
+        "in_features=3: 3 is not divisible by axis 'tensor' of size 4; the nearest to it: 4",
+    ),
+    "hidden": (lambda **o: GatedFeedForward(4, 6, **o), "hidden_features=6: 6 is not divisible"),
+    "heads": (lambda **o: AttentionProjection(4, 6, 2, 3, **o), "num_heads=6: 6 is not divisible"),
+    "key value heads": (
+        lambda **o: AttentionProjection(4, 8, 2, 3, **o),
+        "num_key_value_heads=2: 2 is not divisible",
+    ),
+    "groups": (
+        lambda **o: AttentionProjection(4, 8, 3, 3, **o),
+        "num_key_value_heads=3: does not divide num_heads=8",
+    ),
+    "implementation": (
+        lambda **o: column(implementation="rign", **o),
+        "implementation='rign': expected None",
+    ),
+    "axis": (
+        lambda **o: column(axis_name="model", **o),
+        "axis_name='model': the mesh has the axes ('data', 'tensor'); name one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_CONSTRUCTION)
+def test_what_the_constructor_refuses(name: str, mesh: Mesh) -> None:
+    construct, sentence = REFUSED_AT_CONSTRUCTION[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        construct(mesh=mesh, rngs=nnx.Rngs(0))
+
+
+def test_the_constructor_knows_the_mesh_around_it(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="out_features=6"):
+        ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
+
+
+REFUSED_AT_CALL = {
+    "sequence": (
+        column,
+        random(2, 7, FEATURES),
+        "gather_dimension=-2: size 7 of x (2, 7, 12) is not divisible by axis 'tensor' of size 4;"
+        " pad it to 8",
+    ),
+    "scattered sequence": (
+        row,
+        random(2, 7, HIDDEN),
+        "scatter_dimension=-2: size 7 of x (2, 7, 16) is not divisible by axis 'tensor' of size 4;"
+        " pad it to 8",
+    ),
+    "features": (column, random(2, 8, 5), "x: shape (2, 8, 5); expected [..., 12]"),
+    "several features": (
+        lambda: RowParallelLinear((HEADS, HEAD_DIM), FEATURES, rngs=nnx.Rngs(0)),
+        random(2, 8, HEADS * HEAD_DIM),
+        "x: shape (2, 8, 12); expected [..., 4, 3]",
+    ),
+    "gather features": (
+        lambda: column(gather_dimension=-1),
+        random(2, 8, FEATURES),
+        "gather_dimension=-1: there are 2 dimension(s) before the features; expected one from -3"
+        " to -2, or from 0 to 1",
+    ),
+    "scatter too far": (
+        lambda: row(scatter_dimension=2),
+        random(2, 8, HIDDEN),
+        "scatter_dimension=2: there are 2 dimension(s) before the features",
+    ),
+    "columns": (
+        lambda: ColumnParallelLinear(FEATURES, 6, rngs=nnx.Rngs(0)),
+        random(2, 8, FEATURES),
+        "out_features=6: 6 is not divisible",
+    ),
+    "rows": (
+        lambda: RowParallelLinear((6, 2), FEATURES, rngs=nnx.Rngs(0)),
+        random(2, 8, 6, 2),
+        "in_features=(6, 2): 6 is not divisible",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_CALL)
+def test_what_a_call_with_global_arrays_refuses(name: str, mesh: Mesh) -> None:
+    construct, x, sentence = REFUSED_AT_CALL[name]
+    layer = construct()
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(sentence)):
+        layer(x)
+
+
+def test_without_a_mesh_a_call_says_where_to_give_one() -> None:
+    sentence = "axis_name='tensor': there is no mesh here; call the layer inside `with jax.set_mesh"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        column()(random(2, 8, FEATURES))
+
+
+def test_a_mesh_without_the_axis_is_refused(make_mesh: MeshFactory) -> None:
+    layer = column()
+    with (
+        jax.set_mesh(make_mesh({"data": 2})),
+        pytest.raises(ValueError, match=r"axis_name='tensor': the mesh has the axes \('data',\)"),
+    ):
+        layer(random(2, 8, FEATURES))
+
+
+@pytest.mark.parametrize("construct", [column, row])
+def test_inside_shard_map_a_global_kernel_is_refused(construct: Any, mesh: Mesh) -> None:
+    layer = construct()
+    graph, state = nnx.split(layer)
+    call = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=mesh,
+        in_specs=(P(), P(None, "tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    with pytest.raises(ValueError, match=r"kernel: shape .* this device's shard over .* in_specs"):
+        call(state, random(2, 8, layer.kernel.shape[0]))
+
+
+def test_outside_shard_map_a_local_kernel_is_refused(mesh: Mesh) -> None:
+    layer = column(mesh=mesh)
+    layer.kernel = nnx.Param(layer.kernel[:, :4])
+    with pytest.raises(ValueError, match=r"kernel: shape \(12, 4\); expected the global .*12, 16"):
+        layer(random(2, 8, FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"gather_dimension": 0}, "gather_dimension"),
+        ({"implementation": "ring"}, "implementation"),
+        ({"dtype": jnp.bfloat16}, "dtype"),
+        ({"axis_name": "data"}, "axis_name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_differ_share_no_gather(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"layers: they have {name} .* construct them alike"):
+        shared_gather(random(2, 8, FEATURES), [column(), column(**options)])
+
+
+def test_no_layers_share_no_gather() -> None:
+    with pytest.raises(ValueError, match=r"layers=\[\]: expected at least one"):
+        shared_gather(random(2, 8, FEATURES), [])
