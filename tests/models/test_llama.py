@@ -15,6 +15,7 @@ from models.config import LlamaConfig, RotaryScaling
 from models.llama import Llama
 from tests.models import reference
 from train.config import Config
+from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions
 
 SMALL = LlamaConfig(
@@ -143,8 +144,7 @@ def test_dots_keeps_matmul_results_and_full_keeps_block_inputs_only():
 
     def dots(remat: str) -> int:
         _, functions = model_functions(overlap="bulk", remat=remat)
-        mesh = jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))
-        step = sharded_loss_and_grads(functions, mesh)
+        step = sharded_loss_and_grads(functions, make_abstract_mesh(1, 1))
         tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
         text = step.trace(functions.abstract_params, tokens, tokens).lower().as_text()
         return text.count("stablehlo.dot_general")

@@ -103,7 +103,10 @@ def test_the_optimizer_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
 
 
 def test_the_state_may_be_donated_while_the_save_is_pending(tmp_path: Path) -> None:
-    """Large enough that the write is still going on when the donating step reuses the memory."""
+    """Large enough that the write is still going on when the donating step wants the memory.
+
+    Whether it gets it at once differs between versions of jax and orbax; the checkpoint must not.
+    """
     state = make_state(1, make_mesh(2, 4), width=1 << 16)
     expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
     target = abstract(state)
@@ -115,7 +118,6 @@ def test_the_state_may_be_donated_while_the_save_is_pending(tmp_path: Path) -> N
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, POSITION, CONFIGURATION)
         jax.block_until_ready(overwrite(state))
-        assert all(layer["w"].is_deleted() for layer in state["params"]["layers"].values())
         assert_same_bits(checkpoints.restore(target).state, expected)
 
 
