@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
+from collective_matmul._compat import partly_automatic
 from collective_matmul.choose.cost_model import bulk_seconds, ring_seconds
 from collective_matmul.choose.site import Site
 
@@ -81,6 +82,18 @@ def _obstacle(site: Site, implementation: str) -> str | None:
 def _decide(site: Site) -> Decision:
     if site.axis_size == 1:
         return Decision(site, "bulk", "one device: nothing to communicate")
+    decision = _predict(site)
+    scattered = site.op != "matmul_all_reduce"
+    if decision.implementation == "bulk" and scattered and partly_automatic():
+        # XLA cannot cut an all-gather or a reduce-scatter over one axis by another that it shards
+        # by itself: it would first gather what that axis shards, such as the batch. Permutes it can
+        # cut, and sending each shard straight to its place is the same traffic.
+        reason = "a bulk collective would gather what the automatic mesh axes shard"
+        return Decision(site, "ring_direct", reason)
+    return decision
+
+
+def _predict(site: Site) -> Decision:
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda", "rocm"):
         return Decision(site, "bulk", f"on {platform} nothing runs under a matmul")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax import lax
 
-from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul._compat import axis_index, vary_over, varying_axes
 from collective_matmul.implementations.arithmetic import add, matmul, matmul_sum
 from collective_matmul.schedule import Chunk, Pattern, Step, Use, make_schedule
 
@@ -104,6 +104,7 @@ class _Ring:
     def __init__(self, use: Use, pattern: Pattern, axis_name: str, dimension: int, rows: int):
         self.axis_name = axis_name
         self.devices = lax.axis_size(axis_name)
+        self.device = axis_index(axis_name)
         # One row has no halves to send both ways.
         self.schedule = make_schedule(use, pattern if rows > 1 else "one_way", self.devices)
         self.steps = self.schedule.steps
@@ -166,5 +167,5 @@ class _Ring:
         return lax.dynamic_slice_in_dim(whole, self._start(chunk), stop - start, self.dimension)
 
     def _start(self, chunk: Chunk) -> jax.Array:
-        owner = (lax.axis_index(self.axis_name) + chunk.offset) % self.devices
+        owner = (self.device + chunk.offset) % self.devices
         return owner * self.rows + self.bounds[chunk.part][0]

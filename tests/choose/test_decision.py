@@ -252,3 +252,16 @@ def test_a_site_reads_well() -> None:
     assert str(site) == (
         "all_gather_matmul [2, 3] @ [3, 4], [2, 3] @ [3, 5] bfloat16 over 'tensor'"
     )
+
+
+@every_op
+def test_no_bulk_collective_where_it_would_gather_what_the_compiler_shards(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "partly_automatic", lambda: True)
+    taken = decide(site_of(op, 64, 64, 64))
+    if op == "matmul_all_reduce":  # An all-reduce XLA can cut.
+        assert taken.implementation == "bulk"
+    else:
+        assert taken.implementation == "ring_direct"
+        assert "would gather what the automatic mesh axes shard" in taken.reason

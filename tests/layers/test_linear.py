@@ -212,10 +212,16 @@ def placed(model: Any, x: np.ndarray, mesh: Mesh) -> tuple[Any, jax.Array]:
     return nnx.merge(graph, state), jax.device_put(x, NamedSharding(mesh, P("data")))
 
 
+# A bulk collective would gather the batch, which the compiler shards: None must not choose it.
+permutes_only = pytest.mark.parametrize("implementation", ["ring", None])
+
+
+@permutes_only
 def test_between_the_two_layers_nothing_is_gathered_and_the_batch_stays_sharded(
-    mesh: Mesh,
+    mesh: Mesh, implementation: str | None
 ) -> None:
-    arguments = placed(Pair(implementation="ring", mesh=mesh), random(4, 8, FEATURES), mesh)
+    pair = Pair(implementation=implementation, mesh=mesh)
+    arguments = placed(pair, random(4, 8, FEATURES), mesh)
     compiled = jax.jit(lambda pair, x: pair(x)).lower(*arguments).compile()
     found = collectives(compiled)
     assert found["collective-permute"] == 3 + 3
@@ -223,12 +229,29 @@ def test_between_the_two_layers_nothing_is_gathered_and_the_batch_stays_sharded(
     assert compiled.output_shardings.spec == P("data", "tensor")
 
 
-def test_gradients_gather_nothing_either(mesh: Mesh) -> None:
-    arguments = placed(Pair(implementation="ring", mesh=mesh), random(4, 8, FEATURES), mesh)
+@permutes_only
+def test_gradients_gather_nothing_either(mesh: Mesh, implementation: str | None) -> None:
+    pair = Pair(implementation=implementation, mesh=mesh)
+    arguments = placed(pair, random(4, 8, FEATURES), mesh)
     gradient = jax.grad(lambda pair, x: jnp.sum(pair(x) ** 2))
     found = collectives(jax.jit(gradient).lower(*arguments).compile())
     assert found["collective-permute"] > 0
     assert not {"all-gather", "all-to-all"} & set(found)
+
+
+def test_many_layers_that_leave_an_axis_to_the_compiler(mesh: Mesh) -> None:
+    """More `shard_map`s in one program than jaxlib 0.10 compiles if they ask for an axis index."""
+
+    def stack(block: Block | FlaxBlock, x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.tanh(block(x))
+        return x
+
+    x = random(4, 8, FEATURES)
+    arguments = placed(Block(implementation="ring", mesh=mesh), x, mesh)
+    # Eight blocks that each amplify what rounding did in those before.
+    actual, expected = jax.jit(stack)(*arguments), jax.jit(stack)(FlaxBlock(), x)
+    np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 def test_explicit_axes_that_shard_the_batch_stay_in_the_type(mesh: Mesh) -> None:
