@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from collective_matmul.implementations import IMPLEMENTATIONS
+
+#: What the ops compute in. float64 is for tests, where jax is told to have it.
+DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
 def axis_size(axis_name: str) -> int:
@@ -32,7 +36,7 @@ def axis_size(axis_name: str) -> int:
 
 def implementation(name: str | None) -> None:
     """Raises ValueError unless `name` is None or an implementation."""
-    if name is not None and name not in IMPLEMENTATIONS:
+    if name is not None and (not isinstance(name, str) or name not in IMPLEMENTATIONS):
         raise ValueError(
             f"implementation={name!r}: expected None (choose per shape) or one of"
             f" {', '.join(IMPLEMENTATIONS)}"
@@ -43,6 +47,9 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
     """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
     if not ws:
         raise ValueError("w=(): expected a weight or a sequence of at least one")
+    for name, array in (("x", x), *(("w", w) for w in ws)):
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise TypeError(f"{name}: a {type(array).__name__}; expected an array")
     if x.ndim < 2:
         raise ValueError(
             f"x: shape {x.shape} has {x.ndim} dimension(s); expected [..., m, ..., K] with at"
@@ -61,16 +68,21 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
                 f"x is {x.dtype} and w is {w.dtype}; cast one, so that what is communicated has"
                 " the dtype you mean"
             )
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype")
+    if x.dtype not in DTYPES:
+        names = ", ".join(dtype.name for dtype in DTYPES)
+        raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
 
 
 def dimension(argument: str, value: int, x: jax.Array) -> int:
     """`value` counted from the front, if it names a dimension of x other than the contracted one.
 
     Raises:
-      ValueError: if it does not.
+      ValueError, TypeError: if it does not.
     """
+    if not isinstance(value, int | np.integer):
+        raise TypeError(
+            f"{argument}={value!r}: expected a whole number, a dimension of x {x.shape}"
+        )
     if not -x.ndim <= value < x.ndim:
         raise ValueError(
             f"{argument}={value}: x has shape {x.shape}; expected a dimension from 0 to"

@@ -24,7 +24,10 @@ OVERLAP_OPTIONS = MappingProxyType(
 
 
 def overlap_jit(fun: Callable, *, compiler_options: dict[str, Any] | None = None, **kwargs: Any):
-    """`jax.jit` with the compiler options that rings need on GPUs; harmless elsewhere.
+    """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
+
+    For the outermost function alone, since options are of a whole program: differentiate inside it,
+    ``overlap_jit(jax.grad(loss))``. JAX refuses ``jax.grad(overlap_jit(loss))``.
 
     Args:
       fun: the function to compile.

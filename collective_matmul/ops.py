@@ -114,7 +114,8 @@ def matmul_reduce_scatter(
       w: [k, *N].
       axis_name: the mesh axis to sum and scatter over.
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
-      mean: average over the axis instead of summing.
+      mean: average over the axis instead of summing: the sum is divided by D at the end, so in
+        float16 it must not overflow before.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
 
     Returns:

@@ -48,6 +48,9 @@ class LlamaConfig:
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{field.name}={value}: expected at least 1")
+        for name in ("rotary_base", "norm_epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a positive number")
         if self.num_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of"

@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul import (
+    all_gather_matmul,
+    checks,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from collective_matmul.implementations import IMPLEMENTATIONS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -113,7 +118,7 @@ def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> No
             zeros(4, 2, dtype="int8"),
             zeros(2, 3, dtype="int8"),
             TypeError,
-            "x and w are int8; expected a floating-point dtype",
+            "x and w are int8; expected a floating-point dtype: float32, bfloat16, float16, float64",
         ),
     ],
     ids=["x-is-a-vector", "w-is-a-vector", "contraction", "dtypes-differ", "integers"],
@@ -187,3 +192,21 @@ def test_a_ring_asked_for_by_name_must_be_able_to_run(
     )
     fun = partial(matmul_all_reduce, axis_name=AXIS, implementation=implementation)
     refused(fun, zeros(2, 3, 2), zeros(2, 5), ValueError, sentence)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, "0"])
+def test_a_dimension_is_a_whole_number(value) -> None:
+    x = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match=r"gather_dimension=.*: expected a whole number"):
+        checks.dimension("gather_dimension", value, x)  # pyright: ignore[reportArgumentType]
+
+
+def test_operands_are_arrays_of_a_dtype_that_is_communicated() -> None:
+    x = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match="x: a list; expected an array"):
+        checks.operands([[0.0]], (x,))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="w: a dict; expected an array"):
+        checks.operands(x, ({},))  # pyright: ignore[reportArgumentType]
+    eighth = jnp.zeros((4, 4), jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match="float8_e4m3fn; expected a floating-point dtype: float32"):
+        checks.operands(eighth, (eighth,))

@@ -256,6 +256,8 @@ def _signatures(tree: Any) -> dict[str, str]:
 
 
 def _open_directory(directory: str | Path) -> Path:
+    if not str(directory):
+        raise ValueError("checkpoint_dir='': expected the name of a folder; leave it out for none")
     if "://" in str(directory):
         raise ValueError(
             f"checkpoint_dir={str(directory)!r}: expected a folder on a file system, not a URL; "

@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
       ValueError: for an unknown preset.
       SystemExit: after printing help, or what is wrong with the arguments.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="debug")
     name = first.parse_known_args(arguments)[0].preset
     if name not in PRESETS:

@@ -41,8 +41,12 @@ def main(arguments: Sequence[str]) -> None:
     with refusing():
         a = _variant(shared, variants.a)
         b = _variant(shared, variants.b)
-        if a.steps != b.steps:
-            raise ValueError(f"steps={a.steps} and {b.steps}: expected the same in both variants")
+        for field in ("steps", "cpu_devices"):
+            values = getattr(a, field), getattr(b, field)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{field}={values[0]} and {values[1]}: expected the same in both variants"
+                )
         simulate_devices(a)
         curves = []
         for name, config, changes in (("a", a, variants.a), ("b", b, variants.b)):
@@ -60,6 +64,11 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
         if "=" not in change:
             raise ValueError(f"{change!r}: expected FIELD=VALUE, as in overlap=ring")
     config = parse([*shared, *(f"--{change}" for change in changes)], "python -m train.compare")
+    for name in ("dry_run", "print_config", "resume"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}: comparing trains both variants from their start; leave it out"
+            )
     for name in ("checkpoint_dir", "log_file"):
         if getattr(config, name) is not None:
             raise ValueError(

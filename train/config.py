@@ -6,8 +6,10 @@ A name here is a flag there: ``Config.mesh.tensor`` is ``--mesh.tensor``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from models import config as models
@@ -125,6 +127,7 @@ def check(config: Config, data: int, tensor: int) -> None:
     ):  # fmt: skip
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+    _check_optimizer(config.optimizer)
     config.model.check_tensor_axis(tensor)
     if config.sequence_length % tensor:
         raise ValueError(
@@ -140,7 +143,27 @@ def check(config: Config, data: int, tensor: int) -> None:
         )
     if config.resume and config.checkpoint_dir is None:
         raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")
-    _ = config.profile_steps
+    if config.profile_steps is not None and config.profile_steps[1] > config.steps:
+        raise ValueError(
+            f"profile={config.profile!r}: the run has {config.steps} steps; name steps among them"
+        )
+    if Path(config.profile_dir).is_file():
+        raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")
+
+
+def _check_optimizer(config: OptimizerConfig) -> None:
+    """Raises ValueError for a value that AdamW, its schedule or clipping has no meaning for."""
+    for name, fits, expected in (
+        ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
+        ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
+        ("warmup_steps", config.warmup_steps >= 0, "at least 0"),
+        ("weight_decay", 0 <= config.weight_decay < math.inf, "at least 0"),
+        ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),
+        ("b2", 0 <= config.b2 < 1, "at least 0 and less than 1"),
+        ("clip_norm", config.clip_norm > 0, "a positive number; inf never clips"),
+    ):
+        if not fits:
+            raise ValueError(f"optimizer.{name}={getattr(config, name)}: expected {expected}")
 
 
 def debug() -> Config:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from typing import NoReturn
 
 import jax
 from rich.console import Console
 
 from collective_matmul.choose import record_decisions
+from train.checkpoint import differences
 from train.metrics import Meter, Record, Reporter, model_flops_per_token
 from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
-from train.step import Metrics, make_step
+from train.step import Metrics, make_parameter_norm, make_step
 
 
 class NonFiniteError(ArithmeticError):
@@ -36,6 +38,7 @@ def train(setup: Setup, console: Console) -> list[Record]:
     try:
         state, first_step = _initial_state(setup, batches, console)
         step = _compile(setup, state, console)
+        parameter_norm = make_parameter_norm(setup.model, setup.mesh)
         with Reporter(
             console, config.log_file, first_step=first_step, steps=config.steps
         ) as reporter:
@@ -52,6 +55,7 @@ def train(setup: Setup, console: Console) -> list[Record]:
                     number == config.steps or checkpoints.should_save(number)
                 ):
                     ending.wait()  # What is not finite must not be saved.
+                    ending.check_parameters(number, float(parameter_norm(state["params"])))
                     checkpoints.save(number, state, batches.get_state(), setup.configuration)
             ending.wait()
         return reporter.records
@@ -94,11 +98,18 @@ class _StepEnd:
         if interval_ends or first_or_last or not finite:
             self.reporter.report(self.meter.record(number, loss, grad_norm))
         if not finite:
-            raise NonFiniteError(
-                f"step {number}: loss {loss} and gradient norm {grad_norm} are not both finite;"
-                f" stopped, {self._kept()}; try a lower --optimizer.learning-rate or a longer"
-                " --optimizer.warmup-steps"
-            )
+            self._stop(number, f"loss {loss} and gradient norm {grad_norm} are not both finite")
+
+    def check_parameters(self, number: int, norm: float) -> None:
+        """Raises NonFiniteError for parameters that the next step could compute no loss from."""
+        if not math.isfinite(norm):
+            self._stop(number, f"the norm of the updated parameters, {norm}, is not finite")
+
+    def _stop(self, number: int, reason: str) -> NoReturn:
+        raise NonFiniteError(
+            f"step {number}: {reason}; stopped, {self._kept()}; try a lower"
+            " --optimizer.learning-rate or a longer --optimizer.warmup-steps"
+        )
 
     def _kept(self) -> str:
         checkpoints = self.setup.checkpoints
@@ -137,6 +148,13 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
     restored = setup.checkpoints.restore(state_on_mesh(setup.model, setup.optimizer, setup.mesh))
     batches.set_state(restored.data_position)
     console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
+    changed = differences(setup.checkpoints.configuration(restored.step), setup.configuration)
+    listed = [
+        f"{name} was {was}, is {now}" for name, (was, now) in changed.items() if name != "resume"
+    ]
+    if listed:
+        # The learning rate too: its decay is stretched over all steps.
+        console.print(f"changed since: {', '.join(listed)}", highlight=False, soft_wrap=True)
     return restored.state, restored.step
 
 

@@ -20,7 +20,7 @@ def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[in
     for name, size in (("mesh.data", config.data), ("mesh.tensor", config.tensor)):
         if size < 0:
             raise ValueError(f"{name}={size}: expected a number of devices, or 0 for what fits")
-    tensor = config.tensor or _largest_tensor_axis(model, devices // max(config.data, 1))
+    tensor = config.tensor or _largest_tensor_axis(model, max(devices // max(config.data, 1), 1))
     data = config.data or max(devices // tensor, 1)
     if data * tensor > devices:
         raise ValueError(

@@ -62,6 +62,11 @@ def sharded_step(
     )
 
 
+def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params], jax.Array]:
+    """The global norm of the parameters, float32 []: infinite, too, for some above about 1e19."""
+    return jax.jit(jax.shard_map(_global_norm, mesh=mesh, in_specs=(model.specs,), out_specs=P()))
+
+
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
@@ -91,11 +96,11 @@ def _loss_and_grads(
     return lax.psum(total, "data")
 
 
-def _global_norm(grads: Params) -> jax.Array:
+def _global_norm(leaves: Params) -> jax.Array:
     """The norm over all shards: each leaf's squares are summed over the axes it is sharded over."""
-    squares = 0.0
-    for grad in grads.values():
-        square = jnp.sum(jnp.square(grad))
+    squares = jnp.zeros((), jnp.float32)
+    for leaf in leaves.values():
+        square = jnp.sum(jnp.square(leaf))
         axes = tuple(sorted(jax.typeof(square).manual_axis_type.varying))
         squares += lax.psum(square, axes) if axes else square
     return jnp.sqrt(squares)

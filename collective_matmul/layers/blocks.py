@@ -124,6 +124,11 @@ class AttentionProjection(nnx.Module):
         mesh: Mesh | None = None,
         **options: Unpack[LinearOptions],
     ):
+        for name, value in (
+            ("num_heads", num_heads),
+            ("num_key_value_heads", num_key_value_heads),
+        ):
+            checks.sizes(name, (value,))
         if num_heads % num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={num_key_value_heads}: does not divide"

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from collective_matmul.layers.worlds import Rows, World
+
+
+def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """`value` as a tuple. Raises ValueError unless it is one or several whole numbers from 1 on."""
+    several = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not several or any(not isinstance(n, int | np.integer) or n < 1 for n in several):
+        raise ValueError(
+            f"{argument}={value!r}: expected a whole number of at least 1, or several of them"
+        )
+    return several
 
 
 def features(argument: str, value: int | Sequence[int], axis_name: str, devices: int) -> None:

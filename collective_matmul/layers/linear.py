@@ -92,8 +92,8 @@ class ColumnParallelLinear(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = in_features
-        self.out_features = _sizes(out_features)
+        (self.in_features,) = checks.sizes("in_features", (in_features,))
+        self.out_features = checks.sizes("out_features", out_features)
         self.axis_name, self.mesh = axis_name, mesh
         self.gather_dimension = gather_dimension
         self.implementation = implementation
@@ -169,8 +169,8 @@ class RowParallelLinear(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = _sizes(in_features)
-        self.out_features = out_features
+        self.in_features = checks.sizes("in_features", in_features)
+        (self.out_features,) = checks.sizes("out_features", (out_features,))
         self.axis_name, self.mesh = axis_name, mesh
         self.scatter_dimension = scatter_dimension
         self.implementation = implementation
@@ -238,10 +238,6 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
     )
-
-
-def _sizes(features: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(features) if isinstance(features, Sequence) else (features,)
 
 
 def _param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:

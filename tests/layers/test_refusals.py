@@ -186,3 +186,11 @@ def test_layers_that_differ_share_no_gather(options: dict[str, Any], name: str) 
 def test_no_layers_share_no_gather() -> None:
     with pytest.raises(ValueError, match=r"layers=\[\]: expected at least one"):
         shared_gather(random(2, 8, FEATURES), [])
+
+
+@pytest.mark.parametrize("features", [0, -8, 8.0, ()])
+def test_sizes_of_layers_are_whole_numbers(features: Any) -> None:
+    with pytest.raises(ValueError, match=r"out_features=.*: expected a whole number of at least 1"):
+        ColumnParallelLinear(8, features, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"in_features=.*: expected a whole number of at least 1"):
+        RowParallelLinear(features, 8, rngs=nnx.Rngs(0))

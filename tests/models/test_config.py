@@ -43,6 +43,7 @@ def test_a_size_that_the_axis_does_not_divide_is_refused_with_what_works():
     [
         (dict(num_layers=0), "num_layers=0: expected at least 1"),
         (dict(num_heads=12), "num_heads=12 is not a multiple of num_key_value_heads=8"),
+        (dict(norm_epsilon=-1.0), r"norm_epsilon=-1.0: expected a positive number"),
         (dict(head_dim=7), "head_dim=7: rotary embedding turns pairs"),
     ],
 )

@@ -122,6 +122,11 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--preset llama", "preset='llama': expected one of debug, llama3-8b"),
         ("--mesh.tensor 3", "mesh.data=2 × mesh.tensor=3"),
         ("--mesh.data 8", "mesh.data=8 × mesh.tensor=2 needs 16 devices and there are 8"),
+        ("--mesh.data 16 --mesh.tensor 0", "mesh.data=16 × mesh.tensor=1 needs 16 devices"),
+        ("--optimizer.clip-norm 0", "optimizer.clip_norm=0.0: expected a positive number"),
+        ("--optimizer.b2 1", "optimizer.b2=1.0: expected at least 0 and less than 1"),
+        ("--checkpoint-dir ''", "checkpoint_dir='': expected the name of a folder"),
+        ("--profile 5:7", "profile='5:7': the run has 6 steps"),
         ("--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0"),
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × accumulate=1"),
@@ -164,14 +169,16 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(capsys, tmp_p
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(capsys, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path), "--save-interval", "1", "--log-interval", "1"]
-    # The first step has learning rate 0; the next two multiply weights beyond float32.
+    # The first step has learning rate 0; the second makes weights that no loss can come out of.
     explode = shlex.split("--optimizer.learning-rate 1e30 --optimizer.warmup-steps 1 --steps 50")
-    message = refused(capsys, [*saved, *explode], status=1)
-    found = re.search(r"step (\d+): loss .* the checkpoint of step (\d+) is kept", message)
-    assert found is not None
-    assert int(found[2]) == int(found[1]) - 1
-    assert (tmp_path / f"step_{found[2]}").is_dir()
-    assert not (tmp_path / f"step_{found[1]}").exists()
+    message = refused(capsys, [*saved, "--keep", "1", *explode], status=1)
+    assert "step 2: the norm of the updated parameters" in message
+    assert "the checkpoint of step 1 is kept" in message
+    assert (tmp_path / "step_1").is_dir()
+    assert not (tmp_path / "step_2").exists()
+    # Where nothing is saved in between, the step after is the one that is not finite.
+    message = refused(capsys, ["--log-interval", "1", *explode], status=1)
+    assert re.search(r"step 3: loss .* not both finite; stopped, no checkpoint was saved", message)
 
 
 def test_profile_writes_the_steps_asked_for(capsys, tmp_path):
@@ -194,6 +201,7 @@ def test_compare_prints_how_far_two_curves_part(capsys):
     [
         (["--a", "ring", "--b", "overlap=ring"], "'ring': expected FIELD=VALUE"),
         (["--a", "steps=3", "--b", "steps=4"], "expected the same in both"),
+        (["--dry-run", "--a", "seed=0", "--b", "seed=1"], "dry_run: comparing trains both"),
         (["--log-file", "x", "--a", "seed=0", "--b", "seed=1"], "comparing keeps no files"),
     ],
 )
