@@ -118,7 +118,8 @@ def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> No
             zeros(4, 2, dtype="int8"),
             zeros(2, 3, dtype="int8"),
             TypeError,
-            "x and w are int8; expected a floating-point dtype: float32, bfloat16, float16, float64",
+            "x and w are int8; expected a floating-point dtype: float32, bfloat16, float16,"
+            " float64",
         ),
     ],
     ids=["x-is-a-vector", "w-is-a-vector", "contraction", "dtypes-differ", "integers"],

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -106,15 +108,21 @@ def conclude(
     plain = _without(arguments, "--resume", "--steps", "--print-config", "--dry-run")
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
-        resume = ["python", "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
+        resume = [_interpreter(), "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
         lines.append("to be able to go on from where a run ended, give it --checkpoint-dir DIR")
     shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file", "--profile")
-    compare = ["python", "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=bulk --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _interpreter() -> str:
+    """The running Python, as a command: by its path from here, where it lies below."""
+    path = os.path.relpath(sys.executable)
+    return sys.executable if path.startswith(os.pardir) else path
 
 
 def _without(arguments: Sequence[str], *flags: str) -> list[str]:

@@ -100,10 +100,14 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
 def _describe(decision: Decision) -> str:
     """A site: what is sent, by what, and the matmuls below."""
     site = decision.site
+    requested = decision.reason == "requested"
+    if requested or jax.default_backend() == "gpu":
+        chosen = f"{decision.implementation} ({decision.reason})"
+    else:
+        chosen = "chosen where it runs"  # This machine's choice would mislead.
     riding = ", the other operand gathered alongside" if site.rider else ""
     lines = [
-        f"{site.op}{riding}: {site.bytes_communicated / 2**20:.1f} MiB sent,"
-        f" {decision.implementation} ({decision.reason})",
+        f"{site.op}{riding}: {site.bytes_communicated / 2**20:.1f} MiB sent, {chosen}",
         *(f"    {_shape(x)} @ {_shape(w)}" for x, w in site.operands),
     ]
     return "\n".join(lines)
