@@ -105,14 +105,14 @@ def conclude(
     """Says what was done, and how to go on and to compare."""
     config, last = setup.config, records[-1]
     lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
-    plain = _without(arguments, "--resume", "--steps", "--print-config", "--dry-run")
+    plain = _without(arguments, "--resume", "--steps", "--profile", "--profile-dir")
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
         resume = [_interpreter(), "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
         lines.append("to be able to go on from where a run ended, give it --checkpoint-dir DIR")
-    shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file", "--profile")
+    shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file")
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=bulk --b overlap=ring")
     for line in lines:

@@ -17,6 +17,12 @@ from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
 from train.step import Metrics, make_parameter_norm, make_step
 
+# What may change from run to run without changing a number.
+_WITHOUT_INFLUENCE = (
+    "checkpoint_dir", "keep", "log_file", "log_interval", "profile", "profile_dir", "resume",
+    "save_interval",
+)  # fmt: skip
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or gradient norm that is infinite or not a number."""
@@ -150,7 +156,9 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
     console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
     changed = differences(setup.checkpoints.configuration(restored.step), setup.configuration)
     listed = [
-        f"{name} was {was}, is {now}" for name, (was, now) in changed.items() if name != "resume"
+        f"{name} was {was}, is {now}"
+        for name, (was, now) in changed.items()
+        if name not in _WITHOUT_INFLUENCE
     ]
     if listed:
         # The learning rate too: its decay is stretched over all steps.

@@ -53,7 +53,9 @@ def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
     ]  # fmt: skip
     # The command that was printed does go on.
     main(shlex.split(resume[1]))
-    assert "resumed from the checkpoint of step 6" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "resumed from the checkpoint of step 6" in output
+    assert "changed since: steps was 6, is 12\n" in output
     assert json.loads(log.read_text().splitlines()[-1])["step"] == 12
 
 
