@@ -87,10 +87,10 @@ def simulate_devices(config: Config) -> None:
 def announce(setup: Setup, console: Console) -> None:
     """Says what is about to be trained, on what, where."""
     config, mesh, text = setup.config, setup.mesh, setup.text
-    parameters = sum(math.prod(leaf.shape) for leaf in setup.model.abstract_params.values())
     kind = mesh.devices.flat[0].device_kind
     for line in (
-        f"{config.preset}: {parameters:,} parameters, {config.model.num_layers} layers,"
+        f"{config.preset}: {setup.model.parameter_count:,} parameters,"
+        f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
         f"data: {text.description}, {text.token_count:,} tokens,"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -83,8 +84,7 @@ def describe(a: Sequence[Record], b: Sequence[Record]) -> str:
     step = max(differences, key=differences.__getitem__)
 
     def median_seconds(records: Sequence[Record]) -> float:
-        seconds = sorted(record.step_seconds for record in records)
-        return seconds[len(seconds) // 2]
+        return statistics.median_high(record.step_seconds for record in records)
 
     return (
         f"largest difference in loss: {differences[step]:.3g} nats, at step {step} of {len(a)}\n"

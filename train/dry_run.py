@@ -38,9 +38,8 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
         step = sharded_step(config, model, optimizer, mesh)
         jax.eval_shape(step, state, _abstract_batch(config, config.batch_size))
 
-    parameters = sum(math.prod(leaf.shape) for leaf in model.abstract_params.values())
     console.print(
-        f"{config.preset}: {parameters:,} parameters on data={data} × tensor={tensor},"
+        f"{config.preset}: {model.parameter_count:,} parameters on data={data} × tensor={tensor},"
         f" {config.batch_size} sequences of {config.sequence_length} tokens per step"
     )
     table = Table("bytes per device", "", box=None)

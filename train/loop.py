@@ -25,7 +25,7 @@ _WITHOUT_INFLUENCE = (
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm that is infinite or not a number."""
+    """A loss, a gradient or parameters that are infinite or not numbers."""
 
 
 def train(setup: Setup, console: Console) -> list[Record]:
@@ -35,8 +35,8 @@ def train(setup: Setup, console: Console) -> list[Record]:
       What was logged.
 
     Raises:
-      NonFiniteError: at the step whose loss or gradient is not finite; the checkpoints before it
-        are kept.
+      NonFiniteError: at the step whose loss or gradient is not finite, or whose new parameters,
+        about to be saved, are not; the checkpoints before it are kept.
     """
     config, checkpoints = setup.config, setup.checkpoints
     batches = setup.text.iterator()

@@ -10,6 +10,7 @@ layers say and replicated over the data axis; the optimizer's moments are sharde
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -24,8 +25,6 @@ from train.config import Config, OptimizerConfig
 
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
-
-IMPLEMENTATIONS = {"auto": None, "ring": "ring", "bulk": "bulk"}
 
 
 class ModelFunctions:
@@ -52,11 +51,16 @@ class ModelFunctions:
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
 
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model."""
+        return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
+
     @staticmethod
     def _build(config: Config, rngs: nnx.Rngs) -> Llama:
         return Llama(
             config.model,
-            implementation=IMPLEMENTATIONS[config.overlap],
+            implementation=None if config.overlap == "auto" else config.overlap,
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
             rngs=rngs,

@@ -79,20 +79,18 @@ def _loss_and_grads(
 
     # Typed as differing between data groups, so that their gradients are not summed yet.
     local_params = lax.pcast(params, "data", to="varying")
+    loss_and_grads = jax.value_and_grad(loss)
+    if config.accumulate == 1:
+        return lax.psum(loss_and_grads(local_params, batch), "data")
     microbatches = jax.tree.map(
         lambda array: array.reshape(config.accumulate, -1, array.shape[-1]), batch
     )
-    first = jax.tree.map(lambda array: array[0], microbatches)
-    total = jax.value_and_grad(loss)(local_params, first)
-    if config.accumulate > 1:
-        rest = jax.tree.map(lambda array: array[1:], microbatches)
 
-        def add(total, microbatch):
-            return jax.tree.map(
-                jnp.add, total, jax.value_and_grad(loss)(local_params, microbatch)
-            ), None
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, loss_and_grads(local_params, microbatch)), None
 
-        total, _ = lax.scan(add, total, rest)
+    nothing = lax.pcast(jnp.zeros((), jnp.float32), "data", to="varying")
+    total, _ = lax.scan(add, (nothing, jax.tree.map(jnp.zeros_like, local_params)), microbatches)
     return lax.psum(total, "data")
 
 
