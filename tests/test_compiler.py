@@ -1,15 +1,22 @@
-"""`overlap_jit` where its options change nothing: on the CPU, `jax.jit` with the same results."""
+"""`overlap_jit`: on the CPU it is `jax.jit` with the same results; what options it passes where."""
 
 from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul import OVERLAP_OPTIONS, compiler, overlap_jit
+from collective_matmul import OVERLAP_OPTIONS, compiler, log, overlap_jit
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
+
+PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 
 @pytest.mark.parametrize("implementation", ["bulk", "ring"])
@@ -59,3 +66,103 @@ def test_an_unknown_option_is_xlas_error() -> None:
     fun = overlap_jit(jnp.sin, compiler_options={"xla_gpu_overlap_everything": "1"})
     with pytest.raises(RuntimeError, match="xla_gpu_overlap_everything"):
         fun(0.0)
+
+
+def test_a_decorated_function_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes must be joined before JAX looks for devices, and after imports."""
+    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: pytest.fail("looked for devices"))
+    overlap_jit(jnp.sin)
+
+
+def test_keywords_that_do_not_fit_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="static_argnames"):
+        overlap_jit(lambda x: x, static_argnames="y")
+
+
+def test_all_that_jit_offers() -> None:
+    @overlap_jit
+    def double(x):
+        """Twice x."""
+        return 2 * x
+
+    assert double.__doc__ == "Twice x."
+    assert list(inspect.signature(double).parameters) == ["x"]
+    assert double.eval_shape(1.0).shape == ()
+    assert double.trace(1.0).jaxpr.eqns
+    assert double.lower(1.0).compile()(jnp.float32(1)) == 2
+    assert jax.export.export(double)(jnp.float32(1)).call(jnp.float32(1)) == 2
+    double.clear_cache()
+    assert double(1.0) == 2
+
+
+def test_methods() -> None:
+    class Scale:
+        def __init__(self, factor: float):
+            self.factor = factor
+
+        @functools.partial(overlap_jit, static_argnums=0)
+        def __call__(self, x):
+            return self.factor * x
+
+    assert Scale(3.0)(jnp.float32(2)) == 6
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The options that `jax.jit` gets from `overlap_jit`."""
+    fresh = functools.cache(log.say_once.__wrapped__)
+    monkeypatch.setattr(compiler, "say_once", fresh)
+
+    def given(**users: Any) -> dict[str, Any]:
+        taken: list[dict[str, Any]] = []
+
+        def jit(fun: Callable, *, compiler_options: dict[str, Any] | None = None) -> Callable:
+            if compiler_options is not None:
+                taken.append(compiler_options)
+            return fun
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "jit", jit)
+            overlap_jit(lambda: None, compiler_options=users)()
+        return taken[0]
+
+    return given
+
+
+def test_options_where_peers_have_access(options: Callable, caplog: Any) -> None:
+    assert options() == OVERLAP_OPTIONS
+    assert options(xla_embed_ir_in_executable=True) == {
+        **OVERLAP_OPTIONS,
+        "xla_embed_ir_in_executable": True,
+    }
+    assert caplog.messages == []
+
+
+def test_permutes_are_left_to_nccl_where_peers_have_none(
+    options: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obstacle = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: obstacle)
+    others = {name: value for name, value in OVERLAP_OPTIONS.items() if name != PERMUTE_MODE}
+    for _ in range(2):
+        assert options() == others
+    assert caplog.messages == [
+        f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}"
+    ]
+
+
+def test_the_users_permute_mode_stays(
+    options: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: "no access")
+    assert options(**{PERMUTE_MODE: "theirs"}) == {**OVERLAP_OPTIONS, PERMUTE_MODE: "theirs"}
+    assert caplog.messages == []
+
+
+def test_with_several_processes_each_ring_has_its_own_transport(
+    options: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    own_group = {"xla_gpu_collective_permute_connected_components": True}
+    assert options() == {**OVERLAP_OPTIONS, **own_group}
+    np.testing.assert_array_equal(overlap_jit(jnp.sin)(0.0), 0.0)  # XLA knows it.
