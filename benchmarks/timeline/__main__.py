@@ -1,0 +1,117 @@
+"""Says where the time of a profile went: `python -m benchmarks.timeline TRACE_DIRECTORY`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timeline.analysis import DeviceTimeline, Kind, Row, analyze, rows
+from benchmarks.timeline.picture import save_picture
+from benchmarks.timeline.trace import TraceError, read_trace
+
+WIDTH_OF_A_FILE = 150
+
+
+def main(
+    trace: Annotated[Path, tyro.conf.Positional],
+    /,
+    executions: int = 1,
+    since: str | None = None,
+    top: int = 25,
+    picture: Path | None = None,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> None:
+    """Breaks down what the GPUs did in the last executions of the program that ran the longest.
+
+    Args:
+        trace: The directory that jax.profiler.trace wrote to, or one file of it.
+        executions: How many executions to average.
+        since: The name of an annotation on the host; all that started after the last of that name
+            is looked at, instead of what the instructions' names tell to be the last executions.
+        top: How many rows of the table by kernel to print.
+        picture: Where to write the timeline, as .png, .svg or .pdf.
+        json_file: Where to write the numbers.
+    """
+    try:
+        timelines = analyze(read_trace(trace), executions=executions, since=since)
+    except TraceError as error:
+        sys.exit(str(error))
+    table = rows(timelines)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    console.print(device_table(timelines), kernel_table(table, timelines, top))
+    if json_file is not None:
+        json_file.write_text(as_json(timelines, table))
+    if picture is not None:
+        save_picture(timelines, picture, title=trace.name)
+
+
+def device_table(timelines: list[DeviceTimeline]) -> Table:
+    table = Table(title="µs per execution", title_justify="left")
+    table.add_column("GPU")
+    columns = ("time", *map(str, Kind), "idle", "communication", "exposed")
+    for name in (*columns, "hidden by matmuls", "by any compute"):
+        table.add_column(name, justify="right")
+    for timeline in timelines:
+        exposed = timeline.communication - timeline.hidden_under_compute
+        times = (timeline.duration, *timeline.busy.values(), timeline.idle, timeline.communication)
+        shares = (
+            f"{hidden / timeline.communication:.1%}" if timeline.communication else "-"
+            for hidden in (timeline.hidden_under_matmul, timeline.hidden_under_compute)
+        )
+        numbers = (f"{time / timeline.executions:.1f}" for time in (*times, exposed))
+        table.add_row(timeline.device.removeprefix("/device:"), *numbers, *shares)
+    return table
+
+
+def kernel_table(kernels: list[Row], timelines: list[DeviceTimeline], top: int) -> Table:
+    duration = sum(timeline.duration for timeline in timelines)
+    duration /= sum(timeline.executions for timeline in timelines)
+    table = Table(title="average GPU, one execution; µs", title_justify="left")
+    for name in ("kind", "kernel", "HLO instruction"):
+        table.add_column(name, overflow="fold")
+    for name in ("count", "total", "each", "of time", "hidden"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in kernels[:top]:
+        numbers = (
+            f"{row.count:.4g}",
+            f"{row.total:.1f}",
+            f"{row.total / row.count:.1f}",
+            f"{row.total / duration:.1%}",
+            "" if row.hidden is None else f"{row.hidden:.0%}",
+        )
+        table.add_row(row.kind, row.name, row.hlo_op, *numbers)
+    if rest := kernels[top:]:
+        total = sum(row.total for row in rest)
+        numbers = (f"{sum(row.count for row in rest):.4g}", f"{total:.1f}", "")
+        table.add_row("", f"{len(rest)} more", "", *numbers, f"{total / duration:.1%}", "")
+    return table
+
+
+def as_json(timelines: list[DeviceTimeline], table: list[Row]) -> str:
+    """Times in µs per execution."""
+    devices = [
+        {
+            "device": timeline.device,
+            "executions": timeline.executions,
+            "time": timeline.duration / timeline.executions,
+            "busy": {kind: time / timeline.executions for kind, time in timeline.busy.items()},
+            "idle": timeline.idle / timeline.executions,
+            "communication": timeline.communication / timeline.executions,
+            "hidden_under_matmul": timeline.hidden_under_matmul / timeline.executions,
+            "hidden_under_compute": timeline.hidden_under_compute / timeline.executions,
+            "hidden_share": timeline.hidden_share,
+        }
+        for timeline in timelines
+    ]
+    return json.dumps({"devices": devices, "kernels": [asdict(row) for row in table]}, indent=1)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, prog="python -m benchmarks.timeline")

@@ -1,0 +1,137 @@
+"""Reads what `jax.profiler.trace` recorded: the work of every GPU, and the host's annotations.
+
+A plane is one device or the host, a line is one stream or thread. Times are microseconds on one
+clock, which the profiler shares between the host and all devices.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+# Beside the streams, a plane may hold lines that sum them up: counted too, all would count twice.
+_STREAM = "Stream"
+_SUMMARIES = ("XLA", "Steps", "Framework", "Source", "Launch", "CUPTI", "Async", "_")
+
+
+class TraceError(ValueError):
+    """There is no trace at that place, or it holds nothing that can be analysed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A kernel or a copy on a GPU, or an annotation on the host. `start` and `end` are in µs."""
+
+    plane: str
+    line: str
+    name: str
+    start: float
+    end: float
+    hlo_op: str = ""
+    hlo_module: str = ""
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The events of each GPU in order of their start, and those of the host."""
+
+    devices: dict[str, list[Event]]
+    host: list[Event]
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Reads the newest profile under `path`, the directory that `jax.profiler.trace` was given.
+
+    `path` may also be a file: .xplane.pb, or the .trace.json.gz that stands beside it. Raises
+    TraceError if there is none, or if it holds no work of GPUs.
+    """
+    events = [event for file in _newest_files(Path(path)) for event in _read_file(file)]
+    host = [event for event in events if "device:" not in event.plane]
+    devices: dict[str, list[Event]] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        if "GPU" in event.plane:
+            devices.setdefault(event.plane, []).append(event)
+    if not devices:
+        planes = ", ".join(sorted({event.plane for event in events})) or "none"
+        raise TraceError(
+            f"{path}: the trace holds no work of GPUs, only of: {planes}; profile on a machine "
+            "with GPUs, and block on the result before the trace is stopped"
+        )
+    return Trace({name: _work(devices[name]) for name in sorted(devices)}, host)
+
+
+def _newest_files(path: Path) -> list[Path]:
+    """One profile has one file per host. The protocol buffer says more than the JSON."""
+    if path.is_file():
+        return [path]
+    for pattern in ("*.xplane.pb", "*.trace.json.gz"):
+        found = sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime)
+        if found:
+            return sorted(file for file in found if file.parent == found[-1].parent)
+    raise TraceError(
+        f"{path}: no .xplane.pb or .trace.json.gz there; give the directory that "
+        "jax.profiler.trace wrote to"
+    )
+
+
+def _read_file(path: Path) -> Iterator[Event]:
+    return _read_json(path) if path.name.endswith(".json.gz") else _read_xplane(path)
+
+
+def _work(events: list[Event]) -> list[Event]:
+    streams = [event for event in events if event.line.startswith(_STREAM)]
+    return streams or [event for event in events if not event.line.startswith(_SUMMARIES)]
+
+
+def _read_xplane(path: Path) -> Iterator[Event]:
+    profile = ProfileData.from_file(str(path))
+    with warnings.catch_warnings():
+        # The first use of each of ProfileData's types warns that it has no __module__.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in profile.planes:
+            is_device = "device:" in plane.name
+            for line in plane.lines:
+                for event in line.events:
+                    # Python's own function calls, most of the host's events, start with a "$".
+                    if not event.name.startswith("$"):
+                        # Only work on devices has the statistics asked for here.
+                        statistics = dict(event.stats) if is_device else {}
+                        start, end = event.start_ns / 1e3, event.end_ns / 1e3
+                        yield _event(plane.name, line.name, event.name, start, end, statistics)
+
+
+def _read_json(path: Path) -> Iterator[Event]:
+    with gzip.open(path, "rt") as file:
+        records = json.load(file)["traceEvents"]
+    planes: dict[int, str] = {}
+    lines: dict[tuple[int, int], str] = {}
+    for record in records:
+        if record.get("name") == "process_name":
+            planes[record["pid"]] = record["args"]["name"]
+        elif record.get("name") == "thread_name":
+            lines[record["pid"], record["tid"]] = record["args"]["name"]
+    for record in records:
+        if record.get("ph") == "X" and not record["name"].startswith("$"):
+            plane = planes.get(record["pid"], "")
+            line = lines.get((record["pid"], record["tid"]), "")
+            start, duration = record["ts"], record.get("dur", 0.0)
+            statistics = record.get("args", {})
+            yield _event(plane, line, record["name"], start, start + duration, statistics)
+
+
+def _event(
+    plane: str, line: str, name: str, start: float, end: float, statistics: dict[str, Any]
+) -> Event:
+    hlo_op, hlo_module = (str(statistics.get(key, "")) for key in ("hlo_op", "hlo_module"))
+    return Event(plane, line, name, start, end, hlo_op, hlo_module)
