@@ -110,7 +110,7 @@ def _window_since(start: float, events: list[Event]) -> Interval:
 
 
 def _last_executions(events: list[Event], executions: int) -> Interval:
-    """The instructions that ran least often ran once per execution; the first of them starts it."""
+    """Every instruction runs in every execution, so the first to run again starts the next one."""
     busy: dict[str, float] = defaultdict(float)
     for event in events:
         busy[event.hlo_module] += event.duration
@@ -129,7 +129,8 @@ def _last_executions(events: list[Event], executions: int) -> Interval:
             f"executions={executions}: the trace holds {found} of {module}; trace more, or ask "
             "for fewer"
         )
-    start = min(times[-executions] for times in starts.values() if len(times) == found)
+    # One in a loop ran more often, and its last runs are all later than the execution's start.
+    start = min(times[-executions] for times in starts.values())
     return start, max(event.end for event in events)
 
 
