@@ -1,0 +1,76 @@
+"""Who takes part: each a way to communicate, and the XLA options it is compiled with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from benchmarks import options
+from benchmarks.communication import (
+    CollectiveMatmul,
+    Communication,
+    NoCommunication,
+    Partitioned,
+    PlainJax,
+)
+from collective_matmul import overlap_jit
+from collective_matmul.implementations import IMPLEMENTATIONS
+
+Jit = Callable[[Callable], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to communicate, and by name the ways to compile it, of which the fastest counts."""
+
+    name: str
+    communication: Communication
+    jits: Mapping[str, Jit]
+
+
+def names() -> tuple[str, ...]:
+    """All contenders, in the order of tables."""
+    return ("baseline", "windowed", *IMPLEMENTATIONS, "auto", "ceiling")
+
+
+def make(name: str, mesh: Mesh, *, try_options: bool = True) -> Contender:
+    """The contender of a name.
+
+    Args:
+      name: one of `names`.
+      mesh: that the programs run on.
+      try_options: whether to compile XLA's own contenders with every set of options there is for
+        them, or with the first set alone.
+    """
+    communication: Communication
+    sets: options.OptionSets
+    match name:
+        case "baseline":
+            communication, sets = PlainJax(), options.BASELINE
+        case "windowed":
+            communication, sets = Partitioned(mesh), options.WINDOWED
+        case "ceiling":
+            communication, sets = NoCommunication(), options.DEFAULT
+        case _:
+            communication = CollectiveMatmul(None if name == "auto" else name)
+            return Contender(name, communication, {"overlap_jit": overlap_jit})
+    if not try_options:
+        sets = dict([next(iter(sets.items()))])
+    return Contender(name, communication, _jits(options.known(sets)))
+
+
+def _jits(sets: options.OptionSets) -> dict[str, Jit]:
+    return {
+        name: functools.partial(jax.jit, compiler_options=dict(chosen))
+        for name, chosen in sets.items()
+    }
+
+
+def in_order(chosen: Sequence[str]) -> tuple[str, ...]:
+    """The names chosen, in the order of tables; all of them for none."""
+    return tuple(name for name in names() if not chosen or name in chosen)

@@ -1,0 +1,113 @@
+"""A benchmark's report: JSON that grows case by case, and what is read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from benchmarks.measuring import Result
+from benchmarks.settings import Settings
+
+
+class Report:
+    """Cases as they come, written to a folder after each, so that a killed run keeps its own.
+
+    Args:
+      benchmark: its name.
+      settings: what it was told.
+    """
+
+    def __init__(self, benchmark: str, settings: Settings):
+        self.folder = settings.output or _default_folder(benchmark)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
+        self._limit = settings.limit_seconds
+        command = shlex.join([Path(sys.executable).name, "-m", "benchmarks", *sys.argv[1:]])
+        self.content: dict[str, Any] = {
+            "benchmark": benchmark,
+            "environment": environment.describe(command),
+            "settings": _plain(dataclasses.asdict(settings)),
+            "cases": [],
+        }
+        self.say(f"{benchmark}: report in {self.folder}")
+
+    @property
+    def seconds(self) -> float:
+        """Since the benchmark began."""
+        return time.monotonic() - self._started
+
+    def out_of_time(self) -> bool:
+        """Whether no further case may begin; says so."""
+        if self.seconds < self._limit:
+            return False
+        self.say(f"stopped: limit_seconds={self._limit:g} is over")
+        return True
+
+    def say(self, line: str) -> None:
+        """A line of progress."""
+        now = datetime.datetime.now().strftime("%H:%M:%S")
+        print(f"{now} {self.seconds:6.1f} s  {line}", flush=True)
+
+    def add(self, case: dict[str, Any], results: dict[str, Result]) -> dict[str, Any]:
+        """Adds a case, writes the JSON, says how it went.
+
+        Args:
+          case: what it is; "name" names it.
+          results: by contender.
+        """
+        whole = {**case, "contenders": {n: with_times(r) for n, r in results.items()}}
+        whole["gpus"] = environment.gpu_state()
+        self.content["cases"].append(_plain(whole))
+        for name, result in whole["contenders"].items():
+            said = result["failure"] or _milliseconds(result)
+            self.say(f"{case['name']:<28} {name:<14} {said}")
+        self.write()
+        return whole
+
+    def write(self) -> None:
+        """Writes report.json; a reader never sees half of it."""
+        part = self.folder / "report.json.part"
+        part.write_text(json.dumps(self.content, indent=1, allow_nan=False) + "\n")
+        part.replace(self.folder / "report.json")
+
+
+def with_times(result: Result) -> dict[str, Any]:
+    """A result as JSON, with the median and the quartiles of its samples."""
+    content = dataclasses.asdict(result)
+    if result.samples:
+        content["median"] = statistics.median(result.samples)
+        content["low"], content["high"] = min(result.samples), max(result.samples)
+    return content
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column holds names, the others numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _milliseconds(result: dict[str, Any]) -> str:
+    if "median" not in result:
+        return f"same program as {result['same_program_as']}"
+    low, high = (f"{1e3 * result[name]:.3f}" for name in ("low", "high"))
+    compiled = f"compiled in {result['compile_seconds']:.1f} s"
+    return f"{1e3 * result['median']:.3f} ms [{low}, {high}]  {result['options']}, {compiled}"
+
+
+def _default_folder(benchmark: str) -> Path:
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    return Path(__file__).parent / "reports" / f"{now}-{benchmark}"
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: infinities and paths as text."""
+    return json.loads(json.dumps(value, default=str), parse_constant=str)

@@ -1,0 +1,84 @@
+"""What every benchmark is told on the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+
+from benchmarks.communication import AXIS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every benchmark is told."""
+
+    platform: Literal["gpu", "cpu"] = "gpu"
+    """cpu simulates the devices: it shows that a benchmark runs, its times mean nothing."""
+    devices: int = 0
+    """Devices on the axis; 0 takes all there are."""
+    output: Path | None = None
+    """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
+    groups: int = 7
+    """Timed groups; within each all contenders take turns."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of all arrays."""
+    compile_threads: int = 8
+    """Programs compiled at the same time."""
+    limit_seconds: float = math.inf
+    """No further case begins after this many seconds."""
+
+    @property
+    def array_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+
+def check(settings: Settings) -> None:
+    """Raises ValueError for numbers that nothing can be measured with."""
+    for name in ("groups", "compile_threads"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
+    if settings.devices < 0:
+        raise ValueError(f"devices={settings.devices}: expected a number of devices, or 0 for all")
+    if not settings.limit_seconds > 0:
+        raise ValueError(f"limit_seconds={settings.limit_seconds}: expected more than 0")
+
+
+def choose_platform(settings: Settings) -> None:
+    """Tells JAX which devices there are to be; must come before it looks for them."""
+    if settings.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        if settings.devices and jax.config.values["jax_num_cpu_devices"] < settings.devices:
+            jax.config.update("jax_num_cpu_devices", settings.devices)
+
+
+def make_mesh(settings: Settings) -> Mesh:
+    """A mesh of one axis over the first devices.
+
+    Raises:
+      ValueError: if there are fewer, or they are not of the platform asked for.
+    """
+    found = jax.default_backend()
+    if found != settings.platform:
+        raise ValueError(
+            f"platform={settings.platform!r}: JAX finds {found} devices;"
+            " give --platform cpu to simulate devices"
+        )
+    available = jax.devices()
+    count = settings.devices or len(available)
+    if count > len(available):
+        raise ValueError(f"devices={count}: there are {len(available)}; ask for fewer")
+    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:count])
+
+
+def check_names(argument: str, values: Sequence[str], expected: Sequence[str]) -> None:
+    """Raises ValueError for the first value that is not among those expected."""
+    for value in values:
+        if value not in expected:
+            raise ValueError(f"{argument}: {value!r} is unknown; expected {', '.join(expected)}")
