@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from collective_matmul.choose.source import Source
+
+Direction = Literal["forward", "backward"]
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
@@ -22,6 +25,10 @@ class Site:
       axis_name: the mesh axis that is communicated over.
       axis_size: D.
       rider: local shape of an array gathered in the same loop, or None.
+      keep_gathered: whether what was gathered is a result too.
+      direction: which pass of the op that the user called this is. Like `source`, it tells sites
+        apart for a reader, not for a decision: sites that differ in these alone are equal.
+      source: where the user called it.
     """
 
     op: Op
@@ -30,6 +37,9 @@ class Site:
     axis_name: str
     axis_size: int
     rider: tuple[int, ...] | None = None
+    keep_gathered: bool = False
+    direction: Direction = field(default="forward", compare=False)
+    source: Source | None = field(default=None, compare=False)
 
     @property
     def flops(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,8 +72,8 @@ def trace(case: Case, mesh: Mesh, *, gradients: bool) -> list[Decision]:
     return decisions
 
 
-def site_from(case: Case, op: Op, *operands: tuple, rider: tuple[int, ...] | None = None) -> Site:
-    return Site(op, operands, np.dtype(case.dtype), AXIS, case.devices, rider)
+def site_from(case: Case, op: Op, *operands: tuple, **facts: Any) -> Site:
+    return Site(op, operands, np.dtype(case.dtype), AXIS, case.devices, **facts)
 
 
 def test_sites_of_a_gather_and_its_backward(make_mesh: MeshFactory) -> None:
@@ -92,7 +93,7 @@ def test_sites_of_a_gather_and_its_backward(make_mesh: MeshFactory) -> None:
 def test_sites_of_a_scatter_and_its_backward(make_mesh: MeshFactory) -> None:
     case = Case("matmul_reduce_scatter", "ring", 2, (3, 8), 10, ((4, 7),), dimension=1)
     scatter = site_from(case, "matmul_reduce_scatter", ((3, 8, 5), (5, 28)))
-    gather = site_from(case, "all_gather_matmul", ((3, 4, 28), (28, 5)))
+    gather = site_from(case, "all_gather_matmul", ((3, 4, 28), (28, 5)), keep_gathered=True)
     assert trace(case, make_mesh({AXIS: 2}), gradients=True) == [
         Decision(scatter, "ring", "requested"),
         Decision(gather, "ring", "requested"),
