@@ -1,0 +1,76 @@
+"""Times contenders in turns, so that whatever drifts meets all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, one sample for each group of calls."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Below the first lies a quarter of the samples, above the second another."""
+        if len(self.samples) == 1:
+            return self.samples[0], self.samples[0]
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return first, third
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], Any]],
+    *,
+    groups: int = 7,
+    seconds_per_group: float = 0.05,
+) -> dict[str, Timing]:
+    """Times every contender once in every group, in an order that turns from group to group.
+
+    Within a group a contender is called so often that it runs for about `seconds_per_group`; only
+    the last call is waited for, so the host runs ahead as it does in a program.
+
+    Args:
+      contenders: by name, what to call; what it returns is waited for. Each is called a few times
+        first, so that nothing is timed that only the first call does.
+      groups: samples for each contender, at least 1.
+      seconds_per_group: how long to time one contender in one group.
+
+    Raises:
+      ValueError: for fewer than 1 group, or a time that is not positive.
+    """
+    if groups < 1:
+        raise ValueError(f"groups={groups}: expected at least 1")
+    if not seconds_per_group > 0:
+        raise ValueError(f"seconds_per_group={seconds_per_group}: expected more than 0")
+    calls = {}
+    for name, run in contenders.items():
+        jax.block_until_ready(run())
+        calls[name] = max(1, round(seconds_per_group / _seconds_per_call(run, 2)))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for group in range(groups):
+        first = group % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            samples[name].append(_seconds_per_call(contenders[name], calls[name]))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def _seconds_per_call(run: Callable[[], Any], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls - 1):
+        run()
+    jax.block_until_ready(run())
+    return (time.perf_counter() - started) / calls

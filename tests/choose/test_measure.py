@@ -1,0 +1,71 @@
+"""How often contenders are called, in which order, and what is made of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from collective_matmul.choose.measure import Timing, measure
+
+
+class Clock:
+    """A time that passes only while contenders run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def contender(self, name: str, *seconds: float):
+        """Takes the given seconds in turn, the last of them from then on."""
+        left = list(seconds)
+
+        def run() -> None:
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_contenders_alternate_in_an_order_that_turns(clock: Clock) -> None:
+    contenders = {name: clock.contender(name, 1.0) for name in "abc"}
+    timings = measure(contenders, groups=4, seconds_per_group=1.0)
+    warm_up = [name for name in "abc" for _ in range(3)]
+    assert clock.calls == warm_up + list("abc" + "bca" + "cab" + "abc")
+    assert {name: timing.samples for name, timing in timings.items()} == {
+        name: (1.0,) * 4 for name in "abc"
+    }
+
+
+def test_fast_contenders_are_called_more_often_in_a_group(clock: Clock) -> None:
+    contenders = {"slow": clock.contender("slow", 0.5), "fast": clock.contender("fast", 0.125)}
+    measure(contenders, groups=2, seconds_per_group=1.0)
+    timed = clock.calls[2 * 3 :]
+    assert (timed.count("slow"), timed.count("fast")) == (2 * 2, 2 * 8)
+
+
+def test_the_first_call_is_not_counted(clock: Clock) -> None:
+    timings = measure({"a": clock.contender("a", 100.0, 1.0)}, groups=3, seconds_per_group=2.0)
+    assert timings["a"].samples == (1.0, 1.0, 1.0)
+    assert len(clock.calls) == 3 + 3 * 2
+
+
+def test_medians_and_quartiles() -> None:
+    timing = Timing((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert timing.median == 3.0
+    assert timing.quartiles == (2.0, 4.0)
+    assert Timing((7.0,)).quartiles == (7.0, 7.0)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^groups=0: expected at least 1"):
+        measure({}, groups=0)
+    with pytest.raises(ValueError, match=r"^seconds_per_group=0: expected more than 0"):
+        measure({}, seconds_per_group=0)
+    assert measure({}) == {}
