@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from benchmarks import arrays
 from benchmarks.contenders import Contender, Jit
-from benchmarks.timing import measure
+from benchmarks.programs import Program
 from collective_matmul.choose import Decision, record_decisions
+from collective_matmul.choose.measure import measure
 
 #: Groups that decide between sets of options: enough to tell those that differ.
 PILOT_GROUPS = 3
-
-
-class Program(NamedTuple):
-    """A function of device arrays, and the arrays."""
-
-    fun: Callable
-    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,23 @@ class Traced:
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program on its arrays."""
+    """A compiled program, still without its arrays."""
 
     traced: Traced
-    run: Callable[[], Any]
-    compile_seconds: float
-    temporary_bytes: int
+    compiled: Any
+    seconds: float
+
+    def on(self, made: arrays.Arrays) -> Callable[[], Any]:
+        """What runs it once, on these arrays."""
+        arguments = made.fill(self.traced.arguments)
+
+        def run():
+            results = self.compiled(*arguments)
+            # Simulated devices share few threads: a call queued behind this one could take the
+            # thread that this one's collectives wait for.
+            return jax.block_until_ready(results) if jax.default_backend() == "cpu" else results
+
+        return run
 
 
 @dataclass
@@ -70,129 +78,133 @@ class Result:
     """Why there are no samples."""
 
 
-def measure_case(
-    contenders: Sequence[Contender],
-    build: Callable[[Contender], Program],
-    *,
-    groups: int,
-    threads: int,
-) -> dict[str, Result]:
-    """Times every contender's program; one that fails says why and costs the others nothing.
+class Case:
+    """One case: the program that each contender makes of it, and what becomes of them.
+
+    `prepare` several together, then measure each.
 
     Args:
       contenders: who takes part.
       build: the program of a contender.
-      groups: timed groups; in each, contenders take turns.
-      threads: programs compiled at the same time.
+
+    Attributes:
+      results: by contender. One that fails says why there, and costs the others nothing.
     """
-    results = {contender.name: Result() for contender in contenders}
-    traced = [
-        program
-        for contender in contenders
-        for program in _attempt(results[contender.name], _trace, contender, build) or ()
-    ]
-    distinct = _mark_same_programs(traced, results)
-    with ThreadPoolExecutor(threads) as pool:
-        # Nothing may be timed while something compiles: XLA tries kernels on the same GPUs.
-        compiled = list(
-            pool.map(
-                lambda program: _attempt(results[program.contender], _compile, program), distinct
-            )
+
+    def __init__(self, contenders: Sequence[Contender], build: Callable[[Contender], Program]):
+        self.results = {contender.name: Result() for contender in contenders}
+        self._contenders, self._build = contenders, build
+        self._traced: list[Traced] = []
+        self._executables: list[Executable] = []
+        self._make_arrays: Callable[[], arrays.Arrays] | None = None
+
+    def trace(self) -> None:
+        """Traces the programs of every contender."""
+        for contender in self._contenders:
+            with self._noting_failure(contender.name):
+                program = self._build(contender)
+                for options, jit in contender.jits.items():
+                    self._traced.append(trace(contender.name, options, jit, program))
+
+    def compilations(self) -> list[Callable[[], None]]:
+        """What there is to compile, each to be called once, in any thread."""
+        distinct: dict[tuple[str, str], Traced] = {}
+        for traced in self._traced:
+            same = distinct.setdefault((traced.options, traced.lowered.as_text()), traced)
+            if same is not traced:
+                self.results[traced.contender].same_program_as = same.contender
+        compile_each = [functools.partial(self._compile, traced) for traced in distinct.values()]
+        return [self._compile_arrays, *compile_each]
+
+    def _compile(self, traced: Traced) -> None:
+        with self._noting_failure(traced.contender):
+            started = time.perf_counter()
+            compiled = traced.lowered.compile()
+            seconds = time.perf_counter() - started
+            self._executables.append(Executable(traced, compiled, seconds))
+
+    def _compile_arrays(self) -> None:
+        self._make_arrays = arrays.compile_maker([traced.arguments for traced in self._traced])
+
+    def measure(self, groups: int) -> dict[str, Result]:
+        """Times the programs, contenders in turns, and returns the results.
+
+        Whatever is on the devices for them is freed.
+        """
+        assert self._make_arrays is not None, "not prepared"
+        made = self._make_arrays()
+        runs: dict[str, dict[str, Callable[[], Any]]] = {}
+        for executable in self._executables:
+            name, options = executable.traced.contender, executable.traced.options
+            with self._noting_failure(name):
+                run = executable.on(made)
+                jax.block_until_ready(run())
+                runs.setdefault(name, {})[options] = run
+        fastest = {name: self._fastest_options(name, choices) for name, choices in runs.items()}
+        timings = measure({name: runs[name][fastest[name]] for name in runs}, groups=groups)
+        for name, timing in timings.items():
+            self._describe(name, fastest[name], timing.samples)
+        self._executables.clear()
+        return self.results
+
+    def _fastest_options(self, contender: str, runs: Mapping[str, Callable[[], Any]]) -> str:
+        if len(runs) == 1:
+            return next(iter(runs))
+        timings = measure(runs, groups=PILOT_GROUPS)
+        tried = {options: timing.median for options, timing in timings.items()}
+        self.results[contender].tried = tried
+        return min(tried, key=tried.__getitem__)
+
+    def _describe(self, measured: str, options: str, samples: tuple[float, ...]) -> None:
+        """Notes the samples with the contender measured and all whose program is the same."""
+        (executable,) = (
+            executable
+            for executable in self._executables
+            if (executable.traced.contender, executable.traced.options) == (measured, options)
         )
-    executables = [executable for executable in compiled if executable is not None]
-    executables = [e for e in executables if _attempt(results[e.traced.contender], _warm_up, e)]
-    fastest = _fastest_options(executables, results)
-    timings = measure({name: e.run for name, e in fastest.items()}, groups=groups)
-    for program in traced:
-        result = results[program.contender]
-        measured = result.same_program_as or program.contender
-        if measured in fastest and fastest[measured].traced.options == program.options:
-            _describe(result, fastest[measured], program.decisions)
-            result.samples = timings[measured].samples
-    return results
+        for traced in self._traced:
+            result = self.results[traced.contender]
+            if traced.options == options and measured in (
+                traced.contender,
+                result.same_program_as,
+            ):
+                result.samples, result.options = samples, options
+                result.temporary_bytes = executable.compiled.memory_analysis().temp_size_in_bytes
+                result.trace_seconds = traced.seconds
+                result.compile_seconds = executable.seconds
+                result.decisions = _count(traced.decisions)
+                # A set of options that XLA refuses is no failure where another one worked.
+                result.failure = None
+
+    @contextlib.contextmanager
+    def _noting_failure(self, contender: str) -> Iterator[None]:
+        """Whatever goes wrong with one contender, in JAX or on the device, the others count."""
+        try:
+            yield
+        except Exception as error:
+            sentence = str(error).strip().partition("\n")[0]
+            self.results[contender].failure = f"{type(error).__name__}: {sentence[:300]}"
 
 
-def _attempt(result: Result, step: Callable, *arguments: Any) -> Any:
-    """The step's value, or None after noting why there is none.
+def prepare(cases: Sequence[Case], threads: int) -> None:
+    """Traces and compiles all programs of the cases, in threads.
 
-    Whatever goes wrong with one contender, in JAX, XLA or on the device, the others still count.
+    Nothing may be timed meanwhile: XLA tries kernels on the devices as it compiles.
     """
-    try:
-        return step(*arguments)
-    except Exception as error:
-        result.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        return None
-
-
-def _trace(contender: Contender, build: Callable[[Contender], Program]) -> list[Traced]:
-    program = build(contender)
-    return [trace(contender.name, options, jit, program) for options, jit in contender.jits.items()]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(Case.trace, cases))
+        compilations = [compilation for case in cases for compilation in case.compilations()]
+        list(pool.map(lambda compilation: compilation(), compilations))
 
 
 def trace(contender: str, options: str, jit: Jit, program: Program) -> Traced:
     """Traces and lowers a program; records what the library decides meanwhile."""
     started = time.perf_counter()
     with record_decisions() as decisions:
-        lowered = jit(program.fun).lower(*program.arguments)
+        lowered = jit(program.fun).lower(*arrays.abstract(program.arguments))
     seconds = time.perf_counter() - started
     return Traced(contender, options, lowered, program.arguments, seconds, tuple(decisions))
 
 
-def _mark_same_programs(traced: Sequence[Traced], results: dict[str, Result]) -> list[Traced]:
-    """One of each set of programs that are the same to XLA; the others' results name it."""
-    first: dict[tuple[str, str], Traced] = {}
-    for program in traced:
-        same = first.setdefault((program.options, program.lowered.as_text()), program)
-        if same is not program:
-            results[program.contender].same_program_as = same.contender
-    return list(first.values())
-
-
-def _compile(traced: Traced) -> Executable:
-    started = time.perf_counter()
-    compiled = traced.lowered.compile()
-    seconds = time.perf_counter() - started
-
-    def run():
-        results = compiled(*traced.arguments)
-        # Simulated devices share few threads: a call queued behind this one could take the thread
-        # that this one's collectives wait for.
-        return jax.block_until_ready(results) if jax.default_backend() == "cpu" else results
-
-    return Executable(traced, run, seconds, compiled.memory_analysis().temp_size_in_bytes)
-
-
-def _warm_up(executable: Executable) -> bool:
-    jax.block_until_ready(executable.run())
-    return True
-
-
-def _fastest_options(
-    executables: Sequence[Executable], results: dict[str, Result]
-) -> dict[str, Executable]:
-    """By contender, its executable that is fastest in a short trial."""
-    by_contender: dict[str, list[Executable]] = {}
-    for executable in executables:
-        by_contender.setdefault(executable.traced.contender, []).append(executable)
-    fastest = {}
-    for name, candidates in by_contender.items():
-        if len(candidates) > 1:
-            runs = {e.traced.options: e.run for e in candidates}
-            timings = measure(runs, groups=PILOT_GROUPS)
-            tried = {options: timing.median for options, timing in timings.items()}
-            results[name].tried = tried
-            candidates = sorted(candidates, key=lambda e: tried[e.traced.options])
-        fastest[name] = candidates[0]
-    return fastest
-
-
-def _describe(result: Result, executable: Executable, decisions: Sequence[Decision]) -> None:
-    result.options = executable.traced.options
-    result.temporary_bytes = executable.temporary_bytes
-    result.trace_seconds = executable.traced.seconds
-    result.compile_seconds = executable.compile_seconds
-    result.decisions = dict(
-        Counter(f"{d.implementation}: {d.reason} ({d.site})" for d in decisions)
-    )
-    # A set of options that XLA refuses is no failure where another one worked.
-    result.failure = None
+def _count(decisions: Sequence[Decision]) -> dict[str, int]:
+    return dict(Counter(f"{d.implementation}: {d.reason} ({d.site})" for d in decisions))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command_line, contenders, settings, stack
+from benchmarks import arrays, command_line, contenders, settings, stack
 from benchmarks.measuring import trace
+from benchmarks.programs import Operands
 
 DEVICES = 4
 # Sums over at most 64 numbers in another order, in float32.
@@ -22,48 +22,48 @@ def mesh(make_mesh):
     return make_mesh({"tensor": DEVICES})
 
 
-def operands(mesh, direction, layers=2):
-    case = stack.StackCase(direction, layers, stack.FeedForward("test", 16, 8, 64))
-    return stack.Operands(case, mesh, jnp.dtype("float32"))
+def stack_case(direction, layers=2):
+    return stack.StackCase(stack.FeedForward("test", 16, 8, 64), direction, layers)
 
 
-def compiled(contender, operands):
-    name, jit = next(iter(contender.jits.items()))
-    traced = trace(contender.name, name, jit, operands.program(contender))
-    return traced.lowered.compile(), traced.arguments
+def compiled(mesh, case, name):
+    """A contender's executable for the case, and its arguments."""
+    contender = contenders.make(name, mesh, try_options=False)
+    program = stack.build(case, Operands(mesh, np.dtype("float32")), contender)
+    options, jit = next(iter(contender.jits.items()))
+    executable = trace(name, options, jit, program).lowered.compile()
+    return executable, arrays.compile_maker([program.arguments])().fill(program.arguments)
 
 
-def reference(operands):
+def reference(x, weights, cotangent):
     def forward(x, weights):
         for up, down in weights:
             x = x + jax.nn.gelu(x @ up) @ down
         return x
 
     # On one device, whole.
-    x, cotangent, weights = jax.device_get((*operands.shards, operands.weights))
+    x, weights, cotangent = jax.device_get((x, weights, cotangent))
     result, vjp = jax.vjp(forward, x, weights)
     return result, *vjp(cotangent)
 
 
 @pytest.mark.parametrize("name", [name for name in contenders.names() if name != "ceiling"])
 def test_every_contender_computes_the_stack_and_its_gradients(mesh, name):
-    arrays = operands(mesh, "forward_backward")
-    run, arguments = compiled(contenders.make(name, mesh, try_options=False), arrays)
+    run, arguments = compiled(mesh, stack_case("forward_backward"), name)
     jax.tree.map(
         lambda actual, expected: np.testing.assert_allclose(
             actual, expected, rtol=TOLERANCE, atol=TOLERANCE
         ),
         jax.device_get(run(*arguments)),
-        reference(arrays),
+        reference(*arguments),
     )
 
 
 @pytest.mark.parametrize(("direction", "dots"), [("forward", 2), ("forward_backward", 6)])
 def test_ceiling_keeps_every_matmul_whole_and_communicates_nothing(mesh, direction, dots):
     layers = 3
-    arrays = operands(mesh, direction, layers)
-    run, _ = compiled(contenders.make("ceiling", mesh), arrays)
-    baseline, _ = compiled(contenders.make("baseline", mesh, try_options=False), arrays)
+    run, _ = compiled(mesh, stack_case(direction, layers), "ceiling")
+    baseline, _ = compiled(mesh, stack_case(direction, layers), "baseline")
     text = run.as_text()
     assert not any(word in text for word in ("all-gather", "reduce-scatter", "all-reduce"))
     assert text.count(" dot(") == dots * layers == baseline.as_text().count(" dot(")
