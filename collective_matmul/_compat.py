@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# In all of 0.10.2 to 0.12. `pl.kernel` is this without `input_output_aliases`; it updates in place
+# only mutable references, which can neither vary over mesh axes nor stand inside `custom_vmap`.
+from jax._src.pallas.mpmd import _mpmd_map
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -42,3 +49,27 @@ def axis_index(axis_name: str) -> jax.Array:
     # Scattering the sum of all indices says the same.
     devices = lax.axis_size(axis_name)
     return lax.psum_scatter(jnp.arange(devices, dtype=jnp.int32), axis_name) // devices
+
+
+def in_place_kernel(
+    body: Callable, mesh: Any, outs: Sequence[jax.Array], **kwargs: Any
+) -> Callable:
+    """`pl.kernel`, called as ``kernel(*operands)``, that returns `outs` with what `body` wrote.
+
+    `body` gets references to the operands and to the outs. Elements it does not write stay as they
+    are; the compiler copies an out only if its old value is needed afterwards.
+    """
+
+    def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        count = len(operands)
+
+        def run(*refs: Any) -> None:
+            # An out's reference as an operand is the same memory as its reference as a result.
+            body(*refs[:count], *refs[count + len(outs) :])
+
+        aliases = {count + i: i for i in range(len(outs))}
+        types = tuple(map(jax.typeof, outs))
+        call = _mpmd_map([(mesh, run)], types, input_output_aliases=aliases, **kwargs)
+        return tuple(call(*operands, *outs))
+
+    return kernel

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, overload
 
@@ -29,8 +30,9 @@ from collective_matmul import checks
 from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
 from collective_matmul.choose import Site, choose
 from collective_matmul.choose.site import Op
+from collective_matmul.choose.source import Source, calling_source
 from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.implementations.arithmetic import matmul
+from collective_matmul.implementations.arithmetic import contract_rows, matmul
 
 #: The name that `jax.checkpoint` policies know the results of the ops by.
 CHECKPOINT_NAME = "collective_matmul"
@@ -71,7 +73,8 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       w: [K, *N], or a sequence of such.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
+        "ring_leapfrog".
 
     Returns:
       [..., D*m, ..., *N], or a tuple of such, one for each weight.
@@ -86,7 +89,7 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _vary_together(axis_name, x, *map(_as_matrix, ws))
-    ys = _all_gather_matmul(x, tuple(matrices), axis_name, dimension, implementation)
+    ys = _all_gather_matmul(x, tuple(matrices), _Call(axis_name, dimension, implementation))
     ys = tuple(_name(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
@@ -116,7 +119,8 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
+        "ring_leapfrog".
 
     Returns:
       [..., M/D, ..., *N], this device's shard along `scatter_dimension`.
@@ -132,7 +136,7 @@ def matmul_reduce_scatter(
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = _vary_together(axis_name, x, _as_matrix(w))
-    y = _matmul_reduce_scatter(x, matrix, axis_name, dimension, implementation)
+    y = _matmul_reduce_scatter(x, matrix, _Call(axis_name, dimension, implementation))
     return _name(_split_columns(y / devices if mean else y, w))
 
 
@@ -154,8 +158,8 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct". A
-        ring needs the product of x's leading dimensions to be a multiple of D.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
+        "ring_leapfrog". A ring needs the product of x's leading dimensions to be a multiple of D.
 
     Returns:
       [..., *N], the same on every device of the axis.
@@ -168,104 +172,123 @@ def matmul_all_reduce(
     checks.implementation(implementation)
     checks.operands(x, (w,))
     x, matrix = _vary_together(axis_name, x, _as_matrix(w))
-    return _name(_split_columns(_matmul_all_reduce(x, matrix, axis_name, implementation), w))
+    y = _matmul_all_reduce(x, matrix, _Call(axis_name, None, implementation))
+    return _name(_split_columns(y, w))
 
 
 # The same ops on matrices w [K, N], with their gradients.
 
 
-def _custom_vjp(*nondiff_argnums: int) -> Any:
+@dataclass(frozen=True)
+class _Call:
+    """What the user's call of an op said beside its arrays, for its forward and its backward."""
+
+    axis_name: str
+    dimension: int | None
+    implementation: str | None
+    source: Source | None = field(default_factory=calling_source, compare=False)
+
+
+def _custom_vjp(nondiff_argnum: int) -> Any:
     """`jax.custom_vjp`, whose types do not survive `functools.partial`."""
-    return functools.partial(jax.custom_vjp, nondiff_argnums=nondiff_argnums)
+    return functools.partial(jax.custom_vjp, nondiff_argnums=(nondiff_argnum,))
 
 
-@_custom_vjp(2, 3, 4)
-def _all_gather_matmul(x, ws, axis_name, dimension, implementation) -> tuple[jax.Array, ...]:
-    chosen = _chosen("all_gather_matmul", (x,) * len(ws), ws, axis_name, implementation)
-    return chosen.all_gather_matmul(x, ws, axis_name, dimension=dimension)[0]
+@_custom_vjp(2)
+def _all_gather_matmul(x, ws, call: _Call) -> tuple[jax.Array, ...]:
+    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
+    return chosen.all_gather_matmul(x, ws, call.axis_name, dimension=call.dimension)[0]
 
 
-def _all_gather_matmul_forward(x, ws, axis_name, dimension, implementation):
-    return _all_gather_matmul(x, ws, axis_name, dimension, implementation), (x, ws)
+def _all_gather_matmul_forward(x, ws, call: _Call):
+    return _all_gather_matmul(x, ws, call), (x, ws)
 
 
-def _all_gather_matmul_backward(axis_name, dimension, implementation, residuals, dys):
+def _all_gather_matmul_backward(call: _Call, residuals, dys):
     x, ws = residuals
     # XLA would find the forward's gather of x again and keep its result until now.
     x, dys = lax.optimization_barrier((x, dys))
-    transposed = [w.T for w in ws]
-    chosen = _chosen("matmul_reduce_scatter", dys, transposed, axis_name, implementation, rider=x)
+    facts = {"rider": x.shape, "direction": "backward"}
+    chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, transpose_w=True, **facts)
+    dimension = call.dimension
     dx, gathered = chosen.matmul_reduce_scatter(
-        dys, transposed, axis_name, dimension=dimension, rider=x
+        dys, ws, call.axis_name, dimension=dimension, transpose_w=True, rider=x
     )
-    return dx, tuple(_contract_rows(gathered, dy) for dy in dys)
+    return dx, chosen.weight_gradients(gathered, dys, dimension=dimension)
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
 
 
-@_custom_vjp(2, 3, 4)
-def _matmul_reduce_scatter(x, w, axis_name, dimension, implementation) -> jax.Array:
-    chosen = _chosen("matmul_reduce_scatter", (x,), (w,), axis_name, implementation)
-    return chosen.matmul_reduce_scatter([x], [w], axis_name, dimension=dimension)[0]
+@_custom_vjp(2)
+def _matmul_reduce_scatter(x, w, call: _Call) -> jax.Array:
+    chosen = _chosen(call, "matmul_reduce_scatter", (x,), (w,))
+    return chosen.matmul_reduce_scatter([x], [w], call.axis_name, dimension=call.dimension)[0]
 
 
-def _matmul_reduce_scatter_forward(x, w, axis_name, dimension, implementation):
-    return _matmul_reduce_scatter(x, w, axis_name, dimension, implementation), (x, w)
+def _matmul_reduce_scatter_forward(x, w, call: _Call):
+    return _matmul_reduce_scatter(x, w, call), (x, w)
 
 
-def _matmul_reduce_scatter_backward(axis_name, dimension, implementation, residuals, dy):
+def _matmul_reduce_scatter_backward(call: _Call, residuals, dy):
     x, w = residuals
-    chosen = _chosen("all_gather_matmul", (dy,), (w.T,), axis_name, implementation)
+    facts = {"keep_gathered": True, "direction": "backward"}
+    chosen = _chosen(call, "all_gather_matmul", (dy,), (w,), transpose_w=True, **facts)
+    dimension = call.dimension
     (dx,), gathered = chosen.all_gather_matmul(
-        dy, (w.T,), axis_name, dimension=dimension, keep_gathered=True
+        dy, (w,), call.axis_name, dimension=dimension, transpose_w=True, keep_gathered=True
     )
-    return dx, _contract_rows(x, gathered)
+    (dw,) = chosen.weight_gradients(x, [gathered], dimension=dimension)
+    return dx, dw
 
 
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
-@_custom_vjp(2, 3)
-def _matmul_all_reduce(x, w, axis_name, implementation) -> jax.Array:
-    chosen = _chosen("matmul_all_reduce", (x,), (w,), axis_name, implementation)
-    return chosen.matmul_all_reduce(x, w, axis_name)
+@_custom_vjp(2)
+def _matmul_all_reduce(x, w, call: _Call) -> jax.Array:
+    chosen = _chosen(call, "matmul_all_reduce", (x,), (w,))
+    return chosen.matmul_all_reduce(x, w, call.axis_name)
 
 
-def _matmul_all_reduce_forward(x, w, axis_name, implementation):
-    return _matmul_all_reduce(x, w, axis_name, implementation), (x, w)
+def _matmul_all_reduce_forward(x, w, call: _Call):
+    return _matmul_all_reduce(x, w, call), (x, w)
 
 
-def _matmul_all_reduce_backward(axis_name, implementation, residuals, dy):
-    del implementation  # Nothing is communicated that a matmul could hide.
-    x, w = residuals
-    if tracks_varying_axes(axis_name):
+def _matmul_all_reduce_backward(call: _Call, residuals, dy):
+    x, w = residuals  # Nothing is communicated that a matmul could hide.
+    if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(x))
     else:
-        dy = lax.psum(dy, axis_name)
-    return matmul(dy, w.T), _contract_rows(x, dy)
+        dy = lax.psum(dy, call.axis_name)
+    return matmul(dy, w, transpose_w=True), contract_rows(x, dy)
 
 
 _matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
 
 
 def _chosen(
+    call: _Call,
     op: Op,
     xs: Sequence[jax.Array],
     ws: Sequence[jax.Array],
-    axis_name: str,
-    implementation: str | None,
-    rider: jax.Array | None = None,
+    transpose_w: bool = False,
+    **facts: Any,
 ) -> ModuleType | SimpleNamespace:
+    """The implementation for one pass of a call; `facts` are further attributes of its `Site`."""
     site = Site(
         op=op,
-        operands=tuple((x.shape, w.shape) for x, w in zip(xs, ws, strict=True)),
+        operands=tuple(
+            (x.shape, w.shape[::-1] if transpose_w else w.shape)
+            for x, w in zip(xs, ws, strict=True)
+        ),
         dtype=xs[0].dtype,
-        axis_name=axis_name,
-        axis_size=lax.axis_size(axis_name),
-        rider=None if rider is None else rider.shape,
+        axis_name=call.axis_name,
+        axis_size=lax.axis_size(call.axis_name),
+        source=call.source,
+        **facts,
     )
-    return IMPLEMENTATIONS[choose(site, implementation)]
+    return IMPLEMENTATIONS[choose(site, call.implementation)]
 
 
 def _vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
@@ -287,12 +310,6 @@ def _as_matrix(w: jax.Array) -> jax.Array:
 def _split_columns(y: jax.Array, w: jax.Array) -> jax.Array:
     """[..., N] -> [..., *N], with w [K, *N]."""
     return y.reshape(*y.shape[:-1], *w.shape[1:])
-
-
-def _contract_rows(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The weight gradient: x [..., K] and y [..., N] -> [K, N], contracted over all rows."""
-    rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, y, ((rows, rows), ((), ())))
 
 
 def _name(y: jax.Array) -> jax.Array:

@@ -13,8 +13,10 @@ Two uses share these names:
   sends of step i carry what was finished by step i - 1; what arrives is added after the multiply.
   At the end each device holds the sum of its own chunk, offset 0.
 
-Three patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
-the ring), ``direct`` (each shard straight from its owner, for switches that link every pair).
+Four patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
+the ring), ``direct`` (each shard straight from its owner, for switches that link every pair), and
+``leapfrog`` (a one-way ring of halves that take turns: one travels while the other is multiplied,
+so that an accumulator has arrived before its next product begins).
 The rings are Looped CollectiveEinsum: Wang et al., "Overlap Communication with Dependent
 Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
 """
@@ -25,7 +27,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-Pattern = Literal["one_way", "two_way", "direct"]
+Pattern = Literal["one_way", "two_way", "direct", "leapfrog"]
 Use = Literal["gather", "scatter"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 USES: tuple[Use, ...] = get_args(Use)
@@ -118,6 +120,18 @@ def _ring_step(use: Use, devices: int, i: int, way: int, part: int) -> tuple[Chu
     return chunk, _send(finished, way, devices) if i > 0 else None
 
 
+def _leapfrog_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
+    """Step i of 2 D: one half a step, each half once round a one-way ring."""
+    turn, part = divmod(i, 2)
+    chunk, send = _ring_step(use, devices, turn, -1, part)
+    if use == "scatter":
+        # What the step before finished; the last turn's sums are at home.
+        turn, part = divmod(i - 1, 2)
+        finished = _ring_step(use, devices, turn, -1, part)[0]
+        send = _send(finished, -1, devices) if i > 0 and turn < devices - 1 else None
+    return chunk, send
+
+
 def _direct_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
     """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter."""
     if use == "gather":
@@ -133,7 +147,7 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
 
     Args:
       use: "gather" moves shards, "scatter" moves accumulators.
-      pattern: "one_way", "two_way" or "direct".
+      pattern: "one_way", "two_way", "direct" or "leapfrog".
       devices: D, at least 1. One device multiplies its own chunk and sends nothing.
 
     Raises:
@@ -146,16 +160,19 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
     if devices < 1:
         raise ValueError(f"devices={devices}: a schedule needs at least 1 device")
     # Shards that move by -1 come from the next device first, as the drawing shows.
-    ways = {"one_way": (-1,), "two_way": (-1, 1), "direct": ()}[pattern]
+    ways = {"two_way": (-1, 1)}.get(pattern, (-1,))
+    parts = 2 if pattern in ("two_way", "leapfrog") else 1
     steps = []
-    for i in range(devices):
+    for i in range(2 * devices if pattern == "leapfrog" else devices):
         if pattern == "direct":
             lanes = [_direct_step(use, devices, i)]
+        elif pattern == "leapfrog":
+            lanes = [_leapfrog_step(use, devices, i)]
         else:
             lanes = [_ring_step(use, devices, i, way, part) for part, way in enumerate(ways)]
         multiply = tuple(chunk for chunk, _ in lanes)
         steps.append(Step(multiply, tuple(send for _, send in lanes if send is not None)))
-    return Schedule(use, pattern, devices, max(1, len(ways)), tuple(steps))
+    return Schedule(use, pattern, devices, parts, tuple(steps))
 
 
 def draw(schedule: Schedule) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import cast
 
@@ -132,15 +133,22 @@ def test_data_is_where_it_is_used(schedule: Schedule) -> None:
 @every_schedule
 def test_costs(schedule: Schedule) -> None:
     d, chunk_bytes = schedule.devices, 1024
-    assert len(schedule.steps) == d
-    assert (
-        schedule.permutes
-        == {"one_way": d - 1, "two_way": 2 * (d - 1), "direct": d - 1}[schedule.pattern]
-    )
+    in_halves = schedule.pattern in ("two_way", "leapfrog")
+    assert len(schedule.steps) == (2 * d if schedule.pattern == "leapfrog" else d)
+    assert schedule.permutes == (2 if in_halves else 1) * (d - 1)
     # Every device needs, or contributes to, all chunks but its own, whatever way they take.
     assert schedule.bytes_sent(chunk_bytes) == (d - 1) * chunk_bytes
     # Round a ring the farthest chunk passes every device; through a switch it passes none.
     assert schedule.hops == (min(1, d - 1) if schedule.pattern == "direct" else d - 1)
+
+
+@pytest.mark.parametrize("devices", range(2, 9))
+def test_a_leapfrogging_sum_is_here_before_its_next_product(devices: int) -> None:
+    steps = make_schedule("scatter", "leapfrog", devices).steps
+    for step, following in itertools.pairwise(steps):
+        arriving = {send.arrival for send in step.sends}
+        assert not arriving & set(step.multiply)
+        assert arriving <= set(following.multiply)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -182,7 +190,7 @@ def test_drawing(arguments: tuple[Use, Pattern, int]) -> None:
     ("arguments", "sentence"),
     [
         (("scatters", "one_way", 4), r"use='scatters': expected one of gather, scatter$"),
-        (("gather", "spiral", 4), r"pattern='spiral': expected one of one_way, two_way, direct$"),
+        (("gather", "spiral", 4), r"pattern='spiral': expected one of one_way, two_way, direct, leapfrog$"),
         (("gather", "direct", 0), r"devices=0: a schedule needs at least 1 device$"),
         (("gather", "direct", -2), r"devices=-2: a schedule needs at least 1 device$"),
     ],

@@ -1,15 +1,20 @@
-"""Ways to carry out an op. Every way offers the same three functions with the same signatures.
+"""Ways to carry out an op. Every way offers the same four functions with the same signatures.
 
 Legend of shapes, all local to one device: D devices on the axis, K contracted, N columns.
 
-``all_gather_matmul(x, ws, axis_name, *, dimension, keep_gathered=False) -> (ys, gathered)``
-    x [..., m, ..., K], each w [K, N] -> each y [..., D*m, ..., N]; gathered is x whole, or None.
-``matmul_reduce_scatter(xs, ws, axis_name, *, dimension, rider=None) -> (y, gathered)``
+``all_gather_matmul(x, ws, axis_name, *, dimension, ...) -> (ys, gathered)``
+    x [..., m, ..., K], each w [K, N] -> each y [..., D*m, ..., N]. With ``keep_gathered=True``,
+    gathered is what `weight_gradients` of the same way takes for x whole, else None.
+``matmul_reduce_scatter(xs, ws, axis_name, *, dimension, ...) -> (y, gathered)``
     each x [..., M, ..., K], each w [K, N] -> y [..., M/D, ..., N], summed over pairs and devices.
-    A rider [..., r, ...] is gathered along `dimension` in the same loop and handed back whole.
+    A ``rider=`` [..., r, ...] is gathered along `dimension` in the same loop.
+``weight_gradients(x, ys, *, dimension) -> dws``
+    x [..., M, ..., K], each y [..., M, ..., N] -> each dw [K, N], contracted over all but the last
+    dimension. Either x or the only y may be what was gathered along `dimension`.
 ``matmul_all_reduce(x, w, axis_name) -> y``
     x [..., K], w [K, N] -> y [..., N], summed over devices and typed as replicated over the axis.
 
+With ``transpose_w=True`` the weights of the first two are [N, K], contracted along the last.
 Sums between devices travel in the arrays' own dtype; within a matmul they are float32.
 """
 
@@ -27,6 +32,7 @@ def _ring(pattern: Pattern) -> SimpleNamespace:
         all_gather_matmul=functools.partial(ring.all_gather_matmul, pattern=pattern),
         matmul_reduce_scatter=functools.partial(ring.matmul_reduce_scatter, pattern=pattern),
         matmul_all_reduce=functools.partial(ring.matmul_all_reduce, pattern=pattern),
+        weight_gradients=ring.weight_gradients,
     )
 
 
@@ -36,5 +42,6 @@ IMPLEMENTATIONS = MappingProxyType(
         "ring": _ring("one_way"),
         "ring_two_way": _ring("two_way"),
         "ring_direct": _ring("direct"),
+        "ring_leapfrog": _ring("leapfrog"),
     }
 )

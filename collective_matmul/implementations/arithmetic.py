@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, transpose_w: bool = False) -> jax.Array:
     """Multiplies x [..., K] by w [K, N] -> [..., N], in x's dtype, accumulated in float32.
 
-    XLA accumulates half-precision matmuls in float32 on CPUs and GPUs and rounds once.
+    With `transpose_w`, w is [N, K]. XLA accumulates half-precision matmuls in float32 on CPUs and
+    GPUs and rounds once.
     """
-    return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+    return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transpose_w else 0,)), ((), ())))
 
 
 def add(*terms: jax.Array) -> jax.Array:
@@ -27,6 +27,7 @@ def add(*terms: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, (term.astype(wide) for term in terms)).astype(dtype)
 
 
-def matmul_sum(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
-    """The sum of the matmuls of corresponding pairs."""
-    return add(*(matmul(x, w) for x, w in zip(xs, ws, strict=True)))
+def contract_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The weight gradient: x [..., K] and y [..., N] -> [K, N], contracted over all rows."""
+    rows = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((rows, rows), ((), ())))

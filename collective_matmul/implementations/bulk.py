@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from collective_matmul.implementations.arithmetic import matmul, matmul_sum
+from collective_matmul.implementations.arithmetic import add, contract_rows, matmul
 
 
 def all_gather_matmul(
@@ -16,11 +16,13 @@ def all_gather_matmul(
     axis_name: str,
     *,
     dimension: int,
+    transpose_w: bool = False,
     keep_gathered: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Gathers x, then multiplies. Shapes: see the package's docstring."""
     gathered = lax.all_gather(x, axis_name, axis=dimension, tiled=True)
-    return tuple(matmul(gathered, w) for w in ws), gathered if keep_gathered else None
+    ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
+    return ys, gathered if keep_gathered else None
 
 
 def matmul_reduce_scatter(
@@ -29,10 +31,11 @@ def matmul_reduce_scatter(
     axis_name: str,
     *,
     dimension: int,
+    transpose_w: bool = False,
     rider: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Multiplies, then reduce-scatters. Shapes: see the package's docstring."""
-    partial = matmul_sum(xs, ws)
+    partial = add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True)))
     y = lax.psum_scatter(partial, axis_name, scatter_dimension=dimension, tiled=True)
     if rider is None:
         return y, None
@@ -42,3 +45,11 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
     """Multiplies, then all-reduces. Shapes: see the package's docstring."""
     return lax.psum(matmul(x, w), axis_name)
+
+
+def weight_gradients(
+    x: jax.Array, ys: Sequence[jax.Array], *, dimension: int
+) -> tuple[jax.Array, ...]:
+    """Contracts all rows of x and each y. Shapes: see the package's docstring."""
+    del dimension
+    return tuple(contract_rows(x, y) for y in ys)

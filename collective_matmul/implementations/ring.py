@@ -10,14 +10,23 @@ one being multiplied and the one arriving) are alive beyond the operands and the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax import lax
 
-from collective_matmul._compat import axis_index, vary_over, varying_axes
-from collective_matmul.implementations.arithmetic import add, matmul, matmul_sum
-from collective_matmul.schedule import Chunk, Pattern, Step, Use, make_schedule
+from collective_matmul._compat import axis_index
+from collective_matmul.implementations.arithmetic import add
+from collective_matmul.implementations.chunks import (
+    Gathered,
+    empty_like,
+    multiply_chunks,
+    weight_gradients,
+)
+from collective_matmul.kernels import Rows
+from collective_matmul.schedule import Chunk, Pattern, Send, Step, Use, make_schedule
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "weight_gradients"]
 
 Chunks = dict[Chunk, jax.Array]
 
@@ -28,23 +37,29 @@ def all_gather_matmul(
     axis_name: str,
     *,
     dimension: int,
+    transpose_w: bool = False,
     keep_gathered: bool = False,
     pattern: Pattern = "one_way",
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], Gathered | None]:
     """Multiplies the shards of x as they arrive. Shapes: see the package's docstring."""
-    gather = _Ring("gather", pattern, axis_name, dimension, x.shape[dimension])
-    outputs = tuple(gather.empty((*x.shape[:-1], w.shape[1]), (x, w)) for w in ws)
-    if keep_gathered:
-        outputs += (gather.empty(x.shape, (x,)),)
-
-    def products(chunk: jax.Array) -> tuple[jax.Array, ...]:
-        return (*(matmul(chunk, w) for w in ws), *((chunk,) if keep_gathered else ()))
-
-    held = gather.split(x)
-    for i in range(len(gather.steps)):
-        held, outputs = gather.pass_on(i, held, outputs, products)
-        held, outputs = lax.optimization_barrier((held, outputs))
-    return (outputs[:-1], outputs[-1]) if keep_gathered else (outputs, None)
+    gather = _Gather(x, pattern, axis_name, dimension)
+    whole = {dimension: x.shape[dimension] * gather.devices}
+    columns = [w.shape[0 if transpose_w else 1] for w in ws]
+    outs = tuple(
+        empty_like(x, whole | {x.ndim - 1: n}, w) for n, w in zip(columns, ws, strict=True)
+    )
+    for i, step in enumerate(gather.steps):
+        arriving = gather.send(step)
+        for chunk in step.multiply:
+            here = Rows(gather.held[chunk], 0, gather.size(chunk))
+            places = [Rows(out, gather.start(chunk), here.size) for out in outs]
+            outs = multiply_chunks(
+                [here], [ws], places, dimension=dimension, transpose_w=transpose_w
+            )
+        gather.receive(i, arriving)
+        if i + 1 < len(gather.steps):
+            gather.held, outs = lax.optimization_barrier((gather.held, outs))
+    return outs, gather.gathered() if keep_gathered else None
 
 
 def matmul_reduce_scatter(
@@ -53,32 +68,49 @@ def matmul_reduce_scatter(
     axis_name: str,
     *,
     dimension: int,
+    transpose_w: bool = False,
     rider: jax.Array | None = None,
     pattern: Pattern = "one_way",
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Gathered | None]:
     """Sums the chunks while their accumulators travel. Shapes: see the package's docstring."""
     rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
     scatter = _Ring("scatter", pattern, axis_name, dimension, rows)
-    sums: Chunks = {}
-    gather, held = None, Chunks()
-    gathered: tuple[jax.Array, ...] = ()
-    if rider is not None:
-        gather = _Ring("gather", pattern, axis_name, dimension, rider.shape[dimension])
-        held, gathered = gather.split(rider), (gather.empty(rider.shape, (rider,)),)
+    gather = None if rider is None else _Gather(rider, pattern, axis_name, dimension)
+    columns = ws[0].shape[0 if transpose_w else 1]
+    # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
+    terms: dict[Chunk, list[jax.Array]] = {}
     for i, step in enumerate(scatter.steps):
-        arriving = scatter.permute(sums, step)
+        leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
+        arriving = scatter.permute(leaving, step)
         if gather is not None:
-            held, gathered = gather.pass_on(i, held, gathered, lambda chunk: (chunk,))
-        for send in step.sends:
-            del sums[send.chunk]
-        products = {
-            chunk: matmul_sum([scatter.read(x, chunk) for x in xs], ws) for chunk in step.multiply
-        }
-        for chunk, value in (*products.items(), *arriving.items()):
-            sums[chunk] = add(sums[chunk], value) if chunk in sums else value
-        # The operands too: the next matmul must not start before this step has ended.
-        xs, sums, held, gathered = lax.optimization_barrier((xs, sums, held, gathered))
-    return scatter.join(sums), gathered[0] if gathered else None
+            gather.receive(i, gather.send(gather.steps[i]))
+        leaving_next = [send.chunk for send in scatter.sends_of_step(i + 1)]
+        for chunk in step.multiply:
+            places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
+            like = {dimension: places[0].size, xs[0].ndim - 1: columns}
+            out = Rows(empty_like(xs[0], like, *xs[1:], *ws), 0, places[0].size)
+            (product,) = multiply_chunks(
+                places,
+                [[w] for w in ws],
+                [out],
+                # What is here and leaves next: a kernel adds it without a pass of its own.
+                terms.pop(chunk, []) if chunk in leaving_next else [],
+                dimension=dimension,
+                transpose_w=transpose_w,
+            )
+            terms.setdefault(chunk, []).append(product)
+        for chunk, value in arriving.items():
+            terms.setdefault(chunk, []).append(value)
+        for chunk in leaving_next:
+            terms[chunk] = [add(*terms[chunk])]
+        if i + 1 < len(scatter.steps):
+            # The operands too: the next matmul must not start before this step has ended.
+            held = None if gather is None else gather.held
+            xs, terms, held = lax.optimization_barrier((xs, terms, held))
+            if gather is not None:
+                gather.held = held
+    y = scatter.join({chunk: add(*values) for chunk, values in terms.items()})
+    return y, None if gather is None else gather.gathered()
 
 
 def matmul_all_reduce(
@@ -121,51 +153,49 @@ class _Ring:
             for send in step.sends
         }
 
-    def pass_on(
-        self,
-        i: int,
-        held: Chunks,
-        outputs: tuple[jax.Array, ...],
-        products: Callable[[jax.Array], tuple[jax.Array, ...]],
-    ) -> tuple[Chunks, tuple[jax.Array, ...]]:
-        """Step i of a gather: sends, and writes what `products` makes of each chunk here."""
-        step = self.steps[i]
-        arriving = self.permute(held, step)
-        for chunk in step.multiply:
-            outputs = tuple(
-                self.write(output, chunk, value)
-                for output, value in zip(outputs, products(held[chunk]), strict=True)
-            )
-        needed = self.schedule.chunks_used_after(i)
-        held = {chunk: value for chunk, value in (held | arriving).items() if chunk in needed}
-        return held, outputs
+    def sends_of_step(self, i: int) -> Sequence[Send]:
+        """The sends of step i; none after the last step."""
+        return self.steps[i].sends if i < len(self.steps) else ()
 
-    def split(self, shard: jax.Array) -> Chunks:
-        """The parts of this device's own shard."""
-        return {
-            Chunk(0, part): lax.slice_in_dim(shard, start, stop, axis=self.dimension)
-            for part, (start, stop) in enumerate(self.bounds)
-        }
+    def size(self, chunk: Chunk) -> int:
+        """Rows of a chunk."""
+        start, stop = self.bounds[chunk.part]
+        return stop - start
+
+    def start(self, chunk: Chunk) -> jax.Array:
+        """Where a chunk begins in a whole array."""
+        owner = (self.device + chunk.offset) % self.devices
+        return owner * self.rows + self.bounds[chunk.part][0]
 
     def join(self, chunks: Chunks) -> jax.Array:
         """This device's own shard from its parts."""
         parts = [chunks[Chunk(0, part)] for part in range(len(self.bounds))]
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, self.dimension)
 
-    def empty(self, shard_shape: Sequence[int], like: Sequence[jax.Array]) -> jax.Array:
-        """An array for D shards of `shard_shape`, to be written whole; typed to vary as `like`."""
-        shape = list(shard_shape)
-        shape[self.dimension] = self.rows * self.devices
-        axes = frozenset().union(*(varying_axes(array) for array in like))
-        return vary_over(lax.empty(tuple(shape), like[0].dtype), axes)
 
-    def write(self, whole: jax.Array, chunk: Chunk, value: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(whole, value, self._start(chunk), self.dimension)
+class _Gather(_Ring):
+    """The chunks of a gather under way: held are those that a later step needs."""
 
-    def read(self, whole: jax.Array, chunk: Chunk) -> jax.Array:
-        start, stop = self.bounds[chunk.part]
-        return lax.dynamic_slice_in_dim(whole, self._start(chunk), stop - start, self.dimension)
+    def __init__(self, shard: jax.Array, pattern: Pattern, axis_name: str, dimension: int):
+        super().__init__("gather", pattern, axis_name, dimension, shard.shape[dimension])
+        self.held: Chunks = {
+            Chunk(0, part): lax.slice_in_dim(shard, start, stop, axis=dimension)
+            for part, (start, stop) in enumerate(self.bounds)
+        }
+        self._arrived = dict(self.held)
 
-    def _start(self, chunk: Chunk) -> jax.Array:
-        owner = (self.device + chunk.offset) % self.devices
-        return owner * self.rows + self.bounds[chunk.part][0]
+    def send(self, step: Step) -> Chunks:
+        """Carries out the sends of a step; returns what arrives."""
+        return self.permute(self.held, step)
+
+    def receive(self, i: int, arriving: Chunks) -> None:
+        """Holds what arrived in step i, and lets go of what no later step needs."""
+        self._arrived |= arriving
+        needed = self.schedule.chunks_used_after(i)
+        held = self.held | arriving
+        self.held = {chunk: value for chunk, value in held.items() if chunk in needed}
+
+    def gathered(self) -> Gathered:
+        """All chunks, once the last has arrived."""
+        chunks = sorted(self._arrived)
+        return Gathered([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])

@@ -1,0 +1,270 @@
+"""Finds the best tiles of the chunk kernel for each problem, on one GPU, beside XLA's own matmul.
+
+``python -m benchmarks.tiles --output tiles.jsonl``: every problem is measured with every candidate
+of a coarse grid, and the best few with other orders of the tiles. The lines of the output are those
+of collective_matmul/kernels/tuned_tiles.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collective_matmul.kernels.chunks import shared_launch
+from collective_matmul.kernels.tiles import (
+    SHARED_MEMORY_BYTES,
+    STRIP_COLUMNS,
+    Problem,
+    Tiles,
+    as_json,
+)
+
+# Width, key and value width, feed-forward width.
+MODELS = {"8B": (4096, 1024, 14336), "70B": (8192, 1024, 28672), "small": (8192, 0, 8192)}
+ROWS = {"8B": 8192, "70B": 8192, "small": 4096}
+
+
+def problems(model: str, devices: int) -> list[Problem]:
+    """The chunk matmuls of a layer, forward and backward."""
+    width, key_width, hidden = MODELS[model]
+    rows, hidden = ROWS[model] // devices, hidden // devices
+    heads = (width // devices, key_width // devices, key_width // devices)
+    ups: list[tuple[int, ...]] = [(hidden,), (hidden, hidden)]
+    downs = [hidden]
+    if key_width:
+        ups, downs = [*ups, heads], [hidden, width // devices]
+    found = []
+    for columns in ups:
+        found += [
+            Problem(1, rows, (width,), columns),
+            Problem(1, rows, columns, (width,), w_contracted=2),
+            Problem(1, width, (rows,) * devices, columns, x_contracted=1),
+        ]
+    for contracted in downs:
+        found += [
+            Problem(1, rows, (contracted,), (width,)),
+            Problem(1, rows, (width,), (contracted,), w_contracted=2),
+            Problem(1, contracted, (rows,) * devices, (width,), x_contracted=1),
+            Problem(1, rows // 2, (contracted,), (width,), addends=True),
+        ]
+    return found
+
+
+def coarse(problem: Problem) -> list[Tiles]:
+    """Tile sizes, splits and clusters, with as many stages as fit."""
+    found = []
+    for (rows, columns), share in itertools.product(
+        [(128, 256), (256, 128), (128, 128)], (None, "w", "x")
+    ):
+        for split in ("rows", "columns"):
+            tiles = Tiles(rows=rows, columns=columns, split=split, share=share)
+            half_rows, half_columns = tiles.half
+            if half_columns % STRIP_COLUMNS or half_rows > 128:
+                continue
+            strips = half_columns // STRIP_COLUMNS
+            for strips in {strips} if problem.addends else {1, min(2, strips)}:
+                found += _most_stages(dataclasses.replace(tiles, strips=strips))
+    return found
+
+
+def _most_stages(tiles: Tiles) -> list[Tiles]:
+    for stages in range(7, 2, -1):
+        candidate = dataclasses.replace(tiles, stages=stages)
+        if candidate.shared_memory_bytes <= SHARED_MEMORY_BYTES:
+            return [candidate]
+    return []
+
+
+def varied(best: Iterable[Tiles]) -> list[Tiles]:
+    """The best, with the tiles in other orders."""
+    return [
+        dataclasses.replace(tiles, sweep=sweep, sweep_width=width)
+        for tiles in best
+        for sweep in ("rows", "columns")
+        for width in (1, 4, 8, 16)
+        if (sweep, width) != (tiles.sweep, tiles.sweep_width)
+    ]
+
+
+def operands(problem: Problem) -> tuple[Any, ...]:
+    """xs, ws, outs, addends and indices for the kernel."""
+    keys = itertools.count(time.time_ns() % 2**31)
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(next(keys)), shape, jnp.bfloat16)
+
+    planes, terms = problem.contracted_planes, problem.contracted
+    straight = problem.x_contracted == 2
+    xs = [
+        normal(problem.batch, problem.rows, k) if straight else normal(planes, k, problem.rows)
+        for k in terms
+    ]
+    ws = [
+        [
+            normal(planes, *((n, k) if problem.w_contracted == 2 else (k, n)))
+            for n in problem.columns
+        ]
+        for k in terms
+    ]
+    outs = [normal(problem.batch, problem.rows, n) for n in problem.columns]
+    addends = [normal(*out.shape) for out in outs] if problem.addends else []
+    zero = jnp.int32(0)
+    indices = [[zero] * len(terms), [[zero] * len(outs)] * len(terms), zero]
+    return xs, ws, outs, addends, indices
+
+
+def kernel(problem: Problem, tiles: Tiles) -> Any:
+    terms, results = len(problem.contracted), len(problem.columns)
+    layout = ((1, 1),) * (terms + terms * results)
+    if problem.x_contracted == 2:
+        layout = ((1, 0),) * terms + ((0, 0),) * (terms * results)
+    multiprocessors = jax.devices()[0].core_count
+    launch = shared_launch(problem, tiles, layout, multiprocessors)
+    return jax.jit(lambda *args: launch(*args), donate_argnums=2)
+
+
+def library(problem: Problem, precise: bool) -> Any:
+    """XLA's matmuls of the same operands, those of a transposed x undivided."""
+    x_axis, w_axis = problem.x_contracted - 1, problem.w_contracted - 1
+
+    @jax.jit
+    def run(xs, ws, addends):
+        if precise:
+            xs, ws, addends = jax.tree.map(lambda a: a.astype(jnp.float32), (xs, ws, addends))
+        if problem.x_contracted == 1:
+            xs = [jnp.concatenate([x[0] for x in xs])[None]]
+            ws = [[jnp.concatenate([w[0] for w in column])[None] for column in zip(*ws)]]
+        results = []
+        for q in range(len(problem.columns)):
+            products = [
+                jax.lax.dot_general(x[0], term[q][0], (((x_axis,), (w_axis,)), ((), ())))
+                for x, term in zip(xs, ws, strict=True)
+            ]
+            results.append(sum([*products[1:], *(a[0] for a in addends[q : q + 1])], products[0]))
+        return results
+
+    return run
+
+
+def seconds_per_call(call: Callable[[], Any], rounds: int = 3) -> float:
+    """The median of a few rounds of calls that keep the GPU busy for some milliseconds."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    calls = max(5, int(0.008 / (time.perf_counter() - start)))
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        jax.block_until_ready(result)
+        seconds.append((time.perf_counter() - start) / calls)
+    return statistics.median(seconds)
+
+
+class Bench:
+    """One problem's operands, and what was measured on them."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.xs, self.ws, self.outs, self.addends, self.indices = operands(problem)
+        self.times: dict[Tiles, float] = {}
+        self.exact = library(problem, precise=True)(self.xs, self.ws, self.addends)
+        # The undivided operands are not what a gather leaves: joining them is not timed.
+        joined = problem.x_contracted == 1
+        xs, ws = self.xs, self.ws
+        if joined:
+            problem = dataclasses.replace(problem, contracted=(sum(problem.contracted),))
+            xs, ws, _, _, _ = operands(problem)
+        compiled = library(problem, precise=False).lower(xs, ws, self.addends).compile()
+        self.library = seconds_per_call(lambda: compiled(xs, ws, self.addends))
+
+    def compile(self, tiles: Tiles) -> Any:
+        arguments = self.xs, self.ws, self.outs, self.addends, self.indices
+        try:
+            return kernel(self.problem, tiles).lower(*arguments).compile()
+        except Exception as error:
+            return error
+
+    def measure(self, tiles: Tiles, compiled: Any) -> str | None:
+        """Times one candidate and compares its result; returns what is wrong with it."""
+        if isinstance(compiled, Exception):
+            return str(compiled)[:200]
+
+        def call() -> Any:
+            self.outs = list(compiled(self.xs, self.ws, self.outs, self.addends, self.indices))
+            return self.outs
+
+        self.outs = [jnp.full_like(out, jnp.nan) for out in self.outs]
+        seconds = seconds_per_call(call)
+        for out, exact in zip(self.outs, self.exact, strict=True):
+            error = jnp.max(jnp.abs(out[0] - exact)) / jnp.max(jnp.abs(exact))
+            if not error < 1e-2:
+                return f"relative error {error}"
+        self.times[tiles] = seconds
+        return None
+
+    def best(self, count: int) -> list[Tiles]:
+        return sorted(self.times, key=self.times.__getitem__)[:count]
+
+    def line(self) -> str:
+        (tiles,) = self.best(1)
+        measured = {"microseconds": self.times[tiles], "library_microseconds": self.library}
+        return as_json(
+            self.problem, tiles, **{name: round(v * 1e6, 1) for name, v in measured.items()}
+        )
+
+
+def search(problem: Problem, pool: ThreadPoolExecutor, finalists: int) -> Bench:
+    bench = Bench(problem)
+    for candidates in (coarse(problem), None):
+        tiles_tried = candidates or varied(bench.best(finalists))
+        for tiles, compiled in zip(tiles_tried, pool.map(bench.compile, tiles_tried), strict=True):
+            if wrong := bench.measure(tiles, compiled):
+                print(f"  {tiles}: {wrong}", flush=True)
+    return bench
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--devices", type=int, default=4, help="of the ring that cuts the chunks")
+    parser.add_argument("--limit-seconds", type=float, default=500)
+    parser.add_argument("--finalists", type=int, default=2)
+    parser.add_argument("--part", default="0/1", help="i/n measures every n-th problem from i on")
+    options = parser.parse_args(arguments)
+    part, parts = map(int, options.part.split("/"))
+    everything = [
+        p for model in options.models.split(",") for p in problems(model, options.devices)
+    ]
+    start, lines = time.monotonic(), []
+    with ThreadPoolExecutor(8) as pool:
+        for problem in list(dict.fromkeys(everything))[part::parts]:
+            if time.monotonic() - start > options.limit_seconds:
+                print(f"out of time before {problem}")
+                break
+            bench = search(problem, pool, options.finalists)
+            if not bench.times:
+                print(f"{problem}: no candidate worked")
+                continue
+            lines.append(bench.line())
+            options.output.write_text("\n".join(lines) + "\n")
+            print(f"{time.monotonic() - start:4.0f} s {problem} library {bench.library * 1e6:.1f}")
+            for tiles in bench.best(4):
+                print(f"      {bench.times[tiles] * 1e6:.1f} {tiles}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""A Hopper matmul that reads and writes chunks where they lie.
+
+``outs[q][b, j] = sum over p of xs[p][b, i_p] @ ws[p][q] (+ addends[q][b])``
+
+A ring multiplies one chunk at a time. A library matmul wants each chunk as an array of its own, so
+XLA copies it out of a larger operand before the matmul, copies the product into a larger result
+after it, and adds products and what arrived from neighbours in further passes. Here the indices of
+the chunks are operands: the kernel reads and writes them in place, sums over several pairs of
+operands (weights whose gradients meet, chunks that are not contiguous) and the addend in its float32
+accumulator, and serves several weights with one launch, so that together they fill the last wave.
+
+The algorithm: one persistent block per multiprocessor walks over the tiles of all results. A
+producer warpgroup copies slices of x and w into a ring of shared-memory stages (TMA) and runs ahead
+across the ends of tiles, while two consumer warpgroups multiply them (wgmma), each its half of the
+tile, and store that half (TMA) while the next tile's slices are already arriving. The two blocks of
+a cluster work on neighbouring tiles and multicast to each other, within the GPU, the operand that
+those have in common.
+
+Arrays are planes ``[planes, rows, columns]``, one plane to a chunk, so that the copy engine clips a
+tile at the end of its own chunk where the rows do not fill it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from collective_matmul._compat import in_place_kernel
+from collective_matmul.kernels.tiles import (
+    CONSUMERS,
+    STRIP_COLUMNS,
+    SWIZZLE_BYTES,
+    SWIZZLE_ELEMENTS,
+    Tiles,
+)
+
+# Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
+_PRODUCER_REGISTERS = 40
+_CONSUMER_REGISTERS = 232
+
+
+class Operand(NamedTuple):
+    """Planes [planes, rows, columns], and which of them a matmul reads.
+
+    Plane ``index + b * per_batch + c * per_contracted`` takes part in batch b of the result and in
+    plane c of the contraction. `contracted` is the axis summed over within a plane.
+    """
+
+    array: Any
+    contracted: Literal[1, 2]
+    index: Any = 0
+    per_batch: int = 0
+    per_contracted: int = 0
+
+    @property
+    def free(self) -> int:
+        """The axis of a plane that the result keeps."""
+        return 3 - self.contracted
+
+
+def matmul(
+    xs: Sequence[Operand],
+    ws: Sequence[Sequence[Operand]],
+    outs: Sequence[jax.Array],
+    out_index: Any,
+    addends: Sequence[jax.Array] = (),
+    *,
+    batch: int,
+    contracted_planes: int = 1,
+    tiles: Tiles,
+    multiprocessors: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """Returns `outs` with plane ``b * J + out_index`` of each written, for every batch b.
+
+    Args:
+      xs: one operand for each term p of the sum; all bfloat16 or all float16. Every array's last
+        dimension is a multiple of 8.
+      ws: ws[p][q] multiplies xs[p] in result q.
+      outs: one for each q, [batch * J, rows, columns]. Other planes keep what they hold.
+      out_index: which of every J planes to write.
+      addends: none, or one [batch, rows, columns] for each q, added before rounding.
+      batch: of the results.
+      contracted_planes: planes of every operand that are summed over, besides its contracted axis.
+      tiles: how the work is cut.
+      multiprocessors: of the GPU, one persistent block each.
+      interpret: runs the kernel on the CPU, as for `pl.kernel`.
+    """
+    operands = [*xs, *itertools.chain.from_iterable(ws)]
+    indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
+    work = _Work(xs, ws, outs, bool(addends), batch, contracted_planes, tiles)
+    mesh = plgpu.Mesh(
+        grid=(multiprocessors // tiles.cluster,),
+        grid_names=("cluster",),
+        cluster=(tiles.cluster,),
+        cluster_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="chunk_matmul",
+    )
+    kernel = in_place_kernel(work.run, mesh, outs, interpret=interpret, name="chunk_matmul")
+    return kernel(indices, *(operand.array for operand in operands), *addends)
+
+
+class _Work:
+    """The kernel's body, and the static facts it is built from."""
+
+    def __init__(self, xs, ws, outs, with_addends, batch, contracted_planes, tiles: Tiles):
+        self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
+        numbers = itertools.count(len(xs))
+        self.ws = [[w._replace(array=None, index=next(numbers)) for w in term] for term in ws]
+        self.out_index = next(numbers)
+        self.results = len(outs)
+        self.planes_per_batch = outs[0].shape[0] // batch
+        self.with_addends = with_addends
+        self.batch = batch
+        self.contracted_planes = contracted_planes
+        self.tiles = tiles
+        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiles.contracted) for x in xs]
+        self.steps = contracted_planes * sum(self.plane_steps)
+        # What a cluster covers together counts as one tile of the walk.
+        down = tiles.rows * (2 if tiles.share == "w" else 1)
+        across = tiles.columns * (2 if tiles.share == "x" else 1)
+        self.down = pl.cdiv(outs[0].shape[1], down)
+        widths = [pl.cdiv(out.shape[2], across) for out in outs]
+        self.ends = list(itertools.accumulate(widths))
+        self.across = self.ends[-1]
+
+    def run(self, indices, *refs) -> None:
+        """What every warpgroup of every block runs."""
+        refs = iter(refs)
+        xs = list(itertools.islice(refs, len(self.xs)))
+        ws = [list(itertools.islice(refs, self.results)) for _ in self.xs]
+        addends = list(itertools.islice(refs, self.results if self.with_addends else 0))
+        outs = list(refs)
+
+        @functools.partial(
+            pl.run_scoped,
+            **self.shared_memory(xs[0].dtype),
+            **self.barriers(),
+            collective_axes="warpgroup",
+        )
+        def _(x_slices, w_slices, strips, filled, consumed, added):
+            warpgroup = lax.axis_index("warpgroup")
+            stages = (x_slices, w_slices, filled, consumed)
+
+            @pl.when(warpgroup == CONSUMERS)
+            def _():
+                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+                self.produce(indices, xs, ws, stages)
+
+            @pl.when(warpgroup < CONSUMERS)
+            def _():
+                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+                self.consume(indices, warpgroup, stages, (strips, added, addends, outs))
+
+    def shared_memory(self, dtype: Any) -> dict[str, Any]:
+        """The stages and the strips, laid out as wgmma and the copy engine read them at full speed."""
+        tiles = self.tiles
+
+        def swizzled(*shape: int) -> Any:
+            tiling = plgpu.TilingTransform((8, SWIZZLE_ELEMENTS))
+            swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
+            return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+        def stages(operand: Operand, free: int) -> Any:
+            shape = (
+                (tiles.contracted, free) if operand.contracted == 1 else (free, tiles.contracted)
+            )
+            return swizzled(tiles.stages, *shape)
+
+        return {
+            "x_slices": stages(self.xs[0], tiles.rows),
+            "w_slices": stages(self.ws[0][0], tiles.columns),
+            "strips": swizzled(CONSUMERS, tiles.strips, tiles.half[0], STRIP_COLUMNS),
+        }
+
+    def barriers(self) -> dict[str, Any]:
+        """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""
+        tiles = self.tiles
+        in_cluster = {"num_arrivals": CONSUMERS, "num_barriers": tiles.stages}
+        return {
+            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+            "consumed": (
+                plgpu.ClusterBarrier(collective_axes=("block",), **in_cluster)
+                if tiles.cluster > 1
+                else plgpu.Barrier(**in_cluster)
+            ),
+            "added": plgpu.Barrier(num_barriers=CONSUMERS * tiles.strips),
+        }
+
+    def walk(self, visit: Callable) -> None:
+        """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles.
+
+        `turn` counts them, `row` is where the tile begins, and `on_result` takes `across`.
+        """
+        tiles, per_batch = self.tiles, self.down * self.across
+
+        @plgpu.nd_loop((self.batch * per_batch,), collective_axes="cluster")
+        def _(info):
+            (index,) = info.index
+            down, across = plgpu.planar_snake(
+                lax.rem(index, per_batch),
+                (self.down, self.across),
+                0 if tiles.sweep == "rows" else 1,
+                tiles.sweep_width,
+            )
+            if tiles.share == "w":
+                down = 2 * down + lax.axis_index("block")
+            visit(info.local_index, lax.div(index, per_batch), down * tiles.rows, across)
+
+    def on_result(self, across: Any, act: Callable) -> None:
+        """Calls ``act(q, column)``, q a number: the result, and the column, at `across`."""
+        for q, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
+            tile = across - start
+            if self.tiles.share == "x":
+                tile = 2 * tile + lax.axis_index("block")
+            here = functools.partial(act, q, tile * self.tiles.columns)
+            here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
+
+    def produce(self, indices, xs, ws, stages) -> None:
+        """Fills the stages in turn, each as soon as all its readers let it go."""
+        tiles, consumed = self.tiles, stages[3]
+
+        def visit(turn, batch, row, across):
+            def load_terms(q, column):
+                first = turn * self.steps
+                for p, steps in enumerate(self.plane_steps):
+                    x, w = self.xs[p], self.ws[p][q]
+                    read_x = _reader(xs[p], x, indices, batch, pl.ds(row, tiles.rows))
+                    read_w = _reader(ws[p][q], w, indices, batch, pl.ds(column, tiles.columns))
+                    self.load(first, steps, read_x, read_w, stages)
+                    first += self.contracted_planes * steps
+
+            self.on_result(across, load_terms)
+
+        self.walk(visit)
+        filled = self.turns() * self.steps
+
+        # No block may leave while another still signals to it.
+        @pl.loop(0, jnp.minimum(filled, tiles.stages))
+        def _(slot):
+            plgpu.barrier_wait(consumed.at[slot])
+
+    def load(self, first, steps: int, read_x: Callable, read_w: Callable, stages) -> None:
+        """Copies the slices of one term, from stage number `first` on."""
+        tiles = self.tiles
+        x_slices, w_slices, filled, consumed = stages
+
+        @pl.loop(0, self.contracted_planes * steps)
+        def _(step):
+            count = first + step
+            slot = lax.rem(count, tiles.stages)
+
+            @pl.when(count >= tiles.stages)
+            def _():
+                plgpu.barrier_wait(consumed.at[slot])
+
+            plane, within = (
+                (0, step)
+                if self.contracted_planes == 1
+                else (lax.div(step, steps), lax.rem(step, steps))
+            )
+            along = pl.ds(within * tiles.contracted, tiles.contracted)
+            for name, read, slices in (("x", read_x, x_slices), ("w", read_w, w_slices)):
+                plgpu.copy_gmem_to_smem(
+                    read(plane, along),
+                    slices.at[slot],
+                    filled.at[slot],
+                    collective_axes="block" if tiles.share == name else None,
+                )
+
+    def turns(self) -> Any:
+        """How many tiles this block visits."""
+        clusters = lax.axis_size("cluster")
+        tiles = self.batch * self.down * self.across
+        return lax.div(tiles - lax.axis_index("cluster") + clusters - 1, clusters)
+
+    def consume(self, indices, consumer, stages, destination) -> None:
+        """Multiplies this consumer's half of each tile and stores it."""
+        rows, columns = self.tiles.half
+        below = consumer * rows if self.tiles.split == "rows" else 0
+        right = consumer * columns if self.tiles.split == "columns" else 0
+        strips, added, addends, outs = destination
+        outgoing = (strips.at[consumer], added, consumer * self.tiles.strips)
+
+        def visit(turn, batch, row, across):
+            def fetch(q, column):
+                self.fetch(addends[q].at[batch], row + below, column + right, *outgoing)
+
+            if self.with_addends:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.on_result(across, fetch)
+
+            @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
+            def _(accumulator):
+                self.multiply(accumulator, turn, pl.ds(below, rows), pl.ds(right, columns), stages)
+                product = accumulator[...]
+                plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
+
+                def store(q, column):
+                    plane = outs[q].at[batch * self.planes_per_batch + indices[self.out_index]]
+                    self.store(product, plane, row + below, column + right, *outgoing)
+
+                self.on_result(across, store)
+
+        self.walk(visit)
+        plgpu.wait_smem_to_gmem(0)
+
+    def multiply(self, accumulator, turn, x_half, w_half, stages) -> None:
+        """Sums over all steps of a tile; lets go of every stage but the last."""
+        x_slices, w_slices, filled, consumed = stages
+        x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
+
+        @pl.loop(0, self.steps)
+        def _(step):
+            slot = self.slot(turn, step)
+            plgpu.barrier_wait(filled.at[slot])
+            if x_contracted == 2:
+                x = x_slices.at[slot, x_half, :]
+            else:
+                x = x_slices.at[slot].at[:, x_half].transpose((1, 0))
+            if w_contracted == 1:
+                w = w_slices.at[slot].at[:, w_half]
+            else:
+                w = w_slices.at[slot].at[w_half, :].transpose((1, 0))
+            plgpu.wgmma(accumulator, x, w)
+            # The multiply before this one is done then, and its stage free.
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(consumed.at[self.slot(turn, step - 1)])
+
+    def fetch(self, addend, row, column, strips, added, first) -> None:
+        """Starts to copy the addend's part of this half into the strips it will leave from."""
+        for i in range(self.tiles.strips):
+            columns = pl.ds(column + i * STRIP_COLUMNS, STRIP_COLUMNS)
+            source = addend.at[pl.ds(row, self.tiles.half[0]), columns]
+            plgpu.copy_gmem_to_smem(source, strips.at[i], added.at[first + i])
+
+    def store(self, product, plane, row, column, strips, added, first) -> None:
+        """Rounds the product, with the addend, and sends it off strip by strip."""
+        rows, columns = self.tiles.half
+        for i in range(columns // STRIP_COLUMNS):
+            strip = strips.at[i % self.tiles.strips]
+            value = product[:, i * STRIP_COLUMNS : (i + 1) * STRIP_COLUMNS]
+            if self.with_addends:
+                plgpu.barrier_wait(added.at[first + i])
+                value += strip[...].astype(jnp.float32)
+            else:
+                plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
+            strip[...] = value.astype(strip.dtype)
+            plgpu.commit_smem()
+            columns_here = pl.ds(column + i * STRIP_COLUMNS, STRIP_COLUMNS)
+            plgpu.copy_smem_to_gmem(strip, plane.at[pl.ds(row, rows), columns_here])
+
+    def slot(self, turn: Any, step: Any) -> Any:
+        """The stage of a step."""
+        return lax.rem(turn * self.steps + step, self.tiles.stages)
+
+
+def _reader(ref, operand: Operand, indices, batch, free) -> Callable:
+    """A function that gives the slice of an operand at (contracted plane, contracted range)."""
+    first = indices[operand.index] + batch * operand.per_batch
+
+    def read(contracted_plane, along):
+        plane = first + contracted_plane * operand.per_contracted
+        return ref.at[plane, along, free] if operand.contracted == 1 else ref.at[plane, free, along]
+
+    return read
