@@ -130,7 +130,7 @@ class Case:
             check_vma=self.check_vma,
         )
 
-    def run(self, mesh: Mesh, arrays: tuple) -> Outcome:
+    def run(self, mesh: Mesh, arrays: tuple, jit: Callable = jax.jit) -> Outcome:
         """Results and gradients of the op, out of one compiled program."""
         fun = self.sharded(mesh)
 
@@ -139,7 +139,7 @@ class Case:
             return Outcome(ys, *transpose(dys))
 
         x, ws, dys = arrays
-        return jax.jit(results_and_gradients)(x, tuple(ws), tuple(dys))
+        return jit(results_and_gradients)(x, tuple(ws), tuple(dys))
 
     def compare(self, mesh: Mesh, seed: int = 0) -> Comparison:
         """Runs the case, and the reference."""

@@ -1,0 +1,176 @@
+"""Processes that run the ops together, each `python -m tests.processes ADDRESS NUMBER FILE`.
+
+Each writes to FILE for every case how far its shards are from the reference, in units of what is
+allowed, what was decided, and what the library said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from collective_matmul import overlap_jit
+from collective_matmul.choose import record_decisions
+from collective_matmul.implementations import IMPLEMENTATIONS
+from tests.reference import AXIS, OPS, Case, reference
+
+PROCESSES = 2
+LOCAL_DEVICES = 2
+#: Sizes of the axes ("data", AXIS): a ring over all processes, and one ring within each.
+ACROSS, WITHIN = (1, PROCESSES * LOCAL_DEVICES), (PROCESSES, LOCAL_DEVICES)
+IMPLEMENTATIONS_ON = {ACROSS: (None, *IMPLEMENTATIONS), WITHIN: (None, "ring")}
+
+# A process that waits for one that has died would wait for ever.
+TIMEOUT_SECONDS = 120
+
+
+class Report(NamedTuple):
+    """What one process found out about one call of an op.
+
+    Attributes:
+      mesh: sizes of the axes "data" and AXIS.
+      op: the name of the op.
+      implementation: as the op took it.
+      error: the largest of a result or gradient on this process, over what `Case.bounds` allows.
+      decisions: the implementations that were chosen, forward and backward.
+      said: the library's warnings.
+    """
+
+    mesh: tuple[int, int]
+    op: str
+    implementation: str | None
+    error: float
+    decisions: list[str]
+    said: list[str]
+
+
+def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[Report]]:
+    """The reports of processes that run together, each with more environment of its own.
+
+    They are written to `folder`: what a process prints is not its own alone.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    files = [folder / f"{number}.json" for number in range(len(environments))]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.processes", address, str(number), str(file)],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, (environment, file) in enumerate(zip(environments, files, strict=True))
+    ]
+
+    def output(process: subprocess.Popen) -> str:
+        printed, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        if process.returncode != 0:
+            kill(processes)  # They wait for it.
+        return f"exit status {process.returncode}\n{printed}"
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            outputs = list(pool.map(output, processes))
+    finally:
+        kill(processes)
+    assert all(process.returncode == 0 for process in processes), "\n\n".join(outputs)
+    return [[Report(*fields) for fields in json.loads(file.read_text())] for file in files]
+
+
+def kill(processes: Sequence[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def main(address: str, number: int, file: Path) -> None:
+    jax.distributed.initialize(address, PROCESSES, number, initialization_timeout=60)
+    reports = [
+        report(case, jax.make_mesh(sizes, ("data", AXIS), axis_types=(AxisType.Auto,) * 2))
+        for sizes, implementations in IMPLEMENTATIONS_ON.items()
+        for case in cases(sizes[1], implementations)
+    ]
+    file.write_text(json.dumps(reports))
+
+
+def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
+    # On GPUs a size that kernels are made for, and a dtype that is not rounded on the way.
+    unit, dtype = (1, "float32") if jax.default_backend() == "cpu" else (128, "bfloat16")
+    case = Case("", None, devices, (8 * unit,), 4 * unit, ((4 * unit,),), dtype=dtype)
+    return [
+        replace(case, op=op, implementation=implementation)
+        for op in OPS
+        for implementation in implementations
+    ]
+
+
+def report(case: Case, mesh: Mesh) -> Report:
+    # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing said.
+    backend = "gpu" if case.implementation is None else jax.default_backend()
+    with (
+        mock.patch.object(jax, "default_backend", lambda: backend),
+        warnings_of_the_library() as said,
+        record_decisions() as decisions,
+    ):
+        error = relative_error(case, mesh)
+    chosen = sorted({decision.implementation for decision in decisions})
+    return Report(mesh.devices.shape, case.op, case.implementation, error, chosen, said)
+
+
+def relative_error(case: Case, mesh: Mesh) -> float:
+    arrays = x, ws, dys = case.arrays()
+    placed = jax.tree.map(
+        lambda array, spec: place(array, NamedSharding(mesh, spec)),
+        (x, tuple(ws), tuple(dys)),
+        case.specs,
+    )
+    outcome = case.run(mesh, placed, overlap_jit)
+    parts = (jax.tree.leaves(part) for part in (outcome, reference(*arrays), case.bounds(arrays)))
+    return max(
+        float(np.max(abs(np.asarray(shard.data) - expected[shard.index]) / bound[shard.index]))
+        for actual, expected, bound in zip(*parts, strict=True)
+        for shard in actual.addressable_shards
+    )
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+@contextlib.contextmanager
+def warnings_of_the_library() -> Iterator[list[str]]:
+    sentences: list[str] = []
+    handler: Any = logging.Handler()
+    handler.emit = lambda record: sentences.append(record.getMessage())
+    logger = logging.getLogger("collective_matmul")
+    logger.addHandler(handler)
+    try:
+        yield sentences
+    finally:
+        logger.removeHandler(handler)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    except BaseException:
+        # An orderly exit would wait for the others, and they wait for this one.
+        traceback.print_exc()
+        os._exit(1)

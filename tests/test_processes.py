@@ -1,0 +1,52 @@
+"""Two processes of two simulated devices each: rings across them and within each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import processes
+from tests.processes import ACROSS, IMPLEMENTATIONS_ON, LOCAL_DEVICES, PROCESSES, Report
+from tests.reference import OPS
+
+every_op = pytest.mark.parametrize("op", OPS)
+
+ON_THE_CPU = {
+    "JAX_NUM_CPU_DEVICES": str(LOCAL_DEVICES),
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[Report]]:
+    return processes.start([ON_THE_CPU] * PROCESSES, tmp_path_factory.mktemp("reports"))
+
+
+def of(reports: list[Report], mesh: tuple[int, int], op: str, implementation: str | None) -> Report:
+    (report,) = (r for r in reports if (tuple(r.mesh), r[1], r[2]) == (mesh, op, implementation))
+    return report
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("mesh", "implementation"),
+    [(mesh, name) for mesh, names in IMPLEMENTATIONS_ON.items() for name in names],
+)
+def test_results_and_gradients(
+    reports: list[list[Report]], mesh: tuple[int, int], op: str, implementation: str | None
+) -> None:
+    for process in reports:
+        assert of(process, mesh, op, implementation).error <= 1
+
+
+@every_op
+def test_the_choice_across_processes_is_bulk(reports: list[list[Report]], op: str) -> None:
+    for process in reports:
+        assert of(process, ACROSS, op, None).decisions == ["bulk"]
+
+
+def test_the_reason_is_said_once(reports: list[list[Report]]) -> None:
+    for process in reports:
+        across = [sentence for r in process if tuple(r.mesh) == ACROSS for sentence in r.said]
+        assert across
+        assert all("process" in sentence for sentence in across)
+        assert len(set(across)) == len(across)
