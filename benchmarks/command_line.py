@@ -8,10 +8,11 @@ from typing import Any
 
 import tyro
 
-from benchmarks import stack
+from benchmarks import ops, stack
 from benchmarks.settings import choose_platform
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "ops": (ops.Ops, ops.run),
     "stack": (stack.Stack, stack.run),
 }
 

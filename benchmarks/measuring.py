@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -126,10 +126,18 @@ class Case:
     def _compile_arrays(self) -> None:
         self._make_arrays = arrays.compile_maker([traced.arguments for traced in self._traced])
 
-    def measure(self, groups: int) -> dict[str, Result]:
+    def measure(
+        self, groups: int, seconds: float, *, again: str | None = None
+    ) -> dict[str, Result]:
         """Times the programs, contenders in turns, and returns the results.
 
         Whatever is on the devices for them is freed.
+
+        Args:
+          groups: samples for each contender.
+          seconds: how long each contender runs in each group.
+          again: a contender to time twice, the second time under "NAME again": what two times of
+            one program differ by.
         """
         assert self._make_arrays is not None, "not prepared"
         made = self._make_arrays()
@@ -141,9 +149,17 @@ class Case:
                 jax.block_until_ready(run())
                 runs.setdefault(name, {})[options] = run
         fastest = {name: self._fastest_options(name, choices) for name, choices in runs.items()}
-        timings = measure({name: runs[name][fastest[name]] for name in runs}, groups=groups)
-        for name, timing in timings.items():
-            self._describe(name, fastest[name], timing.samples)
+        chosen = {name: runs[name][fastest[name]] for name in runs}
+        if again in chosen:
+            chosen[f"{again} again"] = chosen[again]
+        timings = measure(chosen, groups=groups, seconds_per_group=seconds)
+        for name in runs:
+            self._describe(name, fastest[name], timings[name].samples)
+        if again in runs:
+            name = f"{again} again"
+            self.results[name] = replace(
+                self.results[again], samples=timings[name].samples, same_program_as=again
+            )
         self._executables.clear()
         return self.results
 

@@ -25,16 +25,10 @@ BASELINE: OptionSets = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_analytical_sol_latency_estimator": True,
     },
-    # Two spellings: XLA renamed the options.
     "pipelined": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,
-    },
-    "pipelined, jaxlib 0.12": {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_pipeline_all_gather": True,
-        "xla_gpu_pipeline_reduce_scatter": True,
     },
     "4 collectives at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
     "nothing combined": {

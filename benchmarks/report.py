@@ -9,13 +9,15 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import environment, ops_tables, tables
 from benchmarks.measuring import Result
 from benchmarks.settings import Settings
+
+Section = Callable[[dict[str, Any]], str]
 
 
 class Report:
@@ -57,7 +59,7 @@ class Report:
         now = datetime.datetime.now().strftime("%H:%M:%S")
         print(f"{now} {self.seconds:6.1f} s  {line}", flush=True)
 
-    def add(self, case: dict[str, Any], results: dict[str, Result]) -> dict[str, Any]:
+    def add(self, case: dict[str, Any], results: dict[str, Result]) -> None:
         """Adds a case, writes the JSON, says how it went.
 
         Args:
@@ -67,21 +69,23 @@ class Report:
         whole = {**case, "contenders": {n: with_times(r) for n, r in results.items()}}
         whole["gpus"] = environment.gpu_state()
         self.content["cases"].append(_plain(whole))
-        for name, result in whole["contenders"].items():
-            said = result["failure"] or _milliseconds(result)
-            self.say(f"{case['name']:<28} {name:<14} {said}")
+        said = "; ".join(_sentence(name, r) for name, r in whole["contenders"].items())
+        self.say(f"{case['name']}: {said}")
         self.write()
-        return whole
 
     def write(self) -> None:
-        """Writes report.json; a reader never sees half of it."""
-        part = self.folder / "report.json.part"
-        part.write_text(json.dumps(self.content, indent=1, allow_nan=False) + "\n")
-        part.replace(self.folder / "report.json")
+        """Writes report.json and report.md; a reader never sees half of one."""
+        for name, text in (
+            ("report.json", json.dumps(self.content, indent=1, allow_nan=False) + "\n"),
+            ("report.md", markdown(self.content)),
+        ):
+            part = self.folder / f"{name}.part"
+            part.write_text(text)
+            part.replace(self.folder / name)
 
 
 def with_times(result: Result) -> dict[str, Any]:
-    """A result as JSON, with the median and the quartiles of its samples."""
+    """A result as JSON, with the median, least and most of its samples."""
     content = dataclasses.asdict(result)
     if result.samples:
         content["median"] = statistics.median(result.samples)
@@ -89,18 +93,23 @@ def with_times(result: Result) -> dict[str, Any]:
     return content
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column holds names, the others numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def markdown(content: dict[str, Any]) -> str:
+    """The tables of a report."""
+    if content["benchmark"] == "ops":
+        own = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
+    else:
+        own = [tables.times, tables.over_ceiling, tables.memory, tables.compilation]
+        own += [tables.options_tried, tables.decisions]
+    sections: list[Section] = [tables.title, tables.environment, *own, tables.failures]
+    written = [section(content) for section in sections]
+    return "\n\n".join(section for section in written if section) + "\n"
 
 
-def _milliseconds(result: dict[str, Any]) -> str:
-    if "median" not in result:
-        return f"same program as {result['same_program_as']}"
-    low, high = (f"{1e3 * result[name]:.3f}" for name in ("low", "high"))
-    compiled = f"compiled in {result['compile_seconds']:.1f} s"
-    return f"{1e3 * result['median']:.3f} ms [{low}, {high}]  {result['options']}, {compiled}"
+def _sentence(name: str, result: dict[str, Any]) -> str:
+    if result["failure"] is not None:
+        return f"{name}: {result['failure']}"
+    same = f" (same program as {result['same_program_as']})" if result["same_program_as"] else ""
+    return f"{name} {1e3 * result['median']:.3f} ms{same}"
 
 
 def _default_folder(benchmark: str) -> Path:

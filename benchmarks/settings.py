@@ -27,6 +27,8 @@ class Settings:
     """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
     groups: int = 7
     """Timed groups; within each all contenders take turns."""
+    group_seconds: float = 0.05
+    """How long each contender runs in each group."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of all arrays."""
     compile_threads: int = 8
@@ -46,8 +48,9 @@ def check(settings: Settings) -> None:
             raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
     if settings.devices < 0:
         raise ValueError(f"devices={settings.devices}: expected a number of devices, or 0 for all")
-    if not settings.limit_seconds > 0:
-        raise ValueError(f"limit_seconds={settings.limit_seconds}: expected more than 0")
+    for name in ("group_seconds", "limit_seconds"):
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
 
 
 def choose_platform(settings: Settings) -> None:

@@ -111,7 +111,8 @@ def run(settings: Stack) -> Report:
             break
         case = Case(contenders, functools.partial(build, stack, operands))
         prepare([case], settings.compile_threads)
-        report.add(_describe(stack, operands), case.measure(settings.groups))
+        results = case.measure(settings.groups, settings.group_seconds)
+        report.add(_describe(stack, operands), results)
     return report
 
 

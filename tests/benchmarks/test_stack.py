@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
-import numpy as np
 import pytest
 
-from benchmarks import arrays, command_line, contenders, settings, stack
-from benchmarks.measuring import trace
-from benchmarks.programs import Operands
-
-DEVICES = 4
-# Sums over at most 64 numbers in another order, in float32.
-TOLERANCE = 1e-4
+from benchmarks import command_line, settings, stack
+from tests.benchmarks.compiling import (
+    COMPUTING,
+    assert_close,
+    assert_whole_and_silent,
+    compiled,
+)
 
 
 @pytest.fixture(scope="module")
 def mesh(make_mesh):
-    return make_mesh({"tensor": DEVICES})
+    return make_mesh({"tensor": 4})
 
 
-def stack_case(direction, layers=2):
-    return stack.StackCase(stack.FeedForward("test", 16, 8, 64), direction, layers)
-
-
-def compiled(mesh, case, name):
-    """A contender's executable for the case, and its arguments."""
-    contender = contenders.make(name, mesh, try_options=False)
-    program = stack.build(case, Operands(mesh, np.dtype("float32")), contender)
-    options, jit = next(iter(contender.jits.items()))
-    executable = trace(name, options, jit, program).lowered.compile()
-    return executable, arrays.compile_maker([program.arguments])().fill(program.arguments)
+def building(direction, layers=2):
+    case = stack.StackCase(stack.FeedForward("test", 16, 8, 64), direction, layers)
+    return functools.partial(stack.build, case)
 
 
 def reference(x, weights, cotangent):
@@ -47,29 +39,18 @@ def reference(x, weights, cotangent):
     return result, *vjp(cotangent)
 
 
-@pytest.mark.parametrize("name", [name for name in contenders.names() if name != "ceiling"])
+@pytest.mark.parametrize("name", COMPUTING)
 def test_every_contender_computes_the_stack_and_its_gradients(mesh, name):
-    run, arguments = compiled(mesh, stack_case("forward_backward"), name)
-    jax.tree.map(
-        lambda actual, expected: np.testing.assert_allclose(
-            actual, expected, rtol=TOLERANCE, atol=TOLERANCE
-        ),
-        jax.device_get(run(*arguments)),
-        reference(*arguments),
-    )
+    run, arguments = compiled(building("forward_backward"), mesh, name)
+    jax.tree.map(assert_close, jax.device_get(run(*arguments)), reference(*arguments))
 
 
 @pytest.mark.parametrize(("direction", "dots"), [("forward", 2), ("forward_backward", 6)])
 def test_ceiling_keeps_every_matmul_whole_and_communicates_nothing(mesh, direction, dots):
     layers = 3
-    run, _ = compiled(mesh, stack_case(direction, layers), "ceiling")
-    baseline, _ = compiled(mesh, stack_case(direction, layers), "baseline")
-    text = run.as_text()
-    assert not any(word in text for word in ("all-gather", "reduce-scatter", "all-reduce"))
-    assert text.count(" dot(") == dots * layers == baseline.as_text().count(" dot(")
-    flops = [program.cost_analysis()["flops"] for program in (run, baseline)]
-    # Within what adding up the partial sums of a reduce-scatter takes.
-    assert flops[0] == pytest.approx(flops[1], rel=0.02)
+    ceiling, _ = compiled(building(direction, layers), mesh, "ceiling")
+    baseline, _ = compiled(building(direction, layers), mesh, "baseline")
+    assert_whole_and_silent(ceiling, baseline, dots * layers)
 
 
 def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
@@ -88,6 +69,7 @@ def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
         assert results["auto"]["same_program_as"] == "bulk"
         assert results["auto"]["samples"] == results["bulk"]["samples"]
     assert "tiny M=32 forward" in capsys.readouterr().out
+    assert "| tiny M=32 forward |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,19 +84,9 @@ def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(
     tmp_path, capsys, arguments, sentence
 ):
+    given = ["stack", "--platform", "cpu", "--shapes", "tiny", "--output", str(tmp_path)]
     with pytest.raises(SystemExit) as stopped:
-        command_line.main(
-            [
-                "stack",
-                "--platform",
-                "cpu",
-                "--shapes",
-                "tiny",
-                "--output",
-                str(tmp_path),
-                *arguments,
-            ]
-        )
+        command_line.main([*given, *arguments])
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

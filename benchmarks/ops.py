@@ -1,0 +1,274 @@
+"""``python -m benchmarks ops``: each op alone, over the shapes of Llama 3, beside bulk.
+
+An op is repeated in one executable, each time with other weights; a repetition starts when the one
+before has ended. Legend of global shapes: M rows, K contracted, N columns; an all-gather shards M
+and N, a reduce-scatter K, and M of its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import contenders as taking_part
+from benchmarks.communication import COLUMNS, ROWS, Communication
+from benchmarks.contenders import Contender
+from benchmarks.measuring import Case, prepare
+from benchmarks.programs import Direction, Operands, Program, place, with_gradients
+from benchmarks.report import Report
+from benchmarks.settings import Settings, check, check_names, make_mesh
+from models import config as models
+from models.config import LlamaConfig
+
+Op = Literal["all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matmul of a model: K contracted, and N for each weight."""
+
+    name: str
+    op: Op
+    contracted: int
+    columns: tuple[int, ...]
+
+
+def projections(name: str, config: LlamaConfig) -> list[Projection]:
+    """The projections of a Llama's block that communicate."""
+    k, f = config.features, config.hidden_features
+    heads, shared = config.num_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return [
+        Projection(f"{name} qkv", "all_gather", k, (heads, shared, shared)),
+        Projection(f"{name} attention output", "reduce_scatter", heads, (k,)),
+        Projection(f"{name} gate and up", "all_gather", k, (f, f)),
+        Projection(f"{name} up", "all_gather", k, (f,)),
+        Projection(f"{name} down", "reduce_scatter", f, (k,)),
+    ]
+
+
+LLAMAS = {
+    "debug": models.debug(),
+    "8B": models.llama3_8b(),
+    "70B": models.llama3_70b(),
+    "405B": models.llama3_405b(),
+}
+
+#: Sizes that fill no tile or no wave: N not a multiple of 128 per device, K = 5120.
+AWKWARD = (
+    Projection("K=5120", "all_gather", 5120, (13_824,)),
+    Projection("K=5120", "reduce_scatter", 13_824, (5120,)),
+    Projection("N=11000", "all_gather", 4096, (11_000,)),
+    Projection("K=11000", "reduce_scatter", 11_000, (4096,)),
+)
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One op of one shape, repeated."""
+
+    projection: Projection
+    rows: int
+    direction: Direction
+    repetitions: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.projection.name} {self.projection.op} M={self.rows} {self.direction}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops(Settings):
+    """Each op alone, over shapes of Llama 3 and awkward ones."""
+
+    models: tuple[str, ...] = ("8B", "70B", "405B")
+    """Whose projections: 8B, 70B, 405B."""
+    rows: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+    """M to try each projection with."""
+    awkward_rows: tuple[int, ...] = (3072, 8192)
+    """M to try the awkward shapes with."""
+    directions: tuple[Direction, ...] = ("forward", "forward_backward")
+    cases: int = 96
+    """Measure that many cases, drawn from all there are; 0 measures all."""
+    contenders: tuple[str, ...] = ("bulk", "auto", "ceiling")
+    """Who takes part."""
+    repetitions: int = 4
+    """Of the op in one executable; half as many from 16,384 rows on."""
+    noise_checks: int = 8
+    """Time bulk twice in that many cases: two times of one program."""
+    compile_cases: int = 24
+    """Cases compiled at the same time, before they are measured."""
+    compile_threads: int = 32
+    """Programs compiled at the same time."""
+    groups: int = 5
+    """Timed groups; within each all contenders take turns."""
+
+    def chosen_cases(self) -> list[OpCase]:
+        """The cases to measure, in an order that leaves a fair choice wherever it is cut off."""
+        llama = [p for name in self.models for p in projections(name, LLAMAS[name])]
+        shapes = [(projection, rows) for projection in llama for rows in self.rows]
+        shapes += [(projection, rows) for projection in AWKWARD for rows in self.awkward_rows]
+        cases = [
+            OpCase(projection, rows, direction, self._repetitions(rows))
+            for projection, rows in shapes
+            for direction in self.directions
+        ]
+        return random.Random(0).sample(cases, min(self.cases or len(cases), len(cases)))
+
+    def _repetitions(self, rows: int) -> int:
+        return max(1, self.repetitions // 2) if rows >= 16_384 else self.repetitions
+
+
+def run(settings: Ops) -> Report:
+    """Measures every case; returns the report.
+
+    Raises:
+      ValueError: for settings that do not fit together or to the devices.
+    """
+    check(settings)
+    check_names("models", settings.models, list(LLAMAS))
+    check_names("contenders", settings.contenders, taking_part.names())
+    for name in ("repetitions", "compile_cases"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
+    mesh = make_mesh(settings)
+    chosen = settings.chosen_cases()
+    for op_case in chosen:
+        _check_divisible(op_case, mesh.devices.size)
+    report = Report("ops", settings)
+    contenders = [
+        taking_part.make(name, mesh, try_options=False)
+        for name in taking_part.in_order(settings.contenders)
+    ]
+    operands = Operands(mesh, settings.array_dtype)
+    for first in range(0, len(chosen), settings.compile_cases):
+        if report.out_of_time():
+            break
+        batch = chosen[first : first + settings.compile_cases]
+        _measure(batch, contenders, operands, settings, report)
+    return report
+
+
+def _measure(
+    batch: Sequence[OpCase],
+    contenders: Sequence[Contender],
+    operands: Operands,
+    settings: Ops,
+    report: Report,
+) -> None:
+    cases = [Case(contenders, functools.partial(build, case, operands)) for case in batch]
+    prepare(cases, settings.compile_threads)
+    report.say(f"compiled {len(cases)} cases")
+    for op_case, case in zip(batch, cases, strict=True):
+        if report.out_of_time():
+            break
+        checks_noise = len(report.content["cases"]) < settings.noise_checks
+        results = case.measure(
+            settings.groups, settings.group_seconds, again="bulk" if checks_noise else None
+        )
+        report.add(_describe(op_case, operands), results)
+
+
+def _check_divisible(case: OpCase, devices: int) -> None:
+    projection = case.projection
+    sizes = [("rows", case.rows)]
+    if projection.op == "all_gather":
+        sizes += [("columns", size) for size in projection.columns]
+    else:
+        sizes += [("contracted", projection.contracted)]
+    for name, size in sizes:
+        if size % devices:
+            raise ValueError(
+                f"{name}={size} of {case.name!r}: not divisible by {devices} devices; choose other"
+                " --rows, --models or --devices"
+            )
+
+
+def _describe(case: OpCase, operands: Operands) -> dict[str, Any]:
+    return {**asdict(case), "name": case.name, "devices": operands.mesh.devices.size}
+
+
+def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
+    """The case as a contender's program.
+
+    Forward it maps (xs, weights) to results, one for each repetition; forward and backward it maps
+    (xs, weights, cotangents) to (results, gradients of xs, gradients of weights).
+    """
+    kind = _all_gather if case.projection.op == "all_gather" else _reduce_scatter
+    op = kind(case, operands, contender.communication)
+    weights = [
+        tuple(
+            operands.weight(op.w_spec, case.projection.contracted, n, seed)
+            for n in case.projection.columns
+        )
+        for seed in range(case.repetitions)
+    ]
+
+    def forward(xs, weights):
+        results: list[Any] = []
+        for x, ws in zip(xs, weights, strict=True):
+            if results:
+                x, results[-1] = lax.optimization_barrier((x, results[-1]))
+            results.append(op.call(x, ws))
+        return results
+
+    def forward_backward(xs, weights, cotangents):
+        results, x_gradients, w_gradients = with_gradients(forward)(xs, weights, cotangents)
+        return results, [op.gradient(x) for x in x_gradients], w_gradients
+
+    fun, arguments = forward, ([op.x] * case.repetitions, weights)
+    in_specs, out_specs = (op.x_spec, op.w_spec), op.y_spec
+    if case.direction == "forward_backward":
+        fun, arguments = forward_backward, (*arguments, [op.y] * case.repetitions)
+        in_specs, out_specs = (*in_specs, op.y_spec), (op.y_spec, *in_specs)
+    placed = place(contender.communication, operands.mesh, fun, in_specs, out_specs)
+    return Program(placed, arguments)
+
+
+class _Op(NamedTuple):
+    """One repetition: its operand x, its result y, and where both and the weights lie."""
+
+    call: Callable[[Any, Sequence[jax.Array]], Any]
+    gradient: Callable[[Any], Any]
+    x: Any
+    y: Any
+    x_spec: P
+    w_spec: P
+    y_spec: P
+
+
+def _all_gather(case: OpCase, operands: Operands, communication: Communication) -> _Op:
+    columns = case.projection.columns
+    return _Op(
+        call=communication.all_gather_matmul,
+        gradient=communication.result,
+        x=operands.rows(communication, case.rows, case.projection.contracted),
+        y=tuple(operands.activations(COLUMNS, case.rows, n, seed=1) for n in columns),
+        x_spec=ROWS,
+        w_spec=COLUMNS,
+        y_spec=COLUMNS,
+    )
+
+
+def _reduce_scatter(case: OpCase, operands: Operands, communication: Communication) -> _Op:
+    (columns,) = case.projection.columns
+    result = communication.result
+
+    def call(x: jax.Array, ws: Sequence[jax.Array]) -> Any:
+        return result(communication.matmul_reduce_scatter(x, ws[0]))
+
+    return _Op(
+        call=call,
+        gradient=lambda gradient: gradient,
+        x=operands.activations(COLUMNS, case.rows, case.projection.contracted),
+        y=result(operands.rows(communication, case.rows, columns, seed=1)),
+        x_spec=COLUMNS,
+        w_spec=ROWS,
+        y_spec=ROWS,
+    )
