@@ -1,0 +1,131 @@
+"""What others offer for the same layers, measured for comparison.
+
+PyTorch runs one process per GPU, so `torch_stack` starts it beside this one and reads what it
+wrote. Nothing here imports PyTorch, and the processes it starts do not import JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from benchmarks.stack import StackCase
+
+PEERS = ("torch", "torch_async_tp")
+
+#: NVLink multicast can take the GPUs of a shared host out of service.
+MULTICAST_OFF = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+#: To start PyTorch and NCCL, and to end a case that has begun.
+_GRACE_SECONDS = 60.0
+
+
+@dataclass
+class PeerRun:
+    """What was measured, and why that is not everything, if so.
+
+    Each result holds: peer, direction, shape, rows, features, hidden_features, layers, devices,
+    dtype, versions; options (the variant that was fastest), tried (seconds per call of each in a
+    short trial), samples (seconds per call, one for each group), milliseconds (median, q1, q3),
+    relative_error (of results and gradients, the largest over arrays and devices); or failure.
+    """
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    reason: str | None = None
+
+
+def torch_stack(
+    cases: Sequence[StackCase],
+    *,
+    devices: int,
+    peers: Sequence[str] = PEERS,
+    variants: Sequence[str] = ("eager", "CUDA graph"),
+    platform: Literal["gpu", "cpu"] = "gpu",
+    dtype: str = "bfloat16",
+    groups: int = 7,
+    limit_seconds: float = 90.0,
+) -> PeerRun:
+    """Times PyTorch on the cases of `benchmarks.stack`, a process per device.
+
+    The GPUs are shared with this process, which must not use them meanwhile and must have left
+    PyTorch some 20 GB of their memory.
+
+    Args:
+      cases: what to time.
+      devices: processes, each with its own GPU, or CPU cores.
+      peers: "torch" gathers and scatters with NCCL, "torch_async_tp" with the fused operators of
+        PyTorch's async tensor parallelism.
+      variants: how each runs: "eager", "CUDA graph", "compiled" (torch.compile on a layer); the
+        fastest counts.
+      platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.
+      dtype: of all arrays.
+      groups: timed groups; in each, the peers take turns.
+      limit_seconds: no further case begins after this many seconds.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return PeerRun(reason="PyTorch is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        job, output = Path(folder, "job.json"), Path(folder, "results.json")
+        settings = {
+            "cases": [_flat(case) for case in cases],
+            "devices": devices,
+            "peers": list(peers),
+            "variants": list(variants),
+            "platform": platform,
+            "dtype": dtype,
+            "groups": groups,
+            "limit_seconds": limit_seconds,
+            "output": str(output),
+        }
+        job.write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "benchmarks.peers.torch_tensor_parallel", str(job)]
+        reason = _run(command, limit_seconds + _GRACE_SECONDS)
+        results = json.loads(output.read_text()) if output.exists() else []
+        return PeerRun(results, reason)
+
+
+def _flat(case: StackCase) -> dict[str, Any]:
+    described = asdict(case)
+    shape = described.pop("shape")
+    return {**described, "shape": shape.pop("name"), **shape}
+
+
+def _run(command: list[str], timeout: float) -> str | None:
+    """Runs it with all the processes that it starts; why it failed, or None."""
+    process = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **MULTICAST_OFF},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            _, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return f"PyTorch was stopped after {timeout:g} seconds"
+        finally:
+            # A device's process would wait for ever for one that has died.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode == 0:
+        return None
+    print(errors, file=sys.stderr, flush=True)
+    last = errors.strip().splitlines()[-1:] or ["it said nothing"]
+    return f"PyTorch failed with exit status {process.returncode}: {last[0]}"
