@@ -10,7 +10,8 @@ from pathlib import Path
 import tyro
 
 from benchmarks.peers import PEERS, torch_stack
-from benchmarks.stack import Direction, Stack
+from benchmarks.programs import Direction
+from benchmarks.stack import Stack
 
 
 def main(
