@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.stack import StackCase
 
 PEERS = ("torch", "torch_async_tp")
+VARIANTS = ("eager", "CUDA graph", "compiled")
 
 #: NVLink multicast can take the GPUs of a shared host out of service.
 MULTICAST_OFF = {
@@ -76,7 +77,11 @@ def torch_stack(
       dtype: of all arrays.
       groups: timed groups; in each, the peers take turns.
       limit_seconds: no further case begins after this many seconds.
+
+    Raises:
+      ValueError: for unknown peers or variants, and for sizes that the devices do not divide.
     """
+    _check(cases, devices, peers, variants)
     if importlib.util.find_spec("torch") is None:
         return PeerRun(reason="PyTorch is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +102,21 @@ def torch_stack(
         reason = _run(command, limit_seconds + _GRACE_SECONDS)
         results = json.loads(output.read_text()) if output.exists() else []
         return PeerRun(results, reason)
+
+
+def _check(
+    cases: Sequence[StackCase], devices: int, peers: Sequence[str], variants: Sequence[str]
+) -> None:
+    for argument, names, known in (("peers", peers, PEERS), ("variants", variants, VARIANTS)):
+        if not names or not set(names) <= set(known):
+            raise ValueError(f"{argument}={list(names)}: expected some of {', '.join(known)}")
+    for case in cases:
+        for name, size in case.divided_sizes.items():
+            if devices < 1 or size % devices:
+                raise ValueError(
+                    f"devices={devices}: does not divide {name}={size} of {case.name!r}; "
+                    "choose other shapes or devices"
+                )
 
 
 def _flat(case: StackCase) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import tyro
 
 from benchmarks.peers import PEERS, torch_stack
 from benchmarks.programs import Direction
-from benchmarks.stack import Stack
+from benchmarks.settings import check_names
+from benchmarks.stack import SHAPES, Stack
 
 
 def main(
@@ -41,14 +42,18 @@ def main(
         output: Where to write the results, as JSON.
     """
     stack = Stack(shapes=shapes, directions=directions, layers=layers, sweep_m=sweep_m)
-    run = torch_stack(
-        stack.cases(),
-        devices=devices,
-        peers=peers,
-        variants=variants,
-        groups=groups,
-        limit_seconds=limit_seconds,
-    )
+    try:
+        check_names("shapes", shapes, list(SHAPES))
+        run = torch_stack(
+            stack.cases(),
+            devices=devices,
+            peers=peers,
+            variants=variants,
+            groups=groups,
+            limit_seconds=limit_seconds,
+        )
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if output is not None:
         output.write_text(json.dumps(dataclasses.asdict(run), indent=1) + "\n")
     if run.reason is not None:

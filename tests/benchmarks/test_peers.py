@@ -29,6 +29,20 @@ def test_without_pytorch_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert (run.results, run.reason) == ([], "PyTorch is not installed")
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"peers": ["jax"]}, r"peers=\['jax'\]: expected some of torch, torch_async_tp"),
+        ({"variants": ()}, r"variants=\[\]: expected some of eager"),
+        ({"devices": 3}, "devices=3: does not divide rows=64 of 'tiny forward'"),
+        ({"devices": 0}, "devices=0: does not divide"),
+    ],
+)
+def test_refusals(options: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        torch_stack(CASES, **{"devices": 2, **options})
+
+
 @pytest.mark.parametrize("written", [[{"peer": "torch"}], None])
 def test_what_was_measured_before_a_failure_is_kept(
     written: list | None, monkeypatch: pytest.MonkeyPatch
