@@ -1,5 +1,6 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
+from collective_matmul.choose.explain import explain
 from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
@@ -12,6 +13,7 @@ __all__ = [
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
     "all_gather_matmul",
+    "explain",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap_jit",

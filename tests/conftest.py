@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import hypothesis
@@ -38,10 +38,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rehearse",
+        action="store_true",
+        help="with -m gpu: run the tests for GPUs on simulated devices, at small sizes",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the devices before JAX first looks for them: GPUs under `-m gpu`, else the CPU."""
     marker_expression = config.option.markexpr
-    if "gpu" in marker_expression and "not gpu" not in marker_expression:
+    wants_gpus = "gpu" in marker_expression and "not gpu" not in marker_expression
+    if wants_gpus and not config.option.rehearse:
         # The CPU too, for what a test compares with.
         jax.config.update("jax_platforms", "cuda,cpu")
     else:
@@ -55,8 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fails a GPU test that finds no GPU; skipped, it would look as if it had been checked."""
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+    rehearsed = item.config.option.rehearse
+    if item.get_closest_marker("gpu") and not rehearsed and jax.default_backend() != "gpu":
         pytest.fail("needs an NVIDIA GPU, and jax finds none: run it where there is one")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this machine's user has tuned decides nothing in tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path_factory.mktemp("tables")))
+        yield
 
 
 def pytest_report_header() -> str:

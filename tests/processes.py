@@ -26,8 +26,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import overlap_jit
-from collective_matmul.choose import record_decisions
+from collective_matmul.choose import decision, record_decisions
 from collective_matmul.implementations import IMPLEMENTATIONS
+from tests.choose.sites import H200
 from tests.reference import AXIS, OPS, Case, reference
 
 PROCESSES = 2
@@ -123,14 +124,16 @@ def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
 
 def report(case: Case, mesh: Mesh) -> Report:
     # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing said.
-    backend = "gpu" if case.implementation is None else jax.default_backend()
+    devices = contextlib.nullcontext()
+    if case.implementation is None:
+        devices = mock.patch.object(decision, "_device", lambda: H200)
     with (
-        mock.patch.object(jax, "default_backend", lambda: backend),
+        devices,
         warnings_of_the_library() as said,
         record_decisions() as decisions,
     ):
         error = relative_error(case, mesh)
-    chosen = sorted({decision.implementation for decision in decisions})
+    chosen = sorted({taken.implementation for taken in decisions})
     return Report(mesh.devices.shape, case.op, case.implementation, error, chosen, said)
 
 

@@ -1,39 +1,130 @@
-"""Seconds that bulk and ring are predicted to take on an NVLink Hopper GPU.
+"""Seconds that bulk and ring take by prediction, for sites that no measurement is near to.
 
-A bulk op takes its collective and its matmul one after the other. A ring takes its matmul, since
-the transfers run under it, but never less than the host needs to issue its permutes: each has a
-rendezvous between the threads that drive the devices, and below some size that is all a ring does.
+The constants are of Hopper GPUs joined by NVLink and NVSwitch, measured inside compiled stacks of
+bfloat16 layers on four H200. There the chip is limited by its power: whatever lets the tensor cores
+rest lets the next matmul run faster. So a pass over memory, or a collective, adds less to a stack
+than it takes alone, and a full wave of tiles runs faster than matmuls do in the long run.
 
-The constants were measured on H200 GPUs with jax 0.11.2, bfloat16, inside compiled stacks.
+Only the ring of XLA's own matmuls is modelled. Kernels that save it passes make it faster than
+predicted; whether they do is for a table to say.
 """
 
 from __future__ import annotations
 
-from collective_matmul.choose.site import Site
+import math
 
-MATMUL_FLOPS_PER_SECOND = 7.0e14
-COLLECTIVE_BYTES_PER_SECOND = 2.5e11
-COLLECTIVE_LATENCY_SECONDS = 20e-6
-HOST_SECONDS_PER_PERMUTE = 50e-6
-RING_OVERHEAD = 1.04  # Chunks written into place, accumulators added, partial waves.
+import numpy as np
+
+from collective_matmul.choose.site import Site
+from collective_matmul.choose.tables import Prediction
+
+#: As JAX names the GPUs that the constants are true of.
+DEVICE_KINDS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+
+#: A ring must be predicted to gain this much over bulk: by so much the model was seen to overrate
+#: rings where it was compared with measurements.
+MARGIN = 0.05
+
+MULTIPROCESSORS = 132
+#: Rows and columns of a tile of a matmul, and its share of the peak rate.
+TILES = ((128, 256, 1.0), (128, 128, 0.75), (64, 128, 0.5))
+PEAK_FLOPS_PER_SECOND = 8.4e14
+SUSTAINED_FLOPS_PER_SECOND = 6.2e14
+OPERAND_BYTES_PER_SECOND = 4.0e12
+KERNEL_SECONDS = 3e-6
+
+COLLECTIVE_SECONDS = 33e-6
+COLLECTIVE_BYTES_PER_SECOND = 5.2e11
+#: XLA runs part of a backward's collectives under the matmul of the weight gradient.
+COLLECTIVE_EXPOSED_IN_BACKWARD = 0.5
+
+COPY_SECONDS = 10e-6
+COPY_BYTES_PER_SECOND = 3.76e11
+PASS_BYTES_PER_SECOND = 6.5e12
+#: Threads that drive the devices meet at every permute.
+HOST_SECONDS_PER_PERMUTE = 52e-6
+
+
+def predict(site: Site) -> Prediction:
+    """What the model says of bulk and of the ring."""
+    seconds = {"bulk": bulk_seconds(site), "ring": ring_seconds(site)}
+    return Prediction(seconds, MARGIN, "cost model")
 
 
 def bulk_seconds(site: Site) -> float:
-    """Predicted seconds of the collective, then the matmul."""
-    return _collective_seconds(site.bytes_communicated) + site.flops / MATMUL_FLOPS_PER_SECOND
+    """Predicted seconds of the collectives and the matmuls, one after the other."""
+    exposed = COLLECTIVE_EXPOSED_IN_BACKWARD if site.has_weight_gradient else 1.0
+    collectives = 1 + (site.rider is not None) + (site.op == "matmul_all_reduce")
+    communication = (
+        collectives * COLLECTIVE_SECONDS + site.bytes_communicated / COLLECTIVE_BYTES_PER_SECOND
+    )
+    return _matmuls(site, site.product_rows) + _weight_gradient(site) + exposed * communication
 
 
 def ring_seconds(site: Site) -> float:
-    """Predicted seconds of the ring: its matmul or its host, whichever is longer.
+    """Predicted seconds of a one-way ring: of its steps and passes, or of its host if that is more.
 
     An all-reduce is a ring for its first half; the gather that follows is a collective.
     """
-    host = (site.axis_size - 1) * HOST_SECONDS_PER_PERMUTE
-    seconds = max(RING_OVERHEAD * site.flops / MATMUL_FLOPS_PER_SECOND, host)
+    permutes = site.axis_size - 1
+    permutes_per_step = 1 if site.rider is None else 2
+    bytes_per_permute = site.bytes_communicated
+    after = 0.0
     if site.op == "matmul_all_reduce":
-        seconds += _collective_seconds(site.bytes_communicated // 2)
-    return seconds
+        bytes_per_permute //= 2
+        after = COLLECTIVE_SECONDS + bytes_per_permute / COLLECTIVE_BYTES_PER_SECOND
+    copy = COPY_SECONDS + bytes_per_permute / max(permutes, 1) / COPY_BYTES_PER_SECOND
+    multiply = _matmuls(site, site.product_rows // site.axis_size)
+    steps = permutes * max(multiply, copy) + multiply
+    device = steps + _passes(site) + _weight_gradient(site)
+    return max(device, permutes * permutes_per_step * HOST_SECONDS_PER_PERMUTE) + after
 
 
-def _collective_seconds(bytes_communicated: int) -> float:
-    return COLLECTIVE_LATENCY_SECONDS + bytes_communicated / COLLECTIVE_BYTES_PER_SECOND
+def matmul_seconds(rows: int, contracted: int, columns: int, itemsize: int = 2) -> float:
+    """Predicted seconds of one matmul: limited by its waves of tiles, by power or by memory."""
+    flops = 2 * rows * contracted * columns
+    waves = min(
+        math.ceil(math.ceil(rows / m) * math.ceil(columns / n) / MULTIPROCESSORS)
+        * (2 * m * n * contracted * MULTIPROCESSORS)
+        / (share * PEAK_FLOPS_PER_SECOND)
+        for m, n, share in TILES
+    )
+    moved = (rows * contracted + contracted * columns + rows * columns) * itemsize
+    return KERNEL_SECONDS + max(
+        waves, flops / SUSTAINED_FLOPS_PER_SECOND, moved / OPERAND_BYTES_PER_SECOND
+    )
+
+
+def _matmuls(site: Site, rows: int) -> float:
+    """Seconds of the site's matmuls on so many rows of every x."""
+    itemsize = np.dtype(site.dtype).itemsize
+    # Half-precision rates; wider numbers take as much longer as they are wider, or more.
+    return (itemsize / 2) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
+
+
+def _weight_gradient(site: Site) -> float:
+    if not site.has_weight_gradient:
+        return 0.0
+    itemsize = np.dtype(site.dtype).itemsize
+    return (itemsize / 2) * sum(
+        matmul_seconds(k, site.product_rows, n) for _, (k, n) in site.operands
+    )
+
+
+def _passes(site: Site) -> float:
+    """Seconds of the passes over memory that a ring makes and bulk does not."""
+    product = site.product_rows * site.columns
+    chunks = site.axis_size
+    if site.op == "all_gather_matmul":
+        # Every chunk of the product is read again and written into its place.
+        elements, kernels = 2 * product, chunks * len(site.operands)
+        if site.keep_gathered:
+            elements, kernels = elements + 2 * site.product_rows * site.contracted, kernels + chunks
+    else:
+        # Every chunk of x is cut out; what arrives is added to all but the first.
+        added = 3 * product * (chunks - 1) // chunks
+        elements, kernels = 2 * site.rows * site.contracted + added, 2 * chunks - 1
+        if site.rider is not None:
+            elements, kernels = elements + 2 * chunks * math.prod(site.rider), kernels + chunks
+    moved = elements * np.dtype(site.dtype).itemsize
+    return kernels * KERNEL_SECONDS / 2 + moved / PASS_BYTES_PER_SECOND

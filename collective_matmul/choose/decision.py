@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.choose.cost_model import bulk_seconds, ring_seconds
+from collective_matmul.choose import cost_model, tables
 from collective_matmul.choose.site import Site
+from collective_matmul.choose.tables import Prediction
+from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.log import say_once
+from collective_matmul.peer_access import transport_obstacle
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What carries out a site, and why."""
+    """What carries out a site, and why.
+
+    Attributes:
+      site: where.
+      implementation: by name.
+      reason: in words.
+      seconds: predicted for the implementation, a weight gradient included; None if unknown.
+      bulk_seconds: the same for bulk.
+    """
 
     site: Site
     implementation: str
     reason: str
+    seconds: float | None = None
+    bulk_seconds: float | None = None
 
 
 _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.ContextVar(
@@ -46,23 +58,29 @@ def record_decisions() -> Iterator[list[Decision]]:
 
 
 def choose(site: Site, requested: str | None) -> str:
-    """The name of the implementation for `site`: the one requested, else the faster by prediction.
+    """The name of the implementation for `site`: the one requested, else the fastest.
 
-    The prediction is of NVLink GPUs driven by one process; elsewhere a ring gains nothing over the
-    collective and bulk is chosen.
+    The fastest by measurement, of this kind of device or of one that can stand in for it; by the
+    cost model, for GPUs that it is of, where nothing near was measured. Bulk wherever nothing else
+    gains more over it than measurement or model may be wrong by.
 
     Raises:
       ValueError: if the implementation requested by name cannot carry out the site.
     """
+    prediction = _predict(site)
     if requested is None:
-        decision = _decide(site)
+        implementation, reason = _decide(site, prediction)
+    elif obstacle := _obstacle(site, requested):
+        raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
     else:
-        if obstacle := _obstacle(site, requested):
-            raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
-        decision = Decision(site, requested, "requested")
+        implementation, reason = requested, "requested"
+    seconds = prediction.seconds if prediction else {}
+    decision = Decision(
+        site, implementation, reason, seconds.get(implementation), seconds.get("bulk")
+    )
     for decisions in _recorders.get():
         decisions.append(decision)
-    return decision.implementation
+    return implementation
 
 
 def _obstacle(site: Site, implementation: str) -> str | None:
@@ -79,35 +97,62 @@ def _obstacle(site: Site, implementation: str) -> str | None:
     return None
 
 
-def _decide(site: Site) -> Decision:
+def _predict(site: Site) -> Prediction | None:
+    """Seconds by table or model; None where neither knows, or there is nothing to choose."""
+    if site.axis_size == 1 or site.flops == 0:
+        return None
+    kind = _device().device_kind
+    if found := tables.look_up(site, tables.known(kind)):
+        return found
+    return cost_model.predict(site) if kind in cost_model.DEVICE_KINDS else None
+
+
+def _decide(site: Site, prediction: Prediction | None) -> tuple[str, str]:
+    """The implementation and the reason, where none is requested."""
     if site.axis_size == 1:
-        return Decision(site, "bulk", "one device: nothing to communicate")
-    decision = _predict(site)
+        return "bulk", "one device: nothing to communicate"
+    if site.flops == 0:
+        return "bulk", "an empty array: nothing to multiply"
+    implementation, reason = _fastest(site, prediction)
     scattered = site.op != "matmul_all_reduce"
-    if decision.implementation == "bulk" and scattered and partly_automatic():
+    if implementation == "bulk" and scattered and partly_automatic():
         # XLA cannot cut an all-gather or a reduce-scatter over one axis by another that it shards
         # by itself: it would first gather what that axis shards, such as the batch. Permutes it can
         # cut, and sending each shard straight to its place is the same traffic.
-        reason = "a bulk collective would gather what the automatic mesh axes shard"
-        return Decision(site, "ring_direct", reason)
-    return decision
+        return "ring_direct", "a bulk collective would gather what the automatic mesh axes shard"
+    return implementation, reason
 
 
-def _predict(site: Site) -> Decision:
-    platform = jax.default_backend()
-    if platform not in ("gpu", "cuda", "rocm"):
-        return Decision(site, "bulk", f"on {platform} nothing runs under a matmul")
-    obstacle = _obstacle(site, "ring")
-    if jax.process_count() > 1:
-        obstacle = "copies between GPUs need all of them in one process"
-    if obstacle:
-        _say_once(f"{site.op} falls back to bulk: {obstacle}")
-        return Decision(site, "bulk", obstacle)
-    bulk, ring = bulk_seconds(site), ring_seconds(site)
-    name = "ring" if ring < bulk else "bulk"
-    return Decision(site, name, f"predicted {bulk * 1e6:.0f} µs bulk, {ring * 1e6:.0f} µs ring")
+def _fastest(site: Site, prediction: Prediction | None) -> tuple[str, str]:
+    device = _device()
+    overlaps = device.platform in ("gpu", "cuda", "rocm")
+    if prediction is None and not overlaps:
+        return "bulk", f"on {device.platform} nothing runs under a matmul"
+    obstacle = transport_obstacle(site.axis_name) if overlaps else None
+    obstacle = obstacle or _obstacle(site, "ring")
+    if prediction is None:
+        obstacle = obstacle or f"{device.device_kind} was not measured; collective_matmul.tune can"
+    if obstacle or prediction is None:
+        say_once(f"{site.op} falls back to bulk: {obstacle}")
+        return "bulk", f"fallback: {obstacle}"
+    name = prediction.fastest(IMPLEMENTATIONS)
+    return name, _comparison(prediction, name)
 
 
-@functools.cache
-def _say_once(sentence: str) -> None:
-    logging.getLogger("collective_matmul").warning(sentence)
+def _comparison(prediction: Prediction, name: str) -> str:
+    """The basis of a prediction, with bulk's seconds beside those of the best alternative."""
+    others = [other for other in prediction.seconds if other != "bulk" and other in IMPLEMENTATIONS]
+    if name == "bulk" and others:
+        name = min(others, key=prediction.seconds.__getitem__)
+    shown = dict.fromkeys(("bulk", name))
+    text = ", ".join(f"{prediction.seconds[key] * 1e6:.0f} µs {key}" for key in shown)
+    return f"{prediction.basis}: {text}"
+
+
+def _device() -> jax.sharding.AbstractDevice:
+    """The kind of device that is traced for: the mesh's if it says so, else the default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device
+    first = jax.devices()[0]
+    return jax.sharding.AbstractDevice(first.device_kind, num_cores=None, platform=first.platform)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -42,31 +42,71 @@ class Site:
     source: Source | None = field(default=None, compare=False)
 
     @property
+    def flat(self) -> Site:
+        """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N]."""
+        return replace(
+            self,
+            operands=tuple((_flat(x), w) for x, w in self.operands),
+            dtype=np.dtype(self.dtype),
+            axis_name="",
+            rider=None if self.rider is None else _flat(self.rider),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the local x: its leading dimensions multiplied together."""
+        x, _ = self.operands[0]
+        return math.prod(x[:-1])
+
+    @property
+    def contracted(self) -> int:
+        """Columns of all x that are not the same array."""
+        if self.op == "all_gather_matmul":
+            return self.operands[0][1][0]
+        return sum(w[0] for _, w in self.operands)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all results."""
+        if self.op == "all_gather_matmul":
+            return sum(w[1] for _, w in self.operands)
+        return self.operands[0][1][1]
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of the local product, before anything is scattered."""
+        return self.rows * (self.axis_size if self.op == "all_gather_matmul" else 1)
+
+    @property
     def flops(self) -> int:
-        """Floating-point operations of the whole op on one device."""
-        gathered = self.axis_size if self.op == "all_gather_matmul" else 1
-        return sum(2 * gathered * math.prod(x) * w[1] for x, w in self.operands)
+        """Floating-point operations of the op's matmuls on one device."""
+        return 2 * self.product_rows * self.contracted * self.columns
+
+    @property
+    def has_weight_gradient(self) -> bool:
+        """Whether what is gathered beside the product is for a weight gradient, as in a backward.
+
+        The matmul of that gradient is as large as those of the op.
+        """
+        return self.keep_gathered or self.rider is not None
 
     @property
     def bytes_communicated(self) -> int:
         """Bytes each device sends: D - 1 shards of what is gathered or scattered."""
-        x, w = self.operands[0]
         if self.op == "all_gather_matmul":
-            elements = (self.axis_size - 1) * math.prod(x)
+            elements = (self.axis_size - 1) * self.rows * self.contracted
         else:
-            elements = (self.axis_size - 1) * math.prod(x[:-1]) * w[1] // self.axis_size
+            elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
         if self.op == "matmul_all_reduce":
             elements *= 2
         if self.rider is not None:
             elements += (self.axis_size - 1) * math.prod(self.rider)
         return elements * np.dtype(self.dtype).itemsize
 
-    @property
-    def rows(self) -> int:
-        """Rows of the local product: the leading dimensions of x multiplied together."""
-        x, _ = self.operands[0]
-        return math.prod(x[:-1])
-
     def __str__(self) -> str:
         shapes = ", ".join(f"{list(x)} @ {list(w)}" for x, w in self.operands)
         return f"{self.op} {shapes} {np.dtype(self.dtype).name} over {self.axis_name!r}"
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1]

@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from collective_matmul.choose import Decision, Site, choose, decision, record_decisions
-from collective_matmul.choose.cost_model import (
-    HOST_SECONDS_PER_PERMUTE,
-    bulk_seconds,
-    ring_seconds,
-)
+from collective_matmul.choose import Decision, Site, choose, decision, record_decisions, tables
+from collective_matmul.choose.cost_model import bulk_seconds, ring_seconds
 from collective_matmul.choose.site import Op
 from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.log import say_once
+from tests.choose.sites import H200, site_of
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case
 
-BFLOAT16 = np.dtype(jax.numpy.bfloat16)
 every_op = pytest.mark.parametrize("op", OPS)
-
-
-def site_of(op: Op, rows: int, contracted: int, columns: int, devices: int = 4) -> Site:
-    """A layer of global sizes [rows, contracted] @ [contracted, columns], as one device sees it."""
-    if op == "all_gather_matmul":
-        shapes = (rows // devices, contracted), (contracted, columns // devices)
-    else:
-        shapes = (rows, contracted // devices), (contracted // devices, columns)
-    return Site(op, (shapes,), BFLOAT16, AXIS, devices)
 
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(decision, "_device", lambda: H200)
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kind of device was measured."""
+    monkeypatch.setattr(tables, "known", lambda kind: [])
 
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was said once before may be said again."""
-    fresh = functools.cache(decision._say_once.__wrapped__)
-    monkeypatch.setattr(decision, "_say_once", fresh)
+    monkeypatch.setattr(decision, "say_once", functools.cache(say_once.__wrapped__))
 
 
 def decide(site: Site, requested: str | None = None) -> Decision:
@@ -146,39 +139,68 @@ def test_the_cpu_has_nothing_to_run_under_a_matmul(op: Op) -> None:
     assert (taken.implementation, taken.reason) == ("bulk", "on cpu nothing runs under a matmul")
 
 
-# The measured crossings of a ring and the collective, on 4 GPUs, in rows: below the first number
-# the collective was faster, from the second on the ring.
-@every_op
-@pytest.mark.parametrize(
-    ("contracted", "columns", "collective_wins", "ring_wins"),
-    [(4096, 14336, 1024, 4096), (8192, 28672, 512, 2048)],
-)
-def test_the_prediction_has_the_measured_crossing(
-    op: Op, contracted: int, columns: int, collective_wins: int, ring_wins: int, on_gpus: None
-) -> None:
-    if op != "all_gather_matmul":
-        contracted, columns = columns, contracted
-    rows = [64 << doubling for doubling in range(9)]
-    chosen = {r: decide(site_of(op, r, contracted, columns)).implementation for r in rows}
-    if op == "matmul_all_reduce":  # The second half of its communication is never hidden.
-        assert chosen[64] == "bulk"
-        assert chosen[16384] == "ring"
-    else:
-        assert all(chosen[r] == "bulk" for r in rows if r <= collective_wins)
-        assert all(chosen[r] == "ring" for r in rows if r >= ring_wins)
-
-
-def test_the_reason_is_the_prediction(on_gpus: None) -> None:
+def test_the_reason_is_the_prediction(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
-    microseconds = f"{bulk_seconds(site) * 1e6:.0f}", f"{ring_seconds(site) * 1e6:.0f}"
-    expected = "predicted {} µs bulk, {} µs ring".format(*microseconds)
-    assert decide(site).reason == expected
+    bulk, ring = bulk_seconds(site), ring_seconds(site)
+    taken = decide(site)
+    assert (taken.implementation, taken.seconds, taken.bulk_seconds) == ("ring", ring, bulk)
+    assert taken.reason == f"cost model: {bulk * 1e6:.0f} µs bulk, {ring * 1e6:.0f} µs ring"
 
 
-@every_op
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_a_ring_costs_the_host_its_permutes(op: Op, devices: int) -> None:
-    assert ring_seconds(site_of(op, 8, 8, 8, devices)) >= (devices - 1) * HOST_SECONDS_PER_PERMUTE
+def test_a_ring_that_hardly_gains_is_not_chosen(on_gpus: None, monkeypatch) -> None:
+    for gain, name in ((1.01, "bulk"), (1.03, "ring_direct")):
+        seconds = {"bulk": 1e-4, "ring": 1.1e-4, "ring_direct": 1e-4 / gain}
+        prediction = tables.Prediction(seconds, 0.02, "measured")
+        monkeypatch.setattr(tables, "look_up", lambda site, tables, p=prediction: p)
+        taken = decide(site_of("all_gather_matmul", 8192, 8192, 8192))
+        assert taken.implementation == name
+        assert taken.reason == f"measured: 100 µs bulk, {100 / gain:.0f} µs ring_direct"
+
+
+def test_an_implementation_that_is_gone_is_not_chosen(on_gpus: None, monkeypatch) -> None:
+    prediction = tables.Prediction({"bulk": 3e-6, "ring": 2e-6, "gone": 1e-6}, 0.02, "measured")
+    monkeypatch.setattr(tables, "look_up", lambda site, tables: prediction)
+    assert decide(site_of("all_gather_matmul", 8, 8, 8)).implementation == "ring"
+
+
+def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
+    site = site_of("all_gather_matmul", 8192, 8192, 28672)
+    taken = decide(site, "ring")
+    assert (taken.seconds, taken.bulk_seconds) == (ring_seconds(site), bulk_seconds(site))
+    assert decide(site, "ring_direct").seconds is None
+
+
+def test_gpus_that_nothing_is_known_of_get_bulk_and_say_so_once(
+    nothing_said: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = AbstractDevice("NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")
+    monkeypatch.setattr(decision, "_device", lambda: device)
+    obstacle = "NVIDIA A100-SXM4-40GB was not measured; collective_matmul.tune can"
+    for _ in range(2):
+        taken = decide(site_of("all_gather_matmul", 8192, 8192, 28672))
+        assert (taken.implementation, taken.reason) == ("bulk", f"fallback: {obstacle}")
+    assert warnings_of(caplog) == [f"all_gather_matmul falls back to bulk: {obstacle}"]
+
+
+def test_the_mesh_says_what_device_is_traced_for() -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    kinds = []
+    jax.eval_shape(
+        jax.shard_map(
+            lambda x: (kinds.append(decision._device().device_kind), x)[1],
+            mesh=mesh,
+            in_specs=P(AXIS),
+            out_specs=P(AXIS),
+        ),
+        jax.ShapeDtypeStruct((8,), "float32"),
+    )
+    assert kinds == ["NVIDIA H200"]
+    assert decision._device().device_kind == jax.devices()[0].device_kind
+
+
+def test_an_empty_array_has_nothing_to_multiply(on_gpus: None) -> None:
+    taken = decide(site_of("all_gather_matmul", 0, 8, 8))
+    assert (taken.implementation, taken.reason) == ("bulk", "an empty array: nothing to multiply")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -192,23 +214,23 @@ def test_rows_that_do_not_divide_fall_back_and_say_so_once(
     reason = "8190 rows are not divisible by axis 'tensor' of size 4"
     for _ in range(2):
         taken = decide(site)
-        assert (taken.implementation, taken.reason) == ("bulk", reason)
+        assert (taken.implementation, taken.reason) == ("bulk", f"fallback: {reason}")
     assert warnings_of(caplog) == [f"matmul_all_reduce falls back to bulk: {reason}"]
 
 
 @every_op
-def test_several_processes_fall_back_and_say_so_once(
+def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
     op: Op,
     on_gpus: None,
     nothing_said: None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    reason = "copies between GPUs need all of them in one process"
+    reason = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(decision, "transport_obstacle", lambda axis_name: reason)
     for rows in (4096, 8192):
         taken = decide(site_of(op, rows, 8192, 8192))
-        assert (taken.implementation, taken.reason) == ("bulk", reason)
+        assert (taken.implementation, taken.reason) == ("bulk", f"fallback: {reason}")
     assert warnings_of(caplog) == [f"{op} falls back to bulk: {reason}"]
 
 
@@ -220,39 +242,6 @@ def test_a_named_ring_that_cannot_run_raises(implementation: str) -> None:
     ):
         choose(site_of("matmul_all_reduce", 6, 8, 8), implementation)
     assert decisions == []
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_costs_of_a_site(devices: int) -> None:
-    """Global sizes: 2 M K N operations over all devices, D - 1 of D parts of what is exchanged."""
-    rows, contracted, columns, itemsize = 64, 32, 16, 2
-    exchanged = {
-        "all_gather_matmul": rows * contracted * (devices - 1) // devices,
-        "matmul_reduce_scatter": rows * columns * (devices - 1) // devices,
-        "matmul_all_reduce": 2 * rows * columns * (devices - 1) // devices,
-    }
-    for op in OPS:
-        site = site_of(op, rows, contracted, columns, devices)
-        assert site.flops * devices == 2 * rows * contracted * columns
-        assert site.bytes_communicated == exchanged[op] * itemsize
-        assert site.rows == (rows // devices if op == "all_gather_matmul" else rows)
-
-
-def test_costs_of_several_weights_and_a_rider() -> None:
-    x, rider = (2, 6, 4), (2, 2, 5)
-    site = Site(
-        "matmul_reduce_scatter", ((x, (4, 5)), ((2, 6, 3), (3, 5))), BFLOAT16, AXIS, 3, rider
-    )
-    assert site.flops == 2 * (2 * 6 * 4 * 5 + 2 * 6 * 3 * 5)
-    # One sum is exchanged for both, and the rider is passed on twice.
-    assert site.bytes_communicated == 2 * (2 * (2 * 2 * 5) + 2 * math.prod(rider))
-
-
-def test_a_site_reads_well() -> None:
-    site = Site("all_gather_matmul", (((2, 3), (3, 4)), ((2, 3), (3, 5))), BFLOAT16, AXIS, 4)
-    assert str(site) == (
-        "all_gather_matmul [2, 3] @ [3, 4], [2, 3] @ [3, 5] bfloat16 over 'tensor'"
-    )
 
 
 @every_op

@@ -1,0 +1,95 @@
+"""Where tables lie, and which of them speak for a kind of device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from collective_matmul.choose.site import Site
+from collective_matmul.choose.tables.table import Entry, Table
+from collective_matmul.log import say_once
+
+CACHE_VARIABLE = "COLLECTIVE_MATMUL_CACHE_DIR"
+
+#: Kinds of devices without a table that ships, another kind that speaks for each, and why it can.
+STAND_INS = {
+    "NVIDIA H100 80GB HBM3": (
+        "NVIDIA H200",
+        "the same chip and links as H200, with slower memory",
+    ),
+}
+
+
+def file_name(device_kind: str) -> str:
+    """`"NVIDIA H200"` -> `"h200.jsonl"`."""
+    short = device_kind.lower().removeprefix("nvidia ")
+    return f"{re.sub(r'[^a-z0-9]+', '-', short).strip('-')}.jsonl"
+
+
+def cache_path(device_kind: str) -> Path:
+    """The file of the user's own table.
+
+    It lies in the directory that the environment variable COLLECTIVE_MATMUL_CACHE_DIR names, else
+    in ``collective_matmul`` beneath XDG_CACHE_HOME or ``~/.cache``.
+    """
+    folder = os.environ.get(CACHE_VARIABLE)
+    if not folder:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(caches) / "collective_matmul"
+    return Path(folder) / file_name(device_kind)
+
+
+def known(device_kind: str) -> list[tuple[str, Table]]:
+    """The tables that speak for a kind of device, each with where it is from, best first."""
+    tables = [("your table", read_users(cache_path(device_kind)))]
+    tables.append((f"table of {device_kind}", _shipped(device_kind)))
+    if device_kind in STAND_INS:
+        other, reason = STAND_INS[device_kind]
+        tables.append((f"table of {other}: {reason}", _shipped(other)))
+    return [(origin, table) for origin, table in tables if table is not None and table.entries]
+
+
+def read_users(path: Path) -> Table | None:
+    """The table at `path`; None if there is no file, or, after a warning, a damaged one."""
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        say_once(f"{path} is ignored, since it is no table that can be read: {error}")
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> Table:
+    del modified  # Another time is another file.
+    return Table.read(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _shipped(device_kind: str) -> Table | None:
+    file = resources.files(__package__).joinpath(file_name(device_kind))
+    return Table.read(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
+    """Adds entries to the table at `path`, new ones in place of old; returns the whole.
+
+    What is there and cannot be read stays beside it under another name.
+    """
+    present = read_users(path)
+    if present is None and path.exists():
+        path.rename(_free_name(path))
+    table = Table(device_kind, {**(present.entries if present else {}), **entries})
+    table.write(path)
+    return table
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

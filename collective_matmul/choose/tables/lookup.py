@@ -1,0 +1,116 @@
+"""What tables say of a site: its own entry, or those of sites that are nearly the same."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from collective_matmul.choose.site import Site
+from collective_matmul.choose.tables.table import CEILING, Entry, Table
+
+#: Medians of alternating groups repeat within one percent: a gain of two is no accident.
+MARGIN = 0.02
+
+#: How far an entry may be from a site, in doublings of the rows. Tables hold each layer at rows a
+#: doubling apart, so every site between two entries is near both. Over one doubling the gain of a
+#: ring can turn into a loss (0.6 to 1.1 was seen), over more nothing is known.
+REACH = 1.0
+
+#: A doubling of K or N counts as so many of the rows. They also decide how tiles fill waves, and
+#: how much there is to communicate for each operation, which rows change alike.
+WEIGHT_OF_K_AND_N = 2.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds that a site will take by implementation, bulk among them.
+
+    Attributes:
+      seconds: by the name of the implementation.
+      margin: the gain over bulk, as a fraction, from which on it is believed.
+      basis: what the seconds rest on.
+    """
+
+    seconds: Mapping[str, float]
+    margin: float
+    basis: str
+
+    def fastest(self, allowed: Container[str]) -> str:
+        """The fastest implementation of those allowed, if its gain is beyond the margin."""
+        names = [name for name in self.seconds if name == "bulk" or name in allowed]
+        best = min(names, key=self.seconds.__getitem__)
+        gain = self.seconds["bulk"] / self.seconds[best] - 1
+        return best if gain >= self.margin else "bulk"
+
+
+def look_up(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+    """What measurements tell of a site, or None.
+
+    Its own entry if there is one. Else two near entries must agree, one of no less work and one of
+    no more: between them the gain may have its crossing. With the smaller alone its gain is
+    believed, since a ring that pays there pays above; with the larger alone only that nothing pays.
+
+    Args:
+      site: what is to be predicted.
+      tables: each with where it is from, best first.
+    """
+    return _own_entry(site.flat, tables) or _near_entries(site.flat, tables)
+
+
+def _own_entry(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+    for origin, table in tables:
+        if site in table.entries:
+            seconds = _of_implementations(table.entries[site])
+            return Prediction(seconds, MARGIN, f"measured ({origin})")
+    return None
+
+
+def _near_entries(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+    found = {
+        other: (entry, origin)
+        for origin, table in reversed(tables)
+        for other, entry in table.entries.items()
+    }
+    distance = functools.partial(_doublings, site)
+    near = sorted((other for other in found if distance(other) <= REACH), key=distance)
+    smaller = next((other for other in near if other.flops <= site.flops), None)
+    larger = next((other for other in near if other.flops >= site.flops), None)
+    if not near:
+        return None
+    gains = _smallest_gains([found[other][0] for other in (smaller, larger) if other is not None])
+    if smaller is None and max(gains.values()) >= 1 + MARGIN:
+        return None
+    entry, origin = found[near[0]]
+    bulk = entry.seconds["bulk"] * site.flops / near[0].flops
+    seconds = {name: bulk / gain for name, gain in gains.items()}
+    return Prediction(seconds, MARGIN, f"near what was measured ({origin})")
+
+
+def _of_implementations(entry: Entry) -> dict[str, float]:
+    return {name: seconds for name, seconds in entry.seconds.items() if name != CEILING}
+
+
+def _smallest_gains(entries: Sequence[Entry]) -> dict[str, float]:
+    """By implementation that all entries have, its smallest gain over bulk."""
+    names = set.intersection(*(set(_of_implementations(entry)) for entry in entries))
+    return {
+        name: min(entry.seconds["bulk"] / entry.seconds[name] for entry in entries)
+        for name in sorted(names)
+    }
+
+
+def _doublings(site: Site, other: Site) -> float:
+    """How far two flat sites are apart; infinitely if they are not of one kind."""
+    if _kind(site) != _kind(other):
+        return math.inf
+    rows = math.log2(site.rows / other.rows)
+    contracted = math.log2(site.contracted / other.contracted)
+    columns = math.log2(site.columns / other.columns)
+    return max(abs(rows), WEIGHT_OF_K_AND_N * max(abs(contracted), abs(columns)))
+
+
+def _kind(site: Site) -> tuple:
+    rides = site.rider is not None
+    return site.op, site.axis_size, site.dtype.itemsize, rides, site.keep_gathered

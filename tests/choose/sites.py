@@ -1,0 +1,27 @@
+"""Sites to decide about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice
+
+from collective_matmul.choose import Site
+from collective_matmul.choose.site import Op
+from tests.reference import AXIS
+
+BFLOAT16 = np.dtype(jax.numpy.bfloat16)
+H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+
+
+def site_of(
+    op: Op, rows: int, contracted: int, columns: int, devices: int = 4, **facts: Any
+) -> Site:
+    """A layer of global sizes [rows, contracted] @ [contracted, columns], as one device sees it."""
+    if op == "all_gather_matmul":
+        shapes = (rows // devices, contracted), (contracted, columns // devices)
+    else:
+        shapes = (rows, contracted // devices), (contracted // devices, columns)
+    return Site(op, (shapes,), BFLOAT16, AXIS, devices, **facts)
