@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,3 +76,7 @@ class Arrays:
     def fill(self, arguments: Any) -> Any:
         """The arguments with arrays for leaves."""
         return jax.tree.map(self.by_leaf.__getitem__, arguments)
+
+    def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+        """What runs a compiled program of these arguments once."""
+        return functools.partial(compiled, *self.fill(arguments))

@@ -8,12 +8,14 @@ from typing import Any
 
 import tyro
 
-from benchmarks import ops, stack
+from benchmarks import block, ops, stack, train
 from benchmarks.settings import choose_platform
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "ops": (ops.Ops, ops.run),
+    "block": (block.Block, block.run),
     "stack": (stack.Stack, stack.run),
+    "train": (train.Train, train.run),
 }
 
 

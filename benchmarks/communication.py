@@ -4,16 +4,18 @@ Legend: D devices on the axis, m = M/D rows of a shard, K features, N columns ov
 
 A program is written once, in terms of rows and of these methods:
 
-``all_gather_matmul(rows, ws) -> ys``    each w [K, N/D] -> each y [M, N/D]
-``matmul_reduce_scatter(x, w) -> rows``  x [M, N/D], w [N/D, K]
-``add(rows, rows) -> rows``
+``all_gather_matmul(rows, ws) -> ys``         each w [K, N/D] -> each y [M, N/D]
+``matmul_reduce_scatter(x, w) -> scattered``  x [M, N/D], w [N/D, K]
+``add(rows, scattered) -> rows``              the residual
+``map(fun, rows) -> rows``                    fun of each row by itself
+``shard(rows) -> [m, K]``                     what a program returns of rows
 
-Rows are a shard [m, K], but for `NoCommunication`, which has all M rows of it beside.
+Rows and what was scattered are shards [m, K], but for `NoCommunication`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -39,31 +41,41 @@ class Communication(Protocol):
     """Whether the program runs inside `shard_map`; else on global arrays, which XLA partitions."""
 
     def rows(self, shard: Any, whole: Any) -> Rows:
-        """Rows to start from: of global arrays [M, K], and [D*M, K] with M rows per device."""
+        """Rows, made of global arrays [M, K], and [D*M, K] with M rows per device."""
         ...
 
-    def result(self, rows: Rows) -> Any:
-        """What a program of one op returns of rows, so that it does nothing for others' sake."""
+    def scattered(self, shard: Any, whole: Any) -> Any:
+        """What a reduce-scatter returns, or its cotangent, made of such arrays."""
         ...
+
+    def shard(self, rows: Rows) -> jax.Array: ...
 
     def all_gather_matmul(self, rows: Rows, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]: ...
 
-    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Rows: ...
+    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any: ...
 
-    def add(self, a: Rows, b: Rows) -> Rows: ...
+    def add(self, rows: Rows, scattered: Any) -> Rows: ...
+
+    def map(self, fun: Callable[[jax.Array], jax.Array], rows: Rows) -> Rows: ...
 
 
 class _Shards:
-    """Rows are an array."""
+    """Rows are a shard."""
 
     def rows(self, shard, whole):
         return shard
 
-    def result(self, rows):
+    def scattered(self, shard, whole):
+        return shard
+
+    def shard(self, rows):
         return rows
 
-    def add(self, a, b):
-        return a + b
+    def add(self, rows, scattered):
+        return rows + scattered
+
+    def map(self, fun, rows):
+        return fun(rows)
 
 
 class PlainJax(_Shards):
@@ -112,13 +124,13 @@ class Partitioned(_Shards):
 class NoCommunication:
     """The ceiling: every matmul and every elementwise pass of the program, nothing communicated.
 
-    Rows are (shard [m, K], whole [M, K]). Where they would be gathered, whole is there already;
-    where they would be scattered, the shard is the first m rows of the product and the product
-    itself is the whole, that the next layer takes. Residuals add up shards alone, as they do with
-    communication. The gradients do likewise: the cotangent of a whole is the product that the next
-    layer's backward made. Each matmul needs the one before it and has all its rows used by the one
-    after it, so XLA can neither drop a part, nor merge them, nor run two at once, and no array is
-    copied or made for the purpose. The numbers mean nothing.
+    Rows are (shard [m, K], whole [M, K]), and what was scattered is the whole product [M, K]. Where
+    rows would be gathered, the whole is taken, which is there from the start and never changes;
+    where they would be scattered, the first m rows of the product are. Gradients do likewise: the
+    cotangent of the whole is what a backward would gather. Barriers make each matmul wait for the
+    shard that the one before it contributed to, and make every product whole before its rows are
+    taken, so that XLA can neither drop a part, nor merge matmuls, nor run two at once; they cost
+    nothing, and no array is copied or made for the purpose. The numbers mean nothing.
     """
 
     on_shards = True
@@ -126,40 +138,54 @@ class NoCommunication:
     def rows(self, shard, whole):
         return shard, whole
 
-    def result(self, rows):
-        return rows[1]
+    def scattered(self, shard, whole):
+        return whole
+
+    def shard(self, rows):
+        return rows[0]
 
     def all_gather_matmul(self, rows, ws):
         gathered = _already_gathered(*rows)
         return tuple(gathered @ w for w in ws)
 
     def matmul_reduce_scatter(self, x, w):
-        return _split(x @ w)
+        return x @ w
 
-    def add(self, a, b):
-        return a[0] + b[0], b[1]
+    def add(self, rows, scattered):
+        return _add_first_rows(*rows, scattered)
+
+    def map(self, fun, rows):
+        return fun(rows[0]), rows[1]
 
 
 @jax.custom_vjp
 def _already_gathered(shard: jax.Array, whole: jax.Array) -> jax.Array:
-    del shard
-    return whole
+    return lax.optimization_barrier((shard, whole))[1]
 
 
 _already_gathered.defvjp(
-    lambda shard, whole: (whole, None), lambda _, whole: (_first_rows(whole), whole)
+    lambda shard, whole: (_already_gathered(shard, whole), None),
+    lambda _, cotangent: (_first_rows(cotangent), None),
 )
 
 
 @jax.custom_vjp
-def _split(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """This device's rows, and all of them. Of the two cotangents only that of all goes back."""
-    return _first_rows(whole), whole
+def _add_first_rows(
+    shard: jax.Array, whole: jax.Array, product: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return shard + _first_rows(product), whole
 
 
-_split.defvjp(lambda whole: (_split(whole), None), lambda _, cotangents: (cotangents[1],))
+def _add_first_rows_backward(_, cotangents):
+    shard, whole = lax.optimization_barrier(cotangents)
+    return shard, whole, whole
 
 
-def _first_rows(whole: jax.Array) -> jax.Array:
-    """As many rows as a shard has."""
-    return whole[: whole.shape[0] // lax.axis_size(AXIS)]
+_add_first_rows.defvjp(
+    lambda *operands: (_add_first_rows(*operands), None), _add_first_rows_backward
+)
+
+
+def _first_rows(product: jax.Array) -> jax.Array:
+    """As many rows of a product as a shard has."""
+    return lax.optimization_barrier(product)[: product.shape[0] // lax.axis_size(AXIS)]

@@ -21,7 +21,8 @@ from benchmarks.communication import (
 from collective_matmul import overlap_jit
 from collective_matmul.implementations import IMPLEMENTATIONS
 
-Jit = Callable[[Callable], Any]
+#: `jax.jit` and its like.
+Jit = Callable[..., Any]
 
 
 @dataclass(frozen=True)

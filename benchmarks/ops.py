@@ -7,7 +7,6 @@ and N, a reduce-scatter K, and M of its result.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +16,13 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import contenders as taking_part
+from benchmarks import comparison
 from benchmarks.communication import COLUMNS, ROWS, Communication
+from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
-from benchmarks.measuring import Case, prepare
-from benchmarks.programs import Direction, Operands, Program, place, with_gradients
+from benchmarks.programs import Direction, Operands, Program, place
 from benchmarks.report import Report
-from benchmarks.settings import Settings, check, check_names, make_mesh
+from benchmarks.settings import check_names
 from models import config as models
 from models.config import LlamaConfig
 
@@ -82,9 +81,23 @@ class OpCase:
     def name(self) -> str:
         return f"{self.projection.name} {self.projection.op} M={self.rows} {self.direction}"
 
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        if self.projection.op == "reduce_scatter":
+            return {"rows": self.rows, "contracted": self.projection.contracted}
+        columns = {f"columns[{i}]": n for i, n in enumerate(self.projection.columns)}
+        return {"rows": self.rows, **columns}
+
+    def describe(self, operands: Operands) -> dict[str, Any]:
+        return asdict(self)
+
+    def build(self, operands: Operands, contender: Contender) -> Program:
+        """The program: see `build`."""
+        return build(self, operands, contender)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Ops(Settings):
+class Ops(Comparison):
     """Each op alone, over shapes of Llama 3 and awkward ones."""
 
     models: tuple[str, ...] = ("8B", "70B", "405B")
@@ -97,17 +110,13 @@ class Ops(Settings):
     cases: int = 96
     """Measure that many cases, drawn from all there are; 0 measures all."""
     contenders: tuple[str, ...] = ("bulk", "auto", "ceiling")
-    """Who takes part."""
     repetitions: int = 4
     """Of the op in one executable; half as many from 16,384 rows on."""
+    try_options: bool = False
     noise_checks: int = 8
-    """Time bulk twice in that many cases: two times of one program."""
     compile_cases: int = 24
-    """Cases compiled at the same time, before they are measured."""
     compile_threads: int = 32
-    """Programs compiled at the same time."""
     groups: int = 5
-    """Timed groups; within each all contenders take turns."""
 
     def chosen_cases(self) -> list[OpCase]:
         """The cases to measure, in an order that leaves a fair choice wherever it is cut off."""
@@ -131,67 +140,10 @@ def run(settings: Ops) -> Report:
     Raises:
       ValueError: for settings that do not fit together or to the devices.
     """
-    check(settings)
     check_names("models", settings.models, list(LLAMAS))
-    check_names("contenders", settings.contenders, taking_part.names())
-    for name in ("repetitions", "compile_cases"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
-    mesh = make_mesh(settings)
-    chosen = settings.chosen_cases()
-    for op_case in chosen:
-        _check_divisible(op_case, mesh.devices.size)
-    report = Report("ops", settings)
-    contenders = [
-        taking_part.make(name, mesh, try_options=False)
-        for name in taking_part.in_order(settings.contenders)
-    ]
-    operands = Operands(mesh, settings.array_dtype)
-    for first in range(0, len(chosen), settings.compile_cases):
-        if report.out_of_time():
-            break
-        batch = chosen[first : first + settings.compile_cases]
-        _measure(batch, contenders, operands, settings, report)
-    return report
-
-
-def _measure(
-    batch: Sequence[OpCase],
-    contenders: Sequence[Contender],
-    operands: Operands,
-    settings: Ops,
-    report: Report,
-) -> None:
-    cases = [Case(contenders, functools.partial(build, case, operands)) for case in batch]
-    prepare(cases, settings.compile_threads)
-    report.say(f"compiled {len(cases)} cases")
-    for op_case, case in zip(batch, cases, strict=True):
-        if report.out_of_time():
-            break
-        checks_noise = len(report.content["cases"]) < settings.noise_checks
-        results = case.measure(
-            settings.groups, settings.group_seconds, again="bulk" if checks_noise else None
-        )
-        report.add(_describe(op_case, operands), results)
-
-
-def _check_divisible(case: OpCase, devices: int) -> None:
-    projection = case.projection
-    sizes = [("rows", case.rows)]
-    if projection.op == "all_gather":
-        sizes += [("columns", size) for size in projection.columns]
-    else:
-        sizes += [("contracted", projection.contracted)]
-    for name, size in sizes:
-        if size % devices:
-            raise ValueError(
-                f"{name}={size} of {case.name!r}: not divisible by {devices} devices; choose other"
-                " --rows, --models or --devices"
-            )
-
-
-def _describe(case: OpCase, operands: Operands) -> dict[str, Any]:
-    return {**asdict(case), "name": case.name, "devices": operands.mesh.devices.size}
+    if settings.repetitions < 1:
+        raise ValueError(f"repetitions={settings.repetitions}: expected at least 1")
+    return comparison.run("ops", settings, settings.chosen_cases())
 
 
 def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
@@ -200,8 +152,9 @@ def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
     Forward it maps (xs, weights) to results, one for each repetition; forward and backward it maps
     (xs, weights, cotangents) to (results, gradients of xs, gradients of weights).
     """
-    kind = _all_gather if case.projection.op == "all_gather" else _reduce_scatter
-    op = kind(case, operands, contender.communication)
+    communication = contender.communication
+    gathers = case.projection.op == "all_gather"
+    op = (_all_gather if gathers else _reduce_scatter)(case, operands, communication)
     weights = [
         tuple(
             operands.weight(op.w_spec, case.projection.contracted, n, seed)
@@ -219,23 +172,23 @@ def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
         return results
 
     def forward_backward(xs, weights, cotangents):
-        results, x_gradients, w_gradients = with_gradients(forward)(xs, weights, cotangents)
-        return results, [op.gradient(x) for x in x_gradients], w_gradients
+        results, vjp = jax.vjp(forward, xs, weights)
+        x_gradients, weight_gradients = vjp(cotangents)
+        return results, [op.gradient(x) for x in x_gradients], weight_gradients
 
-    fun, arguments = forward, ([op.x] * case.repetitions, weights)
-    in_specs, out_specs = (op.x_spec, op.w_spec), op.y_spec
-    if case.direction == "forward_backward":
-        fun, arguments = forward_backward, (*arguments, [op.y] * case.repetitions)
-        in_specs, out_specs = (*in_specs, op.y_spec), (op.y_spec, *in_specs)
-    placed = place(contender.communication, operands.mesh, fun, in_specs, out_specs)
-    return Program(placed, arguments)
+    arguments = ([op.x] * case.repetitions, weights)
+    if case.direction == "forward":
+        return place(communication, forward, arguments, op.y_spec)
+    cotangents = [op.y] * case.repetitions
+    out_specs = (op.y_spec, op.x_spec, op.w_spec)
+    return place(communication, forward_backward, (*arguments, cotangents), out_specs)
 
 
 class _Op(NamedTuple):
     """One repetition: its operand x, its result y, and where both and the weights lie."""
 
     call: Callable[[Any, Sequence[jax.Array]], Any]
-    gradient: Callable[[Any], Any]
+    gradient: Callable[[Any], jax.Array]
     x: Any
     y: Any
     x_spec: P
@@ -247,8 +200,8 @@ def _all_gather(case: OpCase, operands: Operands, communication: Communication) 
     columns = case.projection.columns
     return _Op(
         call=communication.all_gather_matmul,
-        gradient=communication.result,
-        x=operands.rows(communication, case.rows, case.projection.contracted),
+        gradient=communication.shard,
+        x=communication.rows(*operands.both(case.rows, case.projection.contracted)),
         y=tuple(operands.activations(COLUMNS, case.rows, n, seed=1) for n in columns),
         x_spec=ROWS,
         w_spec=COLUMNS,
@@ -258,16 +211,11 @@ def _all_gather(case: OpCase, operands: Operands, communication: Communication) 
 
 def _reduce_scatter(case: OpCase, operands: Operands, communication: Communication) -> _Op:
     (columns,) = case.projection.columns
-    result = communication.result
-
-    def call(x: jax.Array, ws: Sequence[jax.Array]) -> Any:
-        return result(communication.matmul_reduce_scatter(x, ws[0]))
-
     return _Op(
-        call=call,
+        call=lambda x, ws: communication.matmul_reduce_scatter(x, ws[0]),
         gradient=lambda gradient: gradient,
         x=operands.activations(COLUMNS, case.rows, case.projection.contracted),
-        y=result(operands.rows(communication, case.rows, columns, seed=1)),
+        y=communication.scattered(*operands.both(case.rows, columns, seed=1)),
         x_spec=COLUMNS,
         w_spec=ROWS,
         y_spec=ROWS,

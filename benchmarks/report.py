@@ -98,7 +98,13 @@ def markdown(content: dict[str, Any]) -> str:
     if content["benchmark"] == "ops":
         own = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
     else:
-        own = [tables.times, tables.over_ceiling, tables.memory, tables.compilation]
+        own = [
+            tables.times,
+            tables.throughput,
+            tables.over_ceiling,
+            tables.memory,
+            tables.compilation,
+        ]
         own += [tables.options_tried, tables.decisions]
     sections: list[Section] = [tables.title, tables.environment, *own, tables.failures]
     written = [section(content) for section in sections]
@@ -108,6 +114,10 @@ def markdown(content: dict[str, Any]) -> str:
 def _sentence(name: str, result: dict[str, Any]) -> str:
     if result["failure"] is not None:
         return f"{name}: {result['failure']}"
+    if "median" not in result:
+        return f"{name} traced in {result['trace_seconds']:.1f} s, compiled in" + (
+            f" {result['compile_seconds']:.1f} s"
+        )
     same = f" (same program as {result['same_program_as']})" if result["same_program_as"] else ""
     return f"{name} {1e3 * result['median']:.3f} ms{same}"
 

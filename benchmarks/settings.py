@@ -31,8 +31,6 @@ class Settings:
     """How long each contender runs in each group."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of all arrays."""
-    compile_threads: int = 8
-    """Programs compiled at the same time."""
     limit_seconds: float = math.inf
     """No further case begins after this many seconds."""
 
@@ -43,8 +41,8 @@ class Settings:
 
 def check(settings: Settings) -> None:
     """Raises ValueError for numbers that nothing can be measured with."""
-    for name in ("groups", "compile_threads"):
-        if getattr(settings, name) < 1:
+    for name in ("groups", "compile_cases", "compile_threads"):
+        if getattr(settings, name, 1) < 1:
             raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
     if settings.devices < 0:
         raise ValueError(f"devices={settings.devices}: expected a number of devices, or 0 for all")

@@ -6,19 +6,18 @@ global shapes: M rows, sharded between layers; K features; F hidden features, sh
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
-from benchmarks import contenders as taking_part
+from benchmarks import comparison
 from benchmarks.communication import COLUMNS, ROWS
+from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
-from benchmarks.measuring import Case, prepare
-from benchmarks.programs import Direction, Operands, Program, place, with_gradients
+from benchmarks.programs import Direction, Operands, Program, layers_program
 from benchmarks.report import Report
-from benchmarks.settings import Settings, check, check_names, make_mesh
+from benchmarks.settings import check_names
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,30 @@ class StackCase:
     def name(self) -> str:
         return f"{self.shape.name} {self.direction}"
 
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        return {"rows": self.shape.rows, "hidden_features": self.shape.hidden_features}
+
+    def describe(self, operands: Operands) -> dict[str, Any]:
+        chunk = self.shape.rows // operands.mesh.devices.size * self.shape.features
+        return {**asdict(self), "chunk_bytes": chunk * operands.dtype.itemsize}
+
+    def build(self, operands: Operands, contender: Contender) -> Program:
+        """The program: see `build`."""
+        return build(self, operands, contender)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Stack(Settings):
+class Stack(Comparison):
     """A stack of feed-forward layers."""
 
     shapes: tuple[str, ...] = ("70B", "8B", "small")
     """Which layers: 70B, 8B, small, tiny."""
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
-    contenders: tuple[str, ...] = ()
-    """Who takes part; default: all."""
     layers: int = 0
     """Layers of every stack; default: 8 forward, 4 forward and backward."""
     sweep_m: tuple[int, ...] = ()
     """Rows to try each shape with, instead of its own."""
-    try_options: bool = True
-    """Whether to try sets of XLA options for the contenders that are XLA's own."""
 
     def cases(self) -> list[StackCase]:
         """Every shape × rows × direction."""
@@ -94,64 +101,14 @@ def run(settings: Stack) -> Report:
     Raises:
       ValueError: for settings that do not fit together or to the devices.
     """
-    check(settings)
     check_names("shapes", settings.shapes, list(SHAPES))
-    check_names("contenders", settings.contenders, taking_part.names())
-    mesh = make_mesh(settings)
-    for case in settings.cases():
-        _check_divisible(case.shape, mesh.devices.size)
-    report = Report("stack", settings)
-    contenders = [
-        taking_part.make(name, mesh, try_options=settings.try_options)
-        for name in taking_part.in_order(settings.contenders)
-    ]
-    operands = Operands(mesh, settings.array_dtype)
-    for stack in settings.cases():
-        if report.out_of_time():
-            break
-        case = Case(contenders, functools.partial(build, stack, operands))
-        prepare([case], settings.compile_threads)
-        results = case.measure(settings.groups, settings.group_seconds)
-        report.add(_describe(stack, operands), results)
-    return report
-
-
-def _check_divisible(shape: FeedForward, devices: int) -> None:
-    for name in ("rows", "hidden_features"):
-        size = getattr(shape, name)
-        if size % devices:
-            raise ValueError(
-                f"{name}={size} of shape {shape.name!r}: not divisible by {devices} devices;"
-                " choose other --shapes, --sweep-m or --devices"
-            )
-
-
-def _describe(case: StackCase, operands: Operands) -> dict[str, Any]:
-    devices = operands.mesh.devices.size
-    chunk = case.shape.rows // devices * case.shape.features
-    return {
-        **asdict(case),
-        "name": case.name,
-        "devices": devices,
-        "chunk_bytes": chunk * operands.dtype.itemsize,
-    }
+    return comparison.run("stack", settings, settings.cases())
 
 
 def build(case: StackCase, operands: Operands, contender: Contender) -> Program:
-    """The case as a contender's program.
-
-    Forward it maps (x, weights) to the result; forward and backward it maps (x, weights, cotangent
-    of the result) to (result, gradient of x, gradients of weights).
-    """
+    """The case as a contender's program: see `layers_program`."""
     communication, shape = contender.communication, case.shape
     m, k, f = shape.rows, shape.features, shape.hidden_features
-    weights = [
-        (
-            operands.weight(COLUMNS, k, f, seed=layer),
-            operands.weight(ROWS, f, k, seed=layer),
-        )
-        for layer in range(case.layers)
-    ]
 
     def forward(x, weights):
         for up, down in weights:
@@ -160,11 +117,18 @@ def build(case: StackCase, operands: Operands, contender: Contender) -> Program:
             x = communication.add(x, scattered)
         return x
 
-    fun, arguments = forward, (operands.rows(communication, m, k), weights)
-    specs: tuple[Any, ...] = (ROWS, [(COLUMNS, ROWS)] * case.layers)
-    in_specs, out_specs = specs, ROWS
-    if case.direction == "forward_backward":
-        cotangent = operands.rows(communication, m, k, seed=1)
-        fun, arguments = with_gradients(forward), (*arguments, cotangent)
-        in_specs, out_specs = (*specs, ROWS), (ROWS, *specs)
-    return Program(place(communication, operands.mesh, fun, in_specs, out_specs), arguments)
+    weights = [
+        (
+            operands.weight(COLUMNS, k, f, seed=layer),
+            operands.weight(ROWS, f, k, seed=layer),
+        )
+        for layer in range(case.layers)
+    ]
+    return layers_program(
+        communication,
+        case.direction,
+        forward,
+        weights,
+        x=operands.both(m, k),
+        cotangent=operands.both(m, k, seed=1),
+    )

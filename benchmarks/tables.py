@@ -91,6 +91,25 @@ def times(content: Content) -> str:
     )
 
 
+def throughput(content: Content) -> str:
+    """Tokens per second and model FLOP utilization, of training steps."""
+
+    def cell(case: Content, name: str) -> str:
+        seconds = case["contenders"].get(name, {}).get("median")
+        if seconds is None:
+            return ""
+        rate = case["tokens_per_step"] / seconds / case["devices"]
+        peak = case["peak_flops"]
+        utilization = "" if peak is None else f", {rate * case['flops_per_token'] / peak:.1%}"
+        return f"{rate:,.0f}{utilization}"
+
+    if not all("tokens_per_step" in case for case in content["cases"]):
+        return ""
+    return "## Throughput\n\nTokens per second and device, model FLOP utilization.\n\n" + _grid(
+        content, cell
+    )
+
+
 def over_ceiling(content: Content) -> str:
     """Time over that of the same program without communication."""
 

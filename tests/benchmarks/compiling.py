@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks import arrays, contenders
+from benchmarks.compiling import trace
 from benchmarks.contenders import Contender
-from benchmarks.measuring import trace
 from benchmarks.programs import Operands, Program
 
 #: One of each way to write a program whose numbers mean something.

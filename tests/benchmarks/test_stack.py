@@ -78,7 +78,7 @@ def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
         (["--shapes", "7B"], "shapes: '7B' is unknown; expected 70B, 8B, small, tiny"),
         (["--contenders", "rings"], "contenders: 'rings' is unknown; expected baseline"),
         (["--groups", "0"], "groups=0: expected at least 1"),
-        (["--devices", "3"], "rows=64 of shape 'tiny': not divisible by 3 devices"),
+        (["--devices", "3"], "rows=64 of 'tiny forward': not divisible by 3 devices"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(

@@ -1,0 +1,131 @@
+"""The run that `ops`, `stack` and `block` share: cases, compiled some at a time, then measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jax.sharding import Mesh
+
+from benchmarks import contenders as taking_part
+from benchmarks.compiling import Compiled, compile_cases
+from benchmarks.contenders import Contender
+from benchmarks.measuring import Timed, describe, measure_case
+from benchmarks.programs import Operands, Program
+from benchmarks.report import Report
+from benchmarks.settings import Settings, check, check_names, make_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Settings):
+    """What every comparison of contenders is told."""
+
+    contenders: tuple[str, ...] = ()
+    """Who takes part; default: all."""
+    try_options: bool = True
+    """Whether to try sets of XLA options for the contenders that are XLA's own."""
+    compile_cases: int = 1
+    """Cases compiled at the same time, before they are measured."""
+    compile_threads: int = 8
+    """Programs compiled at the same time."""
+    compile_only: bool = False
+    """Compile every program, one after the other, and run none."""
+    noise_checks: int = 0
+    """Time bulk twice in that many cases: by what do two times of one program differ?"""
+    profile: Path | None = None
+    """A folder for a profile of every contender in every case."""
+
+
+class ComparedCase(Protocol):
+    """One program that every contender writes its own way."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def divided_sizes(self) -> Mapping[str, int]:
+        """By name, what the devices share evenly."""
+        ...
+
+    def build(self, operands: Operands, contender: Contender) -> Program: ...
+
+    def describe(self, operands: Operands) -> dict[str, Any]:
+        """As JSON; "name" is not needed."""
+        ...
+
+
+def run(
+    benchmark: str,
+    settings: Comparison,
+    cases: Sequence[ComparedCase],
+    names: Sequence[str] = taking_part.names(),
+) -> Report:
+    """Measures the cases; returns the report.
+
+    Args:
+      benchmark: its name.
+      settings: what it was told.
+      cases: in the order to measure them in.
+      names: the contenders that may take part.
+
+    Raises:
+      ValueError: for settings that do not fit together or to the devices.
+    """
+    check(settings)
+    check_names("contenders", settings.contenders, names)
+    mesh = make_mesh(settings)
+    for case in cases:
+        _check_divisible(case, mesh)
+    report = Report(benchmark, settings)
+    contenders = [
+        taking_part.make(name, mesh, try_options=settings.try_options)
+        for name in taking_part.in_order(settings.contenders or names)
+    ]
+    operands = Operands(mesh, settings.array_dtype)
+    for first in range(0, len(cases), settings.compile_cases):
+        if report.out_of_time():
+            break
+        batch = cases[first : first + settings.compile_cases]
+        builds = [functools.partial(case.build, operands) for case in batch]
+        threads = 1 if settings.compile_only else settings.compile_threads
+        compiled = compile_cases(contenders, builds, threads)
+        report.say(f"compiled {', '.join(case.name for case in batch[:3])}{' …'[: len(batch) > 3]}")
+        _measure(batch, compiled, operands, settings, report)
+    return report
+
+
+def _measure(
+    cases: Sequence[ComparedCase],
+    compiled: Sequence[Compiled],
+    operands: Operands,
+    settings: Comparison,
+    report: Report,
+) -> None:
+    for case, ready in zip(cases, compiled, strict=True):
+        if report.out_of_time():
+            return
+        if settings.compile_only:
+            results = describe(ready, ready.executables)
+        else:
+            checks_noise = len(report.content["cases"]) < settings.noise_checks
+            timed = Timed(
+                groups=settings.groups,
+                seconds=settings.group_seconds,
+                again="bulk" if checks_noise else None,
+                profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
+            )
+            results = measure_case(ready, timed)
+        described = {"name": case.name, "devices": operands.mesh.devices.size}
+        report.add({**described, **case.describe(operands)}, results)
+
+
+def _check_divisible(case: ComparedCase, mesh: Mesh) -> None:
+    for name, size in case.divided_sizes.items():
+        if size % mesh.devices.size:
+            raise ValueError(
+                f"{name}={size} of {case.name!r}: not divisible by {mesh.devices.size} devices;"
+                " choose other sizes or --devices"
+            )

@@ -1,0 +1,165 @@
+"""From programs to executables: many at once, before any array exists and anything is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from benchmarks import arrays
+from benchmarks.contenders import Contender, Jit
+from benchmarks.programs import Made, Program
+from collective_matmul.choose import Decision, record_decisions
+
+Build = Callable[[Contender], Program]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program as XLA gets it, under a contender's name and one of its sets of options."""
+
+    contender: str
+    options: str
+    program: Program
+    lowered: Any
+    seconds: float
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled program, without its arrays.
+
+    Attributes:
+      programs: those that are the same to XLA; it is measured under the name of the first.
+      compiled: as JAX has it.
+      seconds: that it took to compile.
+    """
+
+    programs: tuple[Traced, ...]
+    compiled: Any
+    seconds: float
+
+    @property
+    def contender(self) -> str:
+        return self.programs[0].contender
+
+    @property
+    def options(self) -> str:
+        return self.programs[0].options
+
+    def on(self, made: Made) -> Callable[[], Any]:
+        """What runs it once, on what was made for it."""
+        run = made.bind(self.compiled, self.programs[0].program.arguments)
+        if jax.default_backend() != "cpu":
+            return run
+        # Simulated devices share few threads: a call queued behind this one could take the thread
+        # that this one's collectives wait for.
+        return lambda: jax.block_until_ready(run())
+
+
+@dataclass
+class Compiled:
+    """One case, ready to be measured.
+
+    Attributes:
+      contenders: their names, in order.
+      executables: in no order.
+      failures: by contender, the last thing that went wrong.
+    """
+
+    contenders: tuple[str, ...]
+    executables: list[Executable] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    maker: Callable[[], Made] | None = None
+
+    def make(self) -> Made:
+        """What all programs run on."""
+        assert self.maker is not None, "not one program could be traced"
+        return self.maker()
+
+    @contextlib.contextmanager
+    def noting_failure(self, contender: str) -> Iterator[None]:
+        """Whatever goes wrong with one contender, in JAX or on the device, the others count."""
+        try:
+            yield
+        except Exception as error:
+            sentence = str(error).strip().partition("\n")[0]
+            self.failures[contender] = f"{type(error).__name__}: {sentence[:300]}"
+
+
+def compile_cases(
+    contenders: Sequence[Contender], builds: Sequence[Build], threads: int
+) -> list[Compiled]:
+    """Traces and compiles the programs of all cases.
+
+    Nothing may be timed meanwhile: XLA tries kernels on the devices as it compiles.
+
+    Args:
+      contenders: who takes part.
+      builds: for each case, what makes the program of a contender.
+      threads: programs compiled at the same time.
+    """
+    names = tuple(contender.name for contender in contenders)
+    cases = [Compiled(names) for _ in builds]
+    with ThreadPoolExecutor(threads) as pool:
+        traced = list(pool.map(functools.partial(_trace_all, contenders), builds, cases))
+        jobs = [
+            pool.submit(_compile, case, programs)
+            for case, all_programs in zip(cases, traced, strict=True)
+            for programs in _same_programs(all_programs)
+        ]
+        jobs += [pool.submit(_compile_maker, *pair) for pair in zip(cases, traced, strict=True)]
+        for job in jobs:
+            job.result()
+    return cases
+
+
+def _trace_all(contenders: Sequence[Contender], build: Build, case: Compiled) -> list[Traced]:
+    traced = []
+    for contender in contenders:
+        with case.noting_failure(contender.name):
+            program = build(contender)
+            for options, jit in contender.jits.items():
+                traced.append(trace(contender.name, options, jit, program))
+    return traced
+
+
+def trace(contender: str, options: str, jit: Jit, program: Program) -> Traced:
+    """Traces and lowers a program; records what the library decides meanwhile."""
+    started = time.perf_counter()
+    with record_decisions() as decisions:
+        jitted = jit(program.fun, donate_argnums=program.donated)
+        lowered = jitted.lower(*arrays.abstract(program.arguments))
+    seconds = time.perf_counter() - started
+    return Traced(contender, options, program, lowered, seconds, tuple(decisions))
+
+
+def _same_programs(traced: Sequence[Traced]) -> list[tuple[Traced, ...]]:
+    """The programs in groups that compile to the same."""
+    groups: dict[tuple[str, str], tuple[Traced, ...]] = {}
+    for program in traced:
+        key = program.options, program.lowered.as_text()
+        groups[key] = (*groups.get(key, ()), program)
+    return list(groups.values())
+
+
+def _compile(case: Compiled, programs: tuple[Traced, ...]) -> None:
+    with contextlib.ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(case.noting_failure(program.contender))
+        started = time.perf_counter()
+        compiled = programs[0].lowered.compile()
+        case.executables.append(Executable(programs, compiled, time.perf_counter() - started))
+
+
+def _compile_maker(case: Compiled, traced: Sequence[Traced]) -> None:
+    if traced:
+        own = traced[0].program.make
+        case.maker = own or arrays.compile_maker([t.program.arguments for t in traced])

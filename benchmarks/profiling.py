@@ -1,0 +1,60 @@
+"""A profile of one contender, and what of its communication other work hides."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.timeline import analyze, read_trace, save_picture
+
+_EXECUTIONS = 2
+_NAME = "profiled"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profile shows, for each device.
+
+    Attributes:
+      folder: where the trace lies, and the picture of it.
+      microseconds: of one execution.
+      communication: of that, the microseconds in which something was communicated.
+      hidden_share: of those, the share in which other work ran too; None for no communication.
+      hidden_under_matmul_share: in which a matmul ran too.
+    """
+
+    folder: str
+    microseconds: tuple[float, ...]
+    communication: tuple[float, ...]
+    hidden_share: tuple[float | None, ...]
+    hidden_under_matmul_share: tuple[float | None, ...]
+
+
+def record(run: Callable[[], Any], folder: Path) -> Profile | None:
+    """Profiles a warm program; where that fails, says why and returns None."""
+    try:
+        with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(_NAME):
+            for _ in range(_EXECUTIONS - 1):
+                run()
+            jax.block_until_ready(run())
+        timelines = analyze(read_trace(folder), executions=_EXECUTIONS, since=_NAME)
+        if importlib.util.find_spec("matplotlib"):
+            save_picture(timelines, folder / "timeline.png", title=folder.name)
+    except Exception as error:
+        # Profilers fail in many ways, and what was timed before is worth more.
+        print(f"no profile in {folder}: {error}", flush=True)
+        return None
+    return Profile(
+        folder=str(folder),
+        microseconds=tuple(t.duration / t.executions for t in timelines),
+        communication=tuple(t.communication / t.executions for t in timelines),
+        hidden_share=tuple(t.hidden_share for t in timelines),
+        hidden_under_matmul_share=tuple(
+            t.hidden_under_matmul / t.communication if t.communication else None for t in timelines
+        ),
+    )

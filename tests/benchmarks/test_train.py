@@ -1,0 +1,45 @@
+"""The benchmark of the trainer's step on simulated devices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks import contenders, train
+from benchmarks.compiling import compile_cases
+from benchmarks.measuring import Timed, measure_case
+from benchmarks.programs import Operands
+
+
+def test_contenders_take_turns_with_one_state(make_mesh):
+    mesh = make_mesh({"tensor": 2})
+    case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
+    operands = Operands(mesh, np.dtype("float32"))
+    taking_part = [contenders.make(name, mesh, try_options=False) for name in ("bulk", "ring")]
+    made = []
+
+    def build(contender):
+        program = case.build(operands, contender)
+        make = program.make
+        assert make is not None
+        return program._replace(make=lambda: made.append(make()) or made[-1])
+
+    (compiled,) = compile_cases(taking_part, [build], threads=2)
+    results = measure_case(compiled, Timed(groups=2, seconds=1e-6))
+    assert {name: result.failure for name, result in results.items()} == {
+        "bulk": None,
+        "ring": None,
+    }
+    (training,) = made
+    # Each warms up three times and counts calls once, then runs once in each group.
+    steps = int(training.state["step"])
+    assert steps % 2 == 0 and steps >= 2 * (2 + 2)
+    assert all(np.isfinite(leaf).all() for leaf in training.state["params"].values())
+
+
+def test_a_case_says_what_throughput_is_counted_in(make_mesh):
+    case = train.TrainCase("llama3-8b", layers=8, tokens=8192, sequences=1, remat="none")
+    described = case.describe(Operands(make_mesh({"tensor": 4}), np.dtype("bfloat16")))
+    assert described["tokens_per_step"] == 8192
+    # 6 FLOPs for each weight of a block and of the head, then those of attention.
+    expected = 6 * (8 * 218_103_808 + 525_336_576) + 6 * 8 * 32 * 128 * 8192
+    assert described["flops_per_token"] == expected
