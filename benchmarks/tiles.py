@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
@@ -21,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from collective_matmul.kernels import device
 from collective_matmul.kernels.chunks import shared_launch
 from collective_matmul.kernels.tiles import (
-    SHARED_MEMORY_BYTES,
-    STRIP_COLUMNS,
     Problem,
     Tiles,
     as_json,
+    candidates,
+    predicted_microseconds,
 )
 
 # Width, key and value width, feed-forward width.
@@ -59,31 +59,6 @@ def problems(model: str, devices: int) -> list[Problem]:
             Problem(1, rows // 2, (contracted,), (width,), addends=True),
         ]
     return found
-
-
-def coarse(problem: Problem) -> list[Tiles]:
-    """Tile sizes, splits and clusters, with as many stages as fit."""
-    found = []
-    for (rows, columns), share in itertools.product(
-        [(128, 256), (256, 128), (128, 128)], (None, "w", "x")
-    ):
-        for split in ("rows", "columns"):
-            tiles = Tiles(rows=rows, columns=columns, split=split, share=share)
-            half_rows, half_columns = tiles.half
-            if half_columns % STRIP_COLUMNS or half_rows > 128:
-                continue
-            strips = half_columns // STRIP_COLUMNS
-            for strips in {strips} if problem.addends else {1, min(2, strips)}:
-                found += _most_stages(dataclasses.replace(tiles, strips=strips))
-    return found
-
-
-def _most_stages(tiles: Tiles) -> list[Tiles]:
-    for stages in range(7, 2, -1):
-        candidate = dataclasses.replace(tiles, stages=stages)
-        if candidate.shared_memory_bytes <= SHARED_MEMORY_BYTES:
-            return [candidate]
-    return []
 
 
 def varied(best: Iterable[Tiles]) -> list[Tiles]:
@@ -129,8 +104,7 @@ def kernel(problem: Problem, tiles: Tiles) -> Any:
     layout = ((1, 1),) * (terms + terms * results)
     if problem.x_contracted == 2:
         layout = ((1, 0),) * terms + ((0, 0),) * (terms * results)
-    multiprocessors = jax.devices()[0].core_count
-    launch = shared_launch(problem, tiles, layout, multiprocessors)
+    launch = shared_launch(problem, tiles, layout, device.target())
     return jax.jit(lambda *args: launch(*args), donate_argnums=2)
 
 
@@ -144,7 +118,9 @@ def library(problem: Problem, precise: bool) -> Any:
             xs, ws, addends = jax.tree.map(lambda a: a.astype(jnp.float32), (xs, ws, addends))
         if problem.x_contracted == 1:
             xs = [jnp.concatenate([x[0] for x in xs])[None]]
-            ws = [[jnp.concatenate([w[0] for w in column])[None] for column in zip(*ws)]]
+            ws = [
+                [jnp.concatenate([w[0] for w in column])[None] for column in zip(*ws, strict=True)]
+            ]
         results = []
         for q in range(len(problem.columns)):
             products = [
@@ -226,10 +202,11 @@ class Bench:
         )
 
 
-def search(problem: Problem, pool: ThreadPoolExecutor, finalists: int) -> Bench:
+def search(problem: Problem, pool: ThreadPoolExecutor, count: int, finalists: int) -> Bench:
     bench = Bench(problem)
-    for candidates in (coarse(problem), None):
-        tiles_tried = candidates or varied(bench.best(finalists))
+    likely = sorted(candidates(problem), key=lambda tiles: predicted_microseconds(problem, tiles))
+    for first in (likely[:count], None):
+        tiles_tried = first or varied(bench.best(finalists))
         for tiles, compiled in zip(tiles_tried, pool.map(bench.compile, tiles_tried), strict=True):
             if wrong := bench.measure(tiles, compiled):
                 print(f"  {tiles}: {wrong}", flush=True)
@@ -240,14 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--devices", type=int, default=4, help="of the ring that cuts the chunks")
+    parser.add_argument("--devices", default="4,2", help="sizes of the rings that cut the chunks")
     parser.add_argument("--limit-seconds", type=float, default=500)
-    parser.add_argument("--finalists", type=int, default=2)
+    parser.add_argument("--candidates", type=int, default=9, help="tried of those predicted best")
+    parser.add_argument("--finalists", type=int, default=1, help="varied in the order of tiles")
     parser.add_argument("--part", default="0/1", help="i/n measures every n-th problem from i on")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.part.split("/"))
     everything = [
-        p for model in options.models.split(",") for p in problems(model, options.devices)
+        problem
+        for devices in map(int, options.devices.split(","))
+        for model in options.models.split(",")
+        for problem in problems(model, devices)
     ]
     start, lines = time.monotonic(), []
     with ThreadPoolExecutor(8) as pool:
@@ -255,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if time.monotonic() - start > options.limit_seconds:
                 print(f"out of time before {problem}")
                 break
-            bench = search(problem, pool, options.finalists)
+            bench = search(problem, pool, options.candidates, options.finalists)
             if not bench.times:
                 print(f"{problem}: no candidate worked")
                 continue

@@ -106,7 +106,7 @@ def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
 
 
 def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> jax.Array:
-    """An array to be written whole: `array`'s shape but for `sizes`, varying as all arguments do."""
+    """An array to be written whole: `array`'s shape but for `sizes`, varying as all arrays do."""
     shape = [sizes.get(i, size) for i, size in enumerate(array.shape)]
     axes = frozenset().union(*map(varying_axes, (array, *others)))
     return vary_over(lax.empty(tuple(shape), array.dtype), axes)

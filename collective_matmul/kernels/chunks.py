@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.kernels.device import hopper_multiprocessors
+from collective_matmul.kernels import device
 from collective_matmul.kernels.matmul import Operand, matmul
 from collective_matmul.kernels.tiles import Problem, Tiles, choose_tiles
 
@@ -113,11 +113,16 @@ def contract_chunks(
     return tuple(product[0] for product in products)
 
 
-def _launch(problem, xs, ws, outs, out_index, addends=()) -> tuple[jax.Array, ...]:
-    multiprocessors = hopper_multiprocessors()
-    assert multiprocessors is not None
+def _launch(
+    problem: Problem,
+    xs: Sequence[Operand],
+    ws: Sequence[Sequence[Operand]],
+    outs: Sequence[jax.Array],
+    out_index: Any,
+    addends: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, ...]:
     layout = tuple((o.per_batch, o.per_contracted) for o in [*xs, *(w for t in ws for w in t)])
-    launch = shared_launch(problem, choose_tiles(problem), layout, multiprocessors)
+    launch = shared_launch(problem, choose_tiles(problem), layout, device.target())
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
     indices = [[o.index for o in xs], [[w.index for w in term] for term in ws], out_index]
     return launch(*arrays, list(outs), list(addends), jax.tree.map(jnp.int32, indices))
@@ -125,9 +130,22 @@ def _launch(problem, xs, ws, outs, out_index, addends=()) -> tuple[jax.Array, ..
 
 @functools.cache
 def shared_launch(
-    problem: Problem, tiles: Tiles, layout: tuple[tuple[int, int], ...], multiprocessors: int
+    problem: Problem,
+    tiles: Tiles,
+    layout: tuple[tuple[int, int], ...],
+    target: device.Target,
 ) -> Any:
-    """One function for all launches alike, so that they are traced, lowered and compiled once."""
+    """One function for all launches alike, so that they are traced, lowered and compiled once.
+
+    Args:
+      problem: the shapes.
+      tiles: the cut.
+      layout: (per_batch, per_contracted) of every operand: the xs, then the ws of each x.
+      target: what to build for.
+
+    Returns:
+      ``launch(xs, ws, outs, addends, (x indices, w indices, out index)) -> outs``, of planes.
+    """
 
     @sequential_vmap
     def launch(xs, ws, outs, addends, indices):
@@ -149,7 +167,8 @@ def shared_launch(
             batch=problem.batch,
             contracted_planes=problem.contracted_planes,
             tiles=tiles,
-            multiprocessors=multiprocessors,
+            multiprocessors=target.multiprocessors,
+            interpret=target.interpret,
         )
 
     return jax.jit(launch)
@@ -157,7 +176,7 @@ def shared_launch(
 
 def _possible(problem: Problem, dtype: Any) -> bool:
     half_precision = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    return half_precision and problem.aligned and hopper_multiprocessors() is not None
+    return half_precision and device.target() is not None and choose_tiles(problem) is not None
 
 
 def _around(array: jax.Array, dimension: int) -> tuple[int, int]:

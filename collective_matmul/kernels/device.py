@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 
-#: Compute capability of H100, H200 and H20.
+# Compute capability of the H100, H200 and H20.
 _HOPPER = "9.0"
 
 
-def hopper_multiprocessors() -> int | None:
-    """Multiprocessors of the default backend's GPUs, if those are Hopper's; else None."""
+class Target(NamedTuple):
+    """What a kernel is built for.
+
+    Attributes:
+      multiprocessors: of each GPU.
+      interpret: runs the kernel on the CPU, as for `pl.kernel`.
+    """
+
+    multiprocessors: int
+    interpret: Any = False
+
+
+def target() -> Target | None:
+    """The GPUs of the default backend, if those are Hopper's."""
     device = jax.devices()[0]
     if device.platform != "gpu" or getattr(device, "compute_capability", None) != _HOPPER:
         return None
-    return device.core_count
+    return Target(device.core_count)

@@ -6,13 +6,13 @@ A ring multiplies one chunk at a time. A library matmul wants each chunk as an a
 XLA copies it out of a larger operand before the matmul, copies the product into a larger result
 after it, and adds products and what arrived from neighbours in further passes. Here the indices of
 the chunks are operands: the kernel reads and writes them in place, sums over several pairs of
-operands (weights whose gradients meet, chunks that are not contiguous) and the addend in its float32
-accumulator, and serves several weights with one launch, so that together they fill the last wave.
+operands (weights whose gradients meet, chunks that are not contiguous) and the addend in its
+float32 accumulator, and serves several weights with one launch, so that together they fill waves.
 
 The algorithm: one persistent block per multiprocessor walks over the tiles of all results. A
 producer warpgroup copies slices of x and w into a ring of shared-memory stages (TMA) and runs ahead
-across the ends of tiles, while two consumer warpgroups multiply them (wgmma), each its half of the
-tile, and store that half (TMA) while the next tile's slices are already arriving. The two blocks of
+across the ends of tiles, while two consumer warpgroups multiply them (wgmma), each its part of the
+tile, and store that part (TMA) while the next tile's slices are already arriving. The two blocks of
 a cluster work on neighbouring tiles and multicast to each other, within the GPU, the operand that
 those have in common.
 
@@ -36,9 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.kernels.tiles import (
     CONSUMERS,
-    STRIP_COLUMNS,
-    SWIZZLE_BYTES,
-    SWIZZLE_ELEMENTS,
+    ITEMSIZE,
     Tiles,
 )
 
@@ -163,24 +161,23 @@ class _Work:
                 self.consume(indices, warpgroup, stages, (strips, added, addends, outs))
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
-        """The stages and the strips, laid out as wgmma and the copy engine read them at full speed."""
+        """The stages and the strips, laid out as wgmma and the copy engine read them fastest."""
         tiles = self.tiles
 
-        def swizzled(*shape: int) -> Any:
-            tiling = plgpu.TilingTransform((8, SWIZZLE_ELEMENTS))
-            swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
-            return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+        def swizzled(swizzle: int, *shape: int) -> Any:
+            tiling = plgpu.TilingTransform((8, swizzle // ITEMSIZE))
+            return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
         def stages(operand: Operand, free: int) -> Any:
-            shape = (
-                (tiles.contracted, free) if operand.contracted == 1 else (free, tiles.contracted)
-            )
-            return swizzled(tiles.stages, *shape)
+            sizes = (tiles.contracted, free)
+            shape = sizes if operand.contracted == 1 else sizes[::-1]
+            return swizzled(tiles.swizzle, tiles.stages, *shape)
 
+        strip = (tiles.part[0], tiles.strip_columns)
         return {
             "x_slices": stages(self.xs[0], tiles.rows),
             "w_slices": stages(self.ws[0][0], tiles.columns),
-            "strips": swizzled(CONSUMERS, tiles.strips, tiles.half[0], STRIP_COLUMNS),
+            "strips": swizzled(tiles.strip_columns * ITEMSIZE, CONSUMERS, tiles.strips, *strip),
         }
 
     def barriers(self) -> dict[str, Any]:
@@ -285,8 +282,8 @@ class _Work:
         return lax.div(tiles - lax.axis_index("cluster") + clusters - 1, clusters)
 
     def consume(self, indices, consumer, stages, destination) -> None:
-        """Multiplies this consumer's half of each tile and stores it."""
-        rows, columns = self.tiles.half
+        """Multiplies this consumer's part of each tile and stores it."""
+        rows, columns = self.tiles.part
         below = consumer * rows if self.tiles.split == "rows" else 0
         right = consumer * columns if self.tiles.split == "columns" else 0
         strips, added, addends, outs = destination
@@ -315,7 +312,7 @@ class _Work:
         self.walk(visit)
         plgpu.wait_smem_to_gmem(0)
 
-    def multiply(self, accumulator, turn, x_half, w_half, stages) -> None:
+    def multiply(self, accumulator, turn, x_part, w_part, stages) -> None:
         """Sums over all steps of a tile; lets go of every stage but the last."""
         x_slices, w_slices, filled, consumed = stages
         x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
@@ -325,13 +322,13 @@ class _Work:
             slot = self.slot(turn, step)
             plgpu.barrier_wait(filled.at[slot])
             if x_contracted == 2:
-                x = x_slices.at[slot, x_half, :]
+                x = x_slices.at[slot, x_part, :]
             else:
-                x = x_slices.at[slot].at[:, x_half].transpose((1, 0))
+                x = x_slices.at[slot].at[:, x_part].transpose((1, 0))
             if w_contracted == 1:
-                w = w_slices.at[slot].at[:, w_half]
+                w = w_slices.at[slot].at[:, w_part]
             else:
-                w = w_slices.at[slot].at[w_half, :].transpose((1, 0))
+                w = w_slices.at[slot].at[w_part, :].transpose((1, 0))
             plgpu.wgmma(accumulator, x, w)
             # The multiply before this one is done then, and its stage free.
             plgpu.wgmma_wait(1)
@@ -341,18 +338,19 @@ class _Work:
                 plgpu.barrier_arrive(consumed.at[self.slot(turn, step - 1)])
 
     def fetch(self, addend, row, column, strips, added, first) -> None:
-        """Starts to copy the addend's part of this half into the strips it will leave from."""
+        """Starts to copy the addend's share of this part into the strips it will leave from."""
         for i in range(self.tiles.strips):
-            columns = pl.ds(column + i * STRIP_COLUMNS, STRIP_COLUMNS)
-            source = addend.at[pl.ds(row, self.tiles.half[0]), columns]
+            width = self.tiles.strip_columns
+            columns = pl.ds(column + i * width, width)
+            source = addend.at[pl.ds(row, self.tiles.part[0]), columns]
             plgpu.copy_gmem_to_smem(source, strips.at[i], added.at[first + i])
 
     def store(self, product, plane, row, column, strips, added, first) -> None:
         """Rounds the product, with the addend, and sends it off strip by strip."""
-        rows, columns = self.tiles.half
-        for i in range(columns // STRIP_COLUMNS):
+        rows, width = self.tiles.part[0], self.tiles.strip_columns
+        for i in range(self.tiles.all_strips):
             strip = strips.at[i % self.tiles.strips]
-            value = product[:, i * STRIP_COLUMNS : (i + 1) * STRIP_COLUMNS]
+            value = product[:, i * width : (i + 1) * width]
             if self.with_addends:
                 plgpu.barrier_wait(added.at[first + i])
                 value += strip[...].astype(jnp.float32)
@@ -360,8 +358,8 @@ class _Work:
                 plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
             strip[...] = value.astype(strip.dtype)
             plgpu.commit_smem()
-            columns_here = pl.ds(column + i * STRIP_COLUMNS, STRIP_COLUMNS)
-            plgpu.copy_smem_to_gmem(strip, plane.at[pl.ds(row, rows), columns_here])
+            columns = pl.ds(column + i * width, width)
+            plgpu.copy_smem_to_gmem(strip, plane.at[pl.ds(row, rows), columns])
 
     def slot(self, turn: Any, step: Any) -> Any:
         """The stage of a step."""

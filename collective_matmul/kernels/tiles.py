@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
 #: Warpgroups of a block that multiply; one more copies.
 CONSUMERS = 2
-#: Rows of shared memory are swizzled over 128 bytes, 64 elements of two bytes.
-SWIZZLE_BYTES = 128
-SWIZZLE_ELEMENTS = SWIZZLE_BYTES // 2
-#: A tile of the product leaves through shared memory in strips of this many columns.
-STRIP_COLUMNS = 64
+#: Bytes of an element: bfloat16 or float16.
+ITEMSIZE = 2
 #: Shared memory of a Hopper block, less what barriers and alignment take.
 SHARED_MEMORY_BYTES = 232_448 - 2_048
 
@@ -30,7 +27,9 @@ class Tiles:
       columns: columns of a block's tile of the product.
       contracted: how much of the contraction one stage holds.
       stages: slices of both operands in flight.
-      strips: strips of each consumer's half on their way to global memory; with an addend, all.
+      swizzle: bytes over which shared memory is swizzled. The last axis of every slice must be a
+        multiple of it, and 128 is read fastest.
+      strips: strips of each consumer's part on their way to global memory; with an addend, all.
       split: which side of the tile the two consumers halve.
       share: the operand that the two blocks of a cluster have in common: "w" makes them neighbours
         along the rows, "x" along the columns; None launches no clusters.
@@ -43,6 +42,7 @@ class Tiles:
     columns: int = 256
     contracted: int = 64
     stages: int = 4
+    swizzle: Literal[64, 128] = 128
     strips: int = 2
     split: Literal["rows", "columns"] = "rows"
     share: Literal["x", "w"] | None = "w"
@@ -55,18 +55,28 @@ class Tiles:
         return 1 if self.share is None else 2
 
     @property
-    def half(self) -> tuple[int, int]:
-        """(rows, columns) of a consumer's part of the tile."""
+    def part(self) -> tuple[int, int]:
+        """(rows, columns) of a consumer's part of a tile."""
         if self.split == "rows":
             return self.rows // CONSUMERS, self.columns
         return self.rows, self.columns // CONSUMERS
 
     @property
+    def strip_columns(self) -> int:
+        """Columns of a strip: as many as a swizzle covers, and a divisor of the part's."""
+        return 64 if self.part[1] % 64 == 0 else 32
+
+    @property
+    def all_strips(self) -> int:
+        """Strips of a consumer's part."""
+        return self.part[1] // self.strip_columns
+
+    @property
     def shared_memory_bytes(self) -> int:
-        """What the stages and the outgoing strips take, of elements of two bytes."""
+        """What the stages and the outgoing strips take."""
         stage = (self.rows + self.columns) * self.contracted
-        strip = CONSUMERS * self.half[0] * STRIP_COLUMNS
-        return 2 * (self.stages * stage + self.strips * strip)
+        strip = CONSUMERS * self.part[0] * self.strip_columns
+        return ITEMSIZE * (self.stages * stage + self.strips * strip)
 
 
 @dataclass(frozen=True)
@@ -93,22 +103,35 @@ class Problem:
     w_contracted: Literal[1, 2] = 1
     addends: bool = False
 
-    @property
-    def aligned(self) -> bool:
-        """Whether the copy engine can swizzle every slice: its last axis comes in whole swizzles."""
-        x_last = self.contracted if self.x_contracted == 2 else (self.rows,)
-        w_last = self.columns if self.w_contracted == 1 else self.contracted
-        rows = self.contracted if self.x_contracted == 1 else (self.rows,)
-        return all(size % SWIZZLE_ELEMENTS == 0 for size in (*x_last, *w_last, *self.columns)) and (
-            all(size % 8 == 0 for size in (*rows, self.rows, *self.contracted))
-        )
+    def swizzles(self, tiles: Tiles) -> bool:
+        """Whether the copy engine can swizzle every slice: all last axes are made of whole ones."""
+        last = [
+            *((tiles.contracted, *self.contracted) if self.x_contracted == 2 else (self.rows,)),
+            *((tiles.columns, *self.columns) if self.w_contracted == 1 else self.contracted),
+        ]
+        if any(size % (tiles.swizzle // ITEMSIZE) for size in last):
+            return False
+        if any(columns % tiles.strip_columns for columns in self.columns):
+            return False
+        return all(size % 8 == 0 for size in (self.rows, *self.contracted))
 
 
-# Microseconds of one step of 64 on one multiprocessor of an H200 under full load, by the size of the
-# tile; measured within whole waves.
-_STEP_MICROSECONDS = {(128, 256): 0.725, (256, 128): 0.725, (128, 128): 0.373}
-_TILE_MICROSECONDS = 1.0
+# Microseconds in which one multiprocessor of an H200 multiplies a tile's slices of 64, when all of
+# them are busy, by the tile's area in units of 128 × 128.
+_STEP_MICROSECONDS = 0.365
+_TILE_MICROSECONDS = 1.5
 _LAUNCH_MICROSECONDS = 4.0
+_MEMORY_BYTES_PER_MICROSECOND = 3.5e6
+
+
+_SIZES = (
+    Tiles(128, 256, split="rows"),
+    Tiles(256, 128, split="rows"),
+    Tiles(128, 224, split="rows"),
+    Tiles(128, 128, split="rows"),
+    Tiles(128, 256, split="columns"),
+    Tiles(128, 128, split="columns"),
+)
 
 
 def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
@@ -120,35 +143,63 @@ def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int 
     steps = problem.contracted_planes * sum(
         math.ceil(size / tiles.contracted) for size in problem.contracted
     )
-    step = _STEP_MICROSECONDS[tiles.rows, tiles.columns] * tiles.contracted / 64
-    return _LAUNCH_MICROSECONDS + waves * (steps * step + _TILE_MICROSECONDS)
+    area = tiles.rows * tiles.columns * tiles.contracted / (128 * 128 * 64)
+    return _LAUNCH_MICROSECONDS + waves * (steps * area * _STEP_MICROSECONDS + _TILE_MICROSECONDS)
 
 
-def candidates(problem: Problem) -> Iterator[Tiles]:
-    """Cuts worth trying, what measured best first; a pair shares the operand that is read most."""
-    wide = Tiles(128, 256) if problem.w_contracted == 1 else Tiles(256, 128, strips=1)
-    for tiles in (wide, replace(wide, share=None), Tiles(128, 128, stages=6, share=None)):
-        if problem.addends:
-            strips = tiles.half[1] // STRIP_COLUMNS
-            tiles = replace(tiles, strips=strips, stages=3 if tiles.columns != tiles.rows else 6)
-        yield tiles
+def candidates(problem: Problem) -> list[Tiles]:
+    """Cuts worth considering for a problem, with as many stages as fit; maybe none."""
+    found = []
+    for sizes, share in itertools.product(_SIZES, ("w", None, "x")):
+        # Wider swizzles are read faster.
+        swizzled = (replace(sizes, share=share, swizzle=swizzle) for swizzle in (128, 64))
+        tiles = next(filter(problem.swizzles, swizzled), None)
+        if tiles is not None:
+            strips = tiles.all_strips if problem.addends else min(2, tiles.all_strips)
+            found += _with_most_stages(replace(tiles, strips=strips))
+    return found
 
 
-def choose_tiles(problem: Problem) -> Tiles:
-    """The tuned cut of this very problem, else the one predicted to be fastest."""
-    tuned = _tuned().get(problem)
-    return tuned or min(candidates(problem), key=lambda t: predicted_microseconds(problem, t))
+def _with_most_stages(tiles: Tiles) -> list[Tiles]:
+    staged = (replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
+    return [t for t in staged if t.shared_memory_bytes <= SHARED_MEMORY_BYTES][:1]
+
+
+def choose_tiles(problem: Problem) -> Tiles | None:
+    """The tuned cut of this very problem, else the one predicted to be fastest.
+
+    None where no cut fits, or where XLA's matmul was measured to be faster even with the copies
+    that it needs and the kernel does not.
+    """
+    if problem in _tuned():
+        tiles, microseconds, library_microseconds = _tuned()[problem]
+        library_microseconds += _copying_microseconds(problem)
+        return tiles if microseconds < library_microseconds else None
+    found = candidates(problem)
+    if not found:
+        return None
+    return min(found, key=lambda tiles: predicted_microseconds(problem, tiles))
+
+
+def _copying_microseconds(problem: Problem) -> float:
+    """What one pass takes that moves the result, or an operand as large, between arrays."""
+    rows = problem.batch * problem.rows
+    if problem.x_contracted == 1:
+        # Gathered chunks would be joined.
+        rows = problem.contracted_planes * sum(problem.contracted)
+    return 2 * ITEMSIZE * rows * max(problem.columns) / _MEMORY_BYTES_PER_MICROSECOND
 
 
 @functools.cache
-def _tuned() -> dict[Problem, Tiles]:
+def _tuned() -> dict[Problem, tuple[Tiles, float, float]]:
     lines = resources.files(__package__).joinpath("tuned_tiles.jsonl").read_text().splitlines()
     return dict(map(_entry, map(json.loads, lines)))
 
 
-def _entry(line: dict[str, Any]) -> tuple[Problem, Tiles]:
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in line["problem"].items()}
-    return Problem(**fields), Tiles(**line["tiles"])
+def _entry(line: dict[str, Any]) -> tuple[Problem, tuple[Tiles, float, float]]:
+    sizes = {name: tuple(line["problem"][name]) for name in ("contracted", "columns")}
+    problem = Problem(**{**line["problem"], **sizes})
+    return problem, (Tiles(**line["tiles"]), line["microseconds"], line["library_microseconds"])
 
 
 def as_json(problem: Problem, tiles: Tiles, **measured: float) -> str:
