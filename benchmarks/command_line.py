@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 
-from benchmarks import block, ops, stack, train
+from benchmarks import block, ops, pictures, stack, train
+from benchmarks.pictures import Picture
+from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
-_BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
+_BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
     "ops": (ops.Ops, ops.run),
     "block": (block.Block, block.run),
     "stack": (stack.Stack, stack.run),
@@ -22,15 +25,19 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
 def main(arguments: Sequence[str]) -> None:
     """``python -m benchmarks``. Exits with 2 after one sentence for what does not fit."""
     settings = tyro.extras.subcommand_cli_from_dict(
-        {name: settings for name, (settings, _) in _BENCHMARKS.items()},
+        {"picture": Picture, **{name: settings for name, (settings, _) in _BENCHMARKS.items()}},
         args=list(arguments),
         prog="python -m benchmarks",
         description="How long the collective matmuls take beside what they are measured by.",
     )
-    choose_platform(settings)
-    run = dict(_BENCHMARKS.values())[type(settings)]
     try:
-        run(settings)
+        if isinstance(settings, Picture):
+            pictures.run(settings)
+            return
+        choose_platform(settings)
+        report = dict(_BENCHMARKS.values())[type(settings)](settings)
+        if importlib.util.find_spec("matplotlib") and report.content["cases"]:
+            pictures.save_picture([report.content], report.folder / "report.png")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from benchmarks import contenders as taking_part
+from benchmarks import options
 from benchmarks.compiling import Compiled, compile_cases
 from benchmarks.contenders import Contender
-from benchmarks.measuring import Timed, describe, measure_case
+from benchmarks.measuring import Measured, Timed, describe, measure_case
 from benchmarks.programs import Operands, Program
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, make_mesh
@@ -27,9 +28,11 @@ class Comparison(Settings):
     """Who takes part; default: all."""
     try_options: bool = True
     """Whether to try sets of XLA options for the contenders that are XLA's own."""
+    skip_options: tuple[str, ...] = ()
+    """Sets of XLA options not to try."""
     compile_cases: int = 1
     """Cases compiled at the same time, before they are measured."""
-    compile_threads: int = 8
+    compile_threads: int = 16
     """Programs compiled at the same time."""
     compile_only: bool = False
     """Compile every program, one after the other, and run none."""
@@ -76,12 +79,13 @@ def run(
     """
     check(settings)
     check_names("contenders", settings.contenders, names)
+    check_names("skip_options", settings.skip_options, [*options.BASELINE, *options.WINDOWED])
     mesh = make_mesh(settings)
     for case in cases:
         _check_divisible(case, mesh)
     report = Report(benchmark, settings)
     contenders = [
-        taking_part.make(name, mesh, try_options=settings.try_options)
+        taking_part.make(name, mesh, settings.try_options, settings.skip_options)
         for name in taking_part.in_order(settings.contenders or names)
     ]
     operands = Operands(mesh, settings.array_dtype)
@@ -108,7 +112,7 @@ def _measure(
         if report.out_of_time():
             return
         if settings.compile_only:
-            results = describe(ready, ready.executables)
+            measured = Measured(describe(ready, ready.executables), [])
         else:
             checks_noise = len(report.content["cases"]) < settings.noise_checks
             timed = Timed(
@@ -116,10 +120,13 @@ def _measure(
                 seconds=settings.group_seconds,
                 again="bulk" if checks_noise else None,
                 profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
+                # Asking takes as long as a short case.
+                watch=case is cases[0],
             )
-            results = measure_case(ready, timed)
+            measured = measure_case(ready, timed)
         described = {"name": case.name, "devices": operands.mesh.devices.size}
-        report.add({**described, **case.describe(operands)}, results)
+        described |= case.describe(operands)
+        report.add({**described, "gpus": measured.gpus}, measured.results)
 
 
 def _check_divisible(case: ComparedCase, mesh: Mesh) -> None:

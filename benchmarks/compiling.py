@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,16 +107,15 @@ def compile_cases(
     """
     names = tuple(contender.name for contender in contenders)
     cases = [Compiled(names) for _ in builds]
+    jobs: list[Future[None]] = []
     with ThreadPoolExecutor(threads) as pool:
-        traced = list(pool.map(functools.partial(_trace_all, contenders), builds, cases))
-        jobs = [
-            pool.submit(_compile, case, programs)
-            for case, all_programs in zip(cases, traced, strict=True)
-            for programs in _same_programs(all_programs)
-        ]
-        jobs += [pool.submit(_compile_maker, *pair) for pair in zip(cases, traced, strict=True)]
-        for job in jobs:
-            job.result()
+        for case, build in zip(cases, builds, strict=True):
+            # Tracing is Python, and gains nothing from threads; XLA compiles beside it.
+            traced = _trace_all(contenders, build, case)
+            jobs += [pool.submit(_compile, case, same) for same in _same_programs(traced)]
+            jobs.append(pool.submit(_compile_maker, case, traced))
+    for job in jobs:
+        job.result()
     return cases
 
 

@@ -39,7 +39,9 @@ def names() -> tuple[str, ...]:
     return ("baseline", "windowed", *IMPLEMENTATIONS, "auto", "ceiling")
 
 
-def make(name: str, mesh: Mesh, *, try_options: bool = True) -> Contender:
+def make(
+    name: str, mesh: Mesh, try_options: bool = True, skip_options: Sequence[str] = ()
+) -> Contender:
     """The contender of a name.
 
     Args:
@@ -47,6 +49,7 @@ def make(name: str, mesh: Mesh, *, try_options: bool = True) -> Contender:
       mesh: that the programs run on.
       try_options: whether to compile XLA's own contenders with every set of options there is for
         them, or with the first set alone.
+      skip_options: names of sets not to compile with.
     """
     communication: Communication
     sets: options.OptionSets
@@ -60,6 +63,7 @@ def make(name: str, mesh: Mesh, *, try_options: bool = True) -> Contender:
         case _:
             communication = CollectiveMatmul(None if name == "auto" else name)
             return Contender(name, communication, {"overlap_jit": overlap_jit})
+    sets = {key: chosen for key, chosen in sets.items() if key not in skip_options}
     if not try_options:
         sets = dict([next(iter(sets.items()))])
     return Contender(name, communication, _jits(options.known(sets)))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from benchmarks.compiling import Compiled, Executable
+from benchmarks.environment import gpu_state
 from benchmarks.profiling import Profile, record
 from collective_matmul.choose.measure import measure
 
@@ -56,15 +58,25 @@ class Timed:
       again: a contender to time twice, the second time under "NAME again": by what two times of
         one program differ.
       profile: a folder for a profile of each contender.
+      watch: whether to look at the GPUs' power and clocks while a contender runs.
     """
 
     groups: int
     seconds: float
     again: str | None = None
     profile: Path | None = None
+    watch: bool = False
 
 
-def measure_case(case: Compiled, timed: Timed) -> Results:
+class Measured(NamedTuple):
+    """What was found in one case."""
+
+    results: Results
+    gpus: list[dict[str, str]]
+    """The state of every GPU under load, if it was asked for and can be known."""
+
+
+def measure_case(case: Compiled, timed: Timed) -> Measured:
     """Times the executables, contenders in turns, and frees them and their arrays."""
     runs = _warm_up(case)
     tried = {name: _try_options(choices) for name, choices in runs.items()}
@@ -88,8 +100,9 @@ def measure_case(case: Compiled, timed: Timed) -> Results:
             samples=timings[again].samples,
             same_program_as=timed.again,
         )
+    gpus = _watch(list(chosen.values())[-1]) if timed.watch and chosen else []
     case.executables.clear()
-    return results
+    return Measured(results, gpus)
 
 
 def describe(case: Compiled, executables: list[Executable]) -> Results:
@@ -130,6 +143,15 @@ def _warm_up(case: Compiled) -> dict[str, dict[Executable, Run]]:
             jax.block_until_ready(run())
             runs.setdefault(executable.contender, {})[executable] = run
     return runs
+
+
+def _watch(run: Run) -> list[dict[str, str]]:
+    """The state of the GPUs while they do this."""
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(gpu_state)
+        while not state.done():
+            jax.block_until_ready(run())
+    return state.result()
 
 
 def _try_options(choices: Mapping[Executable, Run]) -> dict[Executable, float]:

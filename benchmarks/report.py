@@ -47,9 +47,14 @@ class Report:
         """Since the benchmark began."""
         return time.monotonic() - self._started
 
+    @property
+    def seconds_left(self) -> float:
+        """Until no further case may begin."""
+        return self._limit - self.seconds
+
     def out_of_time(self) -> bool:
         """Whether no further case may begin; says so."""
-        if self.seconds < self._limit:
+        if self.seconds_left > 0:
             return False
         self.say(f"stopped: limit_seconds={self._limit:g} is over")
         return True
@@ -67,10 +72,17 @@ class Report:
           results: by contender.
         """
         whole = {**case, "contenders": {n: with_times(r) for n, r in results.items()}}
-        whole["gpus"] = environment.gpu_state()
         self.content["cases"].append(_plain(whole))
         said = "; ".join(_sentence(name, r) for name, r in whole["contenders"].items())
         self.say(f"{case['name']}: {said}")
+        self.write()
+
+    def add_peer(self, case: str, contender: str, result: Result) -> None:
+        """Adds a contender that took no turns with the others to a case that was added before."""
+        for added in self.content["cases"]:
+            if added["name"] == case:
+                added["contenders"][contender] = _plain(with_times(result))
+                self.say(f"{case}: {_sentence(contender, added['contenders'][contender])}")
         self.write()
 
     def write(self) -> None:

@@ -6,6 +6,7 @@ global shapes: M rows, sharded between layers; K features; F hidden features, sh
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from benchmarks import comparison
 from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
+from benchmarks.measuring import Result
+from benchmarks.peers import torch_stack
 from benchmarks.programs import Direction, Operands, Program, layers_program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
@@ -78,6 +81,9 @@ class Stack(Comparison):
     """Layers of every stack; default: 8 forward, 4 forward and backward."""
     sweep_m: tuple[int, ...] = ()
     """Rows to try each shape with, instead of its own."""
+    peers: bool = False
+    """Afterwards time PyTorch on the same cases, in processes of its own; it needs 20 GB of each
+    GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7."""
 
     def cases(self) -> list[StackCase]:
         """Every shape × rows × direction."""
@@ -102,7 +108,29 @@ def run(settings: Stack) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("shapes", settings.shapes, list(SHAPES))
-    return comparison.run("stack", settings, settings.cases())
+    report = comparison.run("stack", settings, settings.cases())
+    if settings.peers and not report.out_of_time():
+        _add_peers(report, settings)
+    return report
+
+
+def _add_peers(report: Report, settings: Stack) -> None:
+    measured = {case["name"]: case["devices"] for case in report.content["cases"]}
+    cases = {case.name: case for case in settings.cases() if case.name in measured}
+    ran = torch_stack(
+        list(cases.values()),
+        devices=max(measured.values()),
+        platform=settings.platform,
+        dtype=settings.dtype,
+        groups=settings.groups,
+        limit_seconds=min(report.seconds_left, 300.0),
+    )
+    if ran.reason is not None:
+        report.say(f"PyTorch: {ran.reason}")
+    for found in ran.results:
+        names = {field.name for field in dataclasses.fields(Result)}
+        result = Result(**{name: value for name, value in found.items() if name in names})
+        report.add_peer(f"{found['shape']} {found['direction']}", found["peer"], result)
 
 
 def build(case: StackCase, operands: Operands, contender: Contender) -> Program:

@@ -50,7 +50,7 @@ def environment(content: Content) -> str:
         gpu = about["gpus"][0]
         lines.append(
             f"Driver {gpu['driver_version']}, power limit {gpu['power.limit']}; SM clock, power and"
-            f" temperature of the first GPU after each case: {_over_cases(content)}."
+            f" temperature (°C) of the first GPU at work: {_over_cases(content)}."
         )
     lines.append(
         f"Medians of {settings['groups']} timed groups, in which the contenders take turns;"
@@ -62,6 +62,8 @@ def environment(content: Content) -> str:
 
 def _over_cases(content: Content) -> str:
     states = [case["gpus"][0] for case in content["cases"] if case["gpus"]]
+    if not states:
+        return "not known"
     spans = []
     for field in ("clocks.sm", "power.draw", "temperature.gpu"):
         values = sorted((state[field] for state in states), key=_number)
@@ -140,6 +142,26 @@ def memory(content: Content) -> str:
     return (
         "## Temporary memory\n\nGiB per device beyond arguments and results, and how many chunks"
         " (one device's rows) more than bulk.\n\n" + _grid(content, cell)
+    )
+
+
+def profiles(content: Content) -> str:
+    """What share of its communication each contender hides, the least of all devices."""
+
+    def cell(case: Content, name: str) -> str:
+        profile = case["contenders"].get(name, {}).get("profile")
+        if not profile:
+            return ""
+        shares = (profile["hidden_share"], profile["hidden_under_matmul_share"])
+        least = [min((s for s in share if s is not None), default=None) for share in shares]
+        return ", ".join("" if share is None else f"{share:.1%}" for share in least)
+
+    if not any(r.get("profile") for c in content["cases"] for r in c["contenders"].values()):
+        return ""
+    return (
+        "## Communication hidden\n\nShare of the time in which something is communicated and"
+        " other work runs too, and in which a matmul does; the least of all devices.\n\n"
+        + _grid(content, cell)
     )
 
 

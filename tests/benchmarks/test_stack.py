@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from benchmarks import command_line, settings, stack
+from benchmarks.peers import PeerRun
 from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
@@ -90,6 +91,28 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):
+    asked = []
+
+    def torch_stack(cases, **settings):
+        asked.append(([case.name for case in cases], settings["devices"]))
+        found = {"peer": "torch", "shape": "tiny M=16", "direction": "forward", "layers": 1}
+        samples = [2e-3, 1e-3, 4e-3]
+        return PeerRun([{**found, "samples": samples, "options": "eager", "tried": {}}], "stopped")
+
+    monkeypatch.setattr(stack, "torch_stack", torch_stack)
+    arguments = (
+        "stack --platform cpu --devices 4 --shapes tiny --layers 1 --sweep-m 16 --groups 1 --peers"
+        " --directions forward --contenders ceiling --output"
+    )
+    command_line.main([*arguments.split(), str(tmp_path)])
+    assert asked == [(["tiny M=16 forward"], 4)]
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert list(case["contenders"]) == ["ceiling", "torch"]
+    assert case["contenders"]["torch"]["median"] == 2e-3
+    assert case["contenders"]["torch"]["options"] == "eager"
 
 
 def test_more_devices_than_there_are():
