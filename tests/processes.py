@@ -35,7 +35,14 @@ PROCESSES = 2
 LOCAL_DEVICES = 2
 #: Sizes of the axes ("data", AXIS): a ring over all processes, and one ring within each.
 ACROSS, WITHIN = (1, PROCESSES * LOCAL_DEVICES), (PROCESSES, LOCAL_DEVICES)
-IMPLEMENTATIONS_ON = {ACROSS: (None, *IMPLEMENTATIONS), WITHIN: (None, "ring")}
+FEW = (None, "bulk", "ring")
+IMPLEMENTATIONS_ON = {ACROSS: (None, *IMPLEMENTATIONS), WITHIN: FEW}
+
+#: The environment of a process that simulates its devices.
+ON_THE_CPU = {
+    "JAX_NUM_CPU_DEVICES": str(LOCAL_DEVICES),
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+}
 
 # A process that waits for one that has died would wait for ever.
 TIMEOUT_SECONDS = 120
@@ -105,15 +112,19 @@ def main(address: str, number: int, file: Path) -> None:
     jax.distributed.initialize(address, PROCESSES, number, initialization_timeout=60)
     reports = [
         report(case, jax.make_mesh(sizes, ("data", AXIS), axis_types=(AxisType.Auto,) * 2))
-        for sizes, implementations in IMPLEMENTATIONS_ON.items()
-        for case in cases(sizes[1], implementations)
+        for sizes, names in IMPLEMENTATIONS_ON.items()
+        for case in cases(sizes[1], names if simulated() else FEW)
     ]
     file.write_text(json.dumps(reports))
 
 
+def simulated() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
     # On GPUs a size that kernels are made for, and a dtype that is not rounded on the way.
-    unit, dtype = (1, "float32") if jax.default_backend() == "cpu" else (128, "bfloat16")
+    unit, dtype = (1, "float32") if simulated() else (128, "bfloat16")
     case = Case("", None, devices, (8 * unit,), 4 * unit, ((4 * unit,),), dtype=dtype)
     return [
         replace(case, op=op, implementation=implementation)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests import processes
-from tests.processes import ACROSS, IMPLEMENTATIONS_ON, LOCAL_DEVICES, PROCESSES, Report
+from tests.processes import ACROSS, IMPLEMENTATIONS_ON, PROCESSES, Report
 from tests.reference import OPS
 
 every_op = pytest.mark.parametrize("op", OPS)
 
-ON_THE_CPU = {
-    "JAX_NUM_CPU_DEVICES": str(LOCAL_DEVICES),
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-}
-
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[Report]]:
-    return processes.start([ON_THE_CPU] * PROCESSES, tmp_path_factory.mktemp("reports"))
+    return processes.start([processes.ON_THE_CPU] * PROCESSES, tmp_path_factory.mktemp("reports"))
 
 
 def of(reports: list[Report], mesh: tuple[int, int], op: str, implementation: str | None) -> Report:

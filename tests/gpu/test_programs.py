@@ -1,0 +1,83 @@
+"""What is compiled for GPUs: permutes and no other collective, and no more memory than bulk's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import pytest
+
+from collective_matmul import overlap_jit
+from tests.gpu.ops import ALL_REDUCE, GATHER, OpProblem, large_problems
+from tests.gpu.problems import Call, calls, described
+
+pytestmark = pytest.mark.gpu
+
+LARGE = [*large_problems(4), *large_problems(2)]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """An op by an implementation, without gradients."""
+
+    problem: OpProblem
+    implementation: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}-{self.implementation}"
+
+    @property
+    def devices(self) -> int:
+        return self.problem.devices
+
+    @property
+    def needs(self) -> tuple[Forward]:
+        return (self,)
+
+    def compile(self) -> Any:
+        x, ws, _ = jax.eval_shape(self.problem.draw)
+        x_sharding, w_shardings, _ = self.problem.shardings[0]
+        fun = overlap_jit(self.problem.sharded(self.implementation))
+        return fun.lower(described(x, x_sharding), described(ws, w_shardings)).compile()
+
+
+@dataclass(frozen=True)
+class BesideBulk:
+    """A call, and the same by bulk."""
+
+    call: Call
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+    @property
+    def needs(self) -> tuple[Call, Call]:
+        return self.call, Call(self.call.problem, "bulk")
+
+
+RINGS = [Forward(p, "ring") for p in LARGE if p.full_size.op != ALL_REDUCE]
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_a_ring_is_permutes_and_no_other_collective(programs, ring: Forward) -> None:
+    text = programs(ring).as_text()
+    names = "collective-permute|all-gather|reduce-scatter|all-reduce|all-to-all"
+    collectives = Counter(re.findall(rf" ({names})(?:-start)?\(", text))
+    assert collectives == {"collective-permute": ring.devices - 1}
+
+
+@pytest.mark.parametrize("pair", [BesideBulk(call) for call in calls(LARGE)], ids=str)
+def test_no_more_memory_than_bulk_and_two_chunks(programs, pair: BesideBulk) -> None:
+    """Forward and backward in one program, whose peak is that of the larger of both."""
+    program, bulk = (programs(call).memory_analysis() for call in pair.needs)
+    problem = pair.call.problem
+    assert isinstance(problem, OpProblem)
+    case = problem.case
+    # x travels to be gathered; the result does to be summed.
+    width = case.contracted if case.op == GATHER else math.prod(case.columns[0])
+    chunk_bytes = math.prod(case.leading) // case.devices * width * 2
+    assert program.temp_size_in_bytes <= bulk.temp_size_in_bytes + 2 * chunk_bytes
