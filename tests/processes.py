@@ -123,7 +123,7 @@ def simulated() -> bool:
 
 
 def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
-    # On GPUs a size that kernels are made for, and a dtype that is not rounded on the way.
+    # On GPUs a size that kernels are made for; and float32 would be rounded to TensorFloat-32.
     unit, dtype = (1, "float32") if simulated() else (128, "bfloat16")
     case = Case("", None, devices, (8 * unit,), 4 * unit, ((4 * unit,),), dtype=dtype)
     return [

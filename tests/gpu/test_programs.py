@@ -1,4 +1,4 @@
-"""What is compiled for GPUs: permutes and no other collective, and no more memory than bulk's."""
+"""What is compiled for GPUs: permutes and no other collective, and little more memory than bulk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from collective_matmul import overlap_jit
@@ -71,13 +72,20 @@ def test_a_ring_is_permutes_and_no_other_collective(programs, ring: Forward) -> 
 
 
 @pytest.mark.parametrize("pair", [BesideBulk(call) for call in calls(LARGE)], ids=str)
-def test_no_more_memory_than_bulk_and_two_chunks(programs, pair: BesideBulk) -> None:
-    """Forward and backward in one program, whose peak is that of the larger of both."""
+def test_little_more_memory_than_bulk(programs, pair: BesideBulk) -> None:
+    """At the peak, forward or backward, two chunks more of every array that travels in chunks.
+
+    One is being multiplied or was summed, one arrives. In the backward of a gather two arrays
+    travel: the sums of dx, and x.
+    """
     program, bulk = (programs(call).memory_analysis() for call in pair.needs)
     problem = pair.call.problem
     assert isinstance(problem, OpProblem)
     case = problem.case
-    # x travels to be gathered; the result does to be summed.
-    width = case.contracted if case.op == GATHER else math.prod(case.columns[0])
-    chunk_bytes = math.prod(case.leading) // case.devices * width * 2
-    assert program.temp_size_in_bytes <= bulk.temp_size_in_bytes + 2 * chunk_bytes
+    gather = case.op == GATHER
+    width = case.contracted if gather else math.prod(case.columns[0])
+    chunk_bytes = math.prod(case.leading) // case.devices * width * jnp.dtype(case.dtype).itemsize
+    allowed = 2 * chunk_bytes * (2 if gather else 1)
+    if jax.default_backend() == "cpu":
+        pytest.skip("XLA plans memory otherwise for CPUs")
+    assert program.temp_size_in_bytes <= bulk.temp_size_in_bytes + allowed
