@@ -1,6 +1,7 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
 from collective_matmul.choose.explain import explain
+from collective_matmul.choose.tune import tune
 from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
@@ -17,4 +18,5 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap_jit",
+    "tune",
 ]

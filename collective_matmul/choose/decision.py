@@ -70,7 +70,7 @@ def choose(site: Site, requested: str | None) -> str:
     prediction = _predict(site)
     if requested is None:
         implementation, reason = _decide(site, prediction)
-    elif obstacle := _obstacle(site, requested):
+    elif obstacle := obstacle_of(site, requested):
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
     else:
         implementation, reason = requested, "requested"
@@ -83,7 +83,7 @@ def choose(site: Site, requested: str | None) -> str:
     return implementation
 
 
-def _obstacle(site: Site, implementation: str) -> str | None:
+def obstacle_of(site: Site, implementation: str) -> str | None:
     """Why `implementation` cannot carry out `site`, or None."""
     if (
         implementation != "bulk"
@@ -129,7 +129,7 @@ def _fastest(site: Site, prediction: Prediction | None) -> tuple[str, str]:
     if prediction is None and not overlaps:
         return "bulk", f"on {device.platform} nothing runs under a matmul"
     obstacle = transport_obstacle(site.axis_name) if overlaps else None
-    obstacle = obstacle or _obstacle(site, "ring")
+    obstacle = obstacle or obstacle_of(site, "ring")
     if prediction is None:
         obstacle = obstacle or f"{device.device_kind} was not measured; collective_matmul.tune can"
     if obstacle or prediction is None:

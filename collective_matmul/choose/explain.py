@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from collective_matmul.choose.decision import Decision, record_decisions
-from collective_matmul.choose.site import Site
 
 # JAX traces again what it has traced before only if something that it looks at has changed.
 _trace_number = jax.make_user_context(0)
@@ -80,22 +78,12 @@ def _row(decision: Decision, count: int) -> tuple[str, ...]:
         str(site.source or "?"),
         site.direction,
         site.op,
-        _shapes(site),
+        site.shapes,
         decision.implementation,
         _microseconds(decision.seconds),
         _microseconds(decision.bulk_seconds),
         decision.reason,
     )
-
-
-def _shapes(site: Site) -> str:
-    matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in site.operands)
-    extras = f", with {_size(site.rider)}" if site.rider else ""
-    return f"{np.dtype(site.dtype).name} {matmuls}{extras} over {site.axis_name}={site.axis_size}"
-
-
-def _size(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
 
 
 def _microseconds(seconds: float | None) -> str:

@@ -103,9 +103,21 @@ class Site:
             elements += (self.axis_size - 1) * math.prod(self.rider)
         return elements * np.dtype(self.dtype).itemsize
 
+    @property
+    def shapes(self) -> str:
+        """The local arrays and the axis, to be read."""
+        matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in self.operands)
+        rider = f", with {_size(self.rider)}" if self.rider is not None else ""
+        kept = ", gathered kept" if self.keep_gathered else ""
+        axis = f"{self.axis_name or 'devices'}={self.axis_size}"
+        return f"{np.dtype(self.dtype).name} {matmuls}{rider}{kept} over {axis}"
+
     def __str__(self) -> str:
-        shapes = ", ".join(f"{list(x)} @ {list(w)}" for x, w in self.operands)
-        return f"{self.op} {shapes} {np.dtype(self.dtype).name} over {self.axis_name!r}"
+        return f"{self.op} {self.shapes}"
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:

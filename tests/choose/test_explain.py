@@ -66,7 +66,7 @@ def test_gradients_have_lines_of_their_own(make_mesh: MeshFactory, jit) -> None:
         ["2×", "backward", "all_gather_matmul"],
         ["2×", "backward", "matmul_reduce_scatter"],
     ]
-    assert "[8,6]@[6,4], with [4,4] over" in lines[3][4]
+    assert lines[3][4] == "float32 [8,6]@[6,4], with [4,4] over tensor=2"
     assert {line[-1] for line in lines} == {"on cpu nothing runs under a matmul"}
 
 

@@ -1,0 +1,104 @@
+"""Sites of transformers: what is worth measuring before anybody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from collective_matmul.choose.site import Site
+
+#: Rows, most telling first: crossings lie between 1024 and 4096, training above.
+ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768)
+
+_HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matmul of a model and what it communicates: global sizes K, and N of every weight."""
+
+    name: str
+    kind: Literal["gather", "scatter"]
+    contracted: int
+    columns: tuple[int, ...]
+
+
+def _llama(features: int, hidden: int, vocabulary: int) -> tuple[Layer, ...]:
+    """The layers of a Llama 3 that communicate. Fused weights are as those of one gather."""
+    shared = _KEY_VALUE_HEADS * _HEAD_SIZE
+    return (
+        Layer("gate and up", "gather", features, (hidden, hidden)),
+        Layer("down", "scatter", hidden, (features,)),
+        Layer("query, key and value", "gather", features, (features, shared, shared)),
+        Layer("attention output", "scatter", features, (features,)),
+        Layer("up", "gather", features, (hidden,)),
+        Layer("head", "gather", features, (vocabulary,)),
+    )
+
+
+LAYERS: dict[str, tuple[Layer, ...]] = {
+    "llama3-8b": _llama(4096, 14336, 128256),
+    "llama3-70b": _llama(8192, 28672, 128256),
+    "llama3-405b": _llama(16384, 53248, 128256),
+    # Sizes that fill no tile or no wave.
+    "awkward": (
+        Layer("K=5120", "gather", 5120, (13824,)),
+        Layer("N=5120", "scatter", 13824, (5120,)),
+        Layer("N=11000", "gather", 4096, (11000,)),
+        Layer("K=11000", "scatter", 11000, (4096,)),
+    ),
+    "square": (
+        Layer("up", "gather", 8192, (8192,)),
+        Layer("down", "scatter", 8192, (8192,)),
+    ),
+    # To try tuning itself.
+    "tiny": (
+        Layer("up", "gather", 16, (32, 32)),
+        Layer("down", "scatter", 32, (16,)),
+    ),
+}
+
+
+def sites(
+    names: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
+) -> Iterator[Site]:
+    """Every layer of the names in `LAYERS`, forward and backward, at each number of global rows.
+
+    Raises:
+      ValueError: for a name that there is not, or sizes that the devices do not divide.
+    """
+    for name in names:
+        if name not in LAYERS:
+            raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
+    for m in rows:
+        for name in names:
+            for layer in LAYERS[name]:
+                yield from _passes(layer, m, devices, jnp.dtype(dtype))
+
+
+def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:
+    """A layer's op, and the op of its backward."""
+    divided = (rows, *(layer.columns if layer.kind == "gather" else (layer.contracted,)))
+    for size in divided:
+        if size % devices or size < 1:
+            raise ValueError(
+                f"layer {layer.name!r} with {rows} rows: size {size} is no multiple of {devices}"
+                " devices; choose other rows, shapes or devices"
+            )
+    shard = rows // devices
+    if layer.kind == "gather":
+        ws = [(layer.contracted, n // devices) for n in layer.columns]
+        forward = tuple(((shard, layer.contracted), w) for w in ws)
+        backward = tuple(((rows, n), (n, k)) for k, n in ws)
+        yield Site("all_gather_matmul", forward, dtype, "", devices)
+        rider = (shard, layer.contracted)
+        yield Site("matmul_reduce_scatter", backward, dtype, "", devices, rider=rider)
+    else:
+        k, (n,) = layer.contracted // devices, layer.columns
+        forward, backward = ((rows, k), (k, n)), ((shard, n), (n, k))
+        yield Site("matmul_reduce_scatter", (forward,), dtype, "", devices)
+        yield Site("all_gather_matmul", (backward,), dtype, "", devices, keep_gathered=True)
