@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import comparison
+from benchmarks import contenders as taking_part
 from benchmarks.arrays import RandomArray
 from benchmarks.communication import COLUMNS, ROWS, Communication, Rows
 from benchmarks.comparison import Comparison
@@ -106,7 +107,7 @@ def run(settings: Block) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("models", settings.models, list(PRESETS))
-    return comparison.run("block", settings, settings.cases())
+    return comparison.run("block", settings, settings.cases(), taking_part.of_layers())
 
 
 def build(case: BlockCase, operands: Operands, contender: Contender) -> Program:

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.peers import mosaic_example
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
 
 #: The name of the mesh axis of every benchmark.
@@ -119,6 +120,20 @@ class Partitioned(_Shards):
 
     def matmul_reduce_scatter(self, x, w):
         return lax.with_sharding_constraint(x @ w, self._rows)
+
+
+class MosaicExample(_Shards):
+    """JAX's example of a fused kernel: one weight, forward, no reduce-scatter."""
+
+    on_shards = True
+
+    def all_gather_matmul(self, rows, ws):
+        if len(ws) > 1:
+            raise NotImplementedError(f"JAX's Mosaic example: {len(ws)} weights; it takes one")
+        return (mosaic_example.all_gather_matmul(rows, ws[0], AXIS),)
+
+    def matmul_reduce_scatter(self, x, w):
+        raise NotImplementedError("JAX's Mosaic example: it has no reduce-scatter")
 
 
 class NoCommunication:

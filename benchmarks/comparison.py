@@ -64,7 +64,7 @@ def run(
     benchmark: str,
     settings: Comparison,
     cases: Sequence[ComparedCase],
-    names: Sequence[str] = taking_part.names(),
+    names: Sequence[str],
 ) -> Report:
     """Measures the cases; returns the report.
 

@@ -14,6 +14,7 @@ from benchmarks import options
 from benchmarks.communication import (
     CollectiveMatmul,
     Communication,
+    MosaicExample,
     NoCommunication,
     Partitioned,
     PlainJax,
@@ -36,7 +37,12 @@ class Contender:
 
 def names() -> tuple[str, ...]:
     """All contenders, in the order of tables."""
-    return ("baseline", "windowed", *IMPLEMENTATIONS, "auto", "ceiling")
+    return ("baseline", "windowed", "mosaic_example", *IMPLEMENTATIONS, "auto", "ceiling")
+
+
+def of_layers() -> tuple[str, ...]:
+    """Those that can carry out whole layers and their gradients."""
+    return tuple(name for name in names() if name != "mosaic_example")
 
 
 def make(
@@ -58,6 +64,8 @@ def make(
             communication, sets = PlainJax(), options.BASELINE
         case "windowed":
             communication, sets = Partitioned(mesh), options.WINDOWED
+        case "mosaic_example":
+            communication, sets = MosaicExample(), options.DEFAULT
         case "ceiling":
             communication, sets = NoCommunication(), options.DEFAULT
         case _:
@@ -77,5 +85,5 @@ def _jits(sets: options.OptionSets) -> dict[str, Jit]:
 
 
 def in_order(chosen: Sequence[str]) -> tuple[str, ...]:
-    """The names chosen, in the order of tables; all of them for none."""
-    return tuple(name for name in names() if not chosen or name in chosen)
+    """The names chosen, in the order of tables."""
+    return tuple(name for name in names() if name in chosen)

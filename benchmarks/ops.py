@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import comparison
+from benchmarks import contenders as taking_part
 from benchmarks.communication import COLUMNS, ROWS, Communication
 from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
@@ -143,7 +144,7 @@ def run(settings: Ops) -> Report:
     check_names("models", settings.models, list(LLAMAS))
     if settings.repetitions < 1:
         raise ValueError(f"repetitions={settings.repetitions}: expected at least 1")
-    return comparison.run("ops", settings, settings.chosen_cases())
+    return comparison.run("ops", settings, settings.chosen_cases(), taking_part.names())
 
 
 def build(case: OpCase, operands: Operands, contender: Contender) -> Program:

@@ -133,9 +133,11 @@ def _draw_ops(axes: Axes, cases: Sequence[Content]) -> None:
     """A point for each case, by rows."""
     for name, marker in (("ceiling", "_"), ("auto", "o")):
         points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, "bulk"))]
-        rows, ratios = [m for m, _ in points], [ratio for _, ratio in points]
-        axes.scatter(rows, ratios, marker=marker, label=name, alpha=0.7)
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=marker, label=name, alpha=0.7)
     axes.axhline(1, color="gray", linestyle=":", label="bulk")
+    rows = [case["rows"] for case in cases]
+    axes.set_xlim(min(rows) / 1.5, max(rows) * 1.5)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("M")
     axes.set_ylabel("times as fast as bulk")

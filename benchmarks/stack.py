@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks import comparison
+from benchmarks import contenders as taking_part
 from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
@@ -108,7 +109,7 @@ def run(settings: Stack) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("shapes", settings.shapes, list(SHAPES))
-    report = comparison.run("stack", settings, settings.cases())
+    report = comparison.run("stack", settings, settings.cases(), taking_part.of_layers())
     if settings.peers and not report.out_of_time():
         _add_peers(report, settings)
     return report

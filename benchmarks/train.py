@@ -30,7 +30,7 @@ from train.metrics import model_flops_per_token, peak_flops
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
 from train.step import BATCH_SPEC, sharded_step
 
-CONTENDERS = tuple(name for name in taking_part.names() if name not in ("windowed", "ceiling"))
+CONTENDERS = tuple(name for name in taking_part.of_layers() if name not in ("windowed", "ceiling"))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,19 @@ def test_the_sweep_is_wide_and_any_beginning_of_it_is_mixed():
     assert {case.rows for case in chosen} >= set(ops.Ops().rows)
 
 
+def test_what_a_contender_cannot_do_is_said_and_costs_the_others_nothing(tmp_path):
+    arguments = (
+        "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
+        " --directions forward --cases 1 --groups 1 --contenders bulk mosaic_example --output"
+    )
+    command_line.main([*arguments.split(), str(tmp_path)])
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert case["contenders"]["bulk"]["failure"] is None
+    assert case["contenders"]["bulk"]["median"] > 0
+    assert "JAX's Mosaic example: " in case["contenders"]["mosaic_example"]["failure"]
+    assert "mosaic_example: " in (tmp_path / "report.md").read_text()
+
+
 def test_a_report_compares_auto_with_bulk(tmp_path):
     arguments = (
         "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
