@@ -88,6 +88,8 @@ def times(content: Content) -> str:
         times_baseline = "" if ratio is None or name == "baseline" else f", {ratio:.2f}×"
         return f"{1e3 * result['median']:.3f} [{low:.3f}, {high:.3f}]{times_baseline}"
 
+    if not _timed(content):
+        return ""
     return "## Time\n\nms, [least, most], and how many times as fast as the baseline.\n\n" + _grid(
         content, cell
     )
@@ -119,7 +121,7 @@ def over_ceiling(content: Content) -> str:
         ratio = speed_up(case, "ceiling", name)
         return "" if ratio is None else f"{ratio:.3f}"
 
-    if "ceiling" not in contender_names(content):
+    if "ceiling" not in contender_names(content) or not _timed(content):
         return ""
     return "## Time over the ceiling\n\nThe ceiling is the same program with nothing" + (
         " communicated.\n\n" + _grid(content, cell, without="ceiling")
@@ -174,9 +176,12 @@ def compilation(content: Content) -> str:
             return ""
         return f"{result['trace_seconds']:.1f} + {result['compile_seconds']:.1f}"
 
-    threads = content["settings"]["compile_threads"]
-    return f"## Compilation\n\nSeconds to trace, and to compile beside others in {threads}" + (
-        " threads.\n\n" + _grid(content, cell)
+    settings = content["settings"]
+    alone = "one program after the other"
+    beside = f"beside others in {settings['compile_threads']} threads"
+    manner = alone if settings["compile_only"] else beside
+    return f"## Compilation\n\nSeconds to trace, and to compile, {manner}.\n\n" + _grid(
+        content, cell
     )
 
 
@@ -215,6 +220,10 @@ def failures(content: Content) -> str:
         if result["failure"]
     ]
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
+
+
+def _timed(content: Content) -> bool:
+    return any("median" in r for case in content["cases"] for r in case["contenders"].values())
 
 
 def _grid(content: Content, cell: Callable[[Content, str], str], without: str = "") -> str:

@@ -96,6 +96,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(
     assert not list(tmp_path.iterdir())
 
 
+def test_compiling_alone_runs_nothing(tmp_path):
+    arguments = (
+        "stack --platform cpu --devices 4 --shapes tiny --layers 1 --directions forward"
+        " --contenders bulk ring --compile-only --output"
+    )
+    command_line.main([*arguments.split(), str(tmp_path)])
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    for result in case["contenders"].values():
+        assert result["samples"] == [] and result["compile_seconds"] > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "Seconds to trace, and to compile, one program after the other." in report
+    assert "## Time" not in report
+
+
 def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):
     asked = []
 
