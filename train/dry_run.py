@@ -8,16 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from collective_matmul.choose import Decision, record_decisions
+from collective_matmul import explain
 from train.config import Config, check
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
 from train.step import BATCH_SPEC, sharded_step
+
+#: What is decided for where there is no GPU, since it is not there that a model is trained.
+_ELSEWHERE = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 
 
 def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
@@ -29,14 +32,14 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
       ValueError: for sizes that do not fit together.
     """
     check(config, data, tensor)
-    mesh = make_abstract_mesh(data, tensor)
+    device = None if jax.default_backend() == "gpu" else _ELSEWHERE
+    mesh = make_abstract_mesh(data, tensor, device)
     model = ModelFunctions(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state, specs = abstract_state(model, optimizer), state_specs(model, optimizer)
     saved = _saved_for_backward(config, model, mesh)
-    with record_decisions() as decisions:
-        step = sharded_step(config, model, optimizer, mesh)
-        jax.eval_shape(step, state, _abstract_batch(config, config.batch_size))
+    step = sharded_step(config, model, optimizer, mesh)
+    explanation = explain(step)(state, _abstract_batch(config, config.batch_size))
 
     console.print(
         f"{config.preset}: {model.parameter_count:,} parameters on data={data} × tensor={tensor},"
@@ -51,9 +54,9 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
     ):
         table.add_row(name, f"{size:,}")
     console.print(table)
-    console.print("collective matmuls with their local shapes; blocks of one shape share theirs:")
-    for decision in dict.fromkeys(decisions):
-        console.print(_describe(decision), highlight=False, soft_wrap=True, markup=False)
+    where = "here" if device is None else f"on {device.device_kind}"
+    console.print(f"collective matmuls, as carried out {where}; what a loop repeats counts once:")
+    console.print(str(explanation), highlight=False, soft_wrap=True, markup=False)
 
 
 def _abstract_batch(config: Config, sequences: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -94,23 +97,3 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
     sequences = config.batch_size // config.accumulate
     jax.eval_shape(traced, model.abstract_params, _abstract_batch(config, sequences))
     return saved
-
-
-def _describe(decision: Decision) -> str:
-    """A site: what is sent, by what, and the matmuls below."""
-    site = decision.site
-    requested = decision.reason == "requested"
-    if requested or jax.default_backend() == "gpu":
-        chosen = f"{decision.implementation} ({decision.reason})"
-    else:
-        chosen = "chosen where it runs"  # This machine's choice would mislead.
-    riding = ", the other operand gathered alongside" if site.rider else ""
-    lines = [
-        f"{site.op}{riding}: {site.bytes_communicated / 2**20:.1f} MiB sent, {chosen}",
-        *(f"    {_shape(x)} @ {_shape(w)}" for x, w in site.operands),
-    ]
-    return "\n".join(lines)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, shape))}]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from models.config import LlamaConfig
 from train.config import MeshConfig
@@ -46,6 +46,9 @@ def make_mesh(data: int, tensor: int) -> Mesh:
     )
 
 
-def make_abstract_mesh(data: int, tensor: int) -> AbstractMesh:
-    """The same mesh without devices, for tracing."""
-    return AbstractMesh((data, tensor), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+def make_abstract_mesh(
+    data: int, tensor: int, device: AbstractDevice | None = None
+) -> AbstractMesh:
+    """The same mesh without devices, for tracing as if there were such: of this kind, if given."""
+    types = (AxisType.Auto, AxisType.Auto)
+    return AbstractMesh((data, tensor), AXES, axis_types=types, abstract_device=device)

@@ -104,8 +104,8 @@ def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
     assert lines["parameters"] == f"{parameter_bytes:,}"
     # Two moments like the parameters, and AdamW's and its schedule's step counts.
     assert lines["optimizer state"] == f"{2 * parameter_bytes + 8:,}"
-    assert "[2,512,4096] @ [4096,512]" in output
-    assert "[2,4096,1792] @ [1792,4096]" in output
+    assert "[2,512,4096]@[4096,512]" in output
+    assert "[2,4096,1792]@[1792,4096]" in output
 
 
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
