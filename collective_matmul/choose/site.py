@@ -106,7 +106,10 @@ class Site:
     @property
     def shapes(self) -> str:
         """The local arrays and the axis, to be read."""
-        matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in self.operands)
+        if self.op == "all_gather_matmul":
+            matmuls = f"{_size(self.operands[0][0])}@{','.join(_size(w) for _, w in self.operands)}"
+        else:
+            matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in self.operands)
         rider = f", with {_size(self.rider)}" if self.rider is not None else ""
         kept = ", gathered kept" if self.keep_gathered else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"

@@ -47,7 +47,7 @@ def test_costs_of_several_weights_and_a_rider() -> None:
 def test_a_site_reads_well() -> None:
     x, gather = (2, 3), "all_gather_matmul"
     site = Site(gather, ((x, (3, 4)), (x, (3, 5))), BFLOAT16, AXIS, 4, keep_gathered=True)
-    assert str(site) == f"{gather} bfloat16 [2,3]@[3,4] + [2,3]@[3,5], gathered kept over tensor=4"
+    assert str(site) == f"{gather} bfloat16 [2,3]@[3,4],[3,5], gathered kept over tensor=4"
     scatter = Site("matmul_reduce_scatter", ((x, (3, 4)),), BFLOAT16, AXIS, 2, rider=(1, 3)).flat
     assert str(scatter) == "matmul_reduce_scatter bfloat16 [2,3]@[3,4], with [1,3] over devices=2"
 
