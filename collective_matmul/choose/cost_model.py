@@ -115,9 +115,13 @@ def _passes(site: Site) -> float:
     """Seconds of the passes over memory that a ring makes and bulk does not."""
     product = site.product_rows * site.columns
     chunks = site.axis_size
+    itemsize = np.dtype(site.dtype).itemsize
     if site.op == "all_gather_matmul":
         # Every chunk of the product is read again and written into its place.
         elements, kernels = 2 * product, chunks * len(site.operands)
+        if site.einsum is not None and site.einsum.accumulates:
+            # Every chunk's product is as large as the result, and added to it in float32.
+            elements = 2 * chunks * site.contracted * site.columns * 4 // itemsize
         if site.keep_gathered:
             elements, kernels = elements + 2 * site.product_rows * site.contracted, kernels + chunks
     else:
@@ -126,5 +130,5 @@ def _passes(site: Site) -> float:
         elements, kernels = 2 * site.rows * site.contracted + added, 2 * chunks - 1
         if site.rider is not None:
             elements, kernels = elements + 2 * chunks * math.prod(site.rider), kernels + chunks
-    moved = elements * np.dtype(site.dtype).itemsize
+    moved = elements * itemsize
     return kernels * KERNEL_SECONDS / 2 + moved / PASS_BYTES_PER_SECOND

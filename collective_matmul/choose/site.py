@@ -15,17 +15,40 @@ Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
 @dataclass(frozen=True)
+class Einsum:
+    """What is multiplied at a site, if it is no matmul of whole dimensions.
+
+    Attributes:
+      equation: its labels, as "sd,sf->df".
+      operands: their local shapes.
+      accumulates: whether every chunk's product is added to the same sum, in float32.
+      transposed: the arrays, by their labels, whose elements have to be moved for a matmul.
+    """
+
+    equation: str
+    operands: tuple[tuple[int, ...], ...]
+    accumulates: bool
+    transposed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        moved = f", transposing {' and '.join(self.transposed)}" if self.transposed else ""
+        return f"{self.equation} {','.join(map(_size, self.operands))}{moved}"
+
+
+@dataclass(frozen=True)
 class Site:
     """An op and its local shapes.
 
     Attributes:
       op: the name of the op.
-      operands: (x shape, w shape) of every matmul, local; w is [K, N].
+      operands: (x shape, w shape) of every matmul, local; w is [K, N]. Of an einsum, those of a
+        matmul that computes and communicates as much.
       dtype: of operands and result.
       axis_name: the mesh axis that is communicated over.
       axis_size: D.
       rider: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether what was gathered is a result too.
+      einsum: what is multiplied instead, or None.
       direction: which pass of the op that the user called this is. Like `source`, it tells sites
         apart for a reader, not for a decision: sites that differ in these alone are equal.
       source: where the user called it.
@@ -38,6 +61,7 @@ class Site:
     axis_size: int
     rider: tuple[int, ...] | None = None
     keep_gathered: bool = False
+    einsum: Einsum | None = None
     direction: Direction = field(default="forward", compare=False)
     source: Source | None = field(default=None, compare=False)
 
@@ -106,7 +130,9 @@ class Site:
     @property
     def shapes(self) -> str:
         """The local arrays and the axis, to be read."""
-        if self.op == "all_gather_matmul":
+        if self.einsum is not None:
+            matmuls = str(self.einsum)
+        elif self.op == "all_gather_matmul":
             matmuls = f"{_size(self.operands[0][0])}@{','.join(_size(w) for _, w in self.operands)}"
         else:
             matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in self.operands)

@@ -113,4 +113,5 @@ def _doublings(site: Site, other: Site) -> float:
 
 def _kind(site: Site) -> tuple:
     rides = site.rider is not None
-    return site.op, site.axis_size, site.dtype.itemsize, rides, site.keep_gathered
+    is_matmul = site.einsum is None
+    return site.op, site.axis_size, site.dtype.itemsize, rides, site.keep_gathered, is_matmul
