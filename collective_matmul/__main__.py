@@ -13,7 +13,7 @@ import jax
 from collective_matmul.choose.shapes import LAYERS, ROWS, sites
 from collective_matmul.choose.tune import tune
 
-SHAPES = "llama3-8b,llama3-70b,llama3-405b,awkward"
+SHAPES = "llama3-8b,llama3-70b,llama3-405b,llama3-heads,awkward"
 
 
 def main(arguments: Sequence[str]) -> None:

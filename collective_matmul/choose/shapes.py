@@ -27,8 +27,8 @@ class Layer:
     columns: tuple[int, ...]
 
 
-def _llama(features: int, hidden: int, vocabulary: int) -> tuple[Layer, ...]:
-    """The layers of a Llama 3 that communicate. Fused weights are as those of one gather."""
+def _llama(features: int, hidden: int) -> tuple[Layer, ...]:
+    """The layers of a Llama 3 block. Fused weights are as several of one gather."""
     shared = _KEY_VALUE_HEADS * _HEAD_SIZE
     return (
         Layer("gate and up", "gather", features, (hidden, hidden)),
@@ -36,14 +36,16 @@ def _llama(features: int, hidden: int, vocabulary: int) -> tuple[Layer, ...]:
         Layer("query, key and value", "gather", features, (features, shared, shared)),
         Layer("attention output", "scatter", features, (features,)),
         Layer("up", "gather", features, (hidden,)),
-        Layer("head", "gather", features, (vocabulary,)),
     )
 
 
 LAYERS: dict[str, tuple[Layer, ...]] = {
-    "llama3-8b": _llama(4096, 14336, 128256),
-    "llama3-70b": _llama(8192, 28672, 128256),
-    "llama3-405b": _llama(16384, 53248, 128256),
+    "llama3-8b": _llama(4096, 14336),
+    "llama3-70b": _llama(8192, 28672),
+    "llama3-405b": _llama(16384, 53248),
+    "llama3-heads": tuple(
+        Layer(f"head of {features}", "gather", features, (128256,)) for features in (4096, 8192)
+    ),
     # Sizes that fill no tile or no wave.
     "awkward": (
         Layer("K=5120", "gather", 5120, (13824,)),

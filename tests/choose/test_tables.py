@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
+import os
 import stat
 from importlib import resources
 from pathlib import Path
@@ -118,6 +120,31 @@ def test_a_write_that_fails_leaves_the_old_table(cache: Path, monkeypatch) -> No
 def test_others_may_read_a_table(cache: Path) -> None:
     files.save(cache, KIND, {})
     assert stat.S_IMODE(cache.stat().st_mode) == 0o644
+
+
+def test_nobody_else_saves_between_reading_and_writing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_locked() -> bool:
+        handle = os.open(cache.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    locked = []
+
+    def noting(call):
+        return lambda *args: (locked.append(is_locked()), call(*args))[1]
+
+    monkeypatch.setattr(files, "read_users", noting(files.read_users))
+    monkeypatch.setattr(Table, "write", noting(Table.write))
+    files.save(cache, KIND, {layer(512).flat: entry(bulk=10.0)})
+    assert locked == [True, True]
+    assert not is_locked()
 
 
 def test_saving_keeps_what_is_there(cache: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -80,14 +82,28 @@ def _shipped(device_kind: str) -> Table | None:
 def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
     """Adds entries to the table at `path`, new ones in place of old; returns the whole.
 
-    What is there and cannot be read stays beside it under another name.
+    Processes that save at the same time wait for each other. What is there and cannot be read stays
+    beside the table under another name.
     """
-    present = read_users(path)
-    if present is None and path.exists():
-        path.rename(_free_name(path))
-    table = Table(device_kind, {**(present.entries if present else {}), **entries})
-    table.write(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        present = read_users(path)
+        if present is None and path.exists():
+            path.rename(_free_name(path))
+        table = Table(device_kind, {**(present.entries if present else {}), **entries})
+        table.write(path)
     return table
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block; one that dies is in it no more."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _free_name(path: Path) -> Path:

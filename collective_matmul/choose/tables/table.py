@@ -99,7 +99,6 @@ class Table:
 
     def write(self, path: Path) -> None:
         """Replaces the file at `path` in one step: readers see the old table or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
