@@ -64,11 +64,10 @@ class Stacks(Problem):
         return "float32" if simulated and self.batch == "automatic" else "bfloat16"
 
     def draw(self) -> Any:
-        """Stacks of different widths, whose activations neither grow nor vanish."""
-        b, s, k = 4, size(2048), size(2048)
-        widths = [size(4096 + 1024 * i) for i in range(len(self.axes))]
-        x_shapes = [(b, s, k)] * len(widths)
-        w_shapes = [((LAYERS, k, f), (LAYERS, f, k)) for f in widths]
+        """Weights keep activations from growing and from vanishing."""
+        b, s, k, f = 4, size(2048), size(2048), size(4096)
+        x_shapes = [(b, s, k) for _ in self.axes]
+        w_shapes = [((LAYERS, k, f), (LAYERS, f, k)) for _ in self.axes]
         xs, ws, dys = normal((x_shapes, w_shapes, x_shapes), self.dtype)
         return xs, jax.tree.map(lambda w: w * math.sqrt(1 / w.shape[1]), ws), dys
 
