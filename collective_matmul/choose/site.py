@@ -22,17 +22,14 @@ class Einsum:
       equation: its labels, as "sd,sf->df".
       operands: their local shapes.
       accumulates: whether every chunk's product is added to the same sum, in float32.
-      transposed: the arrays, by their labels, whose elements have to be moved for a matmul.
     """
 
     equation: str
     operands: tuple[tuple[int, ...], ...]
     accumulates: bool
-    transposed: tuple[str, ...]
 
     def __str__(self) -> str:
-        moved = f", transposing {' and '.join(self.transposed)}" if self.transposed else ""
-        return f"{self.equation} {','.join(map(_size, self.operands))}{moved}"
+        return f"{self.equation} {','.join(map(_size, self.operands))}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,9 @@ class Site:
       rider: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether what was gathered is a result too.
       einsum: what is multiplied instead, or None.
-      direction: which pass of the op that the user called this is. Like `source`, it tells sites
-        apart for a reader, not for a decision: sites that differ in these alone are equal.
+      transposed: the arrays, by the labels of an einsum, whose elements have to be moved first or
+        after. Like what follows it is for a reader: sites that differ in these alone are equal.
+      direction: which pass of the op that the user called this is.
       source: where the user called it.
     """
 
@@ -62,6 +60,7 @@ class Site:
     rider: tuple[int, ...] | None = None
     keep_gathered: bool = False
     einsum: Einsum | None = None
+    transposed: tuple[str, ...] = field(default=(), compare=False)
     direction: Direction = field(default="forward", compare=False)
     source: Source | None = field(default=None, compare=False)
 
@@ -138,8 +137,9 @@ class Site:
             matmuls = " + ".join(f"{_size(x)}@{_size(w)}" for x, w in self.operands)
         rider = f", with {_size(self.rider)}" if self.rider is not None else ""
         kept = ", gathered kept" if self.keep_gathered else ""
+        moved = f", {' and '.join(self.transposed)} transposed" if self.transposed else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
-        return f"{np.dtype(self.dtype).name} {matmuls}{rider}{kept} over {axis}"
+        return f"{np.dtype(self.dtype).name} {matmuls}{rider}{kept}{moved} over {axis}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"
