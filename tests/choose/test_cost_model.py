@@ -130,6 +130,11 @@ def test_a_ring_costs_the_host_its_permutes(op, devices: int) -> None:
     assert ring_seconds(site_of(op, 8 * devices, 8, 8, devices)) >= host
 
 
+def test_a_rider_has_permutes_of_its_own() -> None:
+    site = site_of("matmul_reduce_scatter", 32, 32, 32, rider=(8, 32))
+    assert ring_seconds(site) == pytest.approx(6 * cost_model.HOST_SECONDS_PER_PERMUTE)
+
+
 def test_a_ring_is_no_faster_than_its_copies() -> None:
     """One column per device: next to nothing to multiply."""
     site = site_of("all_gather_matmul", 1 << 18, 8192, 4)

@@ -313,6 +313,24 @@ def test_a_gain_is_believed_of_larger_sites_only() -> None:
     assert below.fastest({"ring"}) == "bulk"
 
 
+def test_one_fused_weight_is_as_several_of_one_gather() -> None:
+    x = (1024, 4096)
+    split = Site("all_gather_matmul", ((x, (4096, 1792)), (x, (4096, 1792))), BFLOAT16, AXIS, 4)
+    prediction = says(layer(4096), (split, entry(bulk=12, ring=10)))
+    assert prediction is not None
+    assert prediction.seconds == pytest.approx({"bulk": 12e-6, "ring": 10e-6})
+
+
+def test_of_two_tables_with_a_near_entry_the_better_one_is_asked() -> None:
+    mine, other = (table_of((layer(4096), entry(bulk=12, ring=ring))) for ring in (10, 14))
+    for first, name in ((mine, "ring"), (other, "bulk")):
+        second = other if first is mine else mine
+        prediction = look_up(layer(4100), [("the first", first), ("the second", second)])
+        assert prediction is not None
+        assert prediction.basis == "near what was measured (the first)"
+        assert prediction.fastest({"ring"}) == name
+
+
 @pytest.mark.parametrize(
     ("site", "near"),
     [
