@@ -8,9 +8,9 @@ once. Seen from the device that receives it, the chunk's offset has shrunk by `h
 Two uses share these names:
 
 * **gather**: shards travel. At step i a device multiplies chunks that have arrived, while the sends
-  of step i bring those of step i + 1.
+  of step i bring those of later steps.
 * **scatter**: accumulators travel. At step i a device multiplies its own rows of a chunk, while the
-  sends of step i carry what was finished by step i - 1; what arrives is added after the multiply.
+  sends of step i carry what was finished by step i - 1; what arrives is added to it afterwards.
   At the end each device holds the sum of its own chunk, offset 0.
 
 Four patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
@@ -24,6 +24,7 @@ Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -132,13 +133,19 @@ def _leapfrog_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
     return chunk, send
 
 
-def _direct_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
-    """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter."""
+def _direct_step(use: Use, devices: int, i: int) -> Step:
+    """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter.
+
+    A gather has one transfer more under way than it needs, so that none has to be over within the
+    very multiply that it starts with.
+    """
     if use == "gather":
-        own = Chunk(0, 0)
-        return Chunk(i, 0), _send(own, -(i + 1), devices) if i < devices - 1 else None
+        started = range(1, 3) if i == 0 else range(i + 2, i + 3)
+        sends = [_send(Chunk(0, 0), -offset, devices) for offset in started if offset < devices]
+        return Step((Chunk(i, 0),), tuple(sends))
     finished = Chunk(devices - i, 0)
-    return Chunk(devices - 1 - i, 0), _send(finished, devices - i, devices) if i > 0 else None
+    sends = [_send(finished, devices - i, devices)] if i > 0 else []
+    return Step((Chunk(devices - 1 - i, 0),), tuple(sends))
 
 
 @functools.cache
@@ -159,20 +166,25 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
         raise ValueError(f"pattern={pattern!r}: expected one of {', '.join(PATTERNS)}")
     if devices < 1:
         raise ValueError(f"devices={devices}: a schedule needs at least 1 device")
-    # Shards that move by -1 come from the next device first, as the drawing shows.
-    ways = {"two_way": (-1, 1)}.get(pattern, (-1,))
+    if pattern == "direct":
+        steps = [_direct_step(use, devices, i) for i in range(devices)]
+    elif pattern == "leapfrog":
+        steps = [_step([_leapfrog_step(use, devices, i)]) for i in range(2 * devices)]
+    else:
+        # Shards that move by -1 come from the next device first, as the drawing shows.
+        ways = enumerate((-1, 1) if pattern == "two_way" else (-1,))
+        lanes = [
+            [_ring_step(use, devices, i, *lane[::-1]) for i in range(devices)] for lane in ways
+        ]
+        steps = [_step(step) for step in zip(*lanes, strict=True)]
     parts = 2 if pattern in ("two_way", "leapfrog") else 1
-    steps = []
-    for i in range(2 * devices if pattern == "leapfrog" else devices):
-        if pattern == "direct":
-            lanes = [_direct_step(use, devices, i)]
-        elif pattern == "leapfrog":
-            lanes = [_leapfrog_step(use, devices, i)]
-        else:
-            lanes = [_ring_step(use, devices, i, way, part) for part, way in enumerate(ways)]
-        multiply = tuple(chunk for chunk, _ in lanes)
-        steps.append(Step(multiply, tuple(send for _, send in lanes if send is not None)))
     return Schedule(use, pattern, devices, parts, tuple(steps))
+
+
+def _step(lanes: Sequence[tuple[Chunk, Send | None]]) -> Step:
+    return Step(
+        tuple(chunk for chunk, _ in lanes), tuple(send for _, send in lanes if send is not None)
+    )
 
 
 def draw(schedule: Schedule) -> str:

@@ -126,8 +126,9 @@ def test_data_is_where_it_is_used(schedule: Schedule) -> None:
         everyone = Counter(range(schedule.devices))
         for d, held in enumerate(sums):
             assert held == dict.fromkeys(own_pieces(d, schedule), everyone)
-    # The chunk being multiplied or summed, and the one in flight.
-    assert most <= 2 * schedule.parts
+    # The chunk being multiplied or summed, and the one in flight; a direct gather has two in flight.
+    early = schedule.use == "gather" and schedule.pattern == "direct"
+    assert most <= 2 * schedule.parts + early
 
 
 @every_schedule
@@ -140,6 +141,15 @@ def test_costs(schedule: Schedule) -> None:
     assert schedule.bytes_sent(chunk_bytes) == (d - 1) * chunk_bytes
     # Round a ring the farthest chunk passes every device; through a switch it passes none.
     assert schedule.hops == (min(1, d - 1) if schedule.pattern == "direct" else d - 1)
+
+
+@pytest.mark.parametrize("devices", range(3, 9))
+def test_a_direct_gather_starts_every_later_transfer_two_steps_ahead(devices: int) -> None:
+    steps = make_schedule("gather", "direct", devices).steps
+    for i, step in enumerate(steps):
+        assert {send.arrival for send in step.sends if send.arrival.offset != 1} == {
+            Chunk(offset, 0) for offset in (i + 2,) if offset < devices
+        }
 
 
 @pytest.mark.parametrize("devices", range(2, 9))
@@ -190,7 +200,10 @@ def test_drawing(arguments: tuple[Use, Pattern, int]) -> None:
     ("arguments", "sentence"),
     [
         (("scatters", "one_way", 4), r"use='scatters': expected one of gather, scatter$"),
-        (("gather", "spiral", 4), r"pattern='spiral': expected one of one_way, two_way, direct, leapfrog$"),
+        (
+            ("gather", "spiral", 4),
+            r"pattern='spiral': expected one of one_way, two_way, direct, leapfrog$",
+        ),
         (("gather", "direct", 0), r"devices=0: a schedule needs at least 1 device$"),
         (("gather", "direct", -2), r"devices=-2: a schedule needs at least 1 device$"),
     ],

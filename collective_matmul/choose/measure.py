@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -37,10 +39,12 @@ def measure(
     groups: int = 7,
     seconds_per_group: float = 0.05,
 ) -> dict[str, Timing]:
-    """Times every contender once in every group, in an order that turns from group to group.
+    """Times every contender once in every group, in an order drawn anew for each group.
 
     Within a group a contender is called so often that it runs for about `seconds_per_group`; only
-    the last call is waited for, so the host runs ahead as it does in a program.
+    the last call is waited for, so the host runs ahead as it does in a program. Before that it runs
+    untimed for half as long: clocks follow the power drawn, so that one that ran after a contender
+    of little power would be timed at higher clocks than one that ran after a hungry one.
 
     Args:
       contenders: by name, what to call; what it returns is waited for. Each is called a few times
@@ -61,10 +65,12 @@ def measure(
         calls[name] = max(1, round(seconds_per_group / _seconds_per_call(run, 2)))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
-    for group in range(groups):
-        first = group % len(names) if names else 0
-        for name in names[first:] + names[:first]:
-            samples[name].append(_seconds_per_call(contenders[name], calls[name]))
+    order = random.Random(groups)
+    for _ in range(groups):
+        for name in order.sample(names, len(names)):
+            run = contenders[name]
+            _seconds_per_call(run, math.ceil(calls[name] / 2))
+            samples[name].append(_seconds_per_call(run, calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 

@@ -1,10 +1,11 @@
 """Walks a schedule with `ppermute`, in lockstep.
 
 The loop is unrolled: step i issues the permutes that the schedule gives it, multiplies the chunks
-that are here, and then ties what arrived and what was computed together with an
-`optimization_barrier`. Permute i + 1 can therefore start only when matmul i + 1 can, so a compiler
-that knows nothing of either's cost still runs them side by side, and no more than two chunks (the
-one being multiplied and the one arriving) are alive beyond the operands and the result.
+that are here, and then ties what step i + 1 uses and what was computed together with an
+`optimization_barrier`. The permutes of step i + 1 can therefore start only when matmul i + 1 can,
+so a compiler that knows nothing of either's cost still runs them side by side, and no more chunks
+are alive than the schedule has under way: the one being multiplied and the one arriving, or one
+more in the direct pattern.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collective_matmul.implementations.chunks import (
     weight_gradients,
 )
 from collective_matmul.kernels import Rows
-from collective_matmul.schedule import Chunk, Pattern, Send, Step, Use, make_schedule
+from collective_matmul.schedule import Chunk, Pattern, Step, Use, make_schedule
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "weight_gradients"]
 
@@ -58,7 +59,8 @@ def all_gather_matmul(
             )
         gather.receive(i, arriving)
         if i + 1 < len(gather.steps):
-            gather.held, outs = lax.optimization_barrier((gather.held, outs))
+            tied, outs = lax.optimization_barrier((gather.used_by(i + 1), outs))
+            gather.held |= tied
     return outs, gather.gathered() if keep_gathered else None
 
 
@@ -75,7 +77,7 @@ def matmul_reduce_scatter(
     """Sums the chunks while their accumulators travel. Shapes: see the package's docstring."""
     rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
     scatter = _Ring("scatter", pattern, axis_name, dimension, rows)
-    gather = None if rider is None else _Gather(rider, pattern, axis_name, dimension)
+    gather = None if rider is None else _Gather(rider, pattern, axis_name, dimension, rides=True)
     columns = ws[0].shape[0 if transpose_w else 1]
     # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
     terms: dict[Chunk, list[jax.Array]] = {}
@@ -84,7 +86,7 @@ def matmul_reduce_scatter(
         arriving = scatter.permute(leaving, step)
         if gather is not None:
             gather.receive(i, gather.send(gather.steps[i]))
-        leaving_next = [send.chunk for send in scatter.sends_of_step(i + 1)]
+        leaving_next = scatter.chunks_sent_by(i + 1)
         for chunk in step.multiply:
             places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
             like = {dimension: places[0].size, xs[0].ndim - 1: columns}
@@ -104,11 +106,17 @@ def matmul_reduce_scatter(
         for chunk in leaving_next:
             terms[chunk] = [add(*terms[chunk])]
         if i + 1 < len(scatter.steps):
-            # The operands too: the next matmul must not start before this step has ended.
-            held = None if gather is None else gather.held
-            xs, terms, held = lax.optimization_barrier((xs, terms, held))
+            # The operands too: the next matmul must not start before this step has ended. What
+            # arrives for the end, in the direct pattern, may take until then.
+            used = {
+                chunk: terms[chunk]
+                for chunk in sorted(scatter.chunks_used_by(i + 1) & terms.keys())
+            }
+            riding = {} if gather is None else gather.used_by(i + 1)
+            xs, used, riding = lax.optimization_barrier((xs, used, riding))
+            terms |= used
             if gather is not None:
-                gather.held = held
+                gather.held |= riding
     y = scatter.join({chunk: add(*values) for chunk, values in terms.items()})
     return y, None if gather is None else gather.gathered()
 
@@ -153,9 +161,13 @@ class _Ring:
             for send in step.sends
         }
 
-    def sends_of_step(self, i: int) -> Sequence[Send]:
-        """The sends of step i; none after the last step."""
-        return self.steps[i].sends if i < len(self.steps) else ()
+    def chunks_sent_by(self, i: int) -> set[Chunk]:
+        """What step i sends; nothing after the last step."""
+        return {send.chunk for step in self.steps[i : i + 1] for send in step.sends}
+
+    def chunks_used_by(self, i: int) -> set[Chunk]:
+        """What step i sends or multiplies."""
+        return self.chunks_sent_by(i) | {c for step in self.steps[i : i + 1] for c in step.multiply}
 
     def size(self, chunk: Chunk) -> int:
         """Rows of a chunk."""
@@ -174,10 +186,22 @@ class _Ring:
 
 
 class _Gather(_Ring):
-    """The chunks of a gather under way: held are those that a later step needs."""
+    """The chunks of a gather under way: held are those that a later step needs.
 
-    def __init__(self, shard: jax.Array, pattern: Pattern, axis_name: str, dimension: int):
+    Chunks that ride beside a scatter are not multiplied, only kept.
+    """
+
+    def __init__(
+        self,
+        shard: jax.Array,
+        pattern: Pattern,
+        axis_name: str,
+        dimension: int,
+        *,
+        rides: bool = False,
+    ):
         super().__init__("gather", pattern, axis_name, dimension, shard.shape[dimension])
+        self.rides = rides
         self.held: Chunks = {
             Chunk(0, part): lax.slice_in_dim(shard, start, stop, axis=dimension)
             for part, (start, stop) in enumerate(self.bounds)
@@ -194,6 +218,11 @@ class _Gather(_Ring):
         needed = self.schedule.chunks_used_after(i)
         held = self.held | arriving
         self.held = {chunk: value for chunk, value in held.items() if chunk in needed}
+
+    def used_by(self, i: int) -> Chunks:
+        """Of the chunks held, those that step i sends or, unless they only ride, multiplies."""
+        used = self.chunks_sent_by(i) if self.rides else self.chunks_used_by(i)
+        return {chunk: self.held[chunk] for chunk in sorted(used)}
 
     def gathered(self) -> Gathered:
         """All chunks, once the last has arrived."""

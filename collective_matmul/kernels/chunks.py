@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul._compat import partly_automatic, vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.matmul import Operand, matmul
 from collective_matmul.kernels.tiles import Problem, Tiles, choose_tiles
@@ -175,8 +175,13 @@ def shared_launch(
 
 
 def _possible(problem: Problem, dtype: Any) -> bool:
-    half_precision = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    return half_precision and device.target() is not None and choose_tiles(problem) is not None
+    # Where the compiler still shards arrays as it sees fit, it would first gather a kernel's.
+    return (
+        jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+        and device.target() is not None
+        and not partly_automatic()
+        and choose_tiles(problem) is not None
+    )
 
 
 def _around(array: jax.Array, dimension: int) -> tuple[int, int]:
