@@ -126,7 +126,7 @@ def test_data_is_where_it_is_used(schedule: Schedule) -> None:
         everyone = Counter(range(schedule.devices))
         for d, held in enumerate(sums):
             assert held == dict.fromkeys(own_pieces(d, schedule), everyone)
-    # The chunk being multiplied or summed, and the one in flight; a direct gather has two in flight.
+    # The chunk being multiplied or summed, and the one in flight; two are in a direct gather.
     early = schedule.use == "gather" and schedule.pattern == "direct"
     assert most <= 2 * schedule.parts + early
 
@@ -185,6 +185,14 @@ device 2  1       0 (1→1)  2 (0→0)""",
           step 0              step 1
 device 0  0a 0b (0a→1, 0b→1)  1a 1b
 device 1  1a 1b (1a→0, 1b→0)  0a 0b""",
+    ("gather", "leapfrog", 2): """\
+          step 0     step 1     step 2  step 3
+device 0  0a (0a→1)  0b (0b→1)  1a      1b
+device 1  1a (1a→0)  1b (1b→0)  0a      0b""",
+    ("scatter", "leapfrog", 2): """\
+          step 0  step 1     step 2     step 3
+device 0  1a      1b (1a→1)  0a (1b→1)  0b
+device 1  0a      0b (0a→0)  1a (0b→0)  1b""",
     ("scatter", "one_way", 1): """\
           step 0
 device 0  0""",

@@ -12,9 +12,9 @@ float32 accumulator, and serves several weights with one launch, so that togethe
 The algorithm: one persistent block per multiprocessor walks over the tiles of all results. A
 producer warpgroup copies slices of x and w into a ring of shared-memory stages (TMA) and runs ahead
 across the ends of tiles, while two consumer warpgroups multiply them (wgmma), each its part of the
-tile, and store that part (TMA) while the next tile's slices are already arriving. The two blocks of
-a cluster work on neighbouring tiles and multicast to each other, within the GPU, the operand that
-those have in common.
+tile, and store that part (TMA) while the next tile's slices are already arriving. The blocks of a
+cluster work on neighbouring tiles and multicast to each other, within the GPU, what those have in
+common.
 
 Arrays are planes ``[planes, rows, columns]``, one plane to a chunk, so that the copy engine clips a
 tile at the end of its own chunk where the rows do not fill it.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +44,9 @@ from collective_matmul.kernels.tiles import (
 # Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
+# Of a cluster: blocks that differ along the first multiply the same columns of w, along the second
+# the same rows of x.
+_BLOCK_AXES = ("block_down", "block_across")
 
 
 class Operand(NamedTuple):
@@ -96,10 +100,10 @@ def matmul(
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
     work = _Work(xs, ws, outs, bool(addends), batch, contracted_planes, tiles)
     mesh = plgpu.Mesh(
-        grid=(multiprocessors // tiles.cluster,),
+        grid=(multiprocessors // math.prod(tiles.cluster),),
         grid_names=("cluster",),
-        cluster=(tiles.cluster,),
-        cluster_names=("block",),
+        cluster=tiles.cluster,
+        cluster_names=_BLOCK_AXES,
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="chunk_matmul",
@@ -125,10 +129,9 @@ class _Work:
         self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiles.contracted) for x in xs]
         self.steps = contracted_planes * sum(self.plane_steps)
         # What a cluster covers together counts as one tile of the walk.
-        down = tiles.rows * (2 if tiles.share == "w" else 1)
-        across = tiles.columns * (2 if tiles.share == "x" else 1)
-        self.down = pl.cdiv(outs[0].shape[1], down)
-        widths = [pl.cdiv(out.shape[2], across) for out in outs]
+        down_blocks, across_blocks = tiles.cluster
+        self.down = pl.cdiv(outs[0].shape[1], tiles.rows * down_blocks)
+        widths = [pl.cdiv(out.shape[2], tiles.columns * across_blocks) for out in outs]
         self.ends = list(itertools.accumulate(widths))
         self.across = self.ends[-1]
 
@@ -183,13 +186,14 @@ class _Work:
     def barriers(self) -> dict[str, Any]:
         """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""
         tiles = self.tiles
-        in_cluster = {"num_arrivals": CONSUMERS, "num_barriers": tiles.stages}
+        shared = tuple(a for a, n in zip(_BLOCK_AXES, tiles.cluster, strict=True) if n > 1)
+        readers = {"num_arrivals": CONSUMERS, "num_barriers": tiles.stages}
         return {
             "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
             "consumed": (
-                plgpu.ClusterBarrier(collective_axes=("block",), **in_cluster)
-                if tiles.cluster > 1
-                else plgpu.Barrier(**in_cluster)
+                plgpu.ClusterBarrier(collective_axes=shared, **readers)
+                if shared
+                else plgpu.Barrier(**readers)
             ),
             "added": plgpu.Barrier(num_barriers=CONSUMERS * tiles.strips),
         }
@@ -210,16 +214,13 @@ class _Work:
                 0 if tiles.sweep == "rows" else 1,
                 tiles.sweep_width,
             )
-            if tiles.share == "w":
-                down = 2 * down + lax.axis_index("block")
+            down = tiles.cluster[0] * down + lax.axis_index(_BLOCK_AXES[0])
             visit(info.local_index, lax.div(index, per_batch), down * tiles.rows, across)
 
     def on_result(self, across: Any, act: Callable) -> None:
         """Calls ``act(q, column)``, q a number: the result, and the column, at `across`."""
         for q, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
-            tile = across - start
-            if self.tiles.share == "x":
-                tile = 2 * tile + lax.axis_index("block")
+            tile = self.tiles.cluster[1] * (across - start) + lax.axis_index(_BLOCK_AXES[1])
             here = functools.partial(act, q, tile * self.tiles.columns)
             here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
 
@@ -267,12 +268,14 @@ class _Work:
                 else (lax.div(step, steps), lax.rem(step, steps))
             )
             along = pl.ds(within * tiles.contracted, tiles.contracted)
-            for name, read, slices in (("x", read_x, x_slices), ("w", read_w, w_slices)):
+            # Blocks along one axis of the cluster share w, along the other x.
+            w_axis, x_axis = (
+                axis if blocks > 1 else None
+                for axis, blocks in zip(_BLOCK_AXES, tiles.cluster, strict=True)
+            )
+            for read, slices, axis in ((read_x, x_slices, x_axis), (read_w, w_slices, w_axis)):
                 plgpu.copy_gmem_to_smem(
-                    read(plane, along),
-                    slices.at[slot],
-                    filled.at[slot],
-                    collective_axes="block" if tiles.share == name else None,
+                    read(plane, along), slices.at[slot], filled.at[slot], collective_axes=axis
                 )
 
     def turns(self) -> Any:

@@ -31,8 +31,8 @@ class Tiles:
         multiple of it, and 128 is read fastest.
       strips: strips of each consumer's part on their way to global memory; with an addend, all.
       split: which side of the tile the two consumers halve.
-      share: the operand that the two blocks of a cluster have in common: "w" makes them neighbours
-        along the rows, "x" along the columns; None launches no clusters.
+      share: what the blocks of a cluster have in common: "w" makes two blocks neighbours along the
+        rows, "x" along the columns, "both" four blocks along either; None launches no clusters.
       sweep: the side along which consecutive tiles follow each other.
       sweep_width: how many tiles a sweep is wide on its other side, so that what it reads stays in
         the L2 cache.
@@ -45,14 +45,14 @@ class Tiles:
     swizzle: Literal[64, 128] = 128
     strips: int = 2
     split: Literal["rows", "columns"] = "rows"
-    share: Literal["x", "w"] | None = "w"
+    share: Literal["x", "w", "both"] | None = "w"
     sweep: Literal["rows", "columns"] = "rows"
     sweep_width: int = 8
 
     @property
-    def cluster(self) -> int:
-        """Blocks in a cluster."""
-        return 1 if self.share is None else 2
+    def cluster(self) -> tuple[int, int]:
+        """Blocks of a cluster along the rows, and along the columns."""
+        return 2 if self.share in ("w", "both") else 1, 2 if self.share in ("x", "both") else 1
 
     @property
     def part(self) -> tuple[int, int]:
@@ -136,10 +136,11 @@ _SIZES = (
 
 def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
     """What a launch should take: whole waves of tiles, one tile to a multiprocessor."""
-    down = math.ceil(problem.rows / (tiles.rows * (2 if tiles.share == "w" else 1)))
-    width = tiles.columns * (2 if tiles.share == "x" else 1)
-    across = sum(math.ceil(columns / width) for columns in problem.columns)
-    waves = math.ceil(problem.batch * down * across / (multiprocessors // tiles.cluster))
+    down_blocks, across_blocks = tiles.cluster
+    down = math.ceil(problem.rows / (tiles.rows * down_blocks))
+    across = sum(math.ceil(n / (tiles.columns * across_blocks)) for n in problem.columns)
+    clusters = multiprocessors // (down_blocks * across_blocks)
+    waves = math.ceil(problem.batch * down * across / clusters)
     steps = problem.contracted_planes * sum(
         math.ceil(size / tiles.contracted) for size in problem.contracted
     )
@@ -150,7 +151,7 @@ def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int 
 def candidates(problem: Problem) -> list[Tiles]:
     """Cuts worth considering for a problem, with as many stages as fit; maybe none."""
     found = []
-    for sizes, share in itertools.product(_SIZES, ("w", None, "x")):
+    for sizes, share in itertools.product(_SIZES, ("w", None, "both", "x")):
         # Wider swizzles are read faster.
         swizzled = (replace(sizes, share=share, swizzle=swizzle) for swizzle in (128, 64))
         tiles = next(filter(problem.swizzles, swizzled), None)

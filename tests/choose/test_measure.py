@@ -49,7 +49,7 @@ def test_every_contender_has_one_turn_in_a_group(clock: Clock) -> None:
 
 def test_nobody_always_follows_the_same_contender(clock: Clock) -> None:
     """A rotation would keep neighbours together, and the clocks that one leaves to the next."""
-    measure({name: clock.contender(name, 1.0) for name in "abcd"}, groups=8, seconds_per_group=1.0)
+    measure({name: clock.contender(name, 1.0) for name in "abcd"}, groups=20, seconds_per_group=1.0)
     turns = clock.calls[4 * 3 :: 2]
     before_a = {turns[i - 1] for i, name in enumerate(turns) if name == "a" and i % 4}
     assert before_a == set("bcd")
