@@ -40,6 +40,7 @@ def tune(
     found, those of gradients too if it takes gradients. Each is measured in a program that repeats
     it, by every implementation in turns. Takes seconds for each, mostly to compile; says how far it
     is. Every result is saved at once: an interrupted call loses nothing and can be repeated.
+    Einsums that are no matmul are left out: the cost model decides about them.
 
     What is saved counts from then on in every process of this user, for functions that are traced
     after that: one that `jax.jit` has compiled stays as it is.
@@ -93,7 +94,7 @@ def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
         if not target:
             raise ValueError("target: a function that calls no collective matmul; nothing to tune")
     distinct = dict.fromkeys(site.flat for site in target)
-    return [site for site in distinct if site.axis_size > 1 and site.flops > 0]
+    return [s for s in distinct if s.axis_size > 1 and s.flops > 0 and s.einsum is None]
 
 
 def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) -> None:

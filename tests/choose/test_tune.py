@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, tune
-from collective_matmul.choose import Site, shapes
+from collective_matmul.choose import Einsum, Site, shapes
 from collective_matmul.choose import tune as tuning
 from collective_matmul.choose.measure import Timing
 from collective_matmul.choose.tables import CEILING, Table, cache_path
@@ -143,7 +144,8 @@ def test_sites_that_are_the_same_or_have_nothing_to_measure_are_tried_once_or_ne
 ) -> None:
     alone = site_of("all_gather_matmul", 8, 8, 8, devices=1)
     empty = site_of("all_gather_matmul", 0, 8, 8, devices=2)
-    tune([*SITES[:2], SITES[0], FLAT[0], alone, empty])
+    einsum = dataclasses.replace(SITES[2], einsum=Einsum("sd,sf->df", ((8, 8), (8, 8)), True))
+    tune([*SITES[:2], SITES[0], FLAT[0], alone, empty, einsum])
     assert bench.tried == FLAT[:2]
 
 
