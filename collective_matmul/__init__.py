@@ -3,6 +3,7 @@
 from collective_matmul.choose.explain import explain
 from collective_matmul.choose.tune import tune
 from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
+from collective_matmul.einsum import collective_einsum
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
     all_gather_matmul,
@@ -14,6 +15,7 @@ __all__ = [
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
     "all_gather_matmul",
+    "collective_einsum",
     "explain",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -43,13 +43,27 @@ def implementation(name: str | None) -> None:
         )
 
 
+def arrays(x: jax.Array, ws: Sequence[jax.Array]) -> None:
+    """Raises TypeError unless x and every w are arrays of one floating dtype."""
+    for name, array in (("x", x), *(("w", w) for w in ws)):
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise TypeError(f"{name}: a {type(array).__name__}; expected an array")
+    for w in ws:
+        if x.dtype != w.dtype:
+            raise TypeError(
+                f"x is {x.dtype} and w is {w.dtype}; cast one, so that what is communicated has"
+                " the dtype you mean"
+            )
+    if x.dtype not in DTYPES:
+        names = ", ".join(dtype.name for dtype in DTYPES)
+        raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
+
+
 def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
     """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
     if not ws:
         raise ValueError("w=(): expected a weight or a sequence of at least one")
-    for name, array in (("x", x), *(("w", w) for w in ws)):
-        if not isinstance(array, jax.Array | np.ndarray):
-            raise TypeError(f"{name}: a {type(array).__name__}; expected an array")
+    arrays(x, ws)
     if x.ndim < 2:
         raise ValueError(
             f"x: shape {x.shape} has {x.ndim} dimension(s); expected [..., m, ..., K] with at"
@@ -63,14 +77,6 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
                 f"w: shape {w.shape} has {w.shape[0]} rows, x {x.shape} has {x.shape[-1]} columns;"
                 " expected the contracted dimension, x's last and w's first, to agree"
             )
-        if x.dtype != w.dtype:
-            raise TypeError(
-                f"x is {x.dtype} and w is {w.dtype}; cast one, so that what is communicated has"
-                " the dtype you mean"
-            )
-    if x.dtype not in DTYPES:
-        names = ", ".join(dtype.name for dtype in DTYPES)
-        raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
 
 
 def dimension(argument: str, value: int, x: jax.Array) -> int:

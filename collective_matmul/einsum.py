@@ -1,0 +1,319 @@
+"""Any einsum of two operands, with one label gathered or scattered under it.
+
+Called inside `jax.shard_map` on per-device arrays, as the ops are; what is said there of dtypes,
+gradients and checkpoint names holds here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul import checks
+from collective_matmul.choose import Einsum, Site, choose
+from collective_matmul.choose.site import Op
+from collective_matmul.choose.source import Source, calling_source
+from collective_matmul.equation import Equation, parse
+from collective_matmul.implementations.einsum import (
+    contract,
+    gather_einsum,
+    scatter_einsum,
+)
+from collective_matmul.ops import _name, _vary_together
+
+
+def collective_einsum(
+    subscripts: str,
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    *,
+    gather: str | None = None,
+    scatter: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`jnp.einsum` of two operands, one label of which is gathered before or scattered after it.
+
+    Exactly one of `gather` and `scatter` is given. With D the size of the axis::
+
+        collective_einsum("bsd,dhk->bshk", x, w, axis, gather="s")    jnp.einsum of all_gather(x)
+        collective_einsum("bshk,hkd->bsd", x, w, axis, scatter="s")   reduce_scatter of jnp.einsum
+        collective_einsum("sd,sf->df", x, w, axis, gather="s")        chunks of s are summed
+        collective_einsum("ecd,edf->ecf", x, w, axis, gather="e")     chunks of e are slices
+
+    **gather**: the operand gathered is the one that has the label. If both have it, it is the one
+    in which the label has 1/D of the size it has in the other, which is whole on every device.
+    In the result, if that has the label, the label is whole.
+
+    **scatter**: the label is whole in every operand that has it. Each device's einsum is one term
+    of a sum over the axis, of which every device gets its shard along the label.
+
+    The labels may stand in any order. Where that, or batch labels, leave no plain matmul of whole
+    dimensions, every chunk gets an einsum of XLA; where one has to move the elements of an array
+    first or after, `collective_matmul.explain` says of which.
+
+    Backward, for a that is gathered, A being whole, and b::
+
+        y      = einsum(A, b)
+        da     = reduce_scatter(einsum(dy, b))    a rides along in the same loop and
+        A      = all_gather(a)                    comes back whole
+        db     = einsum(A, dy)                    one contraction, undivided
+
+    For a scattered result, with a an operand that has the label, x if both have it::
+
+        y      = reduce_scatter(einsum(a, b))
+        da     = einsum(dY, b)                    dy is gathered and the loop keeps it:
+        dY     = all_gather(dy)
+        db     = einsum(a, dY)                    one contraction, undivided
+
+    Args:
+      subscripts: as `numpy.einsum` takes them, ``...`` included.
+      x: the first operand, local; of the dtypes that the ops take.
+      w: the second operand, local; of x's dtype.
+      axis_name: the mesh axis to gather over, or to sum and scatter over.
+      gather: the label to gather: free, batch or contracted.
+      scatter: the label of the result to scatter: free or batch.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
+        "ring_leapfrog".
+
+    Returns:
+      The result, local, in the operands' dtype.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit, before anything is compiled.
+      NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
+    """
+    checks.axis_size(axis_name)
+    checks.implementation(implementation)
+    checks.arrays(x, (w,))
+    labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
+    label = _label(gather, scatter, labels_x, labels_w, labels_y)
+    sizes_x, sizes_w = _sizes("x", labels_x, x), _sizes("w", labels_w, w)
+    _check_sizes(sizes_x, sizes_w, gather)
+    if gather is not None:
+        from_w = _gathers_w(label, sizes_x, sizes_w, axis_name)
+    else:
+        from_w = label not in sizes_x
+        _check_scatter(label, (sizes_x | sizes_w)[label], axis_name)
+    x, w = _vary_together(axis_name, x, w)
+    x, labels_x = _without_sums(x, labels_x, labels_w + labels_y)
+    w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
+    if from_w:
+        x, w, labels_x, labels_w = w, x, labels_w, labels_x
+    call = _Call(Equation(labels_x, labels_w, labels_y, label), axis_name, implementation)
+    return _name(_scatter(x, w, call) if gather is None else _gather(x, w, call))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the user's call said beside its arrays, for its forward and its backward."""
+
+    equation: Equation
+    axis_name: str
+    implementation: str | None
+    source: Source | None = field(default_factory=calling_source, compare=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather(a: jax.Array, b: jax.Array, call: _Call) -> jax.Array:
+    chosen = _chosen(call, "all_gather_matmul", call.equation, a, b)
+    return gather_einsum(chosen, call.equation, a, b, call.axis_name)[0]
+
+
+def _gather_forward(a: jax.Array, b: jax.Array, call: _Call):
+    return _gather(a, b, call), (a, b)
+
+
+def _gather_backward(call: _Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
+    a, b = residuals
+    # XLA would find the forward's gather of a again and keep its result until now.
+    a, dy = lax.optimization_barrier((a, dy))
+    of_a, of_b = call.equation.gradients
+    left, right = (b, dy) if call.equation.accumulates else (dy, b)
+    facts = {"rider": a.shape, "direction": "backward", "undivided": of_b}
+    chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **facts)
+    da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, rider=a)
+    return da, contract(chosen, of_b, gathered, dy)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _scatter(a: jax.Array, b: jax.Array, call: _Call) -> jax.Array:
+    chosen = _chosen(call, "matmul_reduce_scatter", call.equation, a, b)
+    return scatter_einsum(chosen, call.equation, a, b, call.axis_name)[0]
+
+
+def _scatter_forward(a: jax.Array, b: jax.Array, call: _Call):
+    return _scatter(a, b, call), (a, b)
+
+
+def _scatter_backward(call: _Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
+    a, b = residuals
+    of_a, of_b = call.equation.gradients
+    facts = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
+    chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **facts)
+    da, gathered = gather_einsum(chosen, of_a, dy, b, call.axis_name, keep_gathered=True)
+    return da, contract(chosen, of_b, a, gathered)
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+def _chosen(
+    call: _Call,
+    op: Op,
+    equation: Equation,
+    a: jax.Array,
+    b: jax.Array,
+    undivided: Equation | None = None,
+    **facts: Any,
+) -> str:
+    """The implementation for one pass of a call.
+
+    `undivided` is the einsum that follows in a backward; `facts` are further attributes of the
+    pass's `Site`.
+    """
+    moved = equation.transposed + (undivided.transposed if undivided else ())
+    site = Site(
+        op=op,
+        operands=(_work(equation, a, b),),
+        dtype=a.dtype,
+        axis_name=call.axis_name,
+        axis_size=lax.axis_size(call.axis_name),
+        einsum=None if equation.is_matmul else _einsum(equation, a, b),
+        transposed=tuple(dict.fromkeys(moved)),
+        source=call.source,
+        **facts,
+    )
+    return choose(site, call.implementation)
+
+
+def _einsum(equation: Equation, a: jax.Array, b: jax.Array) -> Einsum:
+    return Einsum(str(equation), (a.shape, b.shape), equation.accumulates)
+
+
+def _work(
+    equation: Equation, a: jax.Array, b: jax.Array
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Shapes of x [..., K] and w [K, N], the matmul with as much to compute and to communicate.
+
+    It is the equation itself if that is a matmul. If the label is contracted, chunks are slices of
+    the contraction, which is counted as rows.
+    """
+    rows, contracted = [], 1
+    for label, size in zip(equation.a, a.shape, strict=True):
+        if (label in equation.y) == (equation.label in equation.y):
+            rows.append(size)
+        else:
+            contracted *= size
+    columns = math.prod(
+        size for label, size in zip(equation.b, b.shape, strict=True) if label in equation.columns
+    )
+    return (*rows, contracted), (contracted, columns)
+
+
+# Arguments.
+
+
+def _label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> str:
+    """The label to communicate along, if just one argument names one that can be.
+
+    Raises:
+      ValueError: if not.
+    """
+    if (gather is None) == (scatter is None):
+        raise ValueError(
+            f"gather={gather!r}, scatter={scatter!r}: expected one of them, and not the other, to"
+            " name a label; an einsum that communicates nothing is jax.numpy.einsum"
+        )
+    argument, label = ("gather", gather) if scatter is None else ("scatter", scatter)
+    equation = f"{x},{w}->{y}"
+    if not isinstance(label, str) or len(label) != 1 or label not in x + w:
+        raise ValueError(f"{argument}={label!r}: expected one of the labels of {equation!r}")
+    if argument == "scatter" and label not in y:
+        raise ValueError(
+            f"scatter={label!r}: the result of {equation!r} does not have it; expected a label of"
+            " the result"
+        )
+    if argument == "gather" and max(x.count(label), w.count(label)) > 1:
+        raise ValueError(
+            f"gather={label!r}: an operand of {equation!r} has it twice, so that its shards lack"
+            " parts of the diagonal; gather the operand with jax.lax.all_gather"
+        )
+    if argument == "gather" and (x + w + y).count(label) == 1:
+        raise ValueError(
+            f"gather={label!r}: {equation!r} sums one operand alone over it; use jnp.sum, and"
+            " jax.lax.psum over the axis, which communicate less"
+        )
+    return label
+
+
+def _without_sums(array: jax.Array, labels: str, others: str) -> tuple[jax.Array, str]:
+    """The array, its diagonal where a label occurs twice, summed over labels of its own.
+
+    A label is its own if neither the other operand nor the result has it.
+    """
+    kept = "".join(label for label in dict.fromkeys(labels) if label in others)
+    return (array, labels) if kept == labels else (jnp.einsum(f"{labels}->{kept}", array), kept)
+
+
+def _sizes(name: str, labels: str, array: jax.Array) -> dict[str, int]:
+    """The size of every label.
+
+    Raises:
+      ValueError: if a label occurs twice and has two sizes.
+    """
+    sizes = dict(zip(labels, array.shape, strict=True))
+    if tuple(sizes[label] for label in labels) != array.shape:
+        raise ValueError(
+            f"{name}: shape {array.shape} with labels {labels!r}, one of which has two sizes;"
+            " expected the same wherever a label occurs"
+        )
+    return sizes
+
+
+def _check_sizes(x: dict[str, int], w: dict[str, int], gather: str | None) -> None:
+    """Raises ValueError unless labels of both operands have one size, but for what is gathered."""
+    for label in x.keys() & w.keys() - {gather}:
+        if x[label] != w[label]:
+            raise ValueError(
+                f"w: label {label!r} has size {w[label]}, and in x {x[label]}; expected the same"
+            )
+
+
+def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str) -> bool:
+    """Whether w is the operand to gather, by the sizes of the labels of both.
+
+    Raises:
+      ValueError: if both have the label and neither has 1/D of it.
+    """
+    devices = lax.axis_size(axis_name)
+    if label not in x or label not in w:
+        return label in w
+    if x[label] * devices == w[label]:
+        return False
+    if w[label] * devices == x[label]:
+        return True
+    raise ValueError(
+        f"gather={label!r}: size {x[label]} in x and {w[label]} in w; expected one to be a shard of"
+        f" the other, 1/{devices} of it by axis {axis_name!r}; if both are shards, call"
+        " jnp.einsum first, then communicate its result"
+    )
+
+
+def _check_scatter(label: str, size: int, axis_name: str) -> None:
+    """Raises ValueError unless the axis divides the label."""
+    devices = lax.axis_size(axis_name)
+    if size % devices:
+        raise ValueError(
+            f"scatter={label!r}: size {size} is not divisible by axis {axis_name!r} of size"
+            f" {devices}; pad it to {-(-size // devices) * devices}"
+        )
