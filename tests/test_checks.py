@@ -77,7 +77,7 @@ def test_outside_shard_map(op: Callable) -> None:
 def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
         "implementation='rings': expected None (choose per shape) or one of bulk, ring,"
-        " ring_two_way, ring_direct"
+        " ring_two_way, ring_direct, ring_leapfrog"
     )
     fun = partial(op, axis_name=AXIS, implementation="rings")
     refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence)
@@ -189,7 +189,7 @@ def test_a_ring_asked_for_by_name_must_be_able_to_run(
 ) -> None:
     sentence = (
         f"implementation={implementation!r}: 6 rows are not divisible by axis 'tensor' of size 4;"
-        " use 'bulk' for matmul_all_reduce [2, 3, 2] @ [2, 5] float32 over 'tensor'"
+        " use 'bulk' for matmul_all_reduce float32 [2,3,2]@[2,5] over tensor=4"
     )
     fun = partial(matmul_all_reduce, axis_name=AXIS, implementation=implementation)
     refused(fun, zeros(2, 3, 2), zeros(2, 5), ValueError, sentence)

@@ -62,7 +62,7 @@ def test_axis_sizes(op: str, implementation: str, devices: int, make_mesh: MeshF
 @every_op
 @every_implementation
 def test_shards_of_one_row(op: str, implementation: str, make_mesh: MeshFactory) -> None:
-    """A row cannot be halved, so two_way sends all of it one way."""
+    """A row cannot be halved, so two_way and leapfrog send all of it one way."""
     assert_close(Case(op, implementation, 3, (3,), 3, ((3,),)).compare(make_mesh({AXIS: 3})))
 
 
@@ -145,8 +145,8 @@ def test_results_start_as_nan(poisoned: list[tuple[int, ...]], make_mesh: MeshFa
     poisoned.clear()
     case = Case("all_gather_matmul", "ring", 2, (8,), 4, ((10,),))
     assert_close(case.compare(make_mesh({AXIS: 2})))
-    gathered_product, gathered_rider = (8, 5), (8, 4)
-    assert poisoned == [gathered_product, gathered_rider]
+    gathered_product, chunk_of_dx, gathered_rider = (8, 5), (4, 4), (8, 4)
+    assert poisoned == [gathered_product, chunk_of_dx, chunk_of_dx, gathered_rider]
 
 
 def test_without_jit(make_mesh: MeshFactory) -> None:
