@@ -237,10 +237,12 @@ def test_one_chunk_passes_from_step_to_step(op: str, ring: str, mesh: Mesh) -> N
     """With the one in flight that makes two. The direct pattern keeps all that it will sum up."""
     jaxpr = ring_jaxpr(op, ring, mesh)
     rows, columns = (4, 12) if op == "all_gather_matmul" else (4, 5)
+    # At the end of leapfrogging, a half is at home while the other is summed.
+    most = {"ring_direct": DEVICES - 1, "ring_leapfrog": 1.5}.get(ring, 1)
     for i in indices(jaxpr, "optimization_barrier"):
         arrays: list[Any] = [var.aval for var in jaxpr.eqns[i].invars]
         rows_of_chunks = sum(array.shape[0] for array in arrays if array.shape[1:] == (columns,))
-        assert rows_of_chunks <= rows * (DEVICES - 1 if ring == "ring_direct" else 1)
+        assert rows_of_chunks <= rows * most
 
 
 @gather_and_scatter

@@ -106,15 +106,10 @@ def matmul_reduce_scatter(
         for chunk in leaving_next:
             terms[chunk] = [add(*terms[chunk])]
         if i + 1 < len(scatter.steps):
-            # The operands too: the next matmul must not start before this step has ended. What
-            # arrives for the end, in the direct pattern, may take until then.
-            used = {
-                chunk: terms[chunk]
-                for chunk in sorted(scatter.chunks_used_by(i + 1) & terms.keys())
-            }
+            # The operands too: the next matmul must not start before this step has ended. All that
+            # arrived too: an array that is being sent stays in memory until it has arrived.
             riding = {} if gather is None else gather.used_by(i + 1)
-            xs, used, riding = lax.optimization_barrier((xs, used, riding))
-            terms |= used
+            xs, terms, riding = lax.optimization_barrier((xs, terms, riding))
             if gather is not None:
                 gather.held |= riding
     y = scatter.join({chunk: add(*values) for chunk, values in terms.items()})
