@@ -10,6 +10,7 @@ from collective_matmul.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from collective_matmul.rewrite import overlap
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -19,6 +20,7 @@ __all__ = [
     "explain",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "overlap",
     "overlap_jit",
     "tune",
 ]

@@ -35,9 +35,13 @@ def calling_source() -> Source | None:
     None if there is none, as when only libraries are on the stack.
     """
     for frame, line in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        # Packages installed beneath Python's own library are somebody's program.
-        of_python = file.startswith(_PYTHON) and "site-packages" not in file
-        if not (of_python or file.startswith(("<frozen ", *_LIBRARIES))):
-            return Source(file, line, frame.f_code.co_qualname)
+        if not is_library(frame.f_code.co_filename):
+            return Source(frame.f_code.co_filename, line, frame.f_code.co_qualname)
     return None
+
+
+def is_library(file: str) -> bool:
+    """Whether a file of code is this library's, JAX's, Flax's or Python's own."""
+    # Packages installed beneath Python's own library are somebody's program.
+    of_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return of_python or file.startswith(("<frozen ", *_LIBRARIES))

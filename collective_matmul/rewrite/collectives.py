@@ -1,0 +1,67 @@
+"""The collectives that a site may have, whichever JAX version wrote them down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax.extend.core import JaxprEqn
+
+Kind = Literal["all_gather", "reduce_scatter", "psum"]
+_KINDS: dict[str, Kind] = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "psum": "psum",
+    "psum_invariant": "psum",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An equation that gathers or sums over one mesh axis.
+
+    Attributes:
+      kind: which.
+      axis_name, devices: the axis and its size.
+      dimension: gathered, or scattered; None for psum.
+      tiled: whether it is cut by the devices or, if not, has one index for each.
+    """
+
+    kind: Kind
+    axis_name: str
+    devices: int
+    dimension: int | None = None
+    tiled: bool = True
+
+
+def kind_of(equation: JaxprEqn) -> Kind | None:
+    """Which collective it is, if one of those that may be hidden under a matmul."""
+    return _KINDS.get(equation.primitive.name)
+
+
+def axes_of(equation: JaxprEqn) -> tuple:
+    """The axes that a collective is over."""
+    parameters = equation.params
+    axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def collective_of(equation: JaxprEqn, axis_sizes: dict[str, int]) -> Collective | str:
+    """What the equation does, or why the ops cannot do it; `axis_sizes` of the manual axes."""
+    kind, axes, parameters = kind_of(equation), axes_of(equation), equation.params
+    assert kind is not None
+    if len(axes) != 1:
+        return f"it is over {len(axes)} axes, {axes}"
+    (axis,) = axes
+    if axis not in axis_sizes:
+        return f"{axis!r} is no axis of a shard_map here"
+    if parameters.get("axis_index_groups") is not None:
+        return "it is over groups of the axis (axis_index_groups)"
+    if len(equation.invars) != 1:
+        return f"it sums {len(equation.invars)} arrays at once"
+    if equation.primitive.name == "all_gather_invariant":
+        return "what it gathers is typed as the same on all devices (to='invarying')"
+    name = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}.get(kind)
+    dimension = None if name is None else parameters[name]
+    return Collective(kind, axis, axis_sizes[axis], dimension, parameters.get("tiled", True))

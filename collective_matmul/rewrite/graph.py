@@ -1,0 +1,71 @@
+"""The dataflow of one jaxpr, and sites in it that one new equation list replaces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+#: What an equation reads: a variable or a literal.
+Atom = Any
+
+
+class Graph:
+    """Who makes each variable of a jaxpr, and who uses it."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.jaxpr = jaxpr
+        self.equations: list[JaxprEqn] = list(jaxpr.eqns)
+        self.results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+        self._producer: dict[Var, int] = {}
+        self._users: dict[Var, list[int]] = defaultdict(list)
+        for index, equation in enumerate(self.equations):
+            self._producer.update((var, index) for var in equation.outvars)
+            for atom in dict.fromkeys(variables(equation.invars)):
+                self._users[atom].append(index)
+
+    def producer(self, atom: Atom) -> int | None:
+        """The equation that makes it; None for an argument, a constant or a literal."""
+        return None if isinstance(atom, Literal) else self._producer.get(atom)
+
+    def users(self, var: Var) -> list[int]:
+        """The equations that read it, each once, in order."""
+        return self._users.get(var, [])
+
+    def only_user(self, var: Var) -> int | None:
+        """The one equation that reads it, if nothing else needs it."""
+        users = self.users(var)
+        return users[0] if len(users) == 1 and var not in self.results else None
+
+    def constant(self, atom: Atom) -> Any | None:
+        """The value of a scalar that is the same wherever it is read, or was broadcast from one."""
+        if isinstance(atom, Literal):
+            return atom.val if jnp.ndim(atom.val) == 0 else None
+        index = self.producer(atom)
+        if index is None:
+            return None
+        equation = self.equations[index]
+        if equation.primitive.name == "convert_element_type":
+            value = self.constant(equation.invars[0])
+            return None if value is None else jnp.dtype(equation.params["new_dtype"]).type(value)
+        if equation.primitive.name in ("pvary", "broadcast_in_dim"):
+            return self.constant(equation.invars[0])
+        return None
+
+
+def type_of(atom: Atom) -> Any:
+    """Its shape and dtype."""
+    return atom.aval
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Those that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def is_pure(equation: JaxprEqn) -> bool:
+    """Whether it may be moved: it does nothing but make its results, with other devices or not."""
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)

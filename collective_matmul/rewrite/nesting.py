@@ -1,0 +1,195 @@
+"""Finds the sites of a program at any depth, and rewrites the jaxprs on the way to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from collective_matmul.rewrite.collectives import collective_of, kind_of
+from collective_matmul.rewrite.gathers import GatherMatch, match_gather
+from collective_matmul.rewrite.plan import Placed, Plan
+from collective_matmul.rewrite.report import (
+    FoundSite,
+    is_named,
+    is_ours,
+    left_alone,
+    replaced_by,
+    source_of,
+)
+from collective_matmul.rewrite.sites import (
+    Replacement,
+    gather_replacements,
+    moves_layout,
+    sum_replacement,
+)
+from collective_matmul.rewrite.splice import TracedSite, splice, trace_site
+from collective_matmul.rewrite.sums import SumMatch, match_sum
+
+#: Calls, loops and branches: each carries out jaxprs among its parameters, and what those read and
+#: return is all that it depends on.
+_ENTERED = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2"}
+    | {"remat", "custom_vjp_call", "custom_jvp_call"}
+)
+
+
+class Rewriter:
+    """Rewrites jaxprs, each once.
+
+    Attributes:
+      found: every gather and sum over devices, in the order of the program.
+    """
+
+    def __init__(self, implementation: str | None = None):
+        self.found: list[FoundSite] = []
+        self._implementation = implementation
+        self._axis_sizes: dict[str, int] = {}
+        self._done: dict[tuple[int, tuple], tuple[Any, Any]] = {}
+
+    def rewritten(self, jaxpr: Any) -> Any:
+        """A jaxpr, closed or not, with its sites replaced; the same object where there are none."""
+        key = id(jaxpr), tuple(self._axis_sizes.items())
+        if key not in self._done:
+            inner = getattr(jaxpr, "jaxpr", jaxpr)
+            new = self._rewritten(inner)
+            if new is inner:
+                new = jaxpr
+            elif inner is not jaxpr:
+                new = jaxpr.replace(jaxpr=new)
+            # The original is kept, so that its id stays its own.
+            self._done[key] = jaxpr, new
+        return self._done[key][1]
+
+    def _rewritten(self, jaxpr: Jaxpr) -> Jaxpr:
+        equations = [self._inside(equation) for equation in jaxpr.eqns]
+        sites = self._sites(jaxpr) if self._axis_sizes else []
+        unchanged = all(a is b for a, b in zip(equations, jaxpr.eqns, strict=True))
+        return jaxpr if unchanged and not sites else splice(jaxpr, equations, sites)
+
+    def _inside(self, equation: JaxprEqn) -> JaxprEqn:
+        """The equation with the jaxprs that it carries out rewritten."""
+        name = equation.primitive.name
+        if name == "shard_map":
+            return self._inside_shard_map(equation)
+        entered = name in _ENTERED and not is_named(equation)
+        return self._with_jaxprs(equation) if entered else equation
+
+    def _with_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
+        changed: dict[str, Any] = {}
+        for name, value in equation.params.items():
+            if _is_jaxpr(value):
+                new = self.rewritten(value)
+            elif isinstance(value, tuple) and value and all(map(_is_jaxpr, value)):
+                new = tuple(map(self.rewritten, value))
+                new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
+            else:
+                continue
+            if new is not value:
+                changed[name] = new
+        if not changed:
+            return equation
+        return equation.replace(params={**equation.params, **changed})
+
+    def _inside_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
+        parameters = equation.params
+        mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
+        outside = self._axis_sizes
+        self._axis_sizes = outside | {axis: mesh.shape[axis] for axis in sorted(manual)}
+        try:
+            return _within_shard_map(parameters, lambda: self._with_jaxprs(equation))
+        finally:
+            self._axis_sizes = outside
+
+    def _sites(self, jaxpr: Jaxpr) -> list[TracedSite]:
+        """The sites of one jaxpr inside shard_map; first those that transpose nothing."""
+        plan = Plan(jaxpr)
+        reports: dict[int, FoundSite] = {}
+        matches: list[GatherMatch | SumMatch] = []
+        for index, equation in enumerate(jaxpr.eqns):
+            if kind_of(equation) is None or is_ours(equation):
+                continue
+            match = self._match(plan, index)
+            if isinstance(match, str):
+                reports[index] = left_alone(equation, match)
+            else:
+                matches.append(match)
+        sites = []
+        for match in sorted(matches, key=lambda m: (isinstance(m, SumMatch), moves_layout(m))):
+            equation = jaxpr.eqns[match.index]
+            site = self._site(plan, match)
+            if isinstance(site, str):
+                reports[match.index] = left_alone(equation, site)
+            else:
+                plan.accept(site.placed)
+                sites.append(site)
+                terms = match.uses if isinstance(match, GatherMatch) else match.terms
+                reports[match.index] = replaced_by(equation, len(terms), site.decision)
+        self.found += [reports[index] for index in sorted(reports)]
+        return sites
+
+    def _match(self, plan: Plan, index: int) -> GatherMatch | SumMatch | str:
+        collective = collective_of(plan.graph.equations[index], self._axis_sizes)
+        if isinstance(collective, str):
+            return collective
+        matching = match_gather if collective.kind == "all_gather" else match_sum
+        return matching(plan.graph, index, collective)
+
+    def _site(self, plan: Plan, match: GatherMatch | SumMatch) -> TracedSite | str:
+        """The match traced, or why it is left alone."""
+        placed = plan.place(match)
+        if isinstance(placed, str):
+            return placed
+        equation = plan.graph.equations[match.index]
+        obstacle = _obstacle(placed, self._implementation)
+        if obstacle:
+            return obstacle
+        site = trace_site(placed, self._replacements(placed, equation), equation)
+        if site.decision.implementation == "bulk" and moves_layout(match):
+            return f"arrays would be transposed for nothing ({site.decision.reason})"
+        return site
+
+    def _replacements(self, placed: Placed, equation: JaxprEqn) -> Sequence[Replacement]:
+        match, source = placed.match, source_of(equation)
+        if isinstance(match, GatherMatch):
+            (shard,) = equation.invars
+            return gather_replacements(match, shard, self._implementation, source)
+        return [sum_replacement(match, equation.outvars[0], self._implementation, source)]
+
+
+def _obstacle(placed: Placed, implementation: str | None) -> str | None:
+    """Why the implementation requested cannot carry out a site."""
+    match = placed.match
+    if isinstance(match, GatherMatch) or match.collective.kind != "psum":
+        return None
+    rows = math.prod(match.rows)
+    if implementation in (None, "bulk") or rows % match.collective.devices == 0:
+        return None
+    return f"{implementation} needs rows that the axis divides, and there are {rows}"
+
+
+def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -> JaxprEqn:
+    """Calls a function where a shard_map with these parameters carries out its body."""
+    results = []
+
+    def body() -> tuple:
+        results.append(fun())
+        return ()
+
+    sharded = jax.shard_map(
+        body,
+        mesh=parameters["mesh"],
+        in_specs=(),
+        out_specs=(),
+        axis_names=set(parameters["newly_manual_axes"]),
+        check_vma=parameters["check_vma"],
+    )
+    jax.make_jaxpr(sharded)()
+    return results[0]
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(getattr(value, "jaxpr", value), Jaxpr)

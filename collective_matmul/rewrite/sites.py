@@ -1,0 +1,150 @@
+"""A matched site as a function of arrays: what takes the place of its equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Var
+
+from collective_matmul import ops
+from collective_matmul.choose.source import Source
+from collective_matmul.rewrite.gathers import GatherMatch, Use
+from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.operations import (
+    Call,
+    Kept,
+    gather_matmul,
+    matmul_scatter,
+    weight_gradient,
+    whole_of,
+)
+from collective_matmul.rewrite.steps import Step, divided
+from collective_matmul.rewrite.sums import SumMatch
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Stands for what a site keeps as its ring gathered it, where a variable would stand."""
+
+    index: int
+
+
+@dataclass
+class Replacement:
+    """New equations for those of a site.
+
+    Attributes:
+      position: they come before the equation of this index; None for the site's own position.
+      inputs: atoms or handles, the arguments of `fun`.
+      outputs: variables or handles, the results of `fun`.
+      fun: arrays to a tuple of arrays, or of what a handle stands for.
+    """
+
+    position: int | None
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    fun: Callable[..., tuple]
+
+
+def gather_replacements(
+    match: GatherMatch, shard: Atom, implementation: str | None, source: Source | None
+) -> list[Replacement]:
+    """The gather with all its matmuls at once, then each matmul that contracts the rows."""
+    collective, uses = match.collective, match.uses
+    view = uses[0].view
+    call = Call(
+        collective.axis_name,
+        view.dimension,
+        implementation,
+        transpose_w=all(use.matmul.w_lies_transposed for use in uses),
+        keep_gathered=bool(match.later) or match.keeps_root,
+        source=source,
+    )
+    handle = Handle(match.index)
+
+    def fun(shard: jax.Array, *ws: jax.Array) -> tuple:
+        x = replay(view.steps, shard)
+        matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
+        ys, gathered = gather_matmul(x, tuple(matrices), call)
+        results = [u.matmul.result(y, u.matmul.free_shape) for u, y in zip(uses, ys, strict=True)]
+        if match.later:
+            results.append(gathered)
+        if match.keeps_root:
+            results.append(
+                lax.reshape(whole_of(gathered, view.dimension), type_of(match.root).shape)
+            )
+        return tuple(results)
+
+    outputs = [use.result for use in uses]
+    outputs += [handle] * bool(match.later) + [match.root] * match.keeps_root
+    inputs = [shard, *(use.matmul.w for use in uses)]
+    first = Replacement(None, inputs, outputs, fun)
+    return [first, *(_weight_gradient(use, handle, call) for use in match.later)]
+
+
+def _weight_gradient(use: Use, handle: Handle, call: Call) -> Replacement:
+    """A matmul that contracts the rows of what was gathered with those of another array."""
+    matmul, view = use.matmul, use.view
+    order = Call(call.axis_name, call.dimension, None, transpose_w=matmul.x_side == 1)
+
+    def fun(gathered: Kept, other: jax.Array) -> tuple[jax.Array]:
+        rows = matmul.weight(other, transposed=False)
+        rows = lax.reshape(rows, (*view.base[:-1], matmul.columns))
+        product = weight_gradient(gathered, rows, order)
+        return (lax.reshape(product, type_of(use.result).shape),)
+
+    return Replacement(use.index, [handle, matmul.w], [use.result], fun)
+
+
+def sum_replacement(
+    match: SumMatch, result: Var, implementation: str | None, source: Source | None
+) -> Replacement:
+    """The matmuls with their sum over devices."""
+    collective, terms, rows = match.collective, match.terms, match.rows
+    transpose_w = all(term.w_lies_transposed for term in terms)
+
+    def fun(*operands: jax.Array) -> tuple[jax.Array]:
+        pairs = list(zip(terms, operands[::2], operands[1::2], strict=True))
+        xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
+        if collective.kind == "psum":
+            ((term, _, w),) = pairs
+            y = ops.matmul_all_reduce(
+                xs[0], term.weight(w, False), collective.axis_name, implementation=implementation
+            )
+            return (replay(match.path.steps[::-1], term.result(y, term.free_shape)),)
+        assert match.dimension is not None and match.path.dimension is not None
+        ws = [term.weight(w, transpose_w) for term, _, w in pairs]
+        call = Call(
+            collective.axis_name, match.dimension, implementation, transpose_w, False, source
+        )
+        y = matmul_scatter(tuple(xs), tuple(ws), call)
+        if match.path.shape is None:
+            y = terms[0].result(y, divided(rows, match.dimension, collective.devices))
+        else:
+            y = lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
+        return (replay(match.path.steps[::-1], y),)
+
+    inputs = [atom for term in terms for atom in (term.x, term.w)]
+    return Replacement(None, inputs, [result], fun)
+
+
+def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
+    """Carries out the steps."""
+    for step in steps:
+        array = step.apply(array)
+    return array
+
+
+def moves_layout(match: GatherMatch | SumMatch) -> bool:
+    """Whether arrays are transposed for the op that were not before."""
+    if isinstance(match, SumMatch):
+        return any(term.moves_layout or _transposes_x(term) for term in match.terms)
+    return any(use.matmul.moves_layout or _transposes_x(use.matmul) for use in match.uses)
+
+
+def _transposes_x(matmul: Any) -> bool:
+    return matmul.free + matmul.contracted != tuple(range(matmul.x.aval.ndim))

@@ -1,0 +1,198 @@
+"""Finds the matmuls whose products a reduce-scatter or a psum adds up over devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul.rewrite.collectives import Collective
+from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
+from collective_matmul.rewrite.steps import Step, passage
+
+
+@dataclass(frozen=True)
+class Path:
+    """What lies between the sum over devices and the point reached on the way back to the dots.
+
+    Attributes:
+      steps: carried out after the sum instead of before, last first.
+      dimension: scattered, of what is here; None for psum.
+      shape: of the array that the steps are given, with the elements of what is here; None if that
+        is what is here.
+      dtype: of what the devices add up.
+      cast: whether all that is further back is in a wider dtype.
+      consumed: equations that the site replaces.
+    """
+
+    steps: tuple[Step, ...]
+    dimension: int | None
+    dtype: jnp.dtype
+    shape: Shape | None = None
+    cast: bool = False
+    consumed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SumMatch:
+    """A sum over devices of the products of `terms`, all of one shape.
+
+    Attributes:
+      index: of the collective.
+      terms: added up; their x have the same shape but for what is contracted.
+      path: back to the dots, the same for each.
+      consumed: equations that the site replaces.
+    """
+
+    index: int
+    collective: Collective
+    terms: tuple[Matmul, ...]
+    path: Path
+    consumed: frozenset[int]
+
+    @property
+    def rows(self) -> Shape:
+        """The shape of the op's x but for its contracted dimension."""
+        free = self.terms[0].free_shape
+        if self.path.shape is None:
+            return free
+        for i in range(len(self.path.shape) + 1):
+            if math.prod(self.path.shape[:i]) == math.prod(free) and i > (self.path.dimension or 0):
+                return self.path.shape[:i]
+        raise AssertionError("the path was checked")
+
+    @property
+    def dimension(self) -> int | None:
+        """Scattered, of the op's x."""
+        if self.path.dimension is None or self.path.shape is not None:
+            return self.path.dimension
+        columns = len(self.terms[0].columns_shape) if self.terms[0].x_side else 0
+        return self.path.dimension - columns
+
+
+def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | str:
+    """The sum of equation `index` and its matmuls, or why it is left alone."""
+    (operand,) = graph.equations[index].invars
+    steps = () if collective.tiled else (_dropped(collective),)
+    start = Path(steps, collective.dimension, type_of(operand).dtype, consumed=(index,))
+    found = _terms(graph, operand, start, collective.devices)
+    if isinstance(found, str):
+        return found
+    terms, paths = zip(*found, strict=True)
+    first = replace(paths[0], consumed=())
+    if any(replace(path, consumed=()) != first for path in paths[1:]):
+        return "the matmuls added up are cast, scaled or shaped differently"
+    if len({(term.x_side, term.free_shape, term.columns_shape) for term in terms}) > 1:
+        return "the matmuls added up lie differently"
+    if len(terms) > 1 and collective.dimension is None:
+        return "several matmuls are added up before one psum"
+    consumed = frozenset().union(*(path.consumed for path in paths))
+    return SumMatch(index, collective, terms, first, consumed)
+
+
+def _terms(graph: Graph, atom: Atom, path: Path, devices: int) -> list[tuple[Matmul, Path]] | str:
+    """The dots whose sum `atom` is, each with the way back to it."""
+    while True:
+        index = graph.producer(atom)
+        if index is None:
+            return "what is summed is no matmul: it comes from outside"
+        if graph.only_user(atom) is None:
+            return "what is summed is also used elsewhere"
+        equation = graph.equations[index]
+        name = equation.primitive.name
+        path = replace(path, consumed=(*path.consumed, index))
+        if name == "dot_general":
+            term = _term(graph, index, path, devices)
+            return term if isinstance(term, str) else [(term, path)]
+        if name in ("add", "add_any"):
+            return _sum(graph, equation.invars, path, devices)
+        following = _back(graph, index, path, devices)
+        if isinstance(following, str):
+            return following
+        atom, path = following
+
+
+def _sum(
+    graph: Graph, operands: list[Atom], path: Path, devices: int
+) -> list[tuple[Matmul, Path]] | str:
+    first, second = operands
+    if first is second or type_of(first).shape != type_of(second).shape:
+        return "something is added to its matmul before the sum over devices"
+    terms = []
+    for operand in operands:
+        found = _terms(graph, operand, path, devices)
+        if isinstance(found, str):
+            return f"something is added to its matmul before the sum over devices ({found})"
+        terms += found
+    return terms
+
+
+def _back(graph: Graph, index: int, path: Path, devices: int) -> tuple[Atom, Path] | str:
+    """One equation further back: it will follow the sum over devices instead."""
+    equation = graph.equations[index]
+    name = equation.primitive.name
+    passed = passage(graph, equation)
+    if passed is None:
+        return f"{name} stands between the matmul and its sum over devices"
+    if name == "convert_element_type":
+        if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
+            return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"
+        return passed.operand, replace(path, cast=True)
+    if name in ("mul", "div") and (path.cast or path.dtype == jnp.float16):
+        return f"scaled in {type_of(equation.outvars[0]).dtype} before it is summed in {path.dtype}"
+    if path.shape is not None:
+        if passed.reshapes or name in ("transpose", "sharding_constraint"):
+            return f"{name} and a reshape mix the scattered dimension with others"
+        steps = (*path.steps, passed.step(graph, None, devices))
+        return passed.operand, replace(path, steps=steps)
+    if path.dimension is None:
+        return passed.operand, replace(path, steps=(*path.steps, passed.step(graph, None, devices)))
+    dimension = passed.entering(path.dimension, devices)
+    if dimension is not None:
+        steps = (*path.steps, passed.step(graph, path.dimension, devices))
+        return passed.operand, replace(path, steps=steps, dimension=dimension)
+    if passed.reshapes:
+        return passed.operand, replace(path, shape=passed.shape_after)
+    return f"{name} mixes the scattered dimension with others"
+
+
+def _term(graph: Graph, index: int, path: Path, devices: int) -> Matmul | str:
+    equation = graph.equations[index]
+    result = type_of(equation.outvars[0])
+    lhs = type_of(equation.invars[0]).ndim - len(equation.params["dimension_numbers"][0][0])
+    in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
+    matmul = matmul_of(equation, 0 if in_lhs else 1)
+    if isinstance(matmul, str):
+        return matmul
+    if matmul.x.aval.dtype != path.dtype or result.dtype.itemsize < path.dtype.itemsize:
+        return f"multiplied in {matmul.x.aval.dtype} and summed in {path.dtype}"
+    if not path.cast and result.dtype != path.dtype:
+        return f"multiplied in {matmul.x.aval.dtype} and summed in {result.dtype}"
+    if not matmul.w_free or not matmul.free:
+        return "its matmul is a matrix times a vector"
+    if path.shape is not None and not _splits(matmul, path):
+        return "a reshape mixes the scattered dimension with others"
+    return matmul
+
+
+def _splits(matmul: Matmul, path: Path) -> bool:
+    """Whether the reshaped product still has x's rows first, the scattered dimension among them."""
+    assert path.shape is not None and path.dimension is not None
+    rows = math.prod(matmul.free_shape)
+    return any(
+        math.prod(path.shape[:i]) == rows for i in range(path.dimension + 1, len(path.shape) + 1)
+    )
+
+
+def _dropped(collective: Collective) -> Step:
+    """Not tiled: the scattered dimension, of size 1 on each device, is no dimension."""
+    dimension = collective.dimension
+    assert dimension is not None
+
+    def drop(array):
+        return lax.squeeze(array, (dimension,))
+
+    return Step("squeeze", dimension, drop)

@@ -1,0 +1,271 @@
+"""Every form of program that the pass replaces, and beside it one that it must leave alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from tests.reference import AXIS
+from tests.rewrite.programs import Program, gathering, scattering
+
+gather = functools.partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
+scatter = functools.partial(lax.psum_scatter, axis_name=AXIS, scatter_dimension=1, tiled=True)
+
+
+class Form(NamedTuple):
+    """A program, how many of its sites are replaced, and why one is left alone if one is."""
+
+    program: Program
+    replaced: int = 1
+    reason: str = ""
+
+
+def _untiled(x, w):
+    return lax.all_gather(x, AXIS, axis=1).reshape(2, 4, 4) @ w
+
+
+def _untiled_scatter(h, w):
+    return lax.psum_scatter(h @ w, AXIS, scatter_dimension=1)
+
+
+def _two(x, w, v):
+    whole = gather(x)
+    return whole @ w, whole @ v
+
+
+def _cast_twice(x, w, v):
+    whole = gather(x)
+    return whole.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), whole @ v
+
+
+def _kept(x, w):
+    whole = gather(x)
+    return whole @ w + jnp.sum(jnp.sin(whole))
+
+
+def _kept_before(x, w):
+    whole = gather(x)
+    return whole @ (w * jnp.max(jnp.sin(whole) @ w))
+
+
+def _self(x, w):
+    whole = gather(x)
+    return jnp.tensordot(whole, whole, ((2,), (2,)))[0] @ w
+
+
+def _sequential(x, w, v):
+    """The second weight is made of the first product."""
+    whole = gather(x)
+    first = whole @ w
+    return first, whole @ (v * jnp.mean(first))
+
+
+def _scaled(h, w):
+    return scatter((h @ w) * 0.5 / 3.0)
+
+
+def _preferred(h, w):
+    y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return scatter(y.astype(h.dtype))
+
+
+def _summed_wide(h, w):
+    y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return scatter(y).astype(h.dtype)
+
+
+def _heads(x, w):
+    """[b, s, d] by [d, h, k] to [b, h, s, k], as attention has it."""
+    return jnp.einsum("bsd,dhk->bhsk", gather(x), w.reshape(4, 3, 1))
+
+
+def _output(h, w):
+    return scatter(jnp.einsum("bshk,hkd->bsd", h.reshape(2, 4, 3, 1), w.reshape(3, 1, 4)))
+
+
+def _batched(h, w):
+    return scatter(jnp.einsum("bsk,bkd->bsd", h, jnp.stack([w, w])))
+
+
+def _flat(x, w):
+    """Layers often join the batch and the sequence before they multiply."""
+    return (gather(x).reshape(8, 4) @ w).reshape(2, 4, -1)
+
+
+def _flat_scatter(h, w):
+    return scatter((h.reshape(8, 3) @ w).reshape(2, 4, 4))
+
+
+def _mixed(x, w):
+    """The gathered dimension joins the contracted one."""
+    return gather(x).reshape(2, 16) @ jnp.tile(w, (4, 1))
+
+
+def _mixed_scatter(h, w):
+    return lax.psum_scatter((h @ w).reshape(4, 8), AXIS, scatter_dimension=1, tiled=True)
+
+
+def _biased(h, w):
+    return scatter(h @ w) + jnp.arange(4.0).reshape(1, 1, 4)
+
+
+def _biased_before(h, w):
+    return scatter(h @ w + jnp.arange(4.0).reshape(1, 1, 4))
+
+
+def _of_two(h, w):
+    return scatter(h @ w + jnp.sin(h) @ jnp.cos(w))
+
+
+def _used_twice(h, w):
+    product = h @ w
+    return scatter(product) + jnp.sum(product)
+
+
+def _named(h, w):
+    return scatter(checkpoint_name(h @ w, "partial"))
+
+
+def _activated(h, w):
+    return scatter(jnp.tanh(h @ w))
+
+
+def _barrier(x, w):
+    return lax.optimization_barrier(checkpoint_name(gather(x), "whole")) @ w
+
+
+def _all_reduced(h, w):
+    return lax.psum(h @ w, AXIS)
+
+
+def _all_reduced_scalar(h, w):
+    return lax.psum(jnp.sum(h @ w), AXIS)
+
+
+def _transposed(x, w):
+    """x is [s, b, d] until it is multiplied."""
+    return jnp.swapaxes(lax.all_gather(jnp.swapaxes(x, 0, 1), AXIS, axis=0, tiled=True), 0, 1) @ w
+
+
+def _transposed_scatter(h, w):
+    y = lax.psum_scatter(jnp.swapaxes(h @ w, 0, 1), AXIS, scatter_dimension=0, tiled=True)
+    return jnp.swapaxes(y, 0, 1)
+
+
+def _precise(x, w):
+    return jnp.matmul(gather(x), w, precision="highest")
+
+
+def _contracted(x, w):
+    """What is gathered is contracted: chunks would have to be added up."""
+    return jnp.tensordot(w, gather(x), ((0,), (1,)))
+
+
+def _of_columns(x, w):
+    """A weight gathered along its columns, as fully sharded parameters are."""
+    return x[:, :, :] @ lax.all_gather(w, AXIS, axis=1, tiled=True)
+
+
+def _upcast(x, w):
+    return gather(x.astype(jnp.bfloat16)).astype(jnp.float32) @ w
+
+
+TWO = {"out_specs": (P(None, None, AXIS),) * 2}
+GATHERS = {
+    "plain": Form(gathering(lambda x, w: gather(x) @ w)),
+    "dimension 0": Form(
+        Program(
+            lambda x, w: lax.all_gather(x, AXIS, tiled=True) @ w,
+            [(4, 3), (3, 6)],
+            [P(AXIS), P(None, AXIS)],
+            P(None, AXIS),
+        )
+    ),
+    "untiled": Form(gathering(_untiled)),
+    "several": Form(gathering(_two, (4, 6), (4, 2), **TWO)),
+    "several, one cast": Form(
+        gathering(_cast_twice, (4, 6), (4, 2), **TWO), 0, "in another dtype or layout"
+    ),
+    "several, one after the other": Form(gathering(_sequential, (4, 6), (4, 2), **TWO)),
+    "kept": Form(gathering(_kept)),
+    "needed before": Form(gathering(_kept_before), 0, "its weight is made after"),
+    "cast": Form(
+        gathering(
+            lambda x, w: gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), rounds="bfloat16"
+        )
+    ),
+    "cast up": Form(gathering(_upcast), 0, "more would be communicated"),
+    "reshaped": Form(gathering(_flat)),
+    "reshaped into the contraction": Form(
+        Program(_mixed, [(2, 4, 4), (4, 6)], [P(None, AXIS), P(None, AXIS)], P(None, AXIS)),
+        0,
+        "contracts the gathered dimension",
+    ),
+    "transposed": Form(gathering(_transposed)),
+    "scaled": Form(gathering(lambda x, w: (gather(x) * 0.5) @ w)),
+    "shifted": Form(gathering(lambda x, w: (gather(x) + 0.5) @ w), 0, "add uses what is gathered"),
+    "barrier and name": Form(gathering(_barrier)),
+    "heads": Form(gathering(_heads, out_specs=P(None, AXIS))),
+    "by itself": Form(gathering(_self), 0, "multiplied by itself"),
+    "contracted": Form(
+        gathering(_contracted, out_specs=P(AXIS)), 0, "contracts the gathered dimension"
+    ),
+    "precise": Form(gathering(_precise), 0, "precision"),
+    "unused": Form(gathering(lambda x, w: gather(x), out_specs=P(AXIS)), 0, "is a result"),
+}
+SCATTERS = {
+    "plain": Form(scattering(lambda h, w: scatter(h @ w))),
+    "untiled": Form(
+        Program(
+            _untiled_scatter,
+            [(2, 2, 6), (6, 4)],
+            [P(None, None, AXIS), P(AXIS)],
+            P((AXIS,)),
+        )
+    ),
+    "scaled": Form(scattering(_scaled)),
+    "scaled in float16": Form(scattering(_scaled, dtype="float16"), 0, "scaled in float16"),
+    "bias after": Form(scattering(_biased)),
+    "bias before": Form(scattering(_biased_before), 0, "something is added"),
+    "of several": Form(scattering(_of_two)),
+    "accumulated in float32": Form(scattering(_preferred, dtype="bfloat16")),
+    "summed in float32": Form(
+        scattering(_summed_wide, dtype="bfloat16"),
+        0,
+        "multiplied in bfloat16 and summed in float32",
+    ),
+    "reshaped": Form(scattering(_flat_scatter)),
+    "reshaped across columns": Form(
+        scattering(_mixed_scatter, P(None, AXIS)), 0, "mixes the scattered dimension"
+    ),
+    "transposed": Form(scattering(_transposed_scatter)),
+    "heads": Form(scattering(_output)),
+    "batch dimensions": Form(scattering(_batched), 0, "batch dimensions"),
+    "named": Form(scattering(_named)),
+    "activated": Form(scattering(_activated), 0, "tanh stands between"),
+    "used twice": Form(scattering(_used_twice), 0, "also used elsewhere"),
+    "columns": Form(
+        scattering(
+            lambda h, w: lax.psum_scatter(h @ w, AXIS, scatter_dimension=2, tiled=True),
+            P(None, None, AXIS),
+        )
+    ),
+}
+SUMS = {
+    "psum": Form(scattering(_all_reduced, P())),
+    "psum of a scalar": Form(scattering(_all_reduced_scalar, P()), 0, "reduce_sum stands between"),
+    "psum with a bias after": Form(scattering(lambda h, w: lax.psum(h @ w, AXIS) + 1.0, P())),
+    "psum of a sum": Form(
+        scattering(lambda h, w: lax.psum(h @ w + jnp.sin(h) @ w, AXIS), P()), 0, "several matmuls"
+    ),
+}
+FORMS: dict[str, Form] = {
+    **{f"gather: {name}": form for name, form in GATHERS.items()},
+    **{f"scatter: {name}": form for name, form in SCATTERS.items()},
+    **SUMS,
+}

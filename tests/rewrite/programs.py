@@ -1,0 +1,142 @@
+"""Programs that know nothing of this library, and what is compared of them and their rewriting.
+
+Arrays are compared within 1e-5 of their largest value. A sum of up to 32 float32 terms, taken in
+another order, is off by at most 32 · 2⁻²⁴ = 2e-6 of them, and a few such sums follow each other; a
+chunk that is lost, doubled or misplaced is off by about the values themselves. In bfloat16, with
+u = 2⁻⁸, a result that is rounded a few times at other places is off by a few u of its terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.rewrite import FoundSite, find_sites, overlap
+from tests.reference import AXIS
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-2, "float16": 4e-3}
+#: Rows divided over the devices; columns; and rows of a weight, as a contraction is.
+ROWS, COLUMNS, CONTRACTED = P(None, AXIS), P(None, AXIS), P(AXIS)
+ROWS_OF_PRODUCT, COLUMNS_OF_PRODUCT = P(None, AXIS), P(None, None, AXIS)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function inside `shard_map`; shapes are global.
+
+    Attributes:
+      body: of local arrays.
+      shapes, in_specs: of its arguments.
+      out_specs: of its results.
+      dtype: of its arguments.
+      rounds: the coarsest dtype that it computes in, if not that.
+    """
+
+    body: Callable
+    shapes: Sequence[tuple[int, ...]]
+    in_specs: Sequence[P]
+    out_specs: Any
+    dtype: str = "float32"
+    rounds: str | None = None
+
+    def sharded(self, mesh: Mesh, check_vma: bool = True) -> Callable:
+        """The function of global arrays."""
+        return jax.shard_map(
+            self.body,
+            mesh=mesh,
+            in_specs=tuple(self.in_specs),
+            out_specs=self.out_specs,
+            check_vma=check_vma,
+        )
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
+        generator = np.random.default_rng(seed)
+        return [
+            generator.standard_normal(shape, np.float32).astype(jnp.dtype(self.dtype))
+            for shape in self.shapes
+        ]
+
+
+def gathering(body: Callable, *weights: tuple[int, int], out_specs: Any = None, **kw) -> Program:
+    """A body of x [2, 4, 4], its rows divided, and weights whose columns are."""
+    weights = weights or ((4, 6),)
+    specs = [ROWS, *(COLUMNS for _ in weights)]
+    return Program(body, [(2, 4, 4), *weights], specs, out_specs or COLUMNS_OF_PRODUCT, **kw)
+
+
+def scattering(body: Callable, out_specs: Any = ROWS_OF_PRODUCT, **kw) -> Program:
+    """A body of h [2, 4, 6], its columns divided, and w [6, 4], its rows divided."""
+    return Program(body, [(2, 4, 6), (6, 4)], [COLUMNS_OF_PRODUCT, CONTRACTED], out_specs, **kw)
+
+
+def ring(fun: Callable, **kwargs: Any) -> Callable:
+    return overlap(fun, implementation="ring", **kwargs)
+
+
+def sites(fun: Callable, *arguments: Any) -> list[FoundSite]:
+    return find_sites(fun, implementation="ring")(*arguments)
+
+
+def loss_of(fun: Callable) -> Callable:
+    """A sum of the results under weights that all differ."""
+
+    def loss(*arguments: Any) -> jax.Array:
+        terms = [
+            jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+            for y in jax.tree.leaves(fun(*arguments))
+        ]
+        return jnp.sum(jnp.stack(terms))
+
+    return loss
+
+
+def gradients_of(fun: Callable, count: int) -> Callable:
+    return jax.grad(loss_of(fun), tuple(range(count)))
+
+
+def results_and_gradients(fun: Callable, *arguments: Any) -> tuple:
+    """Of one compiled program."""
+
+    def both(*arguments: Any) -> tuple:
+        return fun(*arguments), gradients_of(fun, len(arguments))(*arguments)
+
+    return jax.jit(both)(*arguments)
+
+
+def assert_same(actual: Any, expected: Any, rounds: str = "float32") -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(array).astype(np.float64) for array in (a, b))
+        error, bound = np.max(np.abs(a - b)), TOLERANCES[rounds] * np.max(np.abs(b))
+        assert error <= bound, f"off by {error:.3g} where {bound:.3g} is allowed"
+
+
+def counts(fun: Callable, *arguments: Any) -> Counter[str]:
+    """How often each primitive stands in a function's jaxpr, at any depth."""
+    counter: Counter[str] = Counter()
+
+    def walk(jaxpr: Any) -> None:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            counter[equation.primitive.name] += 1
+            for inner in jaxprs_in_params(equation.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(fun)(*arguments))
+    return counter
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "psum_invariant")
+
+
+def collectives(fun: Callable, *arguments: Any) -> dict[str, int]:
+    """Those of `counts` that a ring replaces."""
+    return {name: n for name, n in counts(fun, *arguments).items() if name in COLLECTIVES}

@@ -1,0 +1,38 @@
+"""Every form that is replaced, and its near miss that is not: how many, why, and what comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+from tests.rewrite.forms import FORMS
+from tests.rewrite.programs import assert_same, collectives, results_and_gradients, ring, sites
+
+vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+@vma_on_and_off
+def test_sites(name: str, check_vma: bool, make_mesh: MeshFactory) -> None:
+    program, replaced, reason = FORMS[name]
+    fun, arguments = program.sharded(make_mesh({AXIS: 2}), check_vma), program.arguments()
+    found = sites(fun, *arguments)
+    assert sum(site.replaced for site in found) == replaced, found
+    assert all(site.source is not None and site.source.file.endswith("forms.py") for site in found)
+    if reason:
+        assert [reason in site.reason for site in found if not site.replaced] == [True], found
+        assert collectives(ring(fun), *arguments) == collectives(fun, *arguments)
+    else:
+        assert len(found) == replaced
+        assert set(collectives(ring(fun), *arguments)) <= (
+            {"all_gather"} if "psum" in name else set()
+        )
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.replaced])
+def test_values_and_gradients(name: str, make_mesh: MeshFactory) -> None:
+    program = FORMS[name].program
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    actual, expected = (results_and_gradients(f, *arguments) for f in (ring(fun), fun))
+    assert_same(actual, expected, program.rounds or program.dtype)
