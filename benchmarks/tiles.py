@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,27 +132,35 @@ def library(problem: Problem, precise: bool) -> Any:
     return run
 
 
-def seconds_per_call(call: Callable[[], Any], rounds: int = 3) -> float:
-    """The median of a few rounds of calls that keep the GPU busy for some milliseconds."""
+def seconds_per_call(call: Callable[[], Any], duration: Duration) -> float:
+    """Seconds of a call in the long run: clocks have fallen by then to what the power allows.
+
+    In a burst on a cool GPU other tiles win, which then lose in a program.
+    """
     jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    calls = max(5, int(0.008 / (time.perf_counter() - start)))
-    seconds = []
-    for _ in range(rounds):
+    seconds = 0.0
+    for limit in (0.01, duration.lead_seconds, duration.timed_seconds):
+        calls = max(3, int(limit / seconds)) if seconds else 3
         start = time.perf_counter()
         for _ in range(calls):
             result = call()
         jax.block_until_ready(result)
-        seconds.append((time.perf_counter() - start) / calls)
-    return statistics.median(seconds)
+        seconds = (time.perf_counter() - start) / calls
+    return seconds
+
+
+class Duration(NamedTuple):
+    """How long one candidate runs, untimed and then timed."""
+
+    lead_seconds: float
+    timed_seconds: float
 
 
 class Bench:
     """One problem's operands, and what was measured on them."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, duration: Duration):
+        self.problem, self.duration = problem, duration
         self.xs, self.ws, self.outs, self.addends, self.indices = operands(problem)
         self.times: dict[Tiles, float] = {}
         self.exact = library(problem, precise=True)(self.xs, self.ws, self.addends)
@@ -164,7 +171,7 @@ class Bench:
             problem = dataclasses.replace(problem, contracted=(sum(problem.contracted),))
             xs, ws, _, _, _ = operands(problem)
         compiled = library(problem, precise=False).lower(xs, ws, self.addends).compile()
-        self.library = seconds_per_call(lambda: compiled(xs, ws, self.addends))
+        self.library = seconds_per_call(lambda: compiled(xs, ws, self.addends), duration)
 
     def compile(self, tiles: Tiles) -> Any:
         arguments = self.xs, self.ws, self.outs, self.addends, self.indices
@@ -183,7 +190,7 @@ class Bench:
             return self.outs
 
         self.outs = [jnp.full_like(out, jnp.nan) for out in self.outs]
-        seconds = seconds_per_call(call)
+        seconds = seconds_per_call(call, self.duration)
         for out, exact in zip(self.outs, self.exact, strict=True):
             error = jnp.max(jnp.abs(out[0] - exact)) / jnp.max(jnp.abs(exact))
             if not error < 1e-2:
@@ -202,15 +209,15 @@ class Bench:
         )
 
 
-def search(problem: Problem, pool: ThreadPoolExecutor, count: int, finalists: int) -> Bench:
-    bench = Bench(problem)
+def search(bench: Bench, pool: ThreadPoolExecutor, count: int, finalists: int) -> None:
+    """Measures the candidates predicted best, then the best of them in other orders of tiles."""
+    problem = bench.problem
     likely = sorted(candidates(problem), key=lambda tiles: predicted_microseconds(problem, tiles))
     for first in (likely[:count], None):
         tiles_tried = first or varied(bench.best(finalists))
         for tiles, compiled in zip(tiles_tried, pool.map(bench.compile, tiles_tried), strict=True):
             if wrong := bench.measure(tiles, compiled):
                 print(f"  {tiles}: {wrong}", flush=True)
-    return bench
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -220,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", default="4,2", help="sizes of the rings that cut the chunks")
     parser.add_argument("--limit-seconds", type=float, default=500)
     parser.add_argument("--candidates", type=int, default=9, help="tried of those predicted best")
+    parser.add_argument("--lead-seconds", type=float, default=0.3, help="untimed, per candidate")
+    parser.add_argument("--timed-seconds", type=float, default=0.1, help="per candidate")
     parser.add_argument("--finalists", type=int, default=1, help="varied in the order of tiles")
     parser.add_argument("--part", default="0/1", help="i/n measures every n-th problem from i on")
     options = parser.parse_args(arguments)
@@ -236,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if time.monotonic() - start > options.limit_seconds:
                 print(f"out of time before {problem}")
                 break
-            bench = search(problem, pool, options.candidates, options.finalists)
+            bench = Bench(problem, Duration(options.lead_seconds, options.timed_seconds))
+            search(bench, pool, options.candidates, options.finalists)
             if not bench.times:
                 print(f"{problem}: no candidate worked")
                 continue
