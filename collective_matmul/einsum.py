@@ -250,8 +250,8 @@ def _label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> s
         )
     if argument == "gather" and (x + w + y).count(label) == 1:
         raise ValueError(
-            f"gather={label!r}: {equation!r} sums one operand alone over it; use jnp.sum, and"
-            " jax.lax.psum over the axis, which communicate less"
+            f"gather={label!r}: {equation!r} sums one operand alone over it; use jax.numpy.sum,"
+            " and jax.lax.psum over the axis, which communicate less"
         )
     return label
 
@@ -282,10 +282,11 @@ def _sizes(name: str, labels: str, array: jax.Array) -> dict[str, int]:
 
 def _check_sizes(x: dict[str, int], w: dict[str, int], gather: str | None) -> None:
     """Raises ValueError unless labels of both operands have one size, but for what is gathered."""
-    for label in x.keys() & w.keys() - {gather}:
-        if x[label] != w[label]:
+    for label in x:
+        if label != gather and x[label] != w.get(label, x[label]):
             raise ValueError(
-                f"w: label {label!r} has size {w[label]}, and in x {x[label]}; expected the same"
+                f"w: label {label!r} of {''.join(w)!r} has size {w[label]}, and in x"
+                f" ({''.join(x)!r}) {x[label]}; expected the same"
             )
 
 
@@ -305,7 +306,7 @@ def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str)
     raise ValueError(
         f"gather={label!r}: size {x[label]} in x and {w[label]} in w; expected one to be a shard of"
         f" the other, 1/{devices} of it by axis {axis_name!r}; if both are shards, call"
-        " jnp.einsum first, then communicate its result"
+        " jax.numpy.einsum first, and then jax.lax.psum or all_gather"
     )
 
 

@@ -8,12 +8,14 @@ what is not is a stack of as many independent arrays.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import collective_einsum
@@ -21,6 +23,15 @@ from tests.reference import AXIS, Comparison, Outcome
 
 #: The label of the stack of devices, in einsums of the reference.
 _DEVICE = "Z"
+
+
+def on_stacks(fun: Callable, mesh: Mesh | AbstractMesh, **keywords: Any) -> Callable:
+    """`fun` of local arrays as one of stacks, of which each device has its part."""
+
+    def local(*stacks: jax.Array) -> Any:
+        return jax.tree.map(lambda y: y[None], fun(*(stack[0] for stack in stacks)))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **keywords)
 
 
 @dataclass(frozen=True)
@@ -99,18 +110,16 @@ class EinsumCase:
             implementation=self.implementation,
         )
 
-    def gradients(self, x: jax.Array, w: jax.Array, dy: jax.Array) -> Outcome:
-        """The result and both gradients, of stacks of one."""
-        y, transpose = jax.vjp(self.call, x[0], w[0])
-        dx, dw = transpose(dy[0])
-        return Outcome((y[None],), dx[None], (dw[None],))
+    def results_and_gradients(self, x: jax.Array, w: jax.Array, dy: jax.Array) -> Outcome:
+        """On local arrays, under `shard_map`."""
+        y, transpose = jax.vjp(self.call, x, w)
+        dx, dw = transpose(dy)
+        return Outcome((y,), dx, (dw,))
 
     def compare(self, mesh: Mesh, seed: int = 0) -> Comparison:
         """Runs the case in one compiled program, and the reference."""
         arrays = self.arrays(seed)
-        fun = jax.shard_map(
-            self.gradients, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=self.check_vma
-        )
+        fun = on_stacks(self.results_and_gradients, mesh, check_vma=self.check_vma)
         return Comparison(
             jax.jit(fun)(*arrays), self.reference(arrays), self.bounds(arrays), self.dtype
         )
@@ -160,3 +169,28 @@ class EinsumCase:
         absolute = roundings * float(own.smallest_subnormal)
         magnitudes = self.reference([abs(array) for array in arrays])
         return jax.tree.map(lambda magnitude: relative * magnitude + absolute, magnitudes)
+
+
+#: One einsum for everything that can happen to a label.
+FORMS = {
+    "gathered free label": EinsumCase("bsd,dhk->bhsk", (2, 3, 2, 2, 2), gather="s"),
+    "gathered free label of w": EinsumCase("sd,df->sf", (4, 5, 3), gather="f"),
+    "gathered contracted label": EinsumCase("sd,sf->df", (3, 4, 5), gather="s"),
+    "gathered contracted label of w": EinsumCase("sd,sf->df", (3, 4, 5), gather="s", operand=1),
+    "gathered batch label": EinsumCase("ecd,edf->ecf", (3, 2, 4, 5), gather="e"),
+    "gathered batch label of w": EinsumCase("ecd,edf->ecf", (3, 2, 4, 5), gather="e", operand=1),
+    "three batch labels": EinsumCase("abcsd,adcb->bsac", (2, 2, 3, 2, 2), gather="c"),
+    "scattered free label of w": EinsumCase("sd,df->fs", (4, 5, 3), scatter="f"),
+    "scattered batch label": EinsumCase("ced,dfe->cfe", (2, 3, 4, 5), scatter="e"),
+    "product of elements": EinsumCase("es,se->es", (2, 3), scatter="s"),
+    "inner product": EinsumCase("s,s->", (3,), gather="s"),
+    "outer product": EinsumCase("s,f->sf", (3, 2), gather="s"),
+    "gathered matmul": EinsumCase("bsd,dhk->bshk", (2, 3, 4, 2, 2), gather="s"),
+    "gathered matmul, w moved": EinsumCase("bsd,hdk->bskh", (2, 3, 4, 2, 2), gather="s"),
+    "scattered matmul": EinsumCase("bshk,hkd->bsd", (2, 3, 2, 2, 4), scatter="s"),
+    "scattered matmul, w transposed": EinsumCase("bsf,df->bsd", (2, 3, 5, 4), scatter="s"),
+}
+
+
+def case_of(form: str, implementation: str | None) -> EinsumCase:
+    return replace(FORMS[form], implementation=implementation)
