@@ -21,7 +21,7 @@ class Profile:
     """What a profile shows, for each device.
 
     Attributes:
-      folder: where the trace lies, and the picture of it.
+      folder: name of the folder of the trace and its picture.
       microseconds: of one execution.
       communication: of that, the microseconds in which something was communicated.
       hidden_share: of those, the share in which other work ran too; None for no communication.
@@ -50,7 +50,7 @@ def record(run: Callable[[], Any], folder: Path) -> Profile | None:
         print(f"no profile in {folder}: {error}", flush=True)
         return None
     return Profile(
-        folder=str(folder),
+        folder=folder.name,
         microseconds=tuple(t.duration / t.executions for t in timelines),
         communication=tuple(t.communication / t.executions for t in timelines),
         hidden_share=tuple(t.hidden_share for t in timelines),

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,21 @@ from benchmarks.measuring import Result
 from benchmarks.settings import Settings
 
 Section = Callable[[dict[str, Any]], str]
+
+
+#: Settings that name a folder.
+_PLACES = ("output", "profile")
+
+
+def without_places(arguments: Sequence[str]) -> list[str]:
+    """The command line without the folders that it names."""
+    flags = {f"--{name}" for name in _PLACES}
+    after_flag = [False, *(argument in flags for argument in arguments)]
+    return [
+        argument
+        for argument, is_value in zip(arguments, after_flag, strict=False)
+        if not is_value and argument.split("=")[0] not in flags
+    ]
 
 
 class Report:
@@ -33,11 +48,13 @@ class Report:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         self._limit = settings.limit_seconds
-        command = shlex.join([Path(sys.executable).name, "-m", "benchmarks", *sys.argv[1:]])
+        # Where the results lie says nothing about them.
+        arguments = without_places(sys.argv[1:])
+        command = shlex.join([Path(sys.executable).name, "-m", "benchmarks", *arguments])
         self.content: dict[str, Any] = {
             "benchmark": benchmark,
             "environment": environment.describe(command),
-            "settings": _plain(dataclasses.asdict(settings)),
+            "settings": _plain(dataclasses.asdict(settings) | dict.fromkeys(_PLACES)),
             "cases": [],
         }
         self.say(f"{benchmark}: report in {self.folder}")
