@@ -17,10 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from benchmarks.stack import StackCase
+from typing import Any, Literal, Protocol
 
 PEERS = ("torch", "torch_async_tp")
 VARIANTS = ("eager", "CUDA graph", "compiled")
@@ -34,6 +31,17 @@ MULTICAST_OFF = {
 
 #: To start PyTorch and NCCL, and to end a case that has begun.
 _GRACE_SECONDS = 60.0
+
+
+class LayerStack(Protocol):
+    """A stack of feed-forward layers; `shape` is a dataclass of their global sizes."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def direction(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
 
 
 @dataclass
@@ -51,7 +59,7 @@ class PeerRun:
 
 
 def torch_stack(
-    cases: Sequence[StackCase],
+    cases: Sequence[LayerStack],
     *,
     devices: int,
     peers: Sequence[str] = PEERS,
@@ -105,7 +113,7 @@ def torch_stack(
 
 
 def _check(
-    cases: Sequence[StackCase], devices: int, peers: Sequence[str], variants: Sequence[str]
+    cases: Sequence[LayerStack], devices: int, peers: Sequence[str], variants: Sequence[str]
 ) -> None:
     for argument, names, known in (("peers", peers, PEERS), ("variants", variants, VARIANTS)):
         if not names or not set(names) <= set(known):
@@ -119,7 +127,7 @@ def _check(
                 )
 
 
-def _flat(case: StackCase) -> dict[str, Any]:
+def _flat(case: LayerStack) -> dict[str, Any]:
     described = asdict(case)
     shape = described.pop("shape")
     return {**described, "shape": shape.pop("name"), **shape}
