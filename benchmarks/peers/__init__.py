@@ -34,14 +34,18 @@ _GRACE_SECONDS = 60.0
 
 
 class LayerStack(Protocol):
-    """A stack of feed-forward layers; `shape` is a dataclass of their global sizes."""
+    """Feed-forward layers; `shape` is a dataclass of their global sizes, with a name."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def shape(self) -> Any: ...
     @property
     def direction(self) -> str: ...
     @property
     def layers(self) -> int: ...
+    @property
+    def divided_sizes(self) -> dict[str, int]: ...
 
 
 @dataclass
@@ -128,9 +132,9 @@ def _check(
 
 
 def _flat(case: LayerStack) -> dict[str, Any]:
-    described = asdict(case)
-    shape = described.pop("shape")
-    return {**described, "shape": shape.pop("name"), **shape}
+    sizes = asdict(case.shape)
+    flat = {"shape": sizes.pop("name"), "direction": case.direction, "layers": case.layers}
+    return {**flat, **sizes}
 
 
 def _run(command: list[str], timeout: float) -> str | None:
