@@ -294,10 +294,13 @@ def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str)
     """Whether w is the operand to gather, by the sizes of the labels of both.
 
     Raises:
-      ValueError: if both have the label and neither has 1/D of it.
+      ValueError: if the label is empty, or if both have it and neither has 1/D of it.
     """
     devices = lax.axis_size(axis_name)
-    if label not in x or label not in w:
+    sizes = [size[label] for size in (x, w) if label in size]
+    if 0 in sizes:
+        raise ValueError(f"gather={label!r}: size 0; expected at least 1 on every device")
+    if len(sizes) == 1:
         return label in w
     if x[label] * devices == w[label]:
         return False
@@ -311,8 +314,10 @@ def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str)
 
 
 def _check_scatter(label: str, size: int, axis_name: str) -> None:
-    """Raises ValueError unless the axis divides the label."""
+    """Raises ValueError unless the axis divides the label, and leaves something of it."""
     devices = lax.axis_size(axis_name)
+    if size == 0:
+        raise ValueError(f"scatter={label!r}: size 0; expected at least {devices}")
     if size % devices:
         raise ValueError(
             f"scatter={label!r}: size {size} is not divisible by axis {axis_name!r} of size"

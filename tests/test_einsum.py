@@ -125,6 +125,29 @@ def test_second_derivatives_under_vmap(check_vma: bool, make_mesh: MeshFactory) 
     )
 
 
+@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("operand", ["x", "w"])
+def test_gradients_of_replicated_operands_are_summed(
+    implementation: str, operand: str, mesh: Mesh
+) -> None:
+    """By the types alone: an operand that no axis shards is the same array on every device."""
+    sharded = jax.shard_map(
+        lambda x, w: collective_einsum(
+            "sd,sf->df", x, w, AXIS, gather="s", implementation=implementation
+        )[None],
+        mesh=mesh,
+        in_specs=(P(), P(AXIS)) if operand == "x" else (P(AXIS), P()),
+        out_specs=P(AXIS),
+    )
+
+    def unsharded(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(jnp.einsum("sd,sf->df", x, w), (3, 4, 2))
+
+    generator = np.random.default_rng(0)
+    x, w = (generator.standard_normal(shape, np.float32) for shape in ((6, 4), (6, 2)))
+    assert_same(result_and_gradients(sharded, x, w), result_and_gradients(unsharded, x, w))
+
+
 def explained(case: EinsumCase, mesh: Mesh | AbstractMesh) -> list[tuple[str, str]]:
     """Op and shapes of both passes."""
     x, w, dy = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in case.arrays(0))
@@ -284,6 +307,12 @@ def test_labels_that_do_not_fit(keywords: dict, sentence: str, refused: Callable
         ),
         (
             "sd,df->sf",
+            zeros(0, 2),
+            zeros(2, 3),
+            "gather='s': size 0; expected at least 1 on every device",
+        ),
+        (
+            "sd,df->sf",
             zeros(4, 2),
             zeros(3, 5),
             "w: label 'd' of 'df' has size 3, and in x ('sd') 2; expected the same",
@@ -323,6 +352,11 @@ def test_operands_that_do_not_fit(
     subscripts: str, x: Any, w: Any, sentence: str, refused: Callable
 ) -> None:
     refused(subscripts, x, w, sentence, gather="s")
+
+
+def test_nothing_to_scatter(refused: Callable) -> None:
+    sentence = "scatter='s': size 0; expected at least 4"
+    refused("sd,df->sf", zeros(0, 2), zeros(2, 3), sentence, scatter="s")
 
 
 def test_an_axis_that_there_is_not() -> None:
