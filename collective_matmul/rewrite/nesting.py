@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.rewrite.collectives import collective_of, kind_of
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
@@ -20,6 +20,7 @@ from collective_matmul.rewrite.report import (
     replaced_by,
     source_of,
 )
+from collective_matmul.rewrite.rules import rewritten_rules
 from collective_matmul.rewrite.sites import (
     Replacement,
     gather_replacements,
@@ -32,8 +33,8 @@ from collective_matmul.rewrite.sums import SumMatch, match_sum
 #: Calls, loops and branches: each carries out jaxprs among its parameters, and what those read and
 #: return is all that it depends on.
 _ENTERED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2"}
-    | {"remat", "custom_vjp_call", "custom_jvp_call"}
+    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"}
+    | {"scan", "while", "cond", "custom_vjp_call", "custom_jvp_call"}
 )
 
 
@@ -42,12 +43,16 @@ class Rewriter:
 
     Attributes:
       found: every gather and sum over devices, in the order of the program.
+
+    Args:
+      implementation: requested for all sites, or None.
+      axis_sizes: the axes of the shard_maps around the jaxprs, where they are traced inside.
     """
 
-    def __init__(self, implementation: str | None = None):
+    def __init__(self, implementation: str | None = None, axis_sizes: dict[str, int] | None = None):
         self.found: list[FoundSite] = []
         self._implementation = implementation
-        self._axis_sizes: dict[str, int] = {}
+        self._axis_sizes = axis_sizes or {}
         self._done: dict[tuple[int, tuple], tuple[Any, Any]] = {}
 
     def rewritten(self, jaxpr: Any) -> Any:
@@ -75,8 +80,12 @@ class Rewriter:
         name = equation.primitive.name
         if name == "shard_map":
             return self._inside_shard_map(equation)
-        entered = name in _ENTERED and not is_named(equation)
-        return self._with_jaxprs(equation) if entered else equation
+        if name in _ENTERED and not is_named(equation):
+            return self._with_jaxprs(equation)
+        if self._axis_sizes and not is_ours(equation):
+            reason = f"it is inside {name}, which is not entered"
+            self.found += [left_alone(inner, reason) for inner in _collectives_in(equation)]
+        return equation
 
     def _with_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
         changed: dict[str, Any] = {}
@@ -90,9 +99,16 @@ class Rewriter:
                 continue
             if new is not value:
                 changed[name] = new
+        if equation.primitive.name == "custom_vjp_call" and any(_collectives_in(equation)):
+            changed |= rewritten_rules(equation, self._later())
         if not changed:
             return equation
         return equation.replace(params={**equation.params, **changed})
+
+    def _later(self) -> Callable[[Any], Any]:
+        """Rewrites a jaxpr that is traced here, but not before it is needed."""
+        implementation, axis_sizes = self._implementation, dict(self._axis_sizes)
+        return lambda jaxpr: Rewriter(implementation, axis_sizes).rewritten(jaxpr)
 
     def _inside_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
         parameters = equation.params
@@ -189,6 +205,15 @@ def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -
     )
     jax.make_jaxpr(sharded)()
     return results[0]
+
+
+def _collectives_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Gathers and sums over devices anywhere in the jaxprs of an equation."""
+    for jaxpr in jaxprs_in_params(equation.params):
+        for inner in jaxpr.eqns:
+            if kind_of(inner) is not None:
+                yield inner
+            yield from _collectives_in(inner)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -1,0 +1,81 @@
+"""Whole blocks of transformers that never heard of this library, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+from tests.rewrite.blocks import programs
+from tests.rewrite.programs import (
+    assert_same,
+    collectives,
+    counts,
+    gradients_of,
+    ring,
+    sites,
+)
+
+every_block = pytest.mark.parametrize("name", programs())
+
+
+@every_block
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_every_site_forward_and_backward(
+    name: str, check_vma: bool, make_mesh: MeshFactory
+) -> None:
+    """The gradients of the rewritten block, and the rewriting of the block's gradients."""
+    program, expected = programs()[name]
+    fun, arguments = program.sharded(make_mesh({AXIS: 2}), check_vma), program.arguments()
+    gradients = gradients_of(fun, len(arguments))
+    after, before = gradients_of(ring(fun), len(arguments)), ring(gradients)
+    assert [site.replaced for site in sites(fun, *arguments)] == [True] * expected
+    # The scales of a norm are the same on all devices: their gradients, of no matmul, are summed.
+    assert all(site.replaced or site.kind == "psum" for site in sites(gradients, *arguments))
+    for rewritten in (ring(fun), after, before):
+        left = collectives(rewritten, *arguments)
+        assert not set(left) - {"psum", "psum_invariant"}, left
+
+    if (name, check_vma) not in (("attention", False), ("llama stack", True)):
+        return  # Compiling them all takes long.
+
+    def all_of_them(*args: Any) -> list:
+        return [fun(*args), gradients(*args), ring(fun)(*args), after(*args), before(*args)]
+
+    y, expected_gradients, *actual = jax.jit(all_of_them)(*arguments)
+    assert_same(actual[0], y)
+    assert_same(actual[1], expected_gradients)
+    assert_same(actual[2], expected_gradients)
+
+
+def test_a_block_in_bfloat16(make_mesh: MeshFactory) -> None:
+    program, _ = programs("bfloat16")["llama"]
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    scaled = [argument / 4 for argument in arguments]
+    actual, expected = jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*scaled)
+    assert_same(actual, expected, "bfloat16")
+
+
+def test_rewritten_is_what_is_written_by_hand(make_mesh: MeshFactory) -> None:
+    """As many permutes and matmuls as with the ops in the collectives' places."""
+    from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+
+    program, _ = programs()["mlp"]
+
+    def by_hand(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        options = {"implementation": "ring"}
+        y = jax.nn.gelu(all_gather_matmul(x, up, AXIS, gather_dimension=1, **options))
+        return matmul_reduce_scatter(y, down, AXIS, scatter_dimension=1, **options)
+
+    mesh, arguments = make_mesh({AXIS: 2}), program.arguments()
+    hand = jax.shard_map(
+        by_hand, mesh=mesh, in_specs=tuple(program.in_specs), out_specs=program.out_specs
+    )
+    plain = ring(program.sharded(mesh))
+    for rewritten, written in ((plain, hand), (gradients_of(plain, 3), gradients_of(hand, 3))):
+        numbers = [counts(fun, *arguments) for fun in (rewritten, written)]
+        for name in ("ppermute", "dot_general", "transpose", "all_gather", "reduce_scatter"):
+            assert numbers[0][name] == numbers[1][name], name

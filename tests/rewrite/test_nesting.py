@@ -1,0 +1,206 @@
+"""Sites inside calls, loops, branches and functions with custom gradients, at any depth."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+from tests.rewrite.programs import (
+    COLUMNS,
+    CONTRACTED,
+    ROWS,
+    Program,
+    assert_same,
+    collectives,
+    counts,
+    gradients_of,
+    ring,
+    sites,
+)
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({AXIS: 2})
+
+
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+    return lax.psum_scatter(jnp.tanh(whole @ up) @ down, AXIS, scatter_dimension=1, tiled=True)
+
+
+def scanned(x, up, down):
+    def layer(x, scale):
+        return x + mlp(x, up * scale, down), None
+
+    return lax.scan(layer, x, jnp.array([1.0, 2.0, 3.0]), unroll=1, reverse=True)[0]
+
+
+def repeated(x, up, down):
+    def layer(state):
+        step, x = state
+        return step + 1, mlp(x, up, down)
+
+    return lax.while_loop(lambda state: state[0] < 2, layer, (0, x))[1]
+
+
+def branched(x, up, down):
+    return lax.cond(up[0, 0] > -1e9, lambda x: mlp(x, up, down), lambda x: 2 * x, x)
+
+
+@jax.custom_vjp
+def custom(x, up, down):
+    return mlp(x, up, down)
+
+
+def _custom_forward(x, up, down):
+    return mlp(x, up, down), (x, up, down)
+
+
+def _custom_backward(residuals, dy):
+    return jax.vjp(mlp, *residuals)[1](dy)
+
+
+custom.defvjp(_custom_forward, _custom_backward)
+
+
+@jax.custom_jvp
+def custom_forward_mode(x, up, down):
+    return mlp(x, up, down)
+
+
+@custom_forward_mode.defjvp
+def _custom_jvp(primals, tangents):
+    return jax.jvp(mlp, primals, tangents)
+
+
+def twice_nested(x, up, down):
+    return jax.jit(jax.checkpoint(scanned))(x, up, down) + jax.checkpoint(jax.jit(custom))(
+        x, up, down
+    )
+
+
+NESTS: dict[str, tuple[Callable, int]] = {
+    "jit": (jax.jit(mlp), 2),
+    "checkpoint": (jax.checkpoint(mlp), 2),
+    "checkpoint, dots": (
+        functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)(mlp),
+        2,
+    ),
+    "scan": (scanned, 2),
+    "while": (repeated, 2),
+    "cond": (branched, 2),
+    "custom_vjp": (custom, 2),
+    "custom_jvp": (custom_forward_mode, 2),
+    "all": (twice_nested, 4),
+}
+
+
+def program_of(body: Callable) -> Program:
+    return Program(body, [(2, 4, 6), (6, 4), (4, 6)], [ROWS, COLUMNS, CONTRACTED], P(None, AXIS))
+
+
+every_nest = pytest.mark.parametrize("name", NESTS)
+
+
+@every_nest
+def test_sites_inside(name: str, mesh: Mesh) -> None:
+    body, expected = NESTS[name]
+    program = program_of(body)
+    fun, arguments = program.sharded(mesh), program.arguments()
+    found = sites(fun, *arguments)
+    assert [site.replaced for site in found] == [True] * expected, found
+    assert collectives(ring(fun), *arguments) == {}
+    assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
+
+
+@pytest.mark.parametrize("name", [name for name in NESTS if name not in ("while", "custom_jvp")])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_gradients_before_and_after(name: str, check_vma: bool, mesh: Mesh) -> None:
+    """The gradients of the rewritten function, and the rewriting of its gradients."""
+    program = program_of(NESTS[name][0])
+    fun, arguments = program.sharded(mesh, check_vma), program.arguments()
+    gradients = gradients_of(fun, 3)
+    after, before = gradients_of(ring(fun), 3), ring(gradients)
+    assert collectives(after, *arguments) == {}
+    # With the products saved, a gather has no matmul left but one that contracts what it gathers.
+    left = {"all_gather": 1} if name == "checkpoint, dots" else {}
+    assert collectives(before, *arguments) == left
+    results = jax.jit(lambda *args: [fun(*args) for fun in (gradients, after, before)])(*arguments)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+def test_what_holds_no_site_is_left_as_it_is(mesh: Mesh) -> None:
+    """The very same jaxprs; of what holds one, all parameters but that jaxpr."""
+
+    def body(x, up, down):
+        y = jax.jit(jnp.sin)(x)
+        y = lax.scan(lambda y, scale: (y * scale, None), y, jnp.arange(3.0), unroll=3)[0]
+        return jax.jit(mlp)(y, up, down)
+
+    program = program_of(body)
+    arguments = program.arguments()
+    plain = jax.make_jaxpr(program.sharded(mesh))(*arguments)
+    rewritten = jax.make_jaxpr(ring(program.sharded(mesh)))(*arguments)
+    bodies = [next(iter(jaxprs_in_params(j.jaxpr.eqns[-1].params))) for j in (plain, rewritten)]
+    for before, after in zip(*(body.eqns for body in bodies), strict=True):
+        assert before.primitive is after.primitive
+        assert before.source_info.traceback is not None
+        assert str(before.source_info.name_stack) == str(after.source_info.name_stack)
+        if before.primitive.name != "jit" or before.params["name"] != "mlp":
+            assert str(before) == str(after)
+        same = set(before.params) - {"jaxpr"}
+        assert all(str(before.params[name]) == str(after.params[name]) for name in same)
+
+
+def test_names_are_kept(mesh: Mesh) -> None:
+    def body(x, up, down):
+        with jax.named_scope("block"):
+            return checkpoint_name(mlp(x, up, down), "out")
+
+    program = program_of(body)
+    fun, arguments = ring(program.sharded(mesh)), program.arguments()
+    assert counts(fun, *arguments)["name"] == 1
+    text = jax.jit(fun).lower(*arguments).as_text(debug_info=True)
+    assert "block/collective_matmul.overlap" in text
+    assert "test_nesting.py" in text
+
+
+def test_nested_shard_maps(make_mesh: MeshFactory) -> None:
+    """The outer one is over the data, the inner one over the tensor axis."""
+    mesh = make_mesh({"data": 2, AXIS: 2})
+
+    def outer(x, up, down):
+        inner = jax.shard_map(
+            mlp,
+            in_specs=(ROWS, COLUMNS, CONTRACTED),
+            out_specs=P(None, AXIS),
+            axis_names={AXIS},
+        )
+        return inner(x, up, down)
+
+    fun = jax.shard_map(
+        outer, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    arguments = program_of(mlp).arguments()
+    assert [site.replaced for site in sites(jax.jit(fun), *arguments)] == [True, True]
+    assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
+
+
+def test_collectives_in_what_is_not_entered_are_seen_nowhere_else(mesh: Mesh) -> None:
+    """Outside of shard_map there are no devices to tell apart."""
+    fun = jax.vmap(lambda x, w: lax.all_gather(x, "i") @ w, axis_name="i")
+    assert sites(fun, np.ones((2, 3), np.float32), np.ones((2, 3, 2), np.float32)) == []

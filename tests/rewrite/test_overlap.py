@@ -1,0 +1,186 @@
+"""`overlap` as a transformation: with others, with itself, and when too little is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import collective_matmul
+from collective_matmul import all_gather_matmul, overlap
+from collective_matmul.rewrite import find_sites
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+from tests.rewrite.blocks import mlp, programs
+from tests.rewrite.forms import FORMS
+from tests.rewrite.programs import (
+    COLUMNS,
+    ROWS,
+    Program,
+    assert_same,
+    collectives,
+    counts,
+    gradients_of,
+    loss_of,
+    ring,
+    sites,
+)
+
+bulk_and_ring = pytest.mark.parametrize("implementation", ["bulk", "ring"])
+
+
+@pytest.fixture
+def block(make_mesh: MeshFactory) -> tuple[Callable, list[np.ndarray]]:
+    program, _ = programs()["mlp"]
+    return program.sharded(make_mesh({AXIS: 2})), program.arguments()
+
+
+@bulk_and_ring
+def test_twice_is_once(implementation: str, block: tuple) -> None:
+    """Also of its gradients, before or after; the gathers of "bulk" are no sites again."""
+    fun, arguments = block
+    once = overlap(fun, implementation=implementation)
+    for rewritten in (once, gradients_of(once, 3)):
+        assert find_sites(rewritten)(*arguments) == []
+        again = overlap(rewritten, implementation="ring")
+        assert counts(again, *arguments) == counts(rewritten, *arguments)
+
+
+@bulk_and_ring
+def test_ops_called_by_hand_stay(implementation: str, make_mesh: MeshFactory) -> None:
+    program = Program(
+        lambda x, w: all_gather_matmul(
+            x, w, AXIS, gather_dimension=1, implementation=implementation
+        ),
+        [(2, 4, 4), (4, 6)],
+        [ROWS, COLUMNS],
+        P(None, None, AXIS),
+    )
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    for used in (fun, gradients_of(fun, 2)):
+        assert sites(used, *arguments) == []
+        assert counts(ring(used), *arguments) == counts(used, *arguments)
+
+
+def _inside(fun: Callable, xs: Any, *weights: Any) -> Any:
+    return ring(jax.vmap(fun, (0, None, None)))(xs, *weights)
+
+
+def _outside(fun: Callable, xs: Any, *weights: Any) -> Any:
+    return jax.vmap(ring(fun), (0, None, None))(xs, *weights)
+
+
+@pytest.mark.parametrize("vmapped", [_inside, _outside])
+def test_vmap(vmapped: Callable, block: tuple) -> None:
+    fun, (x, *weights) = block
+    xs = np.stack([x, 2 * x, -x])
+    assert collectives(lambda *args: vmapped(fun, *args), xs, *weights) == {}
+
+    def both(xs: Any, *weights: Any) -> tuple:
+        return vmapped(fun, xs, *weights), jax.vmap(fun, (0, None, None))(xs, *weights)
+
+    assert_same(*jax.jit(both)(xs, *weights))
+
+
+def test_vmap_over_weights(make_mesh: MeshFactory) -> None:
+    """A matmul with a batch of weights has batch dimensions, which the ops do not take."""
+    program = FORMS["gather: plain"].program
+    fun, (x, w) = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    (site,) = sites(jax.vmap(fun), np.stack([x, x]), np.stack([w, w]))
+    assert site.reason == "its matmul has batch dimensions"
+
+
+def test_arguments_of_any_kind(block: tuple) -> None:
+    """What is no array is handed on as it is; keywords and pytrees too; closures may be traced."""
+    fun, (x, up, down) = block
+
+    def scaled(x: Any, weights: Any, name: str, *, scale: Any, count: int) -> Any:
+        assert (name, count) == ("name", 2) and isinstance(count, int)
+        return {"y": [scale * fun(x, *weights)] * count, "none": None}
+
+    def call(x: Any) -> Any:
+        return ring(scaled)(x, (up, down), "name", scale=2.0, count=2)
+
+    result = jax.jit(call)(x)
+    assert result["none"] is None
+    assert_same(result["y"], [2 * jax.jit(fun)(x, up, down)] * 2)
+
+    def closing_over(x: Any, up: Any) -> Any:
+        return loss_of(ring(lambda x: fun(x, up, down)))(x)
+
+    expected = jax.grad(lambda x, up: loss_of(fun)(x, up, down), (0, 1))
+    assert_same(jax.jit(jax.grad(closing_over, (0, 1)))(x, up), jax.jit(expected)(x, up))
+
+
+def test_too_few_sites(block: tuple, make_mesh: MeshFactory) -> None:
+    fun, arguments = block
+    assert jax.eval_shape(overlap(fun, require=2), *arguments).shape == arguments[0].shape
+    program = FORMS["scatter: bias before"].program
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    with pytest.raises(ValueError, match="require=1: only 0 ") as error:
+        overlap(fun, require=1)(*arguments)
+    (line,) = str(error.value).splitlines()[2:]
+    assert "forms.py" in line and "reduce_scatter float32[2,4,4] over tensor: left alone" in line
+    assert "something is added to its matmul" in line
+
+
+@pytest.mark.parametrize("keywords", [{"require": -1}, {"require": 1.5}, {"implementation": "x"}])
+def test_keywords_that_cannot_be(keywords: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(keywords))):
+        overlap(mlp, **keywords)
+
+
+def test_shapes_are_enough_to_find_sites(block: tuple) -> None:
+    fun, arguments = block
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
+    gather, scatter = find_sites(fun)(*shapes)
+    assert (gather.kind, scatter.kind) == ("all_gather", "reduce_scatter")
+    assert gather.decision is not None and gather.decision.site.source == gather.source
+    assert gather.decision.implementation == "bulk"
+    assert gather.shapes == "float32[2,2,8] over tensor"
+
+
+def test_no_transposes_for_nothing(make_mesh: MeshFactory) -> None:
+    """Where the collective is chosen, a site that would need transposes stays as it is."""
+    program = Program(
+        lambda x, w: x @ lax.all_gather(w, AXIS, axis=1, tiled=True),
+        [(4, 6), (6, 4)],
+        [P(AXIS), COLUMNS],
+        P(AXIS),
+    )
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    (site,) = find_sites(fun)(*arguments)
+    assert not site.replaced and site.reason.startswith("arrays would be transposed for nothing")
+    assert [site.replaced for site in sites(fun, *arguments)] == [True]
+    assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
+
+
+def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
+    mesh = make_mesh({"data": 2, AXIS: 2})
+    x, w = np.ones((4, 2), np.float32), np.ones((2, 3), np.float32)
+
+    def reason(body: Callable, **options: Any) -> str:
+        fun = jax.shard_map(
+            body, mesh=mesh, in_specs=(P(("data", AXIS)), P()), out_specs=P(AXIS), **options
+        )
+        (site,) = sites(fun, x, w)
+        return site.reason
+
+    def over_both(x, w):
+        return lax.all_gather(x, ("data", AXIS), tiled=True) @ w
+
+    def in_groups(x, w):
+        groups = [[0], [1]]
+        return lax.all_gather(x, AXIS, axis_index_groups=groups, tiled=True) @ w
+
+    assert "over 2 axes" in reason(over_both, check_vma=False)
+    assert "axis_index_groups" in reason(in_groups, check_vma=False)
+
+
+def test_the_public_name() -> None:
+    assert collective_matmul.overlap is overlap
