@@ -20,11 +20,7 @@ from collective_matmul.choose import Einsum, Site, choose
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.source import Source, calling_source
 from collective_matmul.equation import Equation, parse
-from collective_matmul.implementations.einsum import (
-    contract,
-    gather_einsum,
-    scatter_einsum,
-)
+from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
 from collective_matmul.ops import _name, _vary_together
 
 
@@ -261,8 +257,13 @@ def _without_sums(array: jax.Array, labels: str, others: str) -> tuple[jax.Array
 
     A label is its own if neither the other operand nor the result has it.
     """
-    kept = "".join(label for label in dict.fromkeys(labels) if label in others)
-    return (array, labels) if kept == labels else (jnp.einsum(f"{labels}->{kept}", array), kept)
+    diagonal = "".join(dict.fromkeys(labels))
+    if diagonal != labels:
+        array = jnp.einsum(f"{labels}->{diagonal}", array)
+    own = tuple(i for i, label in enumerate(diagonal) if label not in others)
+    # In float32, which jnp.einsum does not promise for sums of one operand.
+    array = jnp.sum(array, own) if own else array
+    return array, "".join(label for label in diagonal if label in others)
 
 
 def _sizes(name: str, labels: str, array: jax.Array) -> dict[str, int]:
@@ -297,7 +298,7 @@ def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str)
       ValueError: if the label is empty, or if both have it and neither has 1/D of it.
     """
     devices = lax.axis_size(axis_name)
-    sizes = [size[label] for size in (x, w) if label in size]
+    sizes = [operand[label] for operand in (x, w) if label in operand]
     if 0 in sizes:
         raise ValueError(f"gather={label!r}: size 0; expected at least 1 on every device")
     if len(sizes) == 1:

@@ -99,6 +99,16 @@ def test_subscripts_of_numpy(subscripts: str, shapes: tuple, make_mesh: MeshFact
     np.testing.assert_array_equal(jax.jit(fun)(x, w), np.einsum(subscripts, x, w))
 
 
+def test_labels_of_one_operand_are_summed_in_float32(make_mesh: MeshFactory) -> None:
+    """bfloat16 has no 257, so that 256 + 1 + 1 would be 256 if it were rounded on the way."""
+    x = np.array([[[256, 1, 1]]], BFLOAT16)
+    fun = on_stacks(
+        lambda x, w: collective_einsum("sk,df->sf", x, w, AXIS, gather="s"),
+        make_mesh({AXIS: 1}),
+    )
+    assert jax.jit(fun)(x, np.ones((1, 1, 1), BFLOAT16)) == 258
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_second_derivatives_under_vmap(check_vma: bool, make_mesh: MeshFactory) -> None:
     """Reverse over reverse, the label contracted, an axis of x mapped."""
