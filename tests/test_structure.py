@@ -211,20 +211,15 @@ def uses(step: Step) -> set[Chunk]:
 @gather_and_scatter
 @every_ring
 def test_steps_run_in_lockstep(op: str, ring: str, mesh: Mesh) -> None:
-    """Step i waits for barrier i - 1, which waits for all that step i uses."""
+    """Step i waits for barrier i - 1, which waits for matmul i - 1 and for all that step i uses."""
     jaxpr, schedule = ring_jaxpr(op, ring, mesh), schedule_of(USES[op], ring)
     waits_for = ancestors(jaxpr)
     barriers = indices(jaxpr, "optimization_barrier")
     assert len(barriers) == len(schedule.steps) - 1
     steps = list(enumerate(schedule.steps))
-    # The step that each belongs to, and the one that it must be done for: a gather's results pass
-    # from step to step, a sum only to where it leaves or grows.
+    # The step that each belongs to, and the one that it must be done for.
     permutes = [(i, next_use(schedule, i, send.arrival)) for i, s in steps for send in s.sends]
-    matmuls = [
-        (i, i + 1 if schedule.use == "gather" else next_use(schedule, i, chunk))
-        for i, step in steps
-        for chunk in step.multiply
-    ]
+    matmuls = [(i, i + 1) for i, step in steps for _ in step.multiply]
     for name, work in (("ppermute", permutes), ("dot_general", matmuls)):
         for index, (own, later) in zip(indices(jaxpr, name), work, strict=True):
             assert waits_for[index].intersection(barriers) == set(barriers[:own])
