@@ -13,6 +13,8 @@ from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
 from collective_matmul.rewrite.steps import Step, passage
 
+_ADDED = "something is added to its matmul before the sum over devices"
+
 
 @dataclass(frozen=True)
 class Path:
@@ -120,12 +122,12 @@ def _sum(
 ) -> list[tuple[Matmul, Path]] | str:
     first, second = operands
     if first is second or type_of(first).shape != type_of(second).shape:
-        return "something is added to its matmul before the sum over devices"
+        return _ADDED
     terms = []
     for operand in operands:
         found = _terms(graph, operand, path, devices)
         if isinstance(found, str):
-            return f"something is added to its matmul before the sum over devices ({found})"
+            return found if found.startswith(_ADDED) else f"{_ADDED} ({found})"
         terms += found
     return terms
 

@@ -66,9 +66,8 @@ def test_rewritten_is_what_is_written_by_hand(make_mesh: MeshFactory) -> None:
     program, _ = programs()["mlp"]
 
     def by_hand(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        options = {"implementation": "ring"}
-        y = jax.nn.gelu(all_gather_matmul(x, up, AXIS, gather_dimension=1, **options))
-        return matmul_reduce_scatter(y, down, AXIS, scatter_dimension=1, **options)
+        y = jax.nn.gelu(all_gather_matmul(x, up, AXIS, gather_dimension=1, implementation="ring"))
+        return matmul_reduce_scatter(y, down, AXIS, scatter_dimension=1, implementation="ring")
 
     mesh, arguments = make_mesh({AXIS: 2}), program.arguments()
     hand = jax.shard_map(

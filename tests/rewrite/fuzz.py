@@ -1,0 +1,281 @@
+"""Random programs, each compared with its rewriting: ``python -m tests.rewrite.fuzz``.
+
+A program is made of layers that map x [B, S/D, M], its rows divided over the devices, to the same.
+A seed is a program: the same on every machine and in every version of JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from tests.conftest import ON_THE_CPU
+from tests.reference import AXIS
+from tests.rewrite.programs import Program, gradients_of, ring
+
+BATCH, SEQUENCE, MODEL, FEATURES = 2, 6, 4, 6
+DEVICES = (2, 3)
+#: Of the largest value: what float32 sums in another order may come to, through a few layers and
+#: their gradients, and what bfloat16 with u = 2⁻⁸ may. A wrong chunk is off by the values.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
+
+Layer = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
+
+
+@dataclass
+class Generator:
+    """Draws programs; `weights` are (shape, spec) of those that the layers drawn so far need."""
+
+    random: random.Random
+    weights: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
+    rounds: str = "float32"
+
+    def weight(self, *shape: int, spec: P) -> int:
+        self.weights.append((shape, spec))
+        return len(self.weights) - 1
+
+    def up(self) -> int:
+        return self.weight(MODEL, FEATURES, spec=P(None, AXIS))
+
+    def down(self) -> int:
+        return self.weight(FEATURES, MODEL, spec=P(AXIS))
+
+    def sometimes(self, chance: float = 0.3) -> bool:
+        return self.random.random() < chance
+
+    # What stands between a collective and its matmul: array to array, shapes kept.
+
+    def between(self) -> Callable[[jax.Array], jax.Array]:
+        """None, one or two operations that commute with collectives, seldom one that does not."""
+        plain: list[Callable] = [
+            lambda y: y * 0.5,
+            lambda y: 2.0 * y / 3.0,
+            lambda y: checkpoint_name(y, "between"),
+            lax.optimization_barrier,
+            lambda y: -y,
+            lambda y: y.reshape(-1, y.shape[-1]).reshape(y.shape),
+            lambda y: jnp.swapaxes(jnp.swapaxes(y, 0, 1), 0, 1),
+            lambda y: jnp.expand_dims(y, 1).reshape(y.shape),
+            jax.jit(lambda y: y * 0.25),
+        ]
+        others: list[Callable] = [jnp.tanh, lambda y: y + 0.5, lambda y: y * jnp.mean(y)]
+        chosen = self.random.choices(plain, k=self.random.choice((0, 0, 1, 2)))
+        if self.sometimes(0.1):
+            chosen.append(self.random.choice(others))
+        return lambda y: functools.reduce(lambda y, f: f(y), chosen, y)
+
+    def gather(self) -> Callable[[jax.Array], jax.Array]:
+        """[B, S/D, M] -> [B, S, M]."""
+        ways: list[Callable] = [
+            lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True),
+            lambda x: lax.all_gather(x, AXIS, axis=1).reshape(BATCH, SEQUENCE, -1),
+            lambda x: jnp.swapaxes(
+                lax.all_gather(jnp.swapaxes(x, 0, 1), AXIS, axis=0, tiled=True), 0, 1
+            ),
+        ]
+        way, between = self.random.choice(ways), self.between()
+        return lambda x: between(way(x))
+
+    def scatter(self) -> Callable[[jax.Array], jax.Array]:
+        """[B, S, M] -> [B, S/D, M], summed over devices."""
+
+        def by_index(y: jax.Array) -> jax.Array:
+            devices = lax.axis_size(AXIS)
+            y = y.reshape(BATCH, devices, SEQUENCE // devices, -1)
+            return lax.psum_scatter(y, AXIS, scatter_dimension=1)
+
+        def all_reduced(y: jax.Array) -> jax.Array:
+            whole, rows = lax.psum(y, AXIS), SEQUENCE // lax.axis_size(AXIS)
+            return lax.dynamic_slice_in_dim(whole, lax.axis_index(AXIS) * rows, rows, 1)
+
+        def transposed(y: jax.Array) -> jax.Array:
+            y = jnp.swapaxes(y, 0, 2)
+            y = lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+            return jnp.swapaxes(y, 0, 2)
+
+        ways: list[Callable] = [
+            lambda y: lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True),
+            by_index,
+            all_reduced,
+            transposed,
+        ]
+        way, between = self.random.choice(ways), self.between()
+        return lambda y: way(between(y))
+
+    def product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """[B, S, K] by [K, N] -> [B, S, N]."""
+        ways: list[Callable] = [
+            jnp.matmul,
+            lambda x, w: jnp.einsum("bsk,kn->bsn", x, w),
+            lambda x, w: (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], -1),
+            lambda x, w: jnp.einsum("nk,bsk->bsn", w.T, x),
+            lambda x, w: jnp.swapaxes(jnp.einsum("kn,bsk->nsb", w, x), 0, 2),
+        ]
+        if self.sometimes(0.15):
+            self.rounds = "bfloat16"
+            way = self.random.choice(ways)
+            return lambda x, w: way(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(x.dtype)
+        return self.random.choice(ways)
+
+    # Layers: x [B, S/D, M] to the same.
+
+    def feed_forward(self) -> Layer:
+        """A gather with some matmuls, and a matmul, or two, with their scatter."""
+        gather, scatter = self.gather(), self.scatter()
+        ups = [(self.product(), self.up()) for _ in range(self.random.choice((1, 1, 2, 3)))]
+        downs = [(self.product(), self.down()) for _ in range(self.random.choice((1, 1, 1, 2)))]
+        keeps, shared = self.sometimes(), self.sometimes(0.1)
+
+        def layer(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
+            whole = gather(x)
+            products = [product(whole, ws[w]) for product, w in ups]
+            hidden = functools.reduce(jnp.multiply, map(jnp.tanh, products))
+            if keeps:
+                hidden = hidden + jnp.mean(jnp.sin(whole))
+            y = functools.reduce(jnp.add, [product(hidden, ws[w]) for product, w in downs])
+            return scatter(y) + (jnp.mean(y) if shared else 0)
+
+        return layer
+
+    def elementwise(self) -> Layer:
+        function = self.random.choice([jnp.tanh, jnp.sin, lambda x: x / 2, jax.nn.silu])
+        return lambda x, ws: function(x)
+
+    def only_gathered(self) -> Layer:
+        """A gather with nothing to multiply."""
+        gather = self.gather()
+        return lambda x, ws: x * jnp.mean(gather(x))
+
+    def wrapped(self, layer: Layer) -> Layer:
+        """The layer in a call, a loop or a branch."""
+        policies = jax.checkpoint_policies
+
+        def scanned(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
+            def step(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.tanh(layer(x, [w * scale for w in ws])), None
+
+            return lax.scan(step, x, jnp.array([1.0, 0.5]))[0]
+
+        def branched(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
+            taken = ws[0][0, 0] < 1e9 if ws else True
+            return lax.cond(taken, layer, lambda x, ws: 2 * x, x, list(ws))
+
+        def custom(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
+            fun = jax.custom_vjp(layer)
+            fun.defvjp(
+                lambda *args: (layer(*args), args), lambda args, dy: jax.vjp(layer, *args)[1](dy)
+            )
+            return fun(x, list(ws))
+
+        ways: list[Callable] = [
+            jax.jit(layer),
+            jax.checkpoint(layer),
+            functools.partial(jax.checkpoint, policy=policies.dots_saveable)(layer),
+            scanned,
+            branched,
+            custom,
+        ]
+        return self.random.choice(ways)
+
+    def layer(self) -> Layer:
+        layer = self.random.choices(
+            [self.feed_forward, self.elementwise, self.only_gathered], weights=[8, 2, 1]
+        )[0]()
+        while self.sometimes():
+            layer = self.wrapped(layer)
+        if self.sometimes():
+            inner = layer
+            return lambda x, ws: x + inner(x, ws)
+        return layer
+
+    def program(self) -> Program:
+        layers = [self.layer() for _ in range(self.random.choice((1, 1, 2)))]
+
+        def body(x: jax.Array, *ws: jax.Array) -> jax.Array:
+            return functools.reduce(lambda x, layer: layer(x, ws), layers, x)
+
+        shapes, specs = zip(((BATCH, SEQUENCE, MODEL), P(None, AXIS)), *self.weights, strict=True)
+        return Program(body, shapes, specs, P(None, AXIS), rounds=self.rounds)
+
+
+def mismatch(seed: int) -> str | None:
+    """What is wrong with the rewriting of one program: of its values, or of its gradients."""
+    generator = Generator(random.Random(seed))
+    program = generator.program()
+    devices = generator.random.choice(DEVICES)
+    differentiated = generator.random.choice(("not", "before", "after"))
+    check_vma = generator.sometimes(0.5)
+    fun = program.sharded(_mesh(devices), check_vma)
+    count = len(program.shapes)
+    plain, rewritten = {
+        "not": lambda: (fun, ring(fun)),
+        "before": lambda: (gradients_of(fun, count), ring(gradients_of(fun, count))),
+        "after": lambda: (gradients_of(fun, count), gradients_of(ring(fun), count)),
+    }[differentiated]()
+
+    def both(*args: Any) -> tuple:
+        return plain(*args), rewritten(*args)
+
+    what = f"seed {seed}: {devices} devices, differentiated {differentiated}, vma {check_vma}"
+    for expected, actual in zip(
+        *map(jax.tree.leaves, jax.jit(both)(*program.arguments(seed))), strict=True
+    ):
+        error = float(np.max(np.abs(np.asarray(actual) - np.asarray(expected))))
+        bound = TOLERANCES[generator.rounds] * max(float(np.max(np.abs(expected))), 1e-3)
+        if not error <= bound or actual.dtype != expected.dtype:
+            return f"{what}: off by {error:.3g} where {bound:.3g} is allowed"
+    return None
+
+
+@functools.cache
+def _mesh(devices: int) -> Mesh:
+    return jax.make_mesh(
+        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def mismatches(seeds: Iterable[int], every: int = 100) -> list[str]:
+    """Those of many programs, printed as they are found."""
+    found, start = [], time.perf_counter()
+    for number, seed in enumerate(seeds, 1):
+        wrong = mismatch(seed)
+        if wrong:
+            print(wrong, flush=True)
+            found.append(wrong)
+        if number % every == 0:
+            jax.clear_caches()
+            print(f"{number} programs, {time.perf_counter() - start:.0f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.rewrite.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=2000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    arguments = parser.parse_args()
+    for name, value in ON_THE_CPU.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    seeds = range(arguments.first, arguments.first + arguments.programs)
+    found = mismatches(seeds)
+    print(f"seeds {seeds.start} to {seeds.stop - 1}: {len(found)} mismatches")
+    raise SystemExit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Random programs agree with their rewriting, and would not if a ring went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from jax import lax
+
+from tests.rewrite.fuzz import mismatches
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_random_programs(first: int) -> None:
+    assert not mismatches(range(first, first + 8))
+
+
+def test_a_permute_turned_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    permute = lax.ppermute
+
+    def turned(x: jax.Array, axis_name: str, perm: list[tuple[int, int]], **kwargs: Any) -> Any:
+        return permute(x, axis_name, [(to, source) for source, to in perm], **kwargs)
+
+    monkeypatch.setattr(lax, "ppermute", turned)
+    assert mismatches(range(8))
