@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.rewrite.collectives import collective_of, kind_of
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
+from collective_matmul.rewrite.inlining import inlined
 from collective_matmul.rewrite.plan import Placed, Plan
 from collective_matmul.rewrite.report import (
     FoundSite,
@@ -69,11 +70,32 @@ class Rewriter:
             self._done[key] = jaxpr, new
         return self._done[key][1]
 
-    def _rewritten(self, jaxpr: Jaxpr) -> Jaxpr:
+    def _rewritten(self, original: Jaxpr) -> Jaxpr:
+        jaxpr = self._with_calls_opened(original) if self._axis_sizes else original
         equations = [self._inside(equation) for equation in jaxpr.eqns]
         sites = self._sites(jaxpr) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, jaxpr.eqns, strict=True))
-        return jaxpr if unchanged and not sites else splice(jaxpr, equations, sites)
+        if not sites and unchanged:
+            return jaxpr
+        return splice(jaxpr, equations, sites)
+
+    def _with_calls_opened(self, jaxpr: Jaxpr) -> Jaxpr:
+        """With calls of jit opened, if that makes more matmuls meet their collectives."""
+        opened = inlined(jaxpr)
+        if opened is jaxpr or self._matches_in(opened) <= self._matches_in(jaxpr):
+            return jaxpr
+        return opened
+
+    def _matches_in(self, jaxpr: Jaxpr) -> int:
+        """The sites of a jaxpr and of the calls of jit in it."""
+        plan = Plan(jaxpr)
+        number = 0
+        for index, equation in enumerate(jaxpr.eqns):
+            if equation.primitive.name in ("jit", "pjit"):
+                number += self._matches_in(equation.params["jaxpr"].jaxpr)
+            elif kind_of(equation) is not None and not is_ours(equation):
+                number += not isinstance(self._match(plan, index), str)
+        return number
 
     def _inside(self, equation: JaxprEqn) -> JaxprEqn:
         """The equation with the jaxprs that it carries out rewritten."""

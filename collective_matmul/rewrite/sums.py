@@ -11,7 +11,7 @@ from jax import lax
 from collective_matmul.rewrite.collectives import Collective
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
-from collective_matmul.rewrite.steps import Step, passage
+from collective_matmul.rewrite.steps import Passage, Step, divided, passage, same_blocks
 
 _ADDED = "something is added to its matmul before the sum over devices"
 
@@ -145,20 +145,29 @@ def _back(graph: Graph, index: int, path: Path, devices: int) -> tuple[Atom, Pat
         return passed.operand, replace(path, cast=True)
     if name in ("mul", "div") and (path.cast or path.dtype == jnp.float16):
         return f"scaled in {type_of(equation.outvars[0]).dtype} before it is summed in {path.dtype}"
-    if path.shape is not None:
-        if passed.reshapes or name in ("transpose", "sharding_constraint"):
-            return f"{name} and a reshape mix the scattered dimension with others"
-        steps = (*path.steps, passed.step(graph, None, devices))
-        return passed.operand, replace(path, steps=steps)
-    if path.dimension is None:
-        return passed.operand, replace(path, steps=(*path.steps, passed.step(graph, None, devices)))
-    dimension = passed.entering(path.dimension, devices)
-    if dimension is not None:
-        steps = (*path.steps, passed.step(graph, path.dimension, devices))
-        return passed.operand, replace(path, steps=steps, dimension=dimension)
-    if passed.reshapes:
-        return passed.operand, replace(path, shape=passed.shape_after)
-    return f"{name} mixes the scattered dimension with others"
+    if passed.reshapes and path.dimension is not None:
+        return passed.operand, _before_reshape(path, passed, devices)
+    if path.shape is not None and name in ("transpose", "sharding_constraint"):
+        return f"{name} and a reshape mix the scattered dimension with others"
+    before = path.dimension
+    if before is not None and path.shape is None:
+        before = passed.entering(before, devices)
+        if before is None:
+            return f"{name} mixes the scattered dimension with others"
+    step = passed.step(graph, path.dimension, devices)
+    return passed.operand, replace(path, steps=(*path.steps, step), dimension=before)
+
+
+def _before_reshape(path: Path, passed: Passage, devices: int) -> Path:
+    """Reshapes follow each other as one, which a shard can do too where blocks stay blocks."""
+    assert path.dimension is not None
+    shape = path.shape or passed.shape_after
+    before = same_blocks(shape, path.dimension, passed.shape_before, devices)
+    if before is None:
+        return replace(path, shape=shape)
+    local = divided(shape, path.dimension, devices)
+    step = Step("reshape", local, lambda array: lax.reshape(array, local))
+    return replace(path, steps=(*path.steps, step), dimension=before, shape=None)
 
 
 def _term(graph: Graph, index: int, path: Path, devices: int) -> Matmul | str:

@@ -86,6 +86,26 @@ def _custom_jvp(primals, tangents):
     return jax.jvp(mlp, primals, tangents)
 
 
+gather = jax.jit(lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True))
+scatter = jax.jit(lambda y: lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True))
+multiply = jax.jit(jnp.matmul)
+
+
+def jitted_gather(x, up, down):
+    return scatter(jnp.tanh(gather(x) @ up) @ down)
+
+
+def jitted_matmul(x, up, down):
+    whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+    y = multiply(jnp.tanh(multiply(whole, up)), down)
+    return lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+
+
+def jitted_both(x, up, down):
+    twice = jax.jit(lambda x, w: multiply(jax.jit(gather)(x), w))
+    return scatter(multiply(jnp.tanh(twice(x, up)), down)) + scatter(multiply(twice(x, up), down))
+
+
 def twice_nested(x, up, down):
     return jax.jit(jax.checkpoint(scanned))(x, up, down) + jax.checkpoint(jax.jit(custom))(
         x, up, down
@@ -104,6 +124,9 @@ NESTS: dict[str, tuple[Callable, int]] = {
     "cond": (branched, 2),
     "custom_vjp": (custom, 2),
     "custom_jvp": (custom_forward_mode, 2),
+    "jitted gather and scatter": (jitted_gather, 2),
+    "jitted matmuls": (jitted_matmul, 2),
+    "jitted both": (jitted_both, 4),
     "all": (twice_nested, 4),
 }
 
@@ -164,6 +187,17 @@ def test_what_holds_no_site_is_left_as_it_is(mesh: Mesh) -> None:
             assert str(before) == str(after)
         same = set(before.params) - {"jaxpr"}
         assert all(str(before.params[name]) == str(after.params[name]) for name in same)
+
+
+def test_a_call_is_not_opened_for_nothing(mesh: Mesh) -> None:
+    def body(x, up, down):
+        return jax.jit(jnp.sin)(lax.all_gather(x, AXIS, axis=1, tiled=True))
+
+    program = Program(body, [(2, 4, 6), (6, 4), (4, 6)], [ROWS, COLUMNS, CONTRACTED], P(AXIS))
+    fun, arguments = program.sharded(mesh), program.arguments()
+    (site,) = sites(fun, *arguments)
+    assert site.reason == "jit uses what is gathered"
+    assert counts(ring(fun), *arguments) == counts(fun, *arguments)
 
 
 def test_names_are_kept(mesh: Mesh) -> None:
