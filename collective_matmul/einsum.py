@@ -21,7 +21,7 @@ from collective_matmul.choose.site import Op
 from collective_matmul.choose.source import Source, calling_source
 from collective_matmul.equation import Equation, parse
 from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
-from collective_matmul.ops import _name, _vary_together
+from collective_matmul.ops import named, vary_together
 
 
 def collective_einsum(
@@ -97,13 +97,13 @@ def collective_einsum(
     else:
         from_w = label not in sizes_x
         _check_scatter(label, (sizes_x | sizes_w)[label], axis_name)
-    x, w = _vary_together(axis_name, x, w)
+    x, w = vary_together(axis_name, x, w)
     x, labels_x = _without_sums(x, labels_x, labels_w + labels_y)
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
     call = _Call(Equation(labels_x, labels_w, labels_y, label), axis_name, implementation)
-    return _name(_scatter(x, w, call) if gather is None else _gather(x, w, call))
+    return named(_scatter(x, w, call) if gather is None else _gather(x, w, call))
 
 
 @dataclass(frozen=True)

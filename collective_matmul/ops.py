@@ -88,9 +88,9 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     checks.implementation(implementation)
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
-    x, *matrices = _vary_together(axis_name, x, *map(_as_matrix, ws))
+    x, *matrices = vary_together(axis_name, x, *map(_as_matrix, ws))
     ys = _all_gather_matmul(x, tuple(matrices), _Call(axis_name, dimension, implementation))
-    ys = tuple(_name(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
+    ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
 
@@ -135,9 +135,9 @@ def matmul_reduce_scatter(
     checks.operands(x, (w,))
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
-    x, matrix = _vary_together(axis_name, x, _as_matrix(w))
+    x, matrix = vary_together(axis_name, x, _as_matrix(w))
     y = _matmul_reduce_scatter(x, matrix, _Call(axis_name, dimension, implementation))
-    return _name(_split_columns(y / devices if mean else y, w))
+    return named(_split_columns(y / devices if mean else y, w))
 
 
 def matmul_all_reduce(
@@ -171,9 +171,9 @@ def matmul_all_reduce(
     checks.axis_size(axis_name)
     checks.implementation(implementation)
     checks.operands(x, (w,))
-    x, matrix = _vary_together(axis_name, x, _as_matrix(w))
+    x, matrix = vary_together(axis_name, x, _as_matrix(w))
     y = _matmul_all_reduce(x, matrix, _Call(axis_name, None, implementation))
-    return _name(_split_columns(y, w))
+    return named(_split_columns(y, w))
 
 
 # The same ops on matrices w [K, N], with their gradients.
@@ -291,7 +291,7 @@ def _chosen(
     return IMPLEMENTATIONS[choose(site, call.implementation)]
 
 
-def _vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
+def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
     """Types all arrays as varying over the axis and over all that any of them varies over.
 
     Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
@@ -312,5 +312,6 @@ def _split_columns(y: jax.Array, w: jax.Array) -> jax.Array:
     return y.reshape(*y.shape[:-1], *w.shape[1:])
 
 
-def _name(y: jax.Array) -> jax.Array:
+def named(y: jax.Array) -> jax.Array:
+    """The result of an op, under the name that `jax.checkpoint` knows it by."""
     return checkpoint_name(y, CHECKPOINT_NAME)

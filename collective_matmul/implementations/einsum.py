@@ -24,7 +24,7 @@ from collective_matmul.equation import Equation
 from collective_matmul.implementations import IMPLEMENTATIONS
 from collective_matmul.implementations.arithmetic import add
 from collective_matmul.implementations.chunks import Gathered, empty_like, read, write
-from collective_matmul.implementations.ring import _Gather, _Ring
+from collective_matmul.implementations.ring import Gather, Ring
 from collective_matmul.kernels import Rows
 from collective_matmul.schedule import Chunk, Pattern
 
@@ -77,7 +77,7 @@ def gather_einsum(
     if pattern is None:
         whole = lax.all_gather(a, axis_name, axis=dimension, tiled=True)
         return _einsum(equation, whole, b), whole if keep_gathered else None
-    y, gather = _gather_in_ring(equation, b, _Gather(a, pattern, axis_name, dimension))
+    y, gather = _gather_in_ring(equation, b, Gather(a, pattern, axis_name, dimension))
     return y, gather.gathered() if keep_gathered else None
 
 
@@ -121,8 +121,8 @@ def scatter_einsum(
             return y, None
         return y, lax.all_gather(rider, axis_name, axis=dimension, tiled=True)
     rows = a.shape[equation.a.index(equation.label)] // lax.axis_size(axis_name)
-    scatter = _Ring("scatter", pattern, axis_name, dimension, rows)
-    gather = None if rider is None else _Gather(rider, pattern, axis_name, dimension, rides=True)
+    scatter = Ring("scatter", pattern, axis_name, dimension, rows)
+    gather = None if rider is None else Gather(rider, pattern, axis_name, dimension, rides=True)
     y = _scatter_in_ring(equation, a, b, scatter, gather)
     return y, None if gather is None else gather.gathered()
 
@@ -143,7 +143,7 @@ def contract(
     return y.reshape(*columns[0], *columns[1])
 
 
-def _gather_in_ring(equation: Equation, b: jax.Array, gather: _Gather) -> tuple[jax.Array, _Gather]:
+def _gather_in_ring(equation: Equation, b: jax.Array, gather: Gather) -> tuple[jax.Array, Gather]:
     """Multiplies the shards of a as they arrive."""
     y = None
     for i, step in enumerate(gather.steps):
@@ -167,7 +167,7 @@ def _gather_in_ring(equation: Equation, b: jax.Array, gather: _Gather) -> tuple[
 
 
 def _scatter_in_ring(
-    equation: Equation, a: jax.Array, b: jax.Array, scatter: _Ring, gather: _Gather | None
+    equation: Equation, a: jax.Array, b: jax.Array, scatter: Ring, gather: Gather | None
 ) -> jax.Array:
     """Sums the chunks while their accumulators travel, and the rider's shards beside them."""
     # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
@@ -200,9 +200,7 @@ def _einsum(equation: Equation, a: jax.Array, b: jax.Array, dtype: Any = None) -
     return jnp.einsum(str(equation), a, b, preferred_element_type=dtype)
 
 
-def _product(
-    equation: Equation, ring: _Ring, chunk: Chunk, a: jax.Array, b: jax.Array
-) -> jax.Array:
+def _product(equation: Equation, ring: Ring, chunk: Chunk, a: jax.Array, b: jax.Array) -> jax.Array:
     """The einsum of a chunk, of the slices of what is whole along the label.
 
     In float32 if it is one of the terms of a sum.
@@ -219,7 +217,7 @@ def _product(
 
 
 def _place(
-    ring: _Ring, chunk: Chunk, product: jax.Array, dimension: int, whole: jax.Array | None
+    ring: Ring, chunk: Chunk, product: jax.Array, dimension: int, whole: jax.Array | None
 ) -> jax.Array:
     """`whole` with a chunk's product in its place; an empty one is made if there is none yet."""
     if whole is None:

@@ -43,7 +43,7 @@ def all_gather_matmul(
     pattern: Pattern = "one_way",
 ) -> tuple[tuple[jax.Array, ...], Gathered | None]:
     """Multiplies the shards of x as they arrive. Shapes: see the package's docstring."""
-    gather = _Gather(x, pattern, axis_name, dimension)
+    gather = Gather(x, pattern, axis_name, dimension)
     whole = {dimension: x.shape[dimension] * gather.devices}
     columns = [w.shape[0 if transpose_w else 1] for w in ws]
     outs = tuple(
@@ -76,8 +76,8 @@ def matmul_reduce_scatter(
 ) -> tuple[jax.Array, Gathered | None]:
     """Sums the chunks while their accumulators travel. Shapes: see the package's docstring."""
     rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
-    scatter = _Ring("scatter", pattern, axis_name, dimension, rows)
-    gather = None if rider is None else _Gather(rider, pattern, axis_name, dimension, rides=True)
+    scatter = Ring("scatter", pattern, axis_name, dimension, rows)
+    gather = None if rider is None else Gather(rider, pattern, axis_name, dimension, rides=True)
     columns = ws[0].shape[0 if transpose_w else 1]
     # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
     terms: dict[Chunk, list[jax.Array]] = {}
@@ -130,7 +130,7 @@ def matmul_all_reduce(
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-class _Ring:
+class Ring:
     """A schedule on a mesh axis, and where its chunks lie in arrays along one dimension.
 
     `rows` is the size of one shard along `dimension`; whole arrays have D times that.
@@ -180,7 +180,7 @@ class _Ring:
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, self.dimension)
 
 
-class _Gather(_Ring):
+class Gather(Ring):
     """The chunks of a gather under way: held are those that a later step needs.
 
     Chunks that ride beside a scatter are not multiplied, only kept.
