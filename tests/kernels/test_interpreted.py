@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(
     INTERPRETER is None, reason="the interpreter of GPU kernels is not public in this JAX"
 )
 
-# Two blocks, or one cluster of two: each visits several tiles, and its stages go round.
-MULTIPROCESSORS = 2
 TILES = Tiles(128, 128, stages=3, strips=1, share=None)
 
 UseTiles = Callable[[Tiles], None]
@@ -37,11 +35,16 @@ Draw = Callable[..., np.ndarray]
 
 @pytest.fixture
 def use_tiles(monkeypatch: pytest.MonkeyPatch) -> UseTiles:
-    """Has the kernel interpreted, and its work cut as asked."""
-    target = device.Target(MULTIPROCESSORS, INTERPRETER(detect_races=True))
-    monkeypatch.setattr(device, "target", lambda: target)
+    """Has the kernel interpreted, and its work cut as asked.
+
+    By two blocks or one cluster, so that each visits several tiles and its stages go round.
+    """
 
     def use(tiles: Tiles) -> None:
+        blocks = max(2, math.prod(tiles.cluster))
+        target = device.Target(blocks, INTERPRETER(detect_races=True))
+        monkeypatch.setattr(device, "target", lambda: target)
+
         def choose_tiles(problem: Problem) -> Tiles:
             chosen = replace(tiles, strips=tiles.all_strips) if problem.addends else tiles
             assert problem.swizzles(chosen) and chosen.shared_memory_bytes <= SHARED_MEMORY_BYTES
@@ -147,6 +150,9 @@ MULTIPLIES = {
     "a cluster along the columns": Multiply(
         72, (128,), (320, 192), written=(1, 2), tiles=replace(TILES, share="x")
     ),
+    "a cluster along both": Multiply(
+        264, (64,), (320, 64), (0, 2), addends=True, tiles=replace(TILES, share="both")
+    ),
 }
 
 
@@ -211,7 +217,7 @@ CONTRACTS = {
     ),
     "224 columns": Contract("x", 40, 96, (480,), tiles=replace(TILES, columns=224, swizzle=64)),
     "a cluster along the rows": Contract("y", 72, 320, (192,), tiles=replace(TILES, share="w")),
-    "a cluster along the columns": Contract("x", 8, 64, (320,), tiles=replace(TILES, share="x")),
+    "a cluster along both": Contract("x", 8, 192, (320,), tiles=replace(TILES, share="both")),
 }
 
 

@@ -253,8 +253,18 @@ def tuned_forms() -> list[tuple[Problem, Tiles]]:
     return list(forms.values())
 
 
-@pytest.mark.parametrize(("problem", "tuned"), tuned_forms(), ids=str)
-def test_tuned_tiles(problem: Problem, tuned: Tiles) -> None:
+# Clusters of four blocks, which no problem of the table is best cut into.
+SHARING_BOTH = [
+    (Problem(1, 512, (512,), (512,)), Tiles(share="both")),
+    (Problem(1, 512, (512,), (512,), addends=True), Tiles(share="both", stages=3, strips=4)),
+    (Problem(1, 512, (512,), (512,), w_contracted=2), Tiles(256, 128, strips=1, share="both")),
+    (Problem(1, 512, (512,), (512,), x_contracted=1), Tiles(128, 224, swizzle=64, share="both")),
+]
+
+
+@pytest.mark.parametrize(("problem", "cut"), [*tuned_forms(), *SHARING_BOTH], ids=str)
+def test_tiles(problem: Problem, cut: Tiles) -> None:
+    assert problem.swizzles(cut)
     (contracted,), (columns,) = problem.contracted, problem.columns
 
     def planes(*shape: int) -> ShapeDtypeStruct:
@@ -269,5 +279,5 @@ def test_tuned_tiles(problem: Problem, tuned: Tiles) -> None:
         ([0], [[0]], 0),
     )
     target = device.Target(MULTIPROCESSORS)
-    launch = shared_launch(problem, tuned, ((0, 0), (0, 0)), target)
+    launch = shared_launch(problem, cut, ((0, 0), (0, 0)), target)
     assert len(kernels(lowered(launch, *arguments))) == 1

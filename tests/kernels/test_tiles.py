@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import resources
+from typing import Literal
 
 import pytest
 
@@ -160,18 +161,23 @@ def test_time_grows_with_the_contraction_and_the_tile() -> None:
     )
 
 
-def test_a_cluster_covers_two_tiles() -> None:
-    """Along the side where both blocks share an operand; half of one is idle where that ends."""
-    tall, wide = Problem(1, 128 * 3, (64,), (256,)), Problem(1, 128, (64,), (256 * 3,))
-    single = Tiles(share=None)
-    for problem, shared in ((tall, Tiles(share="w")), (wide, Tiles(share="x"))):
-        # Three tiles are one wave of three blocks, but two waves of one cluster.
-        assert predicted_microseconds(problem, single, 3) < predicted_microseconds(
-            problem, shared, 3
-        )
-        assert predicted_microseconds(problem, single, 4) == predicted_microseconds(
-            problem, shared, 4
-        )
+@pytest.mark.parametrize(("share", "tiles"), [(None, 1), ("w", 2), ("x", 2), ("both", 4)])
+def test_a_cluster_covers_neighbouring_tiles(
+    share: Literal["x", "w", "both"] | None, tiles: int
+) -> None:
+    """Two along the rows share w, two along the columns x; blocks past the end are idle."""
+    blocks_down, blocks_across = Tiles(share=share).cluster
+    assert blocks_down * blocks_across == tiles
+
+    def predicted(down: int, across: int, clusters: int) -> float:
+        problem = Problem(1, 128 * down, (64,), (256 * across,))
+        return predicted_microseconds(problem, Tiles(share=share), clusters * tiles)
+
+    one_wave = predicted(blocks_down, blocks_across, 1)
+    assert predicted(3 * blocks_down, 2 * blocks_across, 6) == one_wave
+    assert predicted(blocks_down + 1, blocks_across, 2) == one_wave
+    assert predicted(blocks_down + 1, blocks_across, 1) > one_wave
+    assert predicted(blocks_down, blocks_across + 1, 1) > one_wave
 
 
 @pytest.mark.parametrize("problem", [*[*TUNED][:3], *UNTUNED], ids=str)
