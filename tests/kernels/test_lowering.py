@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.kernels import device, tiles
+from collective_matmul.kernels import device, matmul, tiles
 from collective_matmul.kernels.chunks import shared_launch
 from collective_matmul.kernels.tiles import Problem, Tiles
 from collective_matmul.schedule import Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case
-from tests.test_structure import PATTERNS
+from tests.test_structure import PATTERNS, equations
 
 DEVICES = 3
 # Of an H100 or H200.
@@ -262,9 +262,8 @@ SHARING_BOTH = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "cut"), [*tuned_forms(), *SHARING_BOTH], ids=str)
-def test_tiles(problem: Problem, cut: Tiles) -> None:
-    assert problem.swizzles(cut)
+def launch_of(problem: Problem, cut: Tiles) -> tuple[Callable, tuple]:
+    """A launch of one term and one result, and the shapes of its arguments."""
     (contracted,), (columns,) = problem.contracted, problem.columns
 
     def planes(*shape: int) -> ShapeDtypeStruct:
@@ -279,5 +278,30 @@ def test_tiles(problem: Problem, cut: Tiles) -> None:
         ([0], [[0]], 0),
     )
     target = device.Target(MULTIPROCESSORS)
-    launch = shared_launch(problem, cut, ((0, 0), (0, 0)), target)
+    return shared_launch(problem, cut, ((0, 0), (0, 0)), target), arguments
+
+
+@pytest.mark.parametrize(("problem", "cut"), [*tuned_forms(), *SHARING_BOTH], ids=str)
+def test_tiles(problem: Problem, cut: Tiles) -> None:
+    assert problem.swizzles(cut)
+    launch, arguments = launch_of(problem, cut)
     assert len(kernels(lowered(launch, *arguments))) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "x_axis", "w_axis"),
+    [(None, None, None), ("w", None, 0), ("x", 1, None), ("both", 1, 0)],
+)
+def test_blocks_share_what_their_tiles_have_in_common(
+    share: Literal["x", "w", "both"] | None, x_axis: int | None, w_axis: int | None
+) -> None:
+    """Blocks below each other w, side by side x. Interpreted, each block copies all it needs."""
+    launch, arguments = launch_of(Problem(1, 256, (64,), (512,)), Tiles(share=share))
+    found: list[Any] = list(equations(jax.make_jaxpr(launch)(*arguments).jaxpr))
+    copies = [
+        (equation.invars[0].aval.shape, equation.params["collective_axes"])
+        for equation in found
+        if equation.primitive.name == "copy_gmem_to_smem"
+    ]
+    axes = [None if axis is None else (matmul._BLOCK_AXES[axis],) for axis in (x_axis, w_axis)]
+    assert copies == list(zip([(1, 256, 64), (1, 64, 512)], axes, strict=True))
