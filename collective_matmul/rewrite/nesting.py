@@ -26,9 +26,10 @@ from collective_matmul.rewrite.sites import (
     Replacement,
     gather_replacements,
     moves_layout,
+    signature,
     sum_replacement,
 )
-from collective_matmul.rewrite.splice import TracedSite, splice, trace_site
+from collective_matmul.rewrite.splice import TracedSite, Tracing, put_in_place, splice, trace
 from collective_matmul.rewrite.sums import SumMatch, match_sum
 
 #: Calls, loops and branches: each carries out jaxprs among its parameters, and what those read and
@@ -54,11 +55,13 @@ class Rewriter:
         self.found: list[FoundSite] = []
         self._implementation = implementation
         self._axis_sizes = axis_sizes or {}
-        self._done: dict[tuple[int, tuple], tuple[Any, Any]] = {}
+        self._shard_maps: tuple = ()
+        self._done: dict[tuple, tuple[Any, Any]] = {}
+        self._traced: dict[tuple, Tracing] = {}
 
     def rewritten(self, jaxpr: Any) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object where there are none."""
-        key = id(jaxpr), tuple(self._axis_sizes.items())
+        key = id(jaxpr), self._shard_maps
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             new = self._rewritten(inner)
@@ -104,9 +107,10 @@ class Rewriter:
             return self._inside_shard_map(equation)
         if name in _ENTERED and not is_named(equation):
             return self._with_jaxprs(equation)
-        if self._axis_sizes and not is_ours(equation):
+        if self._axis_sizes:
             reason = f"it is inside {name}, which is not entered"
-            self.found += [left_alone(inner, reason) for inner in _collectives_in(equation)]
+            unseen = [inner for inner in _collectives_in(equation) if not is_ours(equation)]
+            self.found += [left_alone(inner, reason) for inner in unseen]
         return equation
 
     def _with_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
@@ -135,12 +139,13 @@ class Rewriter:
     def _inside_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
         parameters = equation.params
         mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-        outside = self._axis_sizes
-        self._axis_sizes = outside | {axis: mesh.shape[axis] for axis in sorted(manual)}
+        outside = self._axis_sizes, self._shard_maps
+        self._axis_sizes = self._axis_sizes | {axis: mesh.shape[axis] for axis in sorted(manual)}
+        self._shard_maps += ((mesh, manual, parameters["check_vma"]),)
         try:
             return _within_shard_map(parameters, lambda: self._with_jaxprs(equation))
         finally:
-            self._axis_sizes = outside
+            self._axis_sizes, self._shard_maps = outside
 
     def _sites(self, jaxpr: Jaxpr) -> list[TracedSite]:
         """The sites of one jaxpr inside shard_map; first those that transpose nothing."""
@@ -185,7 +190,11 @@ class Rewriter:
         obstacle = _obstacle(placed, self._implementation)
         if obstacle:
             return obstacle
-        site = trace_site(placed, self._replacements(placed, equation), equation)
+        replacements = self._replacements(placed, equation)
+        key = self._shard_maps, source_of(equation), signature(placed.match, replacements)
+        if key not in self._traced:
+            self._traced[key] = trace(replacements)
+        site = put_in_place(placed, replacements, self._traced[key], equation)
         if site.decision.implementation == "bulk" and moves_layout(match):
             return f"arrays would be transposed for nothing ({site.decision.reason})"
         return site

@@ -14,6 +14,7 @@ from collective_matmul import ops
 from collective_matmul.choose.source import Source
 from collective_matmul.rewrite.gathers import GatherMatch, Use
 from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.operations import (
     Call,
     Kept,
@@ -139,6 +140,24 @@ def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
     return array
 
 
+def signature(match: GatherMatch | SumMatch, replacements: Sequence[Replacement]) -> tuple:
+    """Equal for sites that the same equations can replace, but for their variables."""
+    types = tuple(
+        type_of(item)
+        for replacement in replacements
+        for item in (*replacement.inputs, *replacement.outputs)
+        if not isinstance(item, Handle)
+    )
+    if isinstance(match, SumMatch):
+        return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
+    uses = tuple((u.view, u.sums_rows, _dimensions(u.matmul)) for u in (*match.uses, *match.later))
+    return match.collective, match.keeps_root, types, uses
+
+
+def _dimensions(matmul: Matmul) -> tuple:
+    return matmul.x_side, matmul.equation.params["dimension_numbers"], type_of(matmul.x)
+
+
 def moves_layout(match: GatherMatch | SumMatch) -> bool:
     """Whether arrays are transposed for the op that were not before."""
     if isinstance(match, SumMatch):
@@ -146,5 +165,5 @@ def moves_layout(match: GatherMatch | SumMatch) -> bool:
     return any(use.matmul.moves_layout or _transposes_x(use.matmul) for use in match.uses)
 
 
-def _transposes_x(matmul: Any) -> bool:
+def _transposes_x(matmul: Matmul) -> bool:
     return matmul.free + matmul.contracted != tuple(range(matmul.x.aval.ndim))

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.choose.decision import Decision, record_decisions
-from collective_matmul.rewrite.graph import Atom
+from collective_matmul.rewrite.graph import Atom, type_of
 from collective_matmul.rewrite.plan import Placed
 from collective_matmul.rewrite.report import NAME
 from collective_matmul.rewrite.sites import Handle, Replacement
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """What takes the place of any site of one kind.
+
+    Attributes:
+      jaxprs: one for each replacement.
+      trees: for each, the pytrees of its results.
+      decision: taken on the way.
+    """
+
+    jaxprs: tuple[Jaxpr, ...]
+    trees: tuple[tuple[Any, ...], ...]
+    decision: Decision
 
 
 @dataclass(frozen=True)
@@ -26,50 +42,61 @@ class TracedSite:
     decision: Decision
 
 
-def trace_site(placed: Placed, replacements: Sequence[Replacement], like: JaxprEqn) -> TracedSite:
-    """Traces what takes a site's place, within the shard_map that it stands in.
-
-    The new equations are said to come from where `like` comes from.
-    """
-    tracer = _Tracer(like)
+def trace(replacements: Sequence[Replacement]) -> Tracing:
+    """Traces replacements, within the shard_map that their site stands in."""
+    kept: dict[Handle, Any] = {}
+    jaxprs, trees = [], []
     with record_decisions() as decisions:
         for replacement in replacements:
-            tracer.trace(replacement, placed.position)
-    return TracedSite(placed, tracer.equations, tracer.renamed, decisions[0])
+            arguments = [
+                kept[item] if isinstance(item, Handle) else type_of(item)
+                for item in replacement.inputs
+            ]
+            closed, shapes = jax.make_jaxpr(replacement.fun, return_shape=True)(*arguments)
+            assert not closed.consts, "what replaces a site has scalar constants alone"
+            jaxprs.append(closed.jaxpr)
+            trees.append(tuple(map(jax.tree.structure, shapes)))
+            types = map(type_of, closed.jaxpr.outvars)
+            for item, tree in zip(replacement.outputs, trees[-1], strict=True):
+                made = jax.tree.unflatten(tree, [next(types) for _ in range(tree.num_leaves)])
+                if isinstance(item, Handle):
+                    kept[item] = made
+    return Tracing(tuple(jaxprs), tuple(trees), decisions[0])
 
 
-class _Tracer:
-    def __init__(self, like: JaxprEqn):
-        self.equations: dict[int, list[JaxprEqn]] = {}
-        self.renamed: dict[Var, Atom] = {}
-        source = like.source_info
-        self._source = source.replace(name_stack=source.name_stack.extend(NAME))
-        self._kept: dict[Handle, tuple[Any, list[Atom]]] = {}
-
-    def trace(self, replacement: Replacement, position: int) -> None:
-        """Traces one replacement; its results are what its last equations make."""
-        atoms, arguments = [], []
-        for item in replacement.inputs:
-            treedef, leaves = self._kept.get(item, (None, [item]))
-            avals = [leaf.aval for leaf in leaves]
-            arguments.append(avals[0] if treedef is None else jax.tree.unflatten(treedef, avals))
-            atoms += leaves
-        closed, shapes = jax.make_jaxpr(replacement.fun, return_shape=True)(*arguments)
-        names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-        equations = [self._renamed(equation, names) for equation in closed.jaxpr.eqns]
-        where = position if replacement.position is None else replacement.position
-        self.equations.setdefault(where, []).extend(equations)
-        results = iter(_rename(closed.jaxpr.outvars, names))
-        for item, shape in zip(replacement.outputs, shapes, strict=True):
-            leaves, treedef = jax.tree.flatten(shape)
-            made = [next(results) for _ in leaves]
+def put_in_place(
+    placed: Placed, replacements: Sequence[Replacement], tracing: Tracing, like: JaxprEqn
+) -> TracedSite:
+    """The new equations of a site, said to come from where `like` comes from."""
+    source = like.source_info.replace(name_stack=like.source_info.name_stack.extend(NAME))
+    kept: dict[Handle, list[Atom]] = {}
+    renamed: dict[Var, Atom] = {}
+    equations: dict[int, list[JaxprEqn]] = {}
+    for replacement, jaxpr, trees in zip(replacements, tracing.jaxprs, tracing.trees, strict=True):
+        atoms = [atom for item in replacement.inputs for atom in kept.get(item, [item])]
+        new, results = _renewed(jaxpr, atoms, source)
+        where = placed.position if replacement.position is None else replacement.position
+        equations.setdefault(where, []).extend(new)
+        made = iter(results)
+        for item, tree in zip(replacement.outputs, trees, strict=True):
+            leaves = [next(made) for _ in range(tree.num_leaves)]
             if isinstance(item, Handle):
-                self._kept[item] = treedef, made
+                kept[item] = leaves
             else:
-                (self.renamed[item],) = made
+                (renamed[item],) = leaves
+    return TracedSite(placed, equations, renamed, tracing.decision)
 
-    def _renamed(self, equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:
-        return equation.replace(invars=_rename(equation.invars, names), source_info=self._source)
+
+def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations and results of a jaxpr with new variables, reading `atoms`."""
+    names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
+    equations = []
+    for equation in jaxpr.eqns:
+        invars = _rename(equation.invars, names)
+        outvars = [v if isinstance(v, DropVar) else Var(type_of(v)) for v in equation.outvars]
+        names.update(zip(equation.outvars, outvars, strict=True))
+        equations.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
+    return equations, _rename(jaxpr.outvars, names)
 
 
 def splice(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
@@ -78,21 +105,21 @@ def splice(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
     names: dict[Var, Atom] = {}
     for site in sites:
         names |= site.renamed
+    moved: dict[int, set[int]] = defaultdict(set)
+    new: dict[int, list[JaxprEqn]] = defaultdict(list)
+    for site in sites:
+        moved[site.placed.position].update(site.placed.moved)
+        for position, made in site.equations.items():
+            new[position] += made
     result: list[JaxprEqn] = []
-    done: set[int] = set()
-
-    def put(index: int) -> None:
-        if index not in consumed and index not in done:
-            done.add(index)
-            result.append(_reading(equations[index], names))
-
+    done = set(consumed)
     for index in range(len(equations)):
-        for site in sites:
-            if site.placed.position == index:
-                for moved in site.placed.moved:
-                    put(moved)
-            result += [_reading(new, names) for new in site.equations.get(index, ())]
-        put(index)
+        before = [i for i in sorted(moved.get(index, ())) if i not in done]
+        result += (_reading(equation, names) for equation in map(equations.__getitem__, before))
+        result += (_reading(equation, names) for equation in new.get(index, ()))
+        done.update(before)
+        if index not in done:
+            result.append(_reading(equations[index], names))
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
 

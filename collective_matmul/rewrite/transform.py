@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul import checks
@@ -103,6 +104,9 @@ class _Traced:
             return fun(*args, **kwargs)
 
         self._arrays = [leaves[i] for i in places]
+        if any(isinstance(array, Tracer) for array in self._arrays):
+            # A call in the program around this one, which need not trace what is inside again.
+            flat = jax.jit(functools.wraps(fun)(flat))
         self.program, shapes = jax.make_jaxpr(flat, return_shape=True)(*self._arrays)
         self._result = jax.tree.structure(shapes)
 
