@@ -182,5 +182,30 @@ def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
     assert "axis_index_groups" in reason(in_groups, check_vma=False)
 
 
+@pytest.mark.parametrize("constrained", ["batch", "gathered"])
+def test_sharding_constraints(constrained: str, make_mesh: MeshFactory) -> None:
+    """Over an automatic axis: of the gathered dimension, a shard might not fit the constraint."""
+    spec = P("data", None, None) if constrained == "batch" else P(None, "data", None)
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+        return lax.with_sharding_constraint(whole, spec) @ w
+
+    program = FORMS["gather: plain"].program
+    fun = jax.shard_map(
+        body,
+        mesh=make_mesh({"data": 2, AXIS: 2}),
+        in_specs=tuple(program.in_specs),
+        out_specs=program.out_specs,
+        axis_names={AXIS},
+    )
+    fun, arguments = jax.jit(fun), program.arguments()
+    (site,) = sites(fun, *arguments)
+    assert site.replaced == (constrained == "batch")
+    assert site.replaced or "mixes the gathered dimension" in site.reason
+    assert counts(ring(fun), *arguments)["sharding_constraint"] == 1
+    assert_same(jax.jit(ring(fun))(*arguments), fun(*arguments))
+
+
 def test_the_public_name() -> None:
     assert collective_matmul.overlap is overlap
