@@ -177,6 +177,7 @@ def test_a_cluster_covers_neighbouring_tiles(
     assert predicted(3 * blocks_down, 2 * blocks_across, 6) == one_wave
     assert predicted(blocks_down + 1, blocks_across, 2) == one_wave
     assert predicted(blocks_down + 1, blocks_across, 1) > one_wave
+    assert predicted(blocks_down + 1, 2 * blocks_across, 3) > one_wave
     assert predicted(blocks_down, blocks_across + 1, 1) > one_wave
 
 
