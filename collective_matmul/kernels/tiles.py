@@ -193,7 +193,12 @@ def _copying_microseconds(problem: Problem) -> float:
 
 @functools.cache
 def _tuned() -> dict[Problem, tuple[Tiles, float, float]]:
-    lines = resources.files(__package__).joinpath("tuned_tiles.jsonl").read_text().splitlines()
+    lines = (
+        resources.files("collective_matmul.kernels")
+        .joinpath("tuned_tiles.jsonl")
+        .read_text()
+        .splitlines()
+    )
     return dict(map(_entry, map(json.loads, lines)))
 
 

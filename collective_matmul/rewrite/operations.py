@@ -64,7 +64,11 @@ class Call:
         return IMPLEMENTATIONS[choose(site, self.implementation)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+# The types of `jax.custom_vjp` do not survive `functools.partial`.
+_custom_vjp: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+
+
+@_custom_vjp
 def gather_matmul(
     x: jax.Array, ws: tuple[jax.Array, ...], call: Call
 ) -> tuple[tuple[jax.Array, ...], Kept]:
@@ -122,7 +126,7 @@ def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[
 gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@_custom_vjp
 def matmul_scatter(xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: Call) -> jax.Array:
     """``reduce_scatter(sum of x @ w)`` over pairs."""
     chosen = call.choose("matmul_reduce_scatter", xs, ws)

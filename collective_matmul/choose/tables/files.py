@@ -75,7 +75,7 @@ def _read(path: Path, modified: int) -> Table:
 
 @functools.cache
 def _shipped(device_kind: str) -> Table | None:
-    file = resources.files(__package__).joinpath(file_name(device_kind))
+    file = resources.files("collective_matmul.choose.tables").joinpath(file_name(device_kind))
     return Table.read(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
