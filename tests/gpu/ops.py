@@ -27,11 +27,15 @@ class OpProblem(Problem):
     full_size: Case
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.full_size.op}-{self.full_size.devices}"
+        return f"{self.name}-{self.full_size.op}-{self.devices}"
+
+    @property
+    def devices(self) -> int:
+        return self.full_size.devices
 
     @property
     def mesh(self) -> Mesh:
-        return mesh_of((AXIS,), (self.full_size.devices,))
+        return mesh_of((AXIS,), (self.devices,))
 
     @property
     def case(self) -> Case:

@@ -47,6 +47,11 @@ class Problem(ABC):
 
     @property
     @abstractmethod
+    def devices(self) -> int:
+        """How many it takes, known also where there are fewer."""
+
+    @property
+    @abstractmethod
     def mesh(self) -> Mesh: ...
 
     @property
@@ -68,10 +73,6 @@ class Problem(ABC):
 
     @abstractmethod
     def judge(self, actual: jax.Array, expected: jax.Array) -> Verdict: ...
-
-    @property
-    def devices(self) -> int:
-        return self.mesh.devices.size
 
     @property
     def shardings(self) -> tuple[Any, Any]:

@@ -46,6 +46,10 @@ class Stacks(Problem):
         return f"{self.name}-{self.devices}"
 
     @property
+    def devices(self) -> int:
+        return math.prod(self.mesh_sizes)
+
+    @property
     def mesh(self) -> Mesh:
         return mesh_of(("data", AXIS), self.mesh_sizes)
 
