@@ -1,9 +1,9 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
-from collective_matmul.choose.explain import explain
 from collective_matmul.choose.tune import tune
 from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
 from collective_matmul.einsum import collective_einsum
+from collective_matmul.explain import explain
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
     all_gather_matmul,

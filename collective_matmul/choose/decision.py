@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -28,6 +30,8 @@ class Decision:
       reason: in words.
       seconds: predicted for the implementation, a weight gradient included; None if unknown.
       bulk_seconds: the same for bulk.
+      replaces: the collective of a plain program whose place `collective_matmul.overlap` gave the
+        op; None of an op that the program calls.
     """
 
     site: Site
@@ -35,6 +39,7 @@ class Decision:
     reason: str
     seconds: float | None = None
     bulk_seconds: float | None = None
+    replaces: str | None = None
 
 
 _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.ContextVar(
@@ -42,19 +47,46 @@ _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.Con
 )
 
 
+# JAX traces again what it has traced before only if something that it looks at has changed.
+_trace_number = jax.make_user_context(0)
+_trace_numbers = itertools.count(1)
+
+
 @contextlib.contextmanager
-def record_decisions() -> Iterator[list[Decision]]:
+def record_decisions(*, hidden: bool = False) -> Iterator[list[Decision]]:
     """Collects every decision taken while tracing inside the block, in order.
 
     Tracing happens once per compiled shape: a function that `jax.jit` has already traced decides
-    nothing again.
+    nothing again, unless it is `traced_anew`.
+
+    Args:
+      hidden: whether blocks around this one do not hear of them.
     """
     decisions: list[Decision] = []
-    token = _recorders.set((*_recorders.get(), decisions))
+    around = () if hidden else _recorders.get()
+    token = _recorders.set((*around, decisions))
     try:
         yield decisions
     finally:
         _recorders.reset(token)
+
+
+def record(decision: Decision) -> None:
+    """Tells all that are recording."""
+    for decisions in _recorders.get():
+        decisions.append(decision)
+
+
+def traced_anew() -> contextlib.AbstractContextManager:
+    """A block in which `jax.jit` traces again what it has traced before it."""
+    return _trace_number(next(_trace_numbers))
+
+
+def decisions_of(fun: Callable, *args: Any, **kwargs: Any) -> list[Decision]:
+    """Every decision for a function, which is traced for these arguments, and not compiled."""
+    with traced_anew(), record_decisions() as decisions:
+        jax.eval_shape(fun, *args, **kwargs)
+    return decisions
 
 
 def choose(site: Site, requested: str | None) -> str:
@@ -75,11 +107,7 @@ def choose(site: Site, requested: str | None) -> str:
     else:
         implementation, reason = requested, "requested"
     seconds = prediction.seconds if prediction else {}
-    decision = Decision(
-        site, implementation, reason, seconds.get(implementation), seconds.get("bulk")
-    )
-    for decisions in _recorders.get():
-        decisions.append(decision)
+    record(Decision(site, implementation, reason, seconds.get(implementation), seconds.get("bulk")))
     return implementation
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from collective_matmul.choose.explain import explain
+from collective_matmul.choose.decision import decisions_of
 from collective_matmul.choose.measure import measure
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import CEILING, Entry, Run, Table, cache_path, files
@@ -90,7 +90,7 @@ def tune(
 
 def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
     if callable(target):
-        target = [decision.site for decision in explain(target)(*args).decisions]
+        target = [decision.site for decision in decisions_of(target, *args)]
         if not target:
             raise ValueError("target: a function that calls no collective matmul; nothing to tune")
     distinct = dict.fromkeys(site.flat for site in target)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.choose.decision import Decision
+from collective_matmul.choose.decision import Decision, record
 from collective_matmul.choose.source import Source, is_library
+from collective_matmul.listing import Line, line_of, listing
 from collective_matmul.rewrite.collectives import Kind, axes_of, kind_of
 from collective_matmul.rewrite.graph import type_of
 
@@ -51,25 +52,16 @@ class FoundSite:
         return self.decision is not None
 
     @property
-    def gain_seconds(self) -> float | None:
-        """Predicted against one collective and its matmuls; None if unknown."""
-        decision = self.decision
-        if decision is None or decision.seconds is None or decision.bulk_seconds is None:
-            return None
-        return decision.bulk_seconds - decision.seconds
-
-    def __str__(self) -> str:
-        done = self.decision.implementation if self.decision else "left alone"
-        gain = "" if self.gain_seconds is None else f", {self.gain_seconds * 1e6:.0f} µs gained"
-        where = self.source or "?"
-        return f"{where}: {self.kind} {self.shapes}: {done}{gain} ({self.reason})"
+    def line(self) -> Line:
+        """It in a table."""
+        if self.decision is not None:
+            return line_of(self.decision)
+        return Line(self.source, "", self.kind, self.shapes, "left alone", self.reason)
 
 
 def table(sites: Sequence[FoundSite]) -> str:
-    """One line for each site."""
-    replaced = sum(site.replaced for site in sites)
-    head = f"{replaced} of {len(sites)} gathers and sums replaced"
-    return "\n".join([head, *map(str, sites)])
+    """What was done about each site, as `collective_matmul.explain` says it."""
+    return listing(site.line for site in sites)
 
 
 def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
@@ -78,7 +70,10 @@ def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
 
 
 def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
-    """The report of a collective that an op takes the place of."""
+    """The report of a collective that an op takes the place of; its decision is recorded."""
+    site = replace(decision.site, source=source_of(equation))
+    decision = replace(decision, site=site, replaces=kind_of(equation))
+    record(decision)
     return _site(equation, matmuls, decision, decision.reason)
 
 
@@ -112,5 +107,5 @@ def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: s
     assert kind is not None
     array = type_of(equation.invars[0])
     axes = ", ".join(map(str, axes_of(equation)))
-    shapes = f"{array.dtype}[{','.join(map(str, array.shape))}] over {axes}"
+    shapes = f"{array.dtype} [{','.join(map(str, array.shape))}] over {axes}"
     return FoundSite(kind, source_of(equation), shapes, matmuls, decision, reason)

@@ -46,7 +46,7 @@ def trace(replacements: Sequence[Replacement]) -> Tracing:
     """Traces replacements, within the shard_map that their site stands in."""
     kept: dict[Handle, Any] = {}
     jaxprs, trees = [], []
-    with record_decisions() as decisions:
+    with record_decisions(hidden=True) as decisions:
         for replacement in replacements:
             arguments = [
                 kept[item] if isinstance(item, Handle) else type_of(item)

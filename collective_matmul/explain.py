@@ -1,0 +1,110 @@
+"""What was decided for every op of a program, and for what could be one, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from collective_matmul.choose.decision import Decision, record_decisions, traced_anew
+from collective_matmul.listing import Line, line_of, listing
+from collective_matmul.rewrite import FoundSite, find_sites
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decisions for a program; `str` of it is a table.
+
+    Attributes:
+      decisions: in the order of tracing, one for every op traced: those that the program calls, and
+        those that `collective_matmul.overlap` has given the place of a collective and its matmuls.
+        What a loop runs many times is traced once.
+      plain: gathers and sums over devices that are no part of an op, in the order of the program.
+        One with a decision is what `overlap` would replace; of the others it would leave alone.
+    """
+
+    decisions: tuple[Decision, ...]
+    plain: tuple[FoundSite, ...]
+
+    def __str__(self) -> str:
+        if not self.decisions and not self.plain:
+            return "no collective matmuls"
+        lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
+        return "\n".join([listing(lines), *_totals(self.decisions), *_totals_of_plain(self.plain)])
+
+
+def explain(fun: Callable) -> Callable[..., Explanation]:
+    """What carries out every collective matmul of a function, and why: ``explain(fun)(*args)``.
+
+    The function is traced for the shapes of its arguments, and neither compiled nor run; it may be
+    jitted, differentiate, and enter `jax.shard_map`. Prints as a table::
+
+        print(explain(jax.grad(loss))(params, batch))
+
+    Each line is an op of one shape, called at one line of the program: how often it was traced,
+    where, in which pass, its local matmuls, what carries it out, the microseconds predicted for
+    that and for bulk (the weight gradient's matmul of a backward included), the gain against bulk,
+    and the reason.
+
+    Gathers and sums over devices that the program makes itself, as with `lax.all_gather`, have
+    lines too. Where `collective_matmul.overlap` has replaced one, the line is that of the op in its
+    place. Where that was not asked for, the line says that it is not replaced and what `overlap`
+    would use; and of those that `overlap` leaves alone, why.
+
+    Decisions are those for the devices of the mesh. For others than those here, give `shard_map` a
+    `jax.sharding.AbstractMesh` with the `jax.sharding.AbstractDevice` of another kind, as
+    ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
+
+    Args:
+      fun: to be explained.
+
+    Returns:
+      A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
+      `Explanation`.
+    """
+
+    def explanation(*args: Any, **kwargs: Any) -> Explanation:
+        decisions: list[Decision] = []
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with traced_anew(), record_decisions() as taken:
+                result = fun(*args, **kwargs)
+            decisions.extend(taken)
+            return result
+
+        # Sites are found when the function is traced already: what is decided then is not recorded.
+        plain = find_sites(recorded)(*args, **kwargs)
+        return Explanation(tuple(decisions), tuple(plain))
+
+    return explanation
+
+
+def _line_of_plain(site: FoundSite) -> Line:
+    line = site.line
+    if site.decision is None:
+        return line
+    would = f"overlap would use {site.decision.implementation}: {line.reason}"
+    return replace(line, chosen="not replaced", reason=would)
+
+
+def _totals(decisions: Sequence[Decision]) -> list[str]:
+    if not decisions:
+        return []
+    known = [(d.seconds, d.bulk_seconds) for d in decisions if d.seconds and d.bulk_seconds]
+    if not known:
+        return [f"{len(decisions)} collective matmuls"]
+    seconds, bulk = map(sum, zip(*known, strict=True))
+    return [
+        f"{len(decisions)} collective matmuls; of {len(known)} the times are predicted:"
+        f" {seconds * 1e3:.2f} ms, {bulk * 1e3:.2f} ms in bulk ({bulk / seconds:.2f}×)"
+    ]
+
+
+def _totals_of_plain(sites: Sequence[FoundSite]) -> list[str]:
+    if not sites:
+        return []
+    replaceable = sum(site.decision is not None for site in sites)
+    return [
+        f"{len(sites)} plain gathers and sums: {replaceable} that overlap would replace,"
+        f" {len(sites) - replaceable} that it leaves alone"
+    ]

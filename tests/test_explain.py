@@ -1,0 +1,220 @@
+"""The table that explains a program."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
+from tests.choose.sites import BFLOAT16, H200
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+
+
+def blocks(x, weights, implementation=None):
+    for up, down in weights:
+        hidden = all_gather_matmul(x, up, AXIS, implementation=implementation)
+        x = matmul_reduce_scatter(hidden, down, AXIS, implementation=implementation)
+    return x
+
+
+def on(mesh, **keywords):
+    fun = functools.partial(blocks, **keywords)
+    specs = (P(AXIS), [(P(None, AXIS), P(AXIS))] * 2)
+    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
+
+
+def arguments(rows: int = 8, features: int = 4, hidden: int = 12, dtype: Any = np.float32):
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    return shape(rows, features), [(shape(features, hidden), shape(hidden, features))] * 2
+
+
+def lines_of(fun, *args) -> list[list[str]]:
+    """The cells of every line of the table, without its head and its totals."""
+    _, *lines, _ = str(explain(fun)(*args)).splitlines()
+    return [re.split(r"  +", line) for line in lines]
+
+
+def test_equal_ops_of_one_line_are_one_line_with_a_count(make_mesh: MeshFactory) -> None:
+    fun = on(make_mesh({AXIS: 2}), implementation="ring")
+    gather, scatter = lines_of(fun, *arguments())
+    count, where, direction, op, shapes, chosen, why = gather
+    assert (count, direction, op) == ("2×", "forward", "all_gather_matmul")
+    assert re.fullmatch(r".*test_explain\.py:\d+ in blocks", where)
+    assert shapes == "float32 [4,4]@[4,6] over tensor=2"
+    assert (chosen, why) == ("ring", "requested")
+    assert scatter[3:5] == ["matmul_reduce_scatter", "float32 [8,6]@[6,4] over tensor=2"]
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
+def test_gradients_have_lines_of_their_own(make_mesh: MeshFactory, jit) -> None:
+    sharded = on(make_mesh({AXIS: 2}))
+    gradients = jit(jax.grad(lambda *args: sharded(*args).sum(), (0, 1)))
+    lines = lines_of(gradients, *arguments())
+    assert [line[:1] + line[2:4] for line in lines] == [
+        ["2×", "forward", "all_gather_matmul"],
+        ["2×", "forward", "matmul_reduce_scatter"],
+        ["2×", "backward", "all_gather_matmul"],
+        ["2×", "backward", "matmul_reduce_scatter"],
+    ]
+    assert lines[3][4] == "float32 [8,6]@[6,4], with [4,4] over tensor=2"
+    assert {line[-1] for line in lines} == {"on cpu nothing runs under a matmul"}
+
+
+def test_what_is_compiled_already_is_explained_again(make_mesh: MeshFactory) -> None:
+    fun = jax.jit(on(make_mesh({AXIS: 2})))
+    x, weights = arguments()
+    fun(
+        np.zeros(x.shape, x.dtype),
+        [tuple(np.zeros(w.shape, w.dtype) for w in ws) for ws in weights],
+    )
+    for _ in range(2):
+        assert len(explain(fun)(x, weights).decisions) == 4
+
+
+def test_another_kind_of_device_can_be_asked_about() -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    explanation = explain(on(mesh))(*arguments(8192, 8192, 28672, dtype=BFLOAT16))
+    assert all(decision.seconds for decision in explanation.decisions)
+    table = str(explanation)
+    first, *_ = table.splitlines()[1:]
+    decision = explanation.decisions[0]
+    assert decision.seconds is not None
+    assert decision.bulk_seconds is not None
+    assert f"{decision.seconds * 1e6:.0f}" in first.split()
+    assert f"{decision.bulk_seconds * 1e6:.0f}" in first.split()
+    total, bulk = (
+        sum(getattr(d, name) for d in explanation.decisions) for name in ("seconds", "bulk_seconds")
+    )
+    assert table.splitlines()[-1] == (
+        f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
+        f" {bulk * 1e3:.2f} ms in bulk ({bulk / total:.2f}×)"
+    )
+
+
+def test_columns_are_aligned(make_mesh: MeshFactory) -> None:
+    head, first, second, _ = str(explain(on(make_mesh({AXIS: 2})))(*arguments())).splitlines()
+    for title, *cells in (("where", "tests"), ("pass", "forward"), ("why", "on cpu")):
+        for line in (first, second):
+            assert line[head.index(title) :].startswith(cells[0]) or title == "where"
+
+
+def test_a_program_without_the_ops() -> None:
+    explanation = explain(lambda x: x + 1)(1.0)
+    assert explanation.decisions == ()
+    assert str(explanation) == "no collective matmuls"
+
+
+def plain_block(x, up, down):
+    """Its gather and its scatter have matmuls; its psum has none."""
+    hidden = lax.all_gather(x, AXIS, tiled=True) @ up
+    y = lax.psum_scatter(hidden @ down, AXIS, tiled=True)
+    return y, lax.psum(y.sum(), AXIS)
+
+
+def plain(mesh):
+    in_specs, out_specs = (P(AXIS), P(None, AXIS), P(AXIS)), (P(AXIS), P())
+    return jax.shard_map(plain_block, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def flat_arguments(*sizes, **keywords):
+    x, [(up, down), _] = arguments(*sizes, **keywords)
+    return x, up, down
+
+
+def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> None:
+    explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
+    assert explanation.decisions == ()
+    _, gather, scatter, psum, totals = [
+        re.split(r"  +", line) for line in str(explanation).splitlines()
+    ]
+    for line in (gather, scatter, psum):
+        assert re.fullmatch(r".*test_explain\.py:\d+ in plain_block", line[1])
+    would = "overlap would use bulk: on cpu nothing runs under a matmul"
+    shapes = "float32 [4,4]@[4,6] over tensor=2"
+    assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
+    assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
+    reason = "reduce_sum stands between the matmul and its sum over devices"
+    assert psum[2:] == ["psum", "float32 [] over tensor", "left alone", reason]
+    assert totals == [
+        "3 plain gathers and sums: 2 that overlap would replace, 1 that it leaves alone"
+    ]
+
+
+def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
+    overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
+    for fun in (overlapped, jax.jit(overlapped), overlap(overlapped)):
+        gather, scatter, psum, _ = lines_of(fun, *flat_arguments())
+        shapes = "float32 [4,4]@[4,6] over tensor=2"
+        assert gather[2:] == ["all_gather_matmul", shapes, "ring by overlap", "requested"]
+        assert scatter[2] == "matmul_reduce_scatter" and scatter[4] == "ring by overlap"
+        assert re.fullmatch(r".*test_explain\.py:\d+ in plain_block", gather[1])
+        assert psum[2:5:2] == ["psum", "left alone"]
+
+
+def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -> None:
+    """Although it traces their ops once."""
+
+    def body(x, up):
+        return [lax.all_gather(scale * x, AXIS, tiled=True) @ up for scale in (1, 2, 3)]
+
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=[P(None, AXIS)] * 3,
+    )
+    x, up, _ = flat_arguments()
+    explanation = explain(overlap(sharded))(x, up)
+    assert [decision.replaces for decision in explanation.decisions] == ["all_gather"] * 3
+    assert str(explanation).splitlines()[1].startswith("3×")
+
+
+def test_gradients_of_what_overlap_replaced_are_ops_at_its_line(make_mesh: MeshFactory) -> None:
+    overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
+
+    def loss(*args):
+        return overlapped(*args)[0].sum()
+
+    explanation = explain(jax.grad(loss, (0, 1, 2)))(*flat_arguments())
+    forward, backward = explanation.decisions[:2], explanation.decisions[-2:]
+    assert [decision.site.direction for decision in backward] == ["backward"] * 2
+    assert [d.site.source for d in backward] == [d.site.source for d in forward[::-1]]
+    assert not any(site.replaced for site in explanation.plain)
+
+
+def test_predicted_gain_of_what_is_not_replaced() -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    shapes = flat_arguments(8192, 8192, 28672, dtype=BFLOAT16)
+    explanation = explain(plain(mesh))(*shapes)
+    site = explanation.plain[0]
+    assert site.decision is not None and site.decision.seconds and site.decision.bulk_seconds
+    seconds, bulk = site.decision.seconds, site.decision.bulk_seconds
+    assert seconds < bulk
+    line = re.split(r"  +", str(explanation).splitlines()[1])
+    assert line[5:8] == [
+        f"{seconds * 1e6:.0f}",
+        f"{bulk * 1e6:.0f}",
+        f"{(bulk - seconds) * 1e6:.0f} µs ({bulk / seconds:.2f}×)",
+    ]
+    assert line[8].startswith(f"overlap would use {site.decision.implementation}: ")
+
+
+def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
+    make_mesh: MeshFactory,
+) -> None:
+    fun, shapes = plain(make_mesh({AXIS: 2})), flat_arguments()
+    with pytest.raises(ValueError, match="require=3: only 2") as error:
+        overlap(fun, require=3)(*(np.zeros(shape.shape, shape.dtype) for shape in shapes))
+    *table, _ = str(explain(overlap(fun))(*shapes)).splitlines()
+    assert str(error.value).splitlines()[1:] == table[:-1]
