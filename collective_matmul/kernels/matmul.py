@@ -44,12 +44,9 @@ from collective_matmul.kernels.tiles import (
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
-_PRODUCER_REGISTERS = 40
-_CONSUMER_REGISTERS = 232
 # Of a cluster: blocks that differ along the first multiply the same columns of w, along the second
 # the same rows of x.
-_BLOCK_AXES = ("block_down", "block_across")
+BLOCK_AXES = ("block_down", "block_across")
 
 
 class Operand(NamedTuple):
@@ -101,22 +98,22 @@ def matmul(
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
-    work = _Work(xs, ws, outs, bool(addends), batch, contracted_planes, tiles)
-    mesh = plgpu.Mesh(
-        grid=(multiprocessors // math.prod(tiles.cluster),),
-        grid_names=("cluster",),
-        cluster=tiles.cluster,
-        cluster_names=_BLOCK_AXES,
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="chunk_matmul",
-    )
-    kernel = in_place_kernel(work.run, mesh, outs, interpret=interpret, name="chunk_matmul")
+    work = Work(xs, ws, outs, bool(addends), batch, contracted_planes, tiles)
+    kernel = work.kernel(outs, "chunk_matmul", multiprocessors, interpret)
     return kernel(indices, *(operand.array for operand in operands), *addends)
 
 
-class _Work:
-    """The kernel's body, and the static facts it is built from."""
+class Work:
+    """The kernel's body, and the static facts it is built from.
+
+    Kernels that communicate too are made of the same parts: more warpgroups, tiles whose operands
+    lie elsewhere or arrive later.
+    """
+
+    warpgroups = CONSUMERS + 1
+    # Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
+    copying_registers = 40
+    multiplying_registers = 232
 
     def __init__(self, xs, ws, outs, with_addends, batch, contracted_planes, tiles: Tiles):
         self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
@@ -138,6 +135,21 @@ class _Work:
         self.ends = list(itertools.accumulate(widths))
         self.across = self.ends[-1]
 
+    def kernel(
+        self, outs: Sequence[jax.Array], name: str, multiprocessors: int, interpret: Any = False
+    ) -> Callable:
+        """What launches it, one persistent block to a multiprocessor, and returns `outs`."""
+        mesh = plgpu.Mesh(
+            grid=(multiprocessors // math.prod(self.tiles.cluster),),
+            grid_names=("cluster",),
+            cluster=self.tiles.cluster,
+            cluster_names=BLOCK_AXES,
+            num_threads=self.warpgroups,
+            thread_name="warpgroup",
+            kernel_name=name,
+        )
+        return in_place_kernel(self.run, mesh, outs, interpret=interpret, name=name)
+
     def run(self, indices, *refs) -> None:
         """What every warpgroup of every block runs."""
         refs = iter(refs)
@@ -146,25 +158,29 @@ class _Work:
         addends = list(itertools.islice(refs, self.results if self.with_addends else 0))
         outs = list(refs)
 
-        @functools.partial(
-            pl.run_scoped,
-            **self.shared_memory(xs[0].dtype),
-            **self.barriers(),
-            collective_axes="warpgroup",
-        )
-        def _(x_slices, w_slices, strips, filled, consumed, added):
-            warpgroup = lax.axis_index("warpgroup")
-            stages = (x_slices, w_slices, filled, consumed)
+        @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
+        def _(**scratch):
+            self.play(indices, xs, ws, addends, outs, scratch)
 
-            @pl.when(warpgroup == CONSUMERS)
-            def _():
-                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-                self.produce(indices, xs, ws, stages)
+    def play(self, indices, xs, ws, addends, outs, scratch: dict[str, Any]) -> None:
+        """Gives the warpgroups their parts: the first ones consume, the next produces."""
+        warpgroup = lax.axis_index("warpgroup")
+        stages = tuple(scratch[n] for n in ("x_slices", "w_slices", "filled", "consumed"))
+        outgoing = (scratch["strips"], scratch["added"])
 
-            @pl.when(warpgroup < CONSUMERS)
-            def _():
-                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                self.consume(indices, warpgroup, stages, (strips, added, addends, outs))
+        @pl.when(warpgroup == CONSUMERS)
+        def _():
+            plgpu.set_max_registers(self.copying_registers, action="decrease")
+            self.produce((indices, xs, ws), stages)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(self.multiplying_registers, action="increase")
+            self.consume(indices, warpgroup, stages, (*outgoing, addends, outs))
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """What the warpgroups of a block share, by name."""
+        return {**self.shared_memory(dtype), **self.barriers()}
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
         """The stages and the strips, laid out as wgmma and the copy engine read them fastest."""
@@ -189,7 +205,7 @@ class _Work:
     def barriers(self) -> dict[str, Any]:
         """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""
         tiles = self.tiles
-        shared = tuple(a for a, n in zip(_BLOCK_AXES, tiles.cluster, strict=True) if n > 1)
+        shared = tuple(a for a, n in zip(BLOCK_AXES, tiles.cluster, strict=True) if n > 1)
         readers = {"num_arrivals": CONSUMERS, "num_barriers": tiles.stages}
         return {
             "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
@@ -217,39 +233,41 @@ class _Work:
                 0 if tiles.sweep == "rows" else 1,
                 tiles.sweep_width,
             )
-            down = tiles.cluster[0] * down + lax.axis_index(_BLOCK_AXES[0])
+            down = tiles.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
             visit(info.local_index, lax.div(index, per_batch), down * tiles.rows, across)
 
     def on_result(self, across: Any, act: Callable) -> None:
         """Calls ``act(q, column)``, q a number: the result, and the column, at `across`."""
         for q, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
-            tile = self.tiles.cluster[1] * (across - start) + lax.axis_index(_BLOCK_AXES[1])
+            tile = self.tiles.cluster[1] * (across - start) + lax.axis_index(BLOCK_AXES[1])
             here = functools.partial(act, q, tile * self.tiles.columns)
             here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
 
-    def produce(self, indices, xs, ws, stages) -> None:
+    def produce(self, operands, stages) -> None:
         """Fills the stages in turn, each as soon as all its readers let it go."""
-        tiles, consumed = self.tiles, stages[3]
-
-        def visit(turn, batch, row, across):
-            def load_terms(q, column):
-                first = turn * self.steps
-                for p, steps in enumerate(self.plane_steps):
-                    x, w = self.xs[p], self.ws[p][q]
-                    read_x = _reader(xs[p], x, indices, batch, pl.ds(row, tiles.rows))
-                    read_w = _reader(ws[p][q], w, indices, batch, pl.ds(column, tiles.columns))
-                    self.load(first, steps, read_x, read_w, stages)
-                    first += self.contracted_planes * steps
-
-            self.on_result(across, load_terms)
-
-        self.walk(visit)
+        self.walk(functools.partial(self.load_tile, operands, stages))
         filled = self.turns() * self.steps
 
         # No block may leave while another still signals to it.
-        @pl.loop(0, jnp.minimum(filled, tiles.stages))
+        @pl.loop(0, jnp.minimum(filled, self.tiles.stages))
         def _(slot):
-            plgpu.barrier_wait(consumed.at[slot])
+            plgpu.barrier_wait(stages[3].at[slot])
+
+    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
+        """Copies all slices that a tile is the product of."""
+        indices, xs, ws = operands
+        rows, columns = self.tiles.rows, self.tiles.columns
+
+        def load_terms(q, column):
+            first = turn * self.steps
+            for p, steps in enumerate(self.plane_steps):
+                x, w = self.xs[p], self.ws[p][q]
+                read_x = _reader(xs[p], x, indices, batch, pl.ds(row, rows))
+                read_w = _reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
+                self.load(first, steps, read_x, read_w, stages)
+                first += self.contracted_planes * steps
+
+        self.on_result(across, load_terms)
 
     def load(self, first, steps: int, read_x: Callable, read_w: Callable, stages) -> None:
         """Copies the slices of one term, from stage number `first` on."""
@@ -274,7 +292,7 @@ class _Work:
             # Blocks along one axis of the cluster share w, along the other x.
             w_axis, x_axis = (
                 axis if blocks > 1 else None
-                for axis, blocks in zip(_BLOCK_AXES, tiles.cluster, strict=True)
+                for axis, blocks in zip(BLOCK_AXES, tiles.cluster, strict=True)
             )
             for read, slices, axis in ((read_x, x_slices, x_axis), (read_w, w_slices, w_axis)):
                 plgpu.copy_gmem_to_smem(
@@ -310,13 +328,17 @@ class _Work:
                 plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
 
                 def store(q, column):
-                    plane = outs[q].at[batch * self.planes_per_batch + indices[self.out_index]]
+                    plane = outs[q].at[self.out_plane(indices, batch)]
                     self.store(product, plane, row + below, column + right, *outgoing)
 
                 self.on_result(across, store)
 
         self.walk(visit)
         plgpu.wait_smem_to_gmem(0)
+
+    def out_plane(self, indices, batch) -> Any:
+        """The plane of each result that a batch's tiles are stored in."""
+        return batch * self.planes_per_batch + indices[self.out_index]
 
     def multiply(self, accumulator, turn, x_part, w_part, stages) -> None:
         """Sums over all steps of a tile; lets go of every stage but the last."""

@@ -1,0 +1,195 @@
+"""How the kernel that gathers and multiplies is cut: its tiles, and what a device sends at once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from collective_matmul.kernels.tiles import (
+    ITEMSIZE,
+    SHARED_MEMORY_BYTES,
+    Problem,
+    Tiles,
+    predicted_microseconds,
+)
+
+#: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
+BUFFERS = 2
+_BOX_BYTES = 8_192
+_BOX_COLUMNS = 256  # The copy engine's most.
+# The copy engine wants buffers in shared memory to begin at multiples of this.
+_ALIGNMENT = 128
+# So many messages for each block keep all of them sending to the end, and rows arriving in order.
+_MESSAGES_PER_BLOCK = 4
+
+# Of an H200 with NVLink 4: what leaves a device, what its matmul reads, and what lies in its L2.
+_LINK_BYTES_PER_MICROSECOND = 3.8e5
+_MEMORY_BYTES_PER_MICROSECOND = 4e6
+_CACHE_BYTES = 40e6
+# From the first copy out of a shard to the first tile that a peer starts with it.
+_ARRIVAL_MICROSECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is gathered and multiplied.
+
+    Attributes:
+      devices: D, on the axis.
+      planes: of a shard: the product of the dimensions before the gathered one.
+      rows: of a shard in each plane.
+      contracted: K.
+      columns: of each result.
+      w_contracted: the axis of the weights that is summed over, counted from 1.
+    """
+
+    devices: int
+    planes: int
+    rows: int
+    contracted: int
+    columns: tuple[int, ...]
+    w_contracted: Literal[1, 2] = 1
+
+    def problem(self, joins: bool) -> Problem:
+        """The matmul of all shards, each in planes of its own, or joined."""
+        batch, rows = self.planes * self.devices, self.rows
+        if joins:
+            batch, rows = self.planes, self.rows * self.devices
+        return Problem(
+            batch, rows, (self.contracted,), self.columns, w_contracted=self.w_contracted
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One cut of it.
+
+    Attributes:
+      shapes: of the operands.
+      tiles: of the matmul.
+      joins: whether tiles reach over several shards.
+      box: rows and columns that are copied at once; they fill the shard.
+      boxes_per_message: boxes side by side that are counted as one.
+    """
+
+    shapes: Shapes
+    tiles: Tiles
+    joins: bool
+    box: tuple[int, int]
+    boxes_per_message: int
+
+    @property
+    def strips(self) -> int:
+        """Strips of boxes side by side in each plane of a shard."""
+        return self.shapes.rows // self.box[0]
+
+    @property
+    def messages_per_strip(self) -> int:
+        """Messages that a strip is sent in."""
+        return self.shapes.contracted // (self.box[1] * self.boxes_per_message)
+
+    @property
+    def messages(self) -> int:
+        """Messages that a shard is sent in."""
+        return self.shapes.planes * self.strips * self.messages_per_strip
+
+    @property
+    def strips_per_group(self) -> int:
+        """Strips whose messages are counted together: about as high as a tile."""
+        return min(self.strips, max(1, self.tiles.rows // self.box[0]))
+
+    @property
+    def groups(self) -> int:
+        """Groups of strips in each plane of a shard."""
+        return math.ceil(self.strips / self.strips_per_group)
+
+
+@functools.cache
+def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
+    """The cut predicted to be fastest, or None where the kernel cannot do it."""
+    box = _box(shapes.rows, shapes.contracted)
+    if box is None:
+        return None
+    across = shapes.contracted // box[1]
+    boxes = shapes.planes * (shapes.rows // box[0]) * across
+    most = max(1, boxes // (_MESSAGES_PER_BLOCK * multiprocessors))
+    boxes_per_message = _largest_divisor(across, most)
+    found = [
+        Plan(shapes, tiles, joins, box, boxes_per_message)
+        for joins in (False, True)
+        for tiles in _cuts(shapes.problem(joins), ITEMSIZE * math.prod(box) * BUFFERS)
+    ]
+    return min(
+        found, key=lambda plan: predicted_plan_microseconds(plan, multiprocessors), default=None
+    )
+
+
+def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
+    """What a launch should take, and what it waits for peers."""
+    shapes = plan.shapes
+    problem = shapes.problem(plan.joins)
+    weights = ITEMSIZE * shapes.contracted * sum(shapes.columns)
+    passes = problem.batch if weights > _CACHE_BYTES else 1
+    computing = max(
+        predicted_microseconds(problem, plan.tiles, multiprocessors),
+        passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
+    )
+    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
+    sending = (shapes.devices - 1) * shard / _LINK_BYTES_PER_MICROSECOND + _ARRIVAL_MICROSECONDS
+    if plan.joins:
+        return sending + computing
+    # The rows that arrive last are multiplied last.
+    return max(computing, sending + computing / (2 * shapes.devices))
+
+
+_SIZES = (
+    Tiles(128, 256, split="rows"),
+    Tiles(256, 128, split="rows"),
+    Tiles(128, 128, split="rows"),
+    Tiles(128, 64, split="rows"),
+    Tiles(64, 256, split="columns"),
+    Tiles(64, 128, split="columns"),
+    Tiles(64, 64, split="columns"),
+)
+
+
+def _cuts(problem: Problem, reserved_bytes: int) -> list[Tiles]:
+    """Tiles that leave so much shared memory, in clusters that all fit on a GPU at once."""
+    found = []
+    for sizes, share in itertools.product(_SIZES, ("w", None, "x")):
+        # Rows arrive in order: those of one height are multiplied before the next.
+        ordered = replace(sizes, share=share, sweep="columns")
+        swizzled = (replace(ordered, swizzle=swizzle) for swizzle in (128, 64))
+        tiles = next(filter(functools.partial(_swizzles, problem), swizzled), None)
+        if tiles is not None:
+            staged = (
+                replace(tiles, stages=stages, strips=strips)
+                for stages in (8, 7, 6, 5, 4, 3)
+                for strips in (2, 1)
+                if strips <= tiles.all_strips
+            )
+            most = SHARED_MEMORY_BYTES - reserved_bytes
+            found += [t for t in staged if t.shared_memory_bytes <= most][:1]
+    return found
+
+
+def _swizzles(problem: Problem, tiles: Tiles) -> bool:
+    """Whether all slices can be swizzled, and consumers' parts end where a swizzle does."""
+    whole = tiles.split == "rows" or tiles.part[1] % (tiles.swizzle // ITEMSIZE) == 0
+    return whole and problem.swizzles(tiles)
+
+
+def _box(rows: int, columns: int) -> tuple[int, int] | None:
+    """The largest box, as wide as possible, that fills a shard without a rest."""
+    wide = _largest_divisor(columns, _BOX_COLUMNS)
+    high = _largest_divisor(rows, _BOX_BYTES // (ITEMSIZE * wide))
+    if ITEMSIZE * wide % 16 or ITEMSIZE * high * wide % _ALIGNMENT:
+        return None
+    return high, wide
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(d for d in range(1, min(number, most) + 1) if number % d == 0)
