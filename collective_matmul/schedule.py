@@ -13,10 +13,8 @@ Two uses share these names:
   sends of step i carry what was finished by step i - 1; what arrives is added to it afterwards.
   At the end each device holds the sum of its own chunk, offset 0.
 
-Four patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
-the ring), ``direct`` (each shard straight from its owner, for switches that link every pair), and
-``leapfrog`` (a one-way ring of halves that take turns: one travels while the other is multiplied,
-so that an accumulator has arrived before its next product begins).
+Three patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
+the ring), and ``direct`` (each shard straight from its owner, for switches that link every pair).
 The rings are Looped CollectiveEinsum: Wang et al., "Overlap Communication with Dependent
 Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
 """
@@ -28,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-Pattern = Literal["one_way", "two_way", "direct", "leapfrog"]
+Pattern = Literal["one_way", "two_way", "direct"]
 Use = Literal["gather", "scatter"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 USES: tuple[Use, ...] = get_args(Use)
@@ -121,18 +119,6 @@ def _ring_step(use: Use, devices: int, i: int, way: int, part: int) -> tuple[Chu
     return chunk, _send(finished, way, devices) if i > 0 else None
 
 
-def _leapfrog_step(use: Use, devices: int, i: int) -> tuple[Chunk, Send | None]:
-    """Step i of 2 D: one half a step, each half once round a one-way ring."""
-    turn, part = divmod(i, 2)
-    chunk, send = _ring_step(use, devices, turn, -1, part)
-    if use == "scatter":
-        # What the step before finished; the last turn's sums are at home.
-        turn, part = divmod(i - 1, 2)
-        finished = _ring_step(use, devices, turn, -1, part)[0]
-        send = _send(finished, -1, devices) if i > 0 and turn < devices - 1 else None
-    return chunk, send
-
-
 def _direct_step(use: Use, devices: int, i: int) -> Step:
     """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter.
 
@@ -154,7 +140,7 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
 
     Args:
       use: "gather" moves shards, "scatter" moves accumulators.
-      pattern: "one_way", "two_way", "direct" or "leapfrog".
+      pattern: "one_way", "two_way" or "direct".
       devices: D, at least 1. One device multiplies its own chunk and sends nothing.
 
     Raises:
@@ -168,8 +154,6 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
         raise ValueError(f"devices={devices}: a schedule needs at least 1 device")
     if pattern == "direct":
         steps = [_direct_step(use, devices, i) for i in range(devices)]
-    elif pattern == "leapfrog":
-        steps = [_step([_leapfrog_step(use, devices, i)]) for i in range(2 * devices)]
     else:
         # Shards that move by -1 come from the next device first, as the drawing shows.
         ways = enumerate((-1, 1) if pattern == "two_way" else (-1,))
@@ -177,7 +161,7 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
             [_ring_step(use, devices, i, *lane[::-1]) for i in range(devices)] for lane in ways
         ]
         steps = [_step(step) for step in zip(*lanes, strict=True)]
-    parts = 2 if pattern in ("two_way", "leapfrog") else 1
+    parts = 2 if pattern == "two_way" else 1
     return Schedule(use, pattern, devices, parts, tuple(steps))
 
 

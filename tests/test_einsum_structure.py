@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
 from collective_matmul.equation import Equation
-from collective_matmul.implementations.einsum import PATTERNS, gather_einsum, scatter_einsum
+from collective_matmul.implementations import RINGS
+from collective_matmul.implementations.einsum import gather_einsum, scatter_einsum
 from collective_matmul.schedule import Schedule, Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
@@ -27,7 +28,7 @@ from tests.test_structure import (
 )
 
 every_form = pytest.mark.parametrize("form", FORMS)
-every_ring = pytest.mark.parametrize("ring", [name for name in PATTERNS if name != "bulk"])
+every_ring = pytest.mark.parametrize("ring", RINGS)
 GATHERS_AND_REDUCTIONS = ("all_gather", "reduce_scatter", "psum", "all_to_all")
 
 
@@ -37,7 +38,7 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
 
 
 def schedule_of(use: Use, ring: str) -> Schedule:
-    pattern = PATTERNS[ring]
+    pattern = RINGS[ring]
     assert pattern is not None
     return make_schedule(use, pattern, 3)
 

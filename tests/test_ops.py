@@ -62,7 +62,7 @@ def test_axis_sizes(op: str, implementation: str, devices: int, make_mesh: MeshF
 @every_op
 @every_implementation
 def test_shards_of_one_row(op: str, implementation: str, make_mesh: MeshFactory) -> None:
-    """A row cannot be halved, so two_way and leapfrog send all of it one way."""
+    """A row cannot be halved, so two_way sends all of it one way."""
     assert_close(Case(op, implementation, 3, (3,), 3, ((3,),)).compare(make_mesh({AXIS: 3})))
 
 

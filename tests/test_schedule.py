@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import cast
 
@@ -134,9 +133,8 @@ def test_data_is_where_it_is_used(schedule: Schedule) -> None:
 @every_schedule
 def test_costs(schedule: Schedule) -> None:
     d, chunk_bytes = schedule.devices, 1024
-    in_halves = schedule.pattern in ("two_way", "leapfrog")
-    assert len(schedule.steps) == (2 * d if schedule.pattern == "leapfrog" else d)
-    assert schedule.permutes == (2 if in_halves else 1) * (d - 1)
+    assert len(schedule.steps) == d
+    assert schedule.permutes == (2 if schedule.pattern == "two_way" else 1) * (d - 1)
     # Every device needs, or contributes to, all chunks but its own, whatever way they take.
     assert schedule.bytes_sent(chunk_bytes) == (d - 1) * chunk_bytes
     # Round a ring the farthest chunk passes every device; through a switch it passes none.
@@ -150,15 +148,6 @@ def test_a_direct_gather_starts_every_later_transfer_two_steps_ahead(devices: in
         assert {send.arrival for send in step.sends if send.arrival.offset != 1} == {
             Chunk(offset, 0) for offset in (i + 2,) if offset < devices
         }
-
-
-@pytest.mark.parametrize("devices", range(2, 9))
-def test_a_leapfrogging_sum_is_here_before_its_next_product(devices: int) -> None:
-    steps = make_schedule("scatter", "leapfrog", devices).steps
-    for step, following in itertools.pairwise(steps):
-        arriving = {send.arrival for send in step.sends}
-        assert not arriving & set(step.multiply)
-        assert arriving <= set(following.multiply)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -185,14 +174,6 @@ device 2  1       0 (1→1)  2 (0→0)""",
           step 0              step 1
 device 0  0a 0b (0a→1, 0b→1)  1a 1b
 device 1  1a 1b (1a→0, 1b→0)  0a 0b""",
-    ("gather", "leapfrog", 2): """\
-          step 0     step 1     step 2  step 3
-device 0  0a (0a→1)  0b (0b→1)  1a      1b
-device 1  1a (1a→0)  1b (1b→0)  0a      0b""",
-    ("scatter", "leapfrog", 2): """\
-          step 0  step 1     step 2     step 3
-device 0  1a      1b (1a→1)  0a (1b→1)  0b
-device 1  0a      0b (0a→0)  1a (0b→0)  1b""",
     ("scatter", "one_way", 1): """\
           step 0
 device 0  0""",
@@ -210,7 +191,7 @@ def test_drawing(arguments: tuple[Use, Pattern, int]) -> None:
         (("scatters", "one_way", 4), r"use='scatters': expected one of gather, scatter$"),
         (
             ("gather", "spiral", 4),
-            r"pattern='spiral': expected one of one_way, two_way, direct, leapfrog$",
+            r"pattern='spiral': expected one of one_way, two_way, direct$",
         ),
         (("gather", "direct", 0), r"devices=0: a schedule needs at least 1 device$"),
         (("gather", "direct", -2), r"devices=-2: a schedule needs at least 1 device$"),

@@ -36,12 +36,10 @@ def _ring(pattern: Pattern) -> SimpleNamespace:
     )
 
 
+#: The schedule that each ring walks.
+RINGS: MappingProxyType[str, Pattern] = MappingProxyType(
+    {"ring": "one_way", "ring_two_way": "two_way", "ring_direct": "direct"}
+)
 IMPLEMENTATIONS = MappingProxyType(
-    {
-        "bulk": bulk,
-        "ring": _ring("one_way"),
-        "ring_two_way": _ring("two_way"),
-        "ring_direct": _ring("direct"),
-        "ring_leapfrog": _ring("leapfrog"),
-    }
+    {"bulk": bulk, **{name: _ring(pattern) for name, pattern in RINGS.items()}}
 )

@@ -18,25 +18,22 @@ def multiply_chunks(
     xs: Sequence[Rows],
     ws: Sequence[Sequence[jax.Array]],
     outs: Sequence[Rows],
-    addends: Sequence[jax.Array] = (),
     *,
     dimension: int,
     transpose_w: bool,
 ) -> tuple[jax.Array, ...]:
-    """Writes ``sum over p of xs[p] @ ws[p][q] (+ addends[q])`` into the chunk `outs[q]`.
+    """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
 
     Shapes are those of `collective_matmul.kernels.multiply_chunks`; returns the arrays of outs.
     """
-    written = kernels.multiply_chunks(
-        xs, ws, outs, addends, dimension=dimension, transpose_w=transpose_w
-    )
+    written = kernels.multiply_chunks(xs, ws, outs, dimension=dimension, transpose_w=transpose_w)
     if written is not None:
         return written
     operands = [read(x, dimension) for x in xs]
     arrays = []
     for q, out in enumerate(outs):
         products = [matmul(x, term[q], transpose_w) for x, term in zip(operands, ws, strict=True)]
-        arrays.append(write(out, add(*products, *addends[q : q + 1]), dimension))
+        arrays.append(write(out, add(*products), dimension))
     return tuple(arrays)
 
 

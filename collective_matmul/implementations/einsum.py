@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,23 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul.equation import Equation
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from collective_matmul.implementations.arithmetic import add
 from collective_matmul.implementations.chunks import Gathered, empty_like, read, write
 from collective_matmul.implementations.ring import Gather, Ring
 from collective_matmul.kernels import Rows
-from collective_matmul.schedule import Chunk, Pattern
-
-#: The ring that each implementation walks where an equation is no matmul; bulk walks none.
-PATTERNS: MappingProxyType[str, Pattern | None] = MappingProxyType(
-    {
-        "bulk": None,
-        "ring": "one_way",
-        "ring_two_way": "two_way",
-        "ring_direct": "direct",
-        "ring_leapfrog": "leapfrog",
-    }
-)
+from collective_matmul.schedule import Chunk
 
 
 def gather_einsum(
@@ -73,7 +61,7 @@ def gather_einsum(
         contracted = a.shape[x.ndim - 1 :]
         gathered = _map_chunks(lambda chunk: _split_last(chunk, contracted), gathered)
         return _split_last(y, _columns(equation, b)), gathered
-    pattern = PATTERNS[implementation]
+    pattern = RINGS.get(implementation)
     if pattern is None:
         whole = lax.all_gather(a, axis_name, axis=dimension, tiled=True)
         return _einsum(equation, whole, b), whole if keep_gathered else None
@@ -113,7 +101,7 @@ def scatter_einsum(
             rider=rider,
         )
         return _split_last(y, _columns(equation, b)), gathered
-    pattern = PATTERNS[implementation]
+    pattern = RINGS.get(implementation)
     if pattern is None:
         product = _einsum(equation, a, b)
         y = lax.psum_scatter(product, axis_name, scatter_dimension=dimension, tiled=True)

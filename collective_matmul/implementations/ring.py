@@ -86,7 +86,6 @@ def matmul_reduce_scatter(
         arriving = scatter.permute(leaving, step)
         if gather is not None:
             gather.receive(i, gather.send(gather.steps[i]))
-        leaving_next = scatter.chunks_sent_by(i + 1)
         for chunk in step.multiply:
             places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
             like = {dimension: places[0].size, xs[0].ndim - 1: columns}
@@ -95,15 +94,13 @@ def matmul_reduce_scatter(
                 places,
                 [[w] for w in ws],
                 [out],
-                # What is here and leaves next: a kernel adds it without a pass of its own.
-                terms.pop(chunk, []) if chunk in leaving_next else [],
                 dimension=dimension,
                 transpose_w=transpose_w,
             )
             terms.setdefault(chunk, []).append(product)
         for chunk, value in arriving.items():
             terms.setdefault(chunk, []).append(value)
-        for chunk in leaving_next:
+        for chunk in scatter.chunks_sent_by(i + 1):
             terms[chunk] = [add(*terms[chunk])]
         if i + 1 < len(scatter.steps):
             # The operands too: the next matmul must not start before this step has ended. All that
@@ -124,6 +121,9 @@ def matmul_all_reduce(
     The gather has no matmul left to hide under. Shapes: see the package's docstring. The product
     of the leading dimensions must be a multiple of D.
     """
+    if pattern == "direct":
+        # Its sums are made at the end, of D - 1 chunks that bulk, which sums in place, never holds.
+        pattern = "one_way"
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y, _ = matmul_reduce_scatter([rows], [w], axis_name, dimension=0, pattern=pattern)
     y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")
