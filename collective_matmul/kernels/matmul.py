@@ -246,7 +246,7 @@ class Work:
     def produce(self, operands, stages) -> None:
         """Fills the stages in turn, each as soon as all its readers let it go."""
         self.walk(functools.partial(self.load_tile, operands, stages))
-        filled = self.turns() * self.steps
+        filled = self.first_step(self.turns())
 
         # No block may leave while another still signals to it.
         @pl.loop(0, jnp.minimum(filled, self.tiles.stages))
@@ -259,7 +259,7 @@ class Work:
         rows, columns = self.tiles.rows, self.tiles.columns
 
         def load_terms(q, column):
-            first = turn * self.steps
+            first = self.first_step(turn)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
                 read_x = _reader(xs[p], x, indices, batch, pl.ds(row, rows))
@@ -340,12 +340,13 @@ class Work:
         """The plane of each result that a batch's tiles are stored in."""
         return batch * self.planes_per_batch + indices[self.out_index]
 
-    def multiply(self, accumulator, turn, x_part, w_part, stages) -> None:
-        """Sums over all steps of a tile; lets go of every stage but the last."""
+    def multiply(self, accumulator, turn, x_part, w_part, stages, steps=None) -> None:
+        """Sums over the steps of a tile, or a range of them; lets go of all stages but the last."""
+        start, stop = steps or (0, self.steps)
         x_slices, w_slices, filled, consumed = stages
         x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
 
-        @pl.loop(0, self.steps)
+        @pl.loop(start, stop)
         def _(step):
             slot = self.slot(turn, step)
             plgpu.barrier_wait(filled.at[slot])
@@ -389,9 +390,13 @@ class Work:
             columns = pl.ds(column + i * width, width)
             plgpu.copy_smem_to_gmem(strip, plane.at[pl.ds(row, rows), columns])
 
+    def first_step(self, turn: Any) -> Any:
+        """How many steps this block takes before those of a tile."""
+        return turn * self.steps
+
     def slot(self, turn: Any, step: Any) -> Any:
         """The stage of a step."""
-        return lax.rem(turn * self.steps + step, self.tiles.stages)
+        return lax.rem(self.first_step(turn) + step, self.tiles.stages)
 
 
 def _reader(ref, operand: Operand, indices, batch, free) -> Callable:
