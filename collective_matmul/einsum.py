@@ -20,8 +20,9 @@ from collective_matmul.choose import Einsum, Site, choose
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.source import Source, calling_source
 from collective_matmul.equation import Equation, parse
+from collective_matmul.gradients import vary_together
 from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
-from collective_matmul.ops import named, vary_together
+from collective_matmul.ops import named
 
 
 def collective_einsum(
@@ -75,8 +76,8 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
-        "ring_leapfrog".
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+        "ring_direct".
 
     Returns:
       The result, local, in the operands' dtype.

@@ -46,13 +46,15 @@ class Line:
 
 def line_of(decision: Decision) -> Line:
     """The line of an op, be it called or put in the place of a collective and its matmuls."""
-    site, replaces = decision.site, decision.replaces
+    site = decision.site
+    # A plain program may be differentiated before: its gathers may be of either pass.
+    known = site.direction == "backward" or site.replaces is None
     return Line(
         site.source,
-        "" if replaces else site.direction,
+        site.direction if known else "",
         site.op,
         site.shapes,
-        f"{decision.implementation} by overlap" if replaces else decision.implementation,
+        f"{decision.implementation} by overlap" if site.replaces else decision.implementation,
         decision.reason,
         decision.seconds,
         decision.bulk_seconds,

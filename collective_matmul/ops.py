@@ -1,4 +1,4 @@
-"""The collective matmuls: check arguments, choose an implementation, define gradients.
+"""The collective matmuls: their arguments are checked here, and their gradients derived.
 
 All are called inside `jax.shard_map` on per-device arrays. D is the size of `axis_name`; shapes are
 local unless a sentence says otherwise. The operands share one dtype (float32, bfloat16, float16),
@@ -15,24 +15,16 @@ communicating again.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
-from typing import Any, overload
+from typing import overload
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul import checks
-from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
-from collective_matmul.choose import Site, choose
-from collective_matmul.choose.site import Op
-from collective_matmul.choose.source import Source, calling_source
-from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.implementations.arithmetic import contract_rows, matmul
+from collective_matmul import checks, gradients
+from collective_matmul.choose.source import calling_source
+from collective_matmul.gradients import Call, gather_matmul, matmul_scatter, vary_together
 
 #: The name that `jax.checkpoint` policies know the results of the ops by.
 CHECKPOINT_NAME = "collective_matmul"
@@ -73,8 +65,8 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       w: [K, *N], or a sequence of such.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
-        "ring_leapfrog".
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+        "ring_direct".
 
     Returns:
       [..., D*m, ..., *N], or a tuple of such, one for each weight.
@@ -89,7 +81,8 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = vary_together(axis_name, x, *map(_as_matrix, ws))
-    ys = _all_gather_matmul(x, tuple(matrices), _Call(axis_name, dimension, implementation))
+    call = Call(axis_name, dimension, implementation, source=calling_source())
+    ys, _ = gather_matmul(x, tuple(matrices), call)
     ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
@@ -119,8 +112,8 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
-        "ring_leapfrog".
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+        "ring_direct".
 
     Returns:
       [..., M/D, ..., *N], this device's shard along `scatter_dimension`.
@@ -136,7 +129,8 @@ def matmul_reduce_scatter(
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = vary_together(axis_name, x, _as_matrix(w))
-    y = _matmul_reduce_scatter(x, matrix, _Call(axis_name, dimension, implementation))
+    call = Call(axis_name, dimension, implementation, source=calling_source())
+    y = matmul_scatter((x,), (matrix,), call)
     return named(_split_columns(y / devices if mean else y, w))
 
 
@@ -158,8 +152,8 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct",
-        "ring_leapfrog". A ring needs the product of x's leading dimensions to be a multiple of D.
+      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+        "ring_direct". A ring needs the product of x's leading dimensions to be a multiple of D.
 
     Returns:
       [..., *N], the same on every device of the axis.
@@ -172,134 +166,9 @@ def matmul_all_reduce(
     checks.implementation(implementation)
     checks.operands(x, (w,))
     x, matrix = vary_together(axis_name, x, _as_matrix(w))
-    y = _matmul_all_reduce(x, matrix, _Call(axis_name, None, implementation))
+    call = Call(axis_name, None, implementation, source=calling_source())
+    y = gradients.matmul_all_reduce(x, matrix, call)
     return named(_split_columns(y, w))
-
-
-# The same ops on matrices w [K, N], with their gradients.
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What the user's call of an op said beside its arrays, for its forward and its backward."""
-
-    axis_name: str
-    dimension: int | None
-    implementation: str | None
-    source: Source | None = field(default_factory=calling_source, compare=False)
-
-
-def _custom_vjp(nondiff_argnum: int) -> Any:
-    """`jax.custom_vjp`, whose types do not survive `functools.partial`."""
-    return functools.partial(jax.custom_vjp, nondiff_argnums=(nondiff_argnum,))
-
-
-@_custom_vjp(2)
-def _all_gather_matmul(x, ws, call: _Call) -> tuple[jax.Array, ...]:
-    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
-    return chosen.all_gather_matmul(x, ws, call.axis_name, dimension=call.dimension)[0]
-
-
-def _all_gather_matmul_forward(x, ws, call: _Call):
-    return _all_gather_matmul(x, ws, call), (x, ws)
-
-
-def _all_gather_matmul_backward(call: _Call, residuals, dys):
-    x, ws = residuals
-    # XLA would find the forward's gather of x again and keep its result until now.
-    x, dys = lax.optimization_barrier((x, dys))
-    facts = {"rider": x.shape, "direction": "backward"}
-    chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, transpose_w=True, **facts)
-    dimension = call.dimension
-    dx, gathered = chosen.matmul_reduce_scatter(
-        dys, ws, call.axis_name, dimension=dimension, transpose_w=True, rider=x
-    )
-    return dx, chosen.weight_gradients(gathered, dys, dimension=dimension)
-
-
-_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
-
-
-@_custom_vjp(2)
-def _matmul_reduce_scatter(x, w, call: _Call) -> jax.Array:
-    chosen = _chosen(call, "matmul_reduce_scatter", (x,), (w,))
-    return chosen.matmul_reduce_scatter([x], [w], call.axis_name, dimension=call.dimension)[0]
-
-
-def _matmul_reduce_scatter_forward(x, w, call: _Call):
-    return _matmul_reduce_scatter(x, w, call), (x, w)
-
-
-def _matmul_reduce_scatter_backward(call: _Call, residuals, dy):
-    x, w = residuals
-    facts = {"keep_gathered": True, "direction": "backward"}
-    chosen = _chosen(call, "all_gather_matmul", (dy,), (w,), transpose_w=True, **facts)
-    dimension = call.dimension
-    (dx,), gathered = chosen.all_gather_matmul(
-        dy, (w,), call.axis_name, dimension=dimension, transpose_w=True, keep_gathered=True
-    )
-    (dw,) = chosen.weight_gradients(x, [gathered], dimension=dimension)
-    return dx, dw
-
-
-_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
-
-
-@_custom_vjp(2)
-def _matmul_all_reduce(x, w, call: _Call) -> jax.Array:
-    chosen = _chosen(call, "matmul_all_reduce", (x,), (w,))
-    return chosen.matmul_all_reduce(x, w, call.axis_name)
-
-
-def _matmul_all_reduce_forward(x, w, call: _Call):
-    return _matmul_all_reduce(x, w, call), (x, w)
-
-
-def _matmul_all_reduce_backward(call: _Call, residuals, dy):
-    x, w = residuals  # Nothing is communicated that a matmul could hide.
-    if tracks_varying_axes(call.axis_name):
-        dy = vary_over(dy, varying_axes(x))
-    else:
-        dy = lax.psum(dy, call.axis_name)
-    return matmul(dy, w, transpose_w=True), contract_rows(x, dy)
-
-
-_matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
-
-
-def _chosen(
-    call: _Call,
-    op: Op,
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
-    transpose_w: bool = False,
-    **facts: Any,
-) -> ModuleType | SimpleNamespace:
-    """The implementation for one pass of a call; `facts` are further attributes of its `Site`."""
-    site = Site(
-        op=op,
-        operands=tuple(
-            (x.shape, w.shape[::-1] if transpose_w else w.shape)
-            for x, w in zip(xs, ws, strict=True)
-        ),
-        dtype=xs[0].dtype,
-        axis_name=call.axis_name,
-        axis_size=lax.axis_size(call.axis_name),
-        source=call.source,
-        **facts,
-    )
-    return IMPLEMENTATIONS[choose(site, call.implementation)]
-
-
-def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
-    """Types all arrays as varying over the axis and over all that any of them varies over.
-
-    Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
-    """
-    axes = frozenset({axis_name}).union(*map(varying_axes, arrays))
-    if not tracks_varying_axes(axis_name):
-        return list(arrays)
-    return [vary_over(array, axes) for array in arrays]
 
 
 def _as_matrix(w: jax.Array) -> jax.Array:

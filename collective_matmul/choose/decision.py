@@ -30,8 +30,6 @@ class Decision:
       reason: in words.
       seconds: predicted for the implementation, a weight gradient included; None if unknown.
       bulk_seconds: the same for bulk.
-      replaces: the collective of a plain program whose place `collective_matmul.overlap` gave the
-        op; None of an op that the program calls.
     """
 
     site: Site
@@ -39,7 +37,6 @@ class Decision:
     reason: str
     seconds: float | None = None
     bulk_seconds: float | None = None
-    replaces: str | None = None
 
 
 _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.ContextVar(

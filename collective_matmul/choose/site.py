@@ -50,6 +50,8 @@ class Site:
         after. Like what follows it is for a reader: sites that differ in these alone are equal.
       direction: which pass of the op that the user called this is.
       source: where the user called it.
+      replaces: the collective that the user called there instead, whose place
+        `collective_matmul.overlap` gave the op; or None.
     """
 
     op: Op
@@ -63,6 +65,7 @@ class Site:
     transposed: tuple[str, ...] = field(default=(), compare=False)
     direction: Direction = field(default="forward", compare=False)
     source: Source | None = field(default=None, compare=False)
+    replaces: str | None = field(default=None, compare=False)
 
     @property
     def flat(self) -> Site:

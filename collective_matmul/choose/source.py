@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from pathlib import Path
@@ -34,7 +35,8 @@ def calling_source() -> Source | None:
 
     None if there is none, as when only libraries are on the stack.
     """
-    for frame, line in traceback.walk_stack(None):
+    # From this frame on: which one walk_stack begins with by itself depends on Python's version.
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
         if not is_library(frame.f_code.co_filename):
             return Source(frame.f_code.co_filename, line, frame.f_code.co_qualname)
     return None

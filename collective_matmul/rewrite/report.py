@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jax.extend.core import JaxprEqn
@@ -20,9 +20,9 @@ _LIBRARY = Path(__file__).parents[1]
 _OWN_CODE = (
     str(_LIBRARY / "implementations"),
     str(_LIBRARY / "kernels"),
+    str(_LIBRARY / "gradients.py"),
     str(_LIBRARY / "ops.py"),
     str(_LIBRARY / "_compat.py"),
-    str(_LIBRARY / "rewrite" / "operations.py"),
 )
 
 
@@ -71,8 +71,6 @@ def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
 
 def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
     """The report of a collective that an op takes the place of; its decision is recorded."""
-    site = replace(decision.site, source=source_of(equation))
-    decision = replace(decision, site=site, replaces=kind_of(equation))
     record(decision)
     return _site(equation, matmuls, decision, decision.reason)
 

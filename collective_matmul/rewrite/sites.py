@@ -10,19 +10,20 @@ import jax
 from jax import lax
 from jax.extend.core import Var
 
-from collective_matmul import ops
 from collective_matmul.choose.source import Source
-from collective_matmul.rewrite.gathers import GatherMatch, Use
-from collective_matmul.rewrite.graph import Atom, type_of
-from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.operations import (
+from collective_matmul.gradients import (
     Call,
     Kept,
     gather_matmul,
+    matmul_all_reduce,
     matmul_scatter,
+    vary_together,
     weight_gradient,
     whole_of,
 )
+from collective_matmul.rewrite.gathers import GatherMatch, Use
+from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.steps import Step, divided
 from collective_matmul.rewrite.sums import SumMatch
 
@@ -64,6 +65,7 @@ def gather_replacements(
         transpose_w=all(use.matmul.w_lies_transposed for use in uses),
         keep_gathered=bool(match.later) or match.keeps_root,
         source=source,
+        replaces=collective.kind,
     )
     handle = Handle(match.index)
 
@@ -71,7 +73,9 @@ def gather_replacements(
         x = replay(view.steps, shard)
         matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
         ys, gathered = gather_matmul(x, tuple(matrices), call)
-        results = [u.matmul.result(y, u.matmul.free_shape) for u, y in zip(uses, ys, strict=True)]
+        results: list[Any] = [
+            use.matmul.result(y, use.matmul.free_shape) for use, y in zip(uses, ys, strict=True)
+        ]
         if match.later:
             results.append(gathered)
         if match.keeps_root:
@@ -90,12 +94,11 @@ def gather_replacements(
 def _weight_gradient(use: Use, handle: Handle, call: Call) -> Replacement:
     """A matmul that contracts the rows of what was gathered with those of another array."""
     matmul, view = use.matmul, use.view
-    order = Call(call.axis_name, call.dimension, None, transpose_w=matmul.x_side == 1)
 
     def fun(gathered: Kept, other: jax.Array) -> tuple[jax.Array]:
         rows = matmul.weight(other, transposed=False)
         rows = lax.reshape(rows, (*view.base[:-1], matmul.columns))
-        product = weight_gradient(gathered, rows, order)
+        product = weight_gradient(gathered, rows, call.dimension, transpose_w=matmul.x_side == 1)
         return (lax.reshape(product, type_of(use.result).shape),)
 
     return Replacement(use.index, [handle, matmul.w], [use.result], fun)
@@ -106,22 +109,25 @@ def sum_replacement(
 ) -> Replacement:
     """The matmuls with their sum over devices."""
     collective, terms, rows = match.collective, match.terms, match.rows
-    transpose_w = all(term.w_lies_transposed for term in terms)
+    call = Call(
+        collective.axis_name,
+        match.dimension,
+        implementation,
+        transpose_w=collective.kind != "psum" and all(term.w_lies_transposed for term in terms),
+        source=source,
+        replaces=collective.kind,
+    )
 
     def fun(*operands: jax.Array) -> tuple[jax.Array]:
         pairs = list(zip(terms, operands[::2], operands[1::2], strict=True))
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         if collective.kind == "psum":
             ((term, _, w),) = pairs
-            y = ops.matmul_all_reduce(
-                xs[0], term.weight(w, False), collective.axis_name, implementation=implementation
-            )
+            x, w = vary_together(call.axis_name, xs[0], term.weight(w, False))
+            y = matmul_all_reduce(x, w, call)
             return (replay(match.path.steps[::-1], term.result(y, term.free_shape)),)
         assert match.dimension is not None and match.path.dimension is not None
-        ws = [term.weight(w, transpose_w) for term, _, w in pairs]
-        call = Call(
-            collective.axis_name, match.dimension, implementation, transpose_w, False, source
-        )
+        ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
         y = matmul_scatter(tuple(xs), tuple(ws), call)
         if match.path.shape is None:
             y = terms[0].result(y, divided(rows, match.dimension, collective.devices))

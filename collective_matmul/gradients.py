@@ -1,11 +1,13 @@
-"""The ops in the forms that programs need: with w as it lies, and with what was gathered.
+"""The ops on matrices, with their gradients; `collective_matmul.ops` derives those.
 
-Shapes are those of `collective_matmul.implementations`; so are the names of the arguments. Their
-gradients are those of `collective_matmul.ops`, and no results are named.
+All are called inside `jax.shard_map`. Shapes, local to one device, are those of
+`collective_matmul.implementations`; so are the names of the arguments. The backward of an op is
+carried out by the implementation chosen for it, as the forward by its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,38 +18,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from collective_matmul.choose import Site, choose
+from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
+from collective_matmul.choose import Site, choose, record_decisions
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.source import Source
 from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.implementations.arithmetic import add, matmul
+from collective_matmul.implementations.arithmetic import add, contract_rows, matmul
 from collective_matmul.implementations.chunks import Gathered
 
+#: What a gather hands back beside its products: whole, in chunks, or not.
 Kept = jax.Array | Gathered | None
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op in a program.
+    """What is said of an op beside its arrays, for its forward and its backward.
 
     Attributes:
       axis_name: the mesh axis.
-      dimension: gathered or scattered.
+      dimension: gathered or scattered; None of `matmul_all_reduce`.
       implementation: requested, or None.
       transpose_w: whether weights are [N, K].
       keep_gathered: whether what is gathered is a result too.
-      source: of the collective in the user's program.
+      source: in the user's program.
+      replaces: the collective there whose place the op takes, or None.
     """
 
     axis_name: str
-    dimension: int
+    dimension: int | None
     implementation: str | None
     transpose_w: bool = False
     keep_gathered: bool = False
     source: Source | None = field(default=None, compare=False)
+    replaces: str | None = field(default=None, compare=False)
 
     def choose(self, op: Op, xs: Sequence, ws: Sequence, **facts: Any) -> Any:
-        """The implementation; `facts` are further attributes of the `Site`."""
+        """The implementation for one pass; `facts` are further attributes of its `Site`."""
         transpose_w = self.transpose_w != (facts.get("direction") == "backward")
         site = Site(
             op=op,
@@ -59,20 +65,28 @@ class Call:
             axis_name=self.axis_name,
             axis_size=lax.axis_size(self.axis_name),
             source=self.source,
+            replaces=self.replaces,
             **facts,
         )
         return IMPLEMENTATIONS[choose(site, self.implementation)]
+
+    def again(self) -> contextlib.AbstractContextManager:
+        """A block that decides what was decided, and recorded, when the op took its place."""
+        return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
 
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
 _custom_vjp: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 
 
-@_custom_vjp
 def gather_matmul(
     x: jax.Array, ws: tuple[jax.Array, ...], call: Call
 ) -> tuple[tuple[jax.Array, ...], Kept]:
     """``all_gather(x) @ w`` for each w, and what was gathered if the call keeps it."""
+    return (_gather_matmul_keeping if call.keep_gathered else _gather_matmul)(x, ws, call)
+
+
+def _gather_matmul_primal(x, ws, call: Call) -> tuple[tuple[jax.Array, ...], Kept]:
     chosen = call.choose("all_gather_matmul", (x,) * len(ws), ws, keep_gathered=call.keep_gathered)
     return chosen.all_gather_matmul(
         x,
@@ -85,9 +99,14 @@ def gather_matmul(
 
 
 def _gather_matmul_forward(x, ws, call: Call):
-    x, ws = jax.tree.map(lambda primal: primal.value, (x, ws), is_leaf=_is_primal)
-    ys, gathered = gather_matmul(x, ws, call)
+    with call.again():
+        ys, gathered = gather_matmul(x, ws, call)
     return (ys, gathered), (x, ws, gathered)
+
+
+def _gather_matmul_keeping_forward(x, ws, call: Call):
+    x, ws = jax.tree.map(lambda primal: primal.value, (x, ws), is_leaf=_is_primal)
+    return _gather_matmul_forward(x, ws, call)
 
 
 def _gather_matmul_backward(call: Call, residuals, cotangents):
@@ -103,6 +122,7 @@ def _gather_matmul_backward(call: Call, residuals, cotangents):
 def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[Any, Any]:
     """The gradient of x, and x gathered: again, unless it was kept."""
     transpose_w, dimension = not call.transpose_w, call.dimension
+    assert dimension is not None
     whole = _whole_cotangent(gathered, dgathered, dimension)
     if whole is not None:
         # One sum over devices, as it was before: of all that depends on what was gathered.
@@ -123,7 +143,13 @@ def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[
     return dx, again if gathered is None else gathered
 
 
-gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward, symbolic_zeros=True)
+_gather_matmul, _gather_matmul_keeping = map(_custom_vjp, [_gather_matmul_primal] * 2)
+_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+# Zeros tell whether anything depends on what was kept. JAX has none in a shard_map that is carried
+# out without `jax.jit`: what keeps nothing does without.
+_gather_matmul_keeping.defvjp(
+    _gather_matmul_keeping_forward, _gather_matmul_backward, symbolic_zeros=True
+)
 
 
 @_custom_vjp
@@ -136,34 +162,76 @@ def matmul_scatter(xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: C
 
 
 def _matmul_scatter_forward(xs, ws, call: Call):
-    return matmul_scatter(xs, ws, call), (xs, ws)
+    with call.again():
+        return matmul_scatter(xs, ws, call), (xs, ws)
 
 
 def _matmul_scatter_backward(call: Call, residuals, dy):
     xs, ws = residuals
+    dimension, transpose_w = call.dimension, call.transpose_w
     facts = {"keep_gathered": True, "direction": "backward"}
     chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **facts)
     dxs, gathered = chosen.all_gather_matmul(
         dy,
         ws,
         call.axis_name,
-        dimension=call.dimension,
-        transpose_w=not call.transpose_w,
+        dimension=dimension,
+        transpose_w=not transpose_w,
         keep_gathered=True,
     )
-    dws = [weight_gradient(x, gathered, call) for x in xs]
+    dws = [weight_gradient(x, gathered, dimension, transpose_w) for x in xs]
     return tuple(dxs), tuple(dws)
 
 
 matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
-def weight_gradient(x: Any, dy: Any, call: Call) -> jax.Array:
-    """``xᵀ dy``, or ``dyᵀ x`` if the call's weights are transposed; either may be in chunks."""
-    first, second = (dy, x) if call.transpose_w else (x, dy)
-    chunked = first if isinstance(first, Gathered) else second
-    chosen = _implementation_of(chunked)
-    return chosen.weight_gradients(first, (second,), dimension=call.dimension)[0]
+@_custom_vjp
+def matmul_all_reduce(x: jax.Array, w: jax.Array, call: Call) -> jax.Array:
+    """``psum(x @ w)``."""
+    chosen = call.choose("matmul_all_reduce", (x,), (w,))
+    return chosen.matmul_all_reduce(x, w, call.axis_name)
+
+
+def _matmul_all_reduce_forward(x, w, call: Call):
+    with call.again():
+        return matmul_all_reduce(x, w, call), (x, w)
+
+
+def _matmul_all_reduce_backward(call: Call, residuals, dy):
+    x, w = residuals  # Nothing is communicated that a matmul could hide.
+    if tracks_varying_axes(call.axis_name):
+        dy = vary_over(dy, varying_axes(x))
+    else:
+        dy = lax.psum(dy, call.axis_name)
+    return matmul(dy, w, transpose_w=True), contract_rows(x, dy)
+
+
+matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
+
+
+def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -> jax.Array:
+    """``xᵀ dy`` [K, N], or ``dyᵀ x`` [N, K] for transposed weights; either may be in chunks."""
+    first, second = (dy, x) if transpose_w else (x, dy)
+    chosen = _implementation_of(first if isinstance(first, Gathered) else second)
+    return chosen.weight_gradients(first, (second,), dimension=dimension)[0]
+
+
+def whole_of(gathered: Kept, dimension: int) -> jax.Array:
+    """What was gathered as one array."""
+    assert gathered is not None
+    return gathered.whole(dimension) if isinstance(gathered, Gathered) else gathered
+
+
+def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
+    """Types all arrays as varying over the axis and over all that any of them varies over.
+
+    Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
+    """
+    axes = frozenset({axis_name}).union(*map(varying_axes, arrays))
+    if not tracks_varying_axes(axis_name):
+        return list(arrays)
+    return [vary_over(array, axes) for array in arrays]
 
 
 def _whole_cotangent(gathered: Kept, cotangent: Any, dimension: int) -> jax.Array | None:
@@ -174,12 +242,6 @@ def _whole_cotangent(gathered: Kept, cotangent: Any, dimension: int) -> jax.Arra
     if not isinstance(gathered, Gathered):
         return cotangent
     return Gathered([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
-
-
-def whole_of(gathered: Kept, dimension: int) -> jax.Array:
-    """What was gathered as one array."""
-    assert gathered is not None
-    return gathered.whole(dimension) if isinstance(gathered, Gathered) else gathered
 
 
 def _implementation_of(gathered: Kept) -> Any:
