@@ -40,17 +40,18 @@ class Projection:
     columns: tuple[int, ...]
 
 
-def projections(name: str, config: LlamaConfig) -> list[Projection]:
-    """The projections of a Llama's block that communicate."""
+def projections(model: str, config: LlamaConfig) -> dict[str, Projection]:
+    """The projections of a Llama's block that communicate, by name."""
     k, f = config.features, config.hidden_features
     heads, shared = config.num_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return [
-        Projection(f"{name} qkv", "all_gather", k, (heads, shared, shared)),
-        Projection(f"{name} attention output", "reduce_scatter", heads, (k,)),
-        Projection(f"{name} gate and up", "all_gather", k, (f, f)),
-        Projection(f"{name} up", "all_gather", k, (f,)),
-        Projection(f"{name} down", "reduce_scatter", f, (k,)),
-    ]
+    operands: dict[str, tuple[Op, int, tuple[int, ...]]] = {
+        "qkv": ("all_gather", k, (heads, shared, shared)),
+        "attention output": ("reduce_scatter", heads, (k,)),
+        "gate and up": ("all_gather", k, (f, f)),
+        "up": ("all_gather", k, (f,)),
+        "down": ("reduce_scatter", f, (k,)),
+    }
+    return {name: Projection(f"{model} {name}", *sizes) for name, sizes in operands.items()}
 
 
 LLAMAS = {
@@ -103,6 +104,8 @@ class Ops(Comparison):
 
     models: tuple[str, ...] = ("8B", "70B", "405B")
     """Whose projections: 8B, 70B, 405B."""
+    projections: tuple[str, ...] = ()
+    """Which of a model's, as "up" or "attention output"; default: all, and the awkward shapes."""
     rows: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
     """M to try each projection with."""
     awkward_rows: tuple[int, ...] = (3072, 8192)
@@ -121,9 +124,15 @@ class Ops(Comparison):
 
     def chosen_cases(self) -> list[OpCase]:
         """The cases to measure, in an order that leaves a fair choice wherever it is cut off."""
-        llama = [p for name in self.models for p in projections(name, LLAMAS[name])]
+        llama = [
+            projection
+            for model in self.models
+            for name, projection in projections(model, LLAMAS[model]).items()
+            if not self.projections or name in self.projections
+        ]
+        awkward = () if self.projections else AWKWARD
         shapes = [(projection, rows) for projection in llama for rows in self.rows]
-        shapes += [(projection, rows) for projection in AWKWARD for rows in self.awkward_rows]
+        shapes += [(projection, rows) for projection in awkward for rows in self.awkward_rows]
         cases = [
             OpCase(projection, rows, direction, self._repetitions(rows))
             for projection, rows in shapes
@@ -142,6 +151,7 @@ def run(settings: Ops) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("models", settings.models, list(LLAMAS))
+    check_names("projections", settings.projections, list(projections("", LLAMAS["debug"])))
     if settings.repetitions < 1:
         raise ValueError(f"repetitions={settings.repetitions}: expected at least 1")
     return comparison.run("ops", settings, settings.chosen_cases(), taking_part.names())

@@ -70,6 +70,11 @@ def test_the_sweep_is_wide_and_any_beginning_of_it_is_mixed():
     assert {case.rows for case in chosen} >= set(ops.Ops().rows)
 
 
+def test_a_sweep_can_be_of_some_projections():
+    sweep = ops.Ops(cases=0, projections=("up", "down"), models=("8B",)).chosen_cases()
+    assert {case.projection.name for case in sweep} == {"8B up", "8B down"}
+
+
 def test_what_a_contender_cannot_do_is_said_and_costs_the_others_nothing(tmp_path):
     arguments = (
         "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
