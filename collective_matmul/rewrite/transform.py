@@ -35,7 +35,7 @@ def overlap(
 
     Each matmul keeps the dtypes of its operands and result, and accumulates in float32; sums
     between devices are in the same dtype as before. A product that is scaled by a constant and then
-    summed is summed first. What cannot be shown to be safe is left alone: `find_sites` says why.
+    summed is summed first. What cannot be shown to be safe is left alone: `explain` says why.
 
     Args:
       fun: a function of arrays, in pytrees; arguments of other types are handed on as they are. It
@@ -112,7 +112,12 @@ class _Traced:
 
     def call(self, program: Any) -> Any:
         """Carries out a program that has taken the place of the one traced."""
-        return jax.tree.unflatten(self._result, list(jaxpr_as_fun(program)(*self._arrays)))
+        fun = jaxpr_as_fun(program)
+        if not any(isinstance(array, Tracer) for array in self._arrays):
+            # Without jit, JAX knows no symbolic zeros in a shard_map, which a ring needs that keeps
+            # what it gathers.
+            fun = jax.jit(fun)
+        return jax.tree.unflatten(self._result, list(fun(*self._arrays)))
 
 
 def _is_array(leaf: Any) -> bool:

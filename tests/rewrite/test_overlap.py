@@ -26,6 +26,7 @@ from tests.rewrite.programs import (
     assert_same,
     collectives,
     counts,
+    gathering,
     gradients_of,
     loss_of,
     ring,
@@ -116,6 +117,18 @@ def test_arguments_of_any_kind(block: tuple) -> None:
 
     expected = jax.grad(lambda x, up: loss_of(fun)(x, up, down), (0, 1))
     assert_same(jax.jit(jax.grad(closing_over, (0, 1)))(x, up), jax.jit(expected)(x, up))
+
+
+def test_without_jit(make_mesh: MeshFactory) -> None:
+    """Also of a ring that keeps what it gathers for another use."""
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+        return jax.numpy.tanh(whole).sum() * (whole @ w)
+
+    program = gathering(body)
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    assert_same(ring(fun, require=1)(*arguments), jax.jit(fun)(*arguments))
 
 
 def test_too_few_sites(block: tuple, make_mesh: MeshFactory) -> None:
