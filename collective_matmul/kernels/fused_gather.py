@@ -170,7 +170,8 @@ class _Gathering(Work):
 
     # The consumers, the producer and the sender.
     warpgroups = CONSUMERS + 2
-    multiplying_registers = 216
+    multiplying_registers = 208
+    sending_registers = 56
 
     def __init__(self, plan: Plan, axis_name: str, keep: bool, delays: bool, gathered, ws, outs):
         problem = plan.shapes.problem(plan.joins)
@@ -201,7 +202,7 @@ class _Gathering(Work):
 
             @pl.when(lax.axis_index("warpgroup") == CONSUMERS + 1)
             def _():
-                plgpu.set_max_registers(self.copying_registers, action="decrease")
+                plgpu.set_max_registers(self.sending_registers, action="decrease")
                 self.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -352,8 +353,7 @@ class _Gathering(Work):
     def delay(self, number) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
-            block, _ = _block()
-            seed = (number * 8_191 + block) * 64 + lax.axis_index(self.axis_name)
+            seed = (number * 8_191 + _block()[0]) * 64 + lax.axis_index(self.axis_name)
             # A linear congruential generator's step; its upper bits are random.
             drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
 
