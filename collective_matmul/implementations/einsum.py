@@ -21,9 +21,8 @@ from jax import lax
 
 from collective_matmul.equation import Equation
 from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
-from collective_matmul.implementations.arithmetic import add
 from collective_matmul.implementations.chunks import Gathered, empty_like, read, write
-from collective_matmul.implementations.ring import Gather, Ring
+from collective_matmul.implementations.ring import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.kernels import Rows
 from collective_matmul.schedule import Chunk
 
@@ -65,7 +64,8 @@ def gather_einsum(
     if pattern is None:
         whole = lax.all_gather(a, axis_name, axis=dimension, tiled=True)
         return _einsum(equation, whole, b), whole if keep_gathered else None
-    y, gather = _gather_in_ring(equation, b, Gather(a, pattern, axis_name, dimension))
+    gather = Gather(a, pattern, axis_name, dimension)
+    y = _gather_in_ring(equation, b, gather)
     return y, gather.gathered() if keep_gathered else None
 
 
@@ -131,56 +131,30 @@ def contract(
     return y.reshape(*columns[0], *columns[1])
 
 
-def _gather_in_ring(equation: Equation, b: jax.Array, gather: Gather) -> tuple[jax.Array, Gather]:
+def _gather_in_ring(equation: Equation, b: jax.Array, gather: Gather) -> jax.Array:
     """Multiplies the shards of a as they arrive."""
-    y = None
-    for i, step in enumerate(gather.steps):
-        arriving = gather.send(step)
-        for chunk in step.multiply:
-            product = _product(equation, gather, chunk, gather.held[chunk], b)
-            if not equation.accumulates:
-                y = _place(gather, chunk, product, equation.y.index(equation.label), y)
-            else:
-                y = product if y is None else y + product
-        gather.receive(i, arriving)
-        if i + 1 < len(gather.steps):
-            # What slices are cut from too: they must not be cut before this step has ended.
-            sliced = b if equation.label in equation.b else None
-            used = gather.used_by(i + 1)
-            used, y, sliced = lax.optimization_barrier((used, y, sliced))
-            gather.held |= used
-            b = b if sliced is None else sliced
-    assert y is not None  # A schedule has steps.
-    return y.astype(b.dtype), gather
+    has_slices = equation.label in equation.b
+
+    def multiply(chunk: Chunk, a: jax.Array, sliced: Any, y: jax.Array | None) -> jax.Array:
+        product = _product(equation, gather, chunk, a, sliced if has_slices else b)
+        if not equation.accumulates:
+            return _place(gather, chunk, product, equation.y.index(equation.label), y)
+        return product if y is None else y + product
+
+    return walk_gather(gather, multiply, b if has_slices else None, None).astype(b.dtype)
 
 
 def _scatter_in_ring(
     equation: Equation, a: jax.Array, b: jax.Array, scatter: Ring, gather: Gather | None
 ) -> jax.Array:
     """Sums the chunks while their accumulators travel, and the rider's shards beside them."""
-    # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
-    terms: dict[Chunk, list[jax.Array]] = {}
-    for i, step in enumerate(scatter.steps):
-        leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
-        arriving = scatter.permute(leaving, step)
-        if gather is not None:
-            gather.receive(i, gather.send(gather.steps[i]))
-        for chunk in step.multiply:
-            terms.setdefault(chunk, []).append(_product(equation, scatter, chunk, a, b))
-        for chunk, value in arriving.items():
-            terms.setdefault(chunk, []).append(value)
-        for chunk in scatter.chunks_sent_by(i + 1):
-            terms[chunk] = [add(*terms[chunk])]
-        if i + 1 < len(scatter.steps):
-            used = {c: terms[c] for c in sorted(scatter.chunks_used_by(i + 1) & terms.keys())}
-            riding = {} if gather is None else gather.used_by(i + 1)
-            sliced = b if equation.label in equation.b else None
-            a, sliced, used, riding = lax.optimization_barrier((a, sliced, used, riding))
-            b = b if sliced is None else sliced
-            terms |= used
-            if gather is not None:
-                gather.held |= riding
-    return scatter.join({chunk: add(*values) for chunk, values in terms.items()})
+    has_slices = equation.label in equation.b
+
+    def multiply(chunk: Chunk, operands: tuple[jax.Array, Any]) -> jax.Array:
+        a, sliced = operands
+        return _product(equation, scatter, chunk, a, sliced if has_slices else b)
+
+    return walk_scatter(scatter, gather, multiply, (a, b if has_slices else None))
 
 
 def _einsum(equation: Equation, a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:

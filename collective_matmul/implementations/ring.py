@@ -11,7 +11,8 @@ more in the direct pattern.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -49,18 +50,13 @@ def all_gather_matmul(
     outs = tuple(
         empty_like(x, whole | {x.ndim - 1: n}, w) for n, w in zip(columns, ws, strict=True)
     )
-    for i, step in enumerate(gather.steps):
-        arriving = gather.send(step)
-        for chunk in step.multiply:
-            here = Rows(gather.held[chunk], 0, gather.size(chunk))
-            places = [Rows(out, gather.start(chunk), here.size) for out in outs]
-            outs = multiply_chunks(
-                [here], [ws], places, dimension=dimension, transpose_w=transpose_w
-            )
-        gather.receive(i, arriving)
-        if i + 1 < len(gather.steps):
-            tied, outs = lax.optimization_barrier((gather.used_by(i + 1), outs))
-            gather.held |= tied
+
+    def multiply(chunk: Chunk, shard: jax.Array, _, outs):
+        here = Rows(shard, 0, gather.size(chunk))
+        places = [Rows(out, gather.start(chunk), here.size) for out in outs]
+        return multiply_chunks([here], [ws], places, dimension=dimension, transpose_w=transpose_w)
+
+    outs = walk_gather(gather, multiply, (), outs)
     return outs, gather.gathered() if keep_gathered else None
 
 
@@ -79,37 +75,17 @@ def matmul_reduce_scatter(
     scatter = Ring("scatter", pattern, axis_name, dimension, rows)
     gather = None if rider is None else Gather(rider, pattern, axis_name, dimension, rides=True)
     columns = ws[0].shape[0 if transpose_w else 1]
-    # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
-    terms: dict[Chunk, list[jax.Array]] = {}
-    for i, step in enumerate(scatter.steps):
-        leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
-        arriving = scatter.permute(leaving, step)
-        if gather is not None:
-            gather.receive(i, gather.send(gather.steps[i]))
-        for chunk in step.multiply:
-            places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
-            like = {dimension: places[0].size, xs[0].ndim - 1: columns}
-            out = Rows(empty_like(xs[0], like, *xs[1:], *ws), 0, places[0].size)
-            (product,) = multiply_chunks(
-                places,
-                [[w] for w in ws],
-                [out],
-                dimension=dimension,
-                transpose_w=transpose_w,
-            )
-            terms.setdefault(chunk, []).append(product)
-        for chunk, value in arriving.items():
-            terms.setdefault(chunk, []).append(value)
-        for chunk in scatter.chunks_sent_by(i + 1):
-            terms[chunk] = [add(*terms[chunk])]
-        if i + 1 < len(scatter.steps):
-            # The operands too: the next matmul must not start before this step has ended. All that
-            # arrived too: an array that is being sent stays in memory until it has arrived.
-            riding = {} if gather is None else gather.used_by(i + 1)
-            xs, terms, riding = lax.optimization_barrier((xs, terms, riding))
-            if gather is not None:
-                gather.held |= riding
-    y = scatter.join({chunk: add(*values) for chunk, values in terms.items()})
+
+    def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
+        places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
+        like = {dimension: places[0].size, xs[0].ndim - 1: columns}
+        out = Rows(empty_like(xs[0], like, *xs[1:], *ws), 0, places[0].size)
+        (product,) = multiply_chunks(
+            places, [[w] for w in ws], [out], dimension=dimension, transpose_w=transpose_w
+        )
+        return product
+
+    y = walk_scatter(scatter, gather, multiply, xs)
     return y, None if gather is None else gather.gathered()
 
 
@@ -223,3 +199,64 @@ class Gather(Ring):
         """All chunks, once the last has arrived."""
         chunks = sorted(self._arrived)
         return Gathered([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])
+
+
+def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, result: Any) -> Any:
+    """Multiplies the shards as they arrive.
+
+    Args:
+      gather: the shards.
+      multiply: ``multiply(chunk, its array, operands, result) -> result``, with the chunk's part.
+      operands: arrays that slices are cut from: they must not be cut before their step.
+      result: at first.
+
+    Returns:
+      The result with all chunks' parts.
+    """
+    for i, step in enumerate(gather.steps):
+        arriving = gather.send(step)
+        for chunk in step.multiply:
+            result = multiply(chunk, gather.held[chunk], operands, result)
+        gather.receive(i, arriving)
+        if i + 1 < len(gather.steps):
+            tied = gather.used_by(i + 1), operands, result
+            used, operands, result = lax.optimization_barrier(tied)
+            gather.held |= used
+    return result
+
+
+def walk_scatter(
+    scatter: Ring, gather: Gather | None, multiply: Callable[..., jax.Array], operands: Any
+) -> jax.Array:
+    """Sums the chunks while their accumulators travel.
+
+    Args:
+      scatter: where the chunks lie.
+      gather: shards that ride beside the accumulators, if any.
+      multiply: ``multiply(chunk, operands)`` is this device's term of the chunk's sum.
+      operands: arrays that slices are cut from.
+
+    Returns:
+      The sum of this device's own chunk.
+    """
+    # What a chunk's sum is made of so far: added up only when the sum leaves, in one pass.
+    terms: dict[Chunk, list[jax.Array]] = {}
+    for i, step in enumerate(scatter.steps):
+        leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
+        arriving = scatter.permute(leaving, step)
+        if gather is not None:
+            gather.receive(i, gather.send(gather.steps[i]))
+        for chunk in step.multiply:
+            terms.setdefault(chunk, []).append(multiply(chunk, operands))
+        for chunk, value in arriving.items():
+            terms.setdefault(chunk, []).append(value)
+        for chunk in scatter.chunks_sent_by(i + 1):
+            terms[chunk] = [add(*terms[chunk])]
+        if i + 1 < len(scatter.steps):
+            # The operands too: the next matmul must not start before this step has ended. All that
+            # arrived too: an array that is being sent stays in memory until it has arrived.
+            riding = {} if gather is None else gather.used_by(i + 1)
+            operands, terms, riding = lax.optimization_barrier((operands, terms, riding))
+            if gather is not None:
+                gather.held |= riding
+    return scatter.join({chunk: add(*values) for chunk, values in terms.items()})
