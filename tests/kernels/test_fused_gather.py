@@ -1,0 +1,198 @@
+"""The kernel that gathers and multiplies: it lowers for CUDA, and multiplies what has arrived.
+
+The interpreter knows neither semaphores nor other devices, so there it plays the last of two
+devices after all messages have come, and sends into its own gathered array.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct, lax
+from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.kernels import device, fused_gather
+from collective_matmul.kernels.fused_gather import _Gathering, all_gather_matmul, why_not
+from collective_matmul.kernels.gather_plan import Plan, Shapes
+from collective_matmul.kernels.tiles import Tiles
+from tests.conftest import MeshFactory
+from tests.kernels.test_interpreted import assert_sum_of_products
+
+AXIS = "tensor"
+INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
+
+
+@pytest.fixture
+def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "target", lambda: device.Target(132))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `all_gather_matmul`.
+
+    Attributes:
+      mesh: sizes of its axes; the others replicate.
+      leading: x's dimensions but the last, whole.
+      contracted: K.
+      columns: of each result, whole.
+      dimension: gathered.
+    """
+
+    mesh: tuple[tuple[str, int], ...] = ((AXIS, 4),)
+    leading: tuple[int, ...] = (1024,)
+    contracted: int = 512
+    columns: tuple[int, ...] = (1024,)
+    dimension: int = 0
+    transpose_w: bool = False
+    keep: bool = False
+    delays: bool = False
+    dtype: str = "bfloat16"
+    check_vma: bool = True
+
+    def lowered(self, make_mesh: MeshFactory) -> str:
+        x = ShapeDtypeStruct((*self.leading, self.contracted), self.dtype)
+        shapes = [(self.contracted, n) for n in self.columns]
+        ws = [ShapeDtypeStruct(s[::-1] if self.transpose_w else s, self.dtype) for s in shapes]
+        x_spec = P(*[None] * self.dimension, AXIS)
+        y_spec = P(*[None] * len(self.leading), AXIS)
+
+        def call(x: jax.Array, ws: list[jax.Array]) -> Any:
+            return all_gather_matmul(
+                x,
+                ws,
+                AXIS,
+                dimension=self.dimension,
+                transpose_w=self.transpose_w,
+                keep_gathered=self.keep,
+                delays=self.delays,
+            )
+
+        sharded = jax.shard_map(
+            call,
+            mesh=make_mesh(dict(self.mesh)),
+            in_specs=(x_spec, P(AXIS) if self.transpose_w else P(None, AXIS)),
+            out_specs=((y_spec,) * len(ws), x_spec if self.keep else None),
+            check_vma=self.check_vma,
+        )
+        traced = jax.jit(sharded).trace(x, ws)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+CALLS = {
+    "plain": Call(),
+    "several weights": Call(columns=(1024, 256), dtype="float16"),
+    "dimensions around": Call(leading=(3, 256, 2), dimension=1, keep=True, check_vma=False),
+    "transposed, delayed": Call(transpose_w=True, keep=True, delays=True),
+    "major axis of two": Call(mesh=((AXIS, 2), ("data", 4))),
+    "minor axis of two": Call(mesh=(("data", 2), (AXIS, 2))),
+    "few rows": Call(leading=(16,), contracted=4096),
+    "few rows, kept": Call(leading=(64,), contracted=4096, columns=(14336,), keep=True),
+    "ragged": Call(leading=(4000,), contracted=96, columns=(384,)),
+}
+
+
+@pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_lowers(call: Call, make_mesh: MeshFactory) -> None:
+    text = call.lowered(make_mesh)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = true" in text
+    # Peers are addressed one by one, in memory as it is: nothing is cast to all of them at once.
+    assert "nvshmem" not in text and "symmetric_memory" not in text
+    assert "stablehlo.all_gather" not in text
+
+
+@pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtypes"),
+        ({"contracted": 36}, "K=36"),
+        ({"leading": (20,)}, "5 rows"),
+        ({"mesh": ((AXIS, 1),)}, "nothing to gather"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_it_says(
+    change: dict[str, Any], message: str, make_mesh: MeshFactory
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Call(), **change).lowered(make_mesh)
+
+
+def test_other_machines_have_no_kernel() -> None:
+    x = jnp.zeros((8, 64), jnp.bfloat16)
+    reason = why_not(x, [x.T], AXIS, dimension=0, transpose_w=False)
+    assert reason is not None and "Hopper" in reason
+
+
+LOW = Tiles(64, 128, stages=3, strips=1, split="columns", share=None, sweep="columns")
+HIGH = Tiles(128, 128, stages=3, strips=1, share="w", sweep="columns", sweep_width=2)
+PLANS = {
+    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, (24, 64), 1),
+    "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, (8, 128), 1),
+    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, (16, 64), 2),
+    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, (12, 64), 1),
+}
+
+
+@pytest.mark.skipif(INTERPRETER is None, reason="this JAX's interpreter is not public")
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, problem = plan.shapes, plan.shapes.problem(plan.joins)
+    play_the_last_device(monkeypatch, sends=not plan.joins)
+    generator = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(jnp.bfloat16)
+
+    whole = draw(shapes.planes, shapes.devices, shapes.rows, shapes.contracted)
+    shard, gathered = whole[:, -1], whole.copy()
+    if not plan.joins:
+        gathered[:, -1] = math.nan
+    ws = [draw(shapes.contracted, n) for n in shapes.columns]
+    arrays = [jnp.asarray(w.T if shapes.w_contracted == 2 else w)[None] for w in ws]
+    outs = [draw(problem.batch, problem.rows, n) for n in shapes.columns]
+    places = jnp.asarray(gathered).reshape(problem.batch, problem.rows, shapes.contracted)
+    work = _Gathering(plan, AXIS, False, False, places, arrays, outs)
+    blocks = max(2, math.prod(plan.tiles.cluster))
+    kernel = work.kernel(
+        [*map(jnp.asarray, outs), places], "gather", blocks, INTERPRETER(detect_races=True)
+    )
+    *products, filled = kernel(jnp.asarray(shard), *arrays)
+    assert np.asarray(filled).tobytes() == whole.tobytes()
+    for product, w in zip(products, ws, strict=True):
+        rows = whole.reshape(-1, shapes.contracted)
+        assert_sum_of_products(np.asarray(product).reshape(len(rows), -1), [(rows, w)])
+
+
+def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
+    axis_index = lax.axis_index
+    here = _Anything()
+    monkeypatch.setattr(lax, "axis_index", lambda name: 1 if name == AXIS else axis_index(name))
+    monkeypatch.setattr(pallas, "get_global", lambda kind: here)
+    monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(pallas, "semaphore_signal", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(mosaic_gpu, "remote_ref", lambda ref, device_id: ref)
+    if not sends:
+        monkeypatch.setattr(fused_gather._Gathering, "send", lambda *arguments: None)
+
+
+class _Anything:
+    """Semaphores that nobody looks at."""
+
+    @property
+    def at(self) -> Any:
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
