@@ -16,13 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
-from collective_matmul.layers import (
-    AttentionProjection,
-    ColumnParallelLinear,
-    GatedFeedForward,
-    RowParallelLinear,
-)
-from models import rotary, vocabulary
+from collective_matmul import layers as collective
+from models import plain, rotary, vocabulary
 from models.config import LlamaConfig
 
 Remat = Literal["none", "dots", "full"]
@@ -47,17 +42,23 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention; the heads are spread over the tensor axis."""
+    """Causal grouped-query attention; the heads are spread over the tensor axis.
 
-    def __init__(self, config: LlamaConfig, **layer_options):
-        self.projection = AttentionProjection(
+    Args:
+      config: the shape.
+      layers: the module that the linear layers are from.
+      **layer_options: of all of them.
+    """
+
+    def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
+        self.projection = layers.AttentionProjection(
             config.features,
             config.num_heads,
             config.num_key_value_heads,
             config.head_dim,
             **layer_options,
         )
-        self.output = RowParallelLinear(
+        self.output = layers.RowParallelLinear(
             (config.num_heads, config.head_dim), config.features, **layer_options
         )
         self.config = config
@@ -74,13 +75,16 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then feed-forward, each behind a norm and added to the residual stream."""
+    """Attention, then feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: LlamaConfig, **layer_options):
+    Arguments are those of `Attention`.
+    """
+
+    def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        self.attention = Attention(config, **layer_options)
+        self.attention = Attention(config, layers, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        self.feed_forward = GatedFeedForward(
+        self.feed_forward = layers.GatedFeedForward(
             config.features, config.hidden_features, **layer_options
         )
 
@@ -96,7 +100,8 @@ class Llama(nnx.Module):
     Args:
       config: the shape.
       axis_name: the tensor axis.
-      implementation: of every collective matmul; None chooses per shape.
+      implementation: of every collective matmul; None chooses per shape. "plain": JAX's own
+        collectives and matmuls instead.
       dtype: of activations, and of the weights where they are used; parameters are float32.
       remat: what the backward computes again: "none"; "dots", all but the results of the
         collective matmuls; "full", everything inside a block.
@@ -117,11 +122,15 @@ class Llama(nnx.Module):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
         options: dict[str, Any] = dict(
             axis_name=axis_name,
-            implementation=implementation,
             dtype=dtype,
             kernel_init=_kernel_init,
             rngs=rngs,
         )
+        if implementation == "plain":
+            layers = plain
+        else:
+            layers = collective
+            options["implementation"] = implementation
         self.axis_name, self.implementation = axis_name, implementation
         self.dtype = dtype
         self.remat: Remat = remat
@@ -130,12 +139,12 @@ class Llama(nnx.Module):
             out_sharding=(axis_name, None),
             eager_sharding=False,
         )
-        self.layers = nnx.List([Block(config, **options) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Block(config, layers, **options) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.head = (
             None
             if config.tied_head
-            else ColumnParallelLinear(config.features, config.vocabulary_size, **options)
+            else layers.ColumnParallelLinear(config.features, config.vocabulary_size, **options)
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -154,6 +163,8 @@ class Llama(nnx.Module):
         x = self.norm(x)
         if self.head is not None:
             return self.head(x)
+        if self.implementation == "plain":
+            return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table.T
         return all_gather_matmul(
             x, table.T, self.axis_name, gather_dimension=1, implementation=self.implementation
         )
@@ -167,7 +178,8 @@ def _rematerialize(fun, remat: Remat):
     if remat == "none":
         return fun
     policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(CHECKPOINT_NAME) if remat == "dots" else None
+    names = CHECKPOINT_NAME, plain.CHECKPOINT_NAME
+    policy = policies.save_only_these_names(*names) if remat == "dots" else None
     return jax.checkpoint(fun, policy=policy)
 
 

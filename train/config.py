@@ -63,8 +63,9 @@ class Config:
     """Tokens per sequence."""
     accumulate: int = 1
     """Microbatches that an optimizer step is computed in, one after the other."""
-    overlap: Literal["auto", "ring", "bulk"] = "auto"
-    """How a matmul meets its collective; auto decides for each shape."""
+    overlap: Literal["auto", "ring", "bulk", "rewrite"] = "auto"
+    """How a matmul meets its collective: auto decides for each shape; rewrite does too, in a model
+    of JAX's own collectives, whose whole step it gives to collective_matmul.overlap."""
     remat: Remat = "none"
     """What the backward computes again: nothing, all but matmul results (dots), or all (full)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

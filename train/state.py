@@ -26,6 +26,9 @@ from train.config import Config, OptimizerConfig
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
 
+#: Of the model's layers, where it is not called what the trainer calls it.
+_IMPLEMENTATIONS = {"auto": None, "rewrite": "plain"}
+
 
 class ModelFunctions:
     """The model as pure functions over a flat dictionary of parameters.
@@ -60,7 +63,7 @@ class ModelFunctions:
     def _build(config: Config, rngs: nnx.Rngs) -> Llama:
         return Llama(
             config.model,
-            implementation=None if config.overlap == "auto" else config.overlap,
+            implementation=_IMPLEMENTATIONS.get(config.overlap, config.overlap),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
             rngs=rngs,

@@ -85,6 +85,7 @@ def sharded_loss_and_grads(functions: ModelFunctions, mesh):
         ((2, 2), dict(overlap="ring", remat="full")),
         ((1, 2), dict(overlap="ring", tied_head=True, remat="dots")),
         ((1, 1), dict(overlap="auto")),
+        ((2, 2), dict(overlap="rewrite", tied_head=True, remat="dots")),
     ],
     ids=str,
 )
@@ -102,6 +103,17 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(make_mesh, sizes, c
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, expected_grads[name], **TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_plain_layers_have_the_parameters_of_the_collective_ones(tied_head):
+    _, plain = model_functions(overlap="rewrite", tied_head=tied_head)
+    _, collective = model_functions(overlap="ring", tied_head=tied_head)
+    assert plain.abstract_params == collective.abstract_params
+    assert plain.specs == collective.specs
+    initial, expected = jax.jit(plain.init)(), jax.jit(collective.init)()
+    for name in expected:
+        np.testing.assert_array_equal(initial[name], expected[name], err_msg=name)
 
 
 def test_logits_stay_sharded_over_the_vocabulary(make_mesh):

@@ -108,6 +108,17 @@ def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
     assert "[2,4096,1792]@[1792,4096]" in output
 
 
+def test_dry_run_of_a_plain_model_says_what_overlap_does_with_it(capsys):
+    arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 8 --overlap rewrite"
+    output = printed(capsys, shlex.split(arguments))
+    replaced = re.findall(r"models/plain\.py:\d+ in (\S+) .* by overlap", output)
+    assert {name.split(".")[0] for name in replaced} == {
+        "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
+    }  # fmt: skip
+    assert "10 collective matmuls; of 10 the times are predicted" in output
+    assert re.search(r"in embed .* left alone .* gather stands between", output)
+
+
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
     def saved(remat: str) -> int:
         output = printed(capsys, ["--dry-run", "--remat", remat])

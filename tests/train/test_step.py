@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import Counter
@@ -14,14 +15,17 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
+from collective_matmul import overlap
 from collective_matmul.choose import record_decisions
 from collective_matmul.schedule import make_schedule
+from tests.rewrite.programs import counts
 from train import config as configs
+from train import step as steps
 from train.config import Config, OptimizerConfig
 from train.data import open_dataset
-from train.mesh import make_mesh
-from train.state import ModelFunctions, init_state, make_optimizer
-from train.step import BATCH_SPEC, make_step
+from train.mesh import make_abstract_mesh, make_mesh
+from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
+from train.step import BATCH_SPEC, make_step, sharded_step
 
 SHORT = dataclasses.replace(
     configs.debug(), batch_size=8, sequence_length=64, compute_dtype="float32"
@@ -67,6 +71,7 @@ def one_device() -> dict[str, np.ndarray]:
     [
         *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "bulk"]),
         ((1, 1), "ring"),  # With bulk it is the curve that all are compared with.
+        ((2, 4), "rewrite"),
     ],
     ids=str,
 )
@@ -176,6 +181,63 @@ def test_bulk_has_no_permute():
     found = collectives(trainer.step.lower(trainer.state, trainer.batch()).compile().as_text())
     assert found["collective-permute"] == 0
     assert found["all-gather"] > 1
+
+
+def traced(config: Config) -> tuple:
+    """A step before compilation, and the shapes of its arguments."""
+    model = ModelFunctions(config)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
+    step = sharded_step(config, model, optimizer, make_abstract_mesh(2, 4))
+    return step, abstract_state(model, optimizer), {"inputs": tokens, "targets": tokens}
+
+
+@pytest.fixture
+def rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the step is rewritten, rings: on CPUs they are not chosen."""
+    monkeypatch.setattr(steps, "overlap", functools.partial(overlap, implementation="ring"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recomputed"),
+    [
+        ({}, 0),
+        ({"accumulate": 2}, 0),
+        ({"remat": "dots"}, 0),
+        # A block's gathers and its first scatter: nothing needs what the second returns.
+        ({"remat": "full"}, 3),
+    ],
+    ids=str,
+)
+def test_every_collective_beside_a_matmul_of_a_plain_model_is_replaced(rings, changes, recomputed):
+    config = dataclasses.replace(SHORT, overlap="rewrite", compute_dtype="bfloat16", **changes)
+    step, *arguments = traced(config)
+    with record_decisions() as decisions:
+        found = counts(step, *arguments)
+    # Those of one block, since all blocks are one function, and the head's; as many backward.
+    assert len(decisions) == 2 * (4 + 1) + recomputed
+    assert {decision.implementation for decision in decisions} == {"ring"}
+    # The embedding has no matmul: scattered forward, gathered backward. To recompute all but the
+    # matmuls, the backward gathers what it needs for weight gradients alone.
+    alone = 2 * config.model.num_layers if config.remat == "dots" else 0
+    assert (found["all_gather"], found["reduce_scatter"]) == (1 + alone, 1)
+
+
+def test_a_rewritten_step_has_the_loss_curve_of_one_device(rings, one_device):
+    curve = Trainer(dataclasses.replace(SHORT, overlap="rewrite"), 2, 4).run(5)
+    np.testing.assert_allclose(curve["loss"], one_device["loss"][:5], rtol=3e-4)
+    np.testing.assert_allclose(curve["grad_norm"], one_device["grad_norm"][:5], rtol=1e-3)
+
+
+def test_a_step_with_a_collective_beside_a_matmul_left_alone_is_refused(monkeypatch):
+    # Something added to each product before its scatter.
+    tensordot = jax.numpy.tensordot
+    monkeypatch.setattr(jax.numpy, "tensordot", lambda *args: tensordot(*args) + 1)
+    config = dataclasses.replace(SHORT, overlap="rewrite", compute_dtype="bfloat16")
+    step, *arguments = traced(config)
+    with pytest.raises(ValueError, match=r"require=10: only \d ") as error:
+        jax.eval_shape(step, *arguments)
+    assert re.search(r"plain\.py:\d+ in RowParallelLinear.__call__ .* left alone", str(error.value))
 
 
 def test_initial_weights_are_the_same_on_every_mesh():

@@ -1,0 +1,114 @@
+"""The layers of the model with JAX's own collectives, divided over the devices as by Megatron.
+
+They have the names, parameters and results of those in `collective_matmul.layers`, and nothing of
+that library: each matmul waits for its collective, unless `collective_matmul.overlap` is given the
+program. Legend of local shapes: B batch, S sequence, s = S/D of it, D devices on the tensor axis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+#: The name that `jax.checkpoint` policies know the results of the matmuls by.
+CHECKPOINT_NAME = "matmul"
+
+
+class Options(TypedDict):
+    """Of every layer: see `models.llama.Llama`."""
+
+    axis_name: str
+    dtype: jax.typing.DTypeLike
+    kernel_init: nnx.Initializer
+    rngs: nnx.Rngs
+
+
+class ColumnParallelLinear(nnx.Module):
+    """Output features are divided: the sequence is gathered, then multiplied."""
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], **options: Unpack[Options]
+    ):
+        columns = out_features if isinstance(out_features, tuple) else (out_features,)
+        self.kernel = _kernel((in_features,), columns, 1, options)
+        self.axis_name, self.dtype = options["axis_name"], options["dtype"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, s, in_features] -> [B, S, *out_features], the first of them divided by D."""
+        return self.of_gathered(lax.all_gather(x, self.axis_name, axis=1, tiled=True))
+
+    def of_gathered(self, x: jax.Array) -> jax.Array:
+        """The same of [B, S, in_features]."""
+        y = jnp.tensordot(x, self.kernel[...].astype(self.dtype), 1)
+        return checkpoint_name(y, CHECKPOINT_NAME)
+
+
+class RowParallelLinear(nnx.Module):
+    """Input features are divided: products are summed over the devices, and scattered."""
+
+    def __init__(
+        self, in_features: int | tuple[int, ...], out_features: int, **options: Unpack[Options]
+    ):
+        rows = in_features if isinstance(in_features, tuple) else (in_features,)
+        self.kernel = _kernel(rows, (out_features,), 0, options)
+        self.axis_name, self.dtype = options["axis_name"], options["dtype"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, *in_features], the first of them divided by D -> [B, s, out_features]."""
+        kernel = self.kernel[...].astype(self.dtype)
+        y = jnp.tensordot(x, kernel, kernel.ndim - 1)
+        y = lax.psum_scatter(y, self.axis_name, scatter_dimension=1, tiled=True)
+        return checkpoint_name(y, CHECKPOINT_NAME)
+
+
+class AttentionProjection(nnx.Module):
+    """Queries, keys and values; one gather feeds all."""
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        **options: Unpack[Options],
+    ):
+        self.query = ColumnParallelLinear(features, (num_heads, head_dim), **options)
+        self.key = ColumnParallelLinear(features, (num_key_value_heads, head_dim), **options)
+        self.value = ColumnParallelLinear(features, (num_key_value_heads, head_dim), **options)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, s, features] -> three of [B, S, heads/D, head_dim]."""
+        x = lax.all_gather(x, self.query.axis_name, axis=1, tiled=True)
+        return self.query.of_gathered(x), self.key.of_gathered(x), self.value.of_gathered(x)
+
+
+class GatedFeedForward(nnx.Module):
+    """``down(silu(gate(x)) * up(x))``; one gather feeds gate and up."""
+
+    def __init__(self, features: int, hidden_features: int, **options: Unpack[Options]):
+        self.gate = ColumnParallelLinear(features, hidden_features, **options)
+        self.up = ColumnParallelLinear(features, hidden_features, **options)
+        self.down = RowParallelLinear(hidden_features, features, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, s, features] -> [B, s, features]."""
+        x = lax.all_gather(x, self.gate.axis_name, axis=1, tiled=True)
+        return self.down(jax.nn.silu(self.gate.of_gathered(x)) * self.up.of_gathered(x))
+
+
+def _kernel(
+    rows: tuple[int, ...], columns: tuple[int, ...], sharded: int, options: Options
+) -> nnx.Param[jax.Array]:
+    """[*rows, *columns], to be sharded in the given dimension."""
+    initial = options["kernel_init"](
+        options["rngs"].params(), (math.prod(rows), math.prod(columns)), jnp.float32
+    )
+    shape = rows + columns
+    names = tuple(options["axis_name"] if i == sharded else None for i in range(len(shape)))
+    return nnx.Param(initial.reshape(shape), out_sharding=names, eager_sharding=False)
