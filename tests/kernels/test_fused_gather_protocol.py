@@ -281,7 +281,7 @@ class Simulation:
 
         def await_semaphore(semaphore: Reference, count: int, decrement: bool) -> None:
             assert not decrement
-            self.here().wait(lambda: semaphore.array[semaphore.index] >= count)
+            self.here().wait(lambda: bool(semaphore.array[semaphore.index] >= count))
 
         primitives = {
             "pl": {

@@ -1,0 +1,189 @@
+"""``python -m benchmarks.fused``: whether the fused kernels are right, then how long they take.
+
+A kernel that waits for other devices can wait forever. Cases therefore run in a process of their
+own, which reports after each step; where a step takes too long, that process is killed, its case
+counts as hung, and another process goes on with the next case.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import tyro
+from jax.sharding import Mesh, NamedSharding
+
+from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_array, way_of
+from benchmarks.settings import Settings, check, choose_platform, make_mesh
+from collective_matmul.choose.measure import measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Settings):
+    """Checks the fused kernels, then times them beside what they compete with."""
+
+    ops: tuple[Op, ...] = ("all_gather_matmul",)
+    """What to run."""
+    models: tuple[Model, ...] = ("8B",)
+    """Widths."""
+    rows: tuple[int, ...] = (64, 512, 4096)
+    """M, of all devices together."""
+    contenders: tuple[str, ...] = ("bulk", "ring", "fused", "mosaic_example", "ceiling")
+    """Who is timed. The ceiling communicates nothing."""
+    repeats: int = 20
+    """Turns of every check; 0 checks nothing."""
+    layers: int = 8
+    """Ops in one executable, each with its own weight; 0 times nothing."""
+    step_seconds: float = 60.0
+    """A step of a case that takes longer hangs."""
+
+
+def times(case: Case, mesh: Mesh, settings: Fused) -> dict[str, Any]:
+    """Microseconds per op of all contenders, in turns, or why there are none."""
+    found: dict[str, Any] = {}
+    dtype = settings.array_dtype
+    programs = {}
+    with ThreadPoolExecutor(4) as pool:
+        jobs = {
+            n: pool.submit(chain, case, n, mesh, dtype, settings.layers)
+            for n in settings.contenders
+        }
+        for name, job in jobs.items():
+            try:
+                programs[name] = job.result()
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    x_shape, w_shape = case.shapes
+    w_sharding = NamedSharding(mesh, case.specs[1])
+    ws = [random_array(w_shape, dtype, w_sharding, seed) for seed in range(settings.layers)]
+    xs = {
+        name: random_array(x_shape, dtype, program.input_shardings[0][0], settings.layers)
+        for name, program in programs.items()
+    }
+    runs = {name: functools.partial(p, xs[name], ws) for name, p in programs.items()}
+    for name, timing in measure(
+        runs, groups=settings.groups, seconds_per_group=settings.group_seconds
+    ).items():
+        first, third = timing.quartiles
+        found[name] = [1e6 * t / settings.layers for t in (first, timing.median, third)]
+    return found
+
+
+@dataclass
+class Outcome:
+    """What was found in a case."""
+
+    case: Case
+    checks: dict[str, Any] = field(default_factory=dict)
+    """Wrong elements, or why there is no count, by check."""
+    times: dict[str, Any] = field(default_factory=dict)
+    """Quartiles in microseconds per op, or why there are none, by contender."""
+    hung: str = ""
+    """The step that took too long."""
+
+
+def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, Callable]]:
+    """What to do in a case: where it belongs in the outcome, its name, and a function."""
+    checks = Checks(case, mesh, settings.array_dtype, settings.repeats)
+    if settings.repeats:
+        yield "checks", "exact", lambda: checks.exact(way_of("fused", case.op))()
+        yield "checks", "repeated", lambda: checks.repeated(way_of("fused", case.op))()
+        if case.op == "all_gather_matmul":
+            delayed = way_of("fused_delayed", case.op)
+            yield "checks", "delayed", lambda: checks.exact(delayed)()
+    if settings.layers:
+        yield "times", "all", lambda: times(case, mesh, settings)
+
+
+def work(cases: Sequence[Case], settings: Fused, connection: Connection) -> None:
+    """The other process: announces each step, then says what came out."""
+    choose_platform(settings)
+    mesh = make_mesh(settings)
+    for case in cases:
+        for kind, name, step in steps(case, mesh, settings):
+            connection.send((case, kind, name, None))
+            try:
+                result = step()
+            except Exception as error:
+                result = f"{type(error).__name__}: {str(error)[:300]}"
+                connection.send((case, kind, name, result))
+                if not isinstance(error, ValueError):
+                    # After an error on a device nothing works in this process.
+                    return
+            else:
+                connection.send((case, kind, name, result))
+
+
+def run(settings: Fused) -> list[Outcome]:
+    """Runs all cases; prints what happens as it does, and the table last."""
+    check(settings)
+    cases = [Case(o, m, r) for o in settings.ops for m in settings.models for r in settings.rows]
+    outcomes: dict[Case, Outcome] = {}
+    while left := [case for case in cases if case not in outcomes]:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=work, args=(left, settings, sender), daemon=True)
+        process.start()
+        sender.close()
+        _listen(receiver, settings, outcomes)
+        process.kill()
+        process.join()
+        if not any(case in outcomes for case in left):
+            break
+    print_table(list(outcomes.values()))
+    return list(outcomes.values())
+
+
+def _listen(receiver: Connection, settings: Fused, outcomes: dict[Case, Outcome]) -> None:
+    """Notes what a process says, until it ends, or hangs."""
+    started, doing = time.monotonic(), None
+    while receiver.poll(settings.step_seconds):
+        try:
+            said = receiver.recv()
+        except EOFError:
+            said = None
+        if said is None:
+            break
+        case, kind, name, result = said
+        outcome = outcomes.setdefault(case, Outcome(case))
+        doing = (outcome, name) if result is None else None
+        if result is not None:
+            values = getattr(outcome, kind)
+            values.update(result if isinstance(result, dict) else {name: result})
+            print(f"{time.monotonic() - started:6.1f} s  {case.name}: {name}: {result}", flush=True)
+            _save(settings, outcomes)
+    if doing is not None:
+        outcome, outcome.hung = doing
+        print(f"{outcome.case.name}: {outcome.hung}: HUNG or died", flush=True)
+        _save(settings, outcomes)
+
+
+def _save(settings: Fused, outcomes: dict[Case, Outcome]) -> None:
+    path = settings.output or Path("fused.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(o) for o in outcomes.values()], indent=1))
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """Medians in microseconds per op."""
+    names = list(dict.fromkeys(name for o in outcomes for name in o.times))
+    print(" | ".join(["case".ljust(34), "wrong", *names]))
+    for outcome in outcomes:
+        wrong = outcome.hung or ",".join(str(v)[:40] for v in outcome.checks.values())
+        medians = [
+            f"{value[1]:.1f}" if isinstance(value, list) else "-"
+            for value in (outcome.times.get(name) for name in names)
+        ]
+        print(" | ".join([outcome.case.name.ljust(34), wrong, *medians]))
+
+
+if __name__ == "__main__":
+    run(tyro.cli(Fused, description=__doc__))

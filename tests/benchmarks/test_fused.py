@@ -1,0 +1,63 @@
+"""The checks of the fused kernels find what is wrong, and a step that hangs ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import fused
+from benchmarks.communication import AXIS
+from benchmarks.fused import Fused
+from benchmarks.fused_cases import Case, Checks, Op, chain, way_of
+from tests.conftest import MeshFactory
+
+every_op = pytest.mark.parametrize("op", get_args(Op))
+
+
+@every_op
+def test_what_is_right_passes(op: Op, make_mesh: MeshFactory) -> None:
+    checks = Checks(Case(op, "tiny", 16), make_mesh({AXIS: 4}), jnp.bfloat16, turns=2)
+    for contender in ("bulk", "ring"):
+        assert checks.exact(way_of(contender, op))() == 0
+    assert checks.repeated(way_of("bulk", op))() == 0
+
+
+def test_one_row_too_early_fails(make_mesh: MeshFactory) -> None:
+    """As if it still held what another shard left there."""
+    case = Case("all_gather_matmul", "tiny", 16)
+    right = way_of("bulk", case.op)
+
+    def way(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = right(x, w)
+        return y.at[3].set(y[4])
+
+    checks = Checks(case, make_mesh({AXIS: 4}), jnp.bfloat16, turns=2)
+    assert checks.exact(way)() > 100
+
+
+@every_op
+def test_the_ceiling_does_the_same_work(op: Op, make_mesh: MeshFactory) -> None:
+    mesh, case = make_mesh({AXIS: 4}), Case(op, "tiny", 16)
+    flops = [
+        chain(case, contender, mesh, jnp.bfloat16, 2).cost_analysis()["flops"]
+        for contender in ("bulk", "ceiling")
+    ]
+    assert flops[1] == pytest.approx(flops[0], rel=0.02)
+
+
+def test_a_step_that_hangs_is_noted(tmp_path: Path) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    case, outcomes = Case("all_gather_matmul", "tiny", 16), {}
+    sender.send((case, "checks", "exact", None))
+    sender.send((case, "checks", "exact", 0))
+    sender.send((case, "checks", "delayed", None))
+    settings = Fused(step_seconds=0.01, output=tmp_path / "fused.json")
+    fused._listen(receiver, settings, outcomes)
+    assert outcomes[case].checks == {"exact": 0}
+    assert outcomes[case].hung == "delayed"
+    assert '"hung": "delayed"' in (tmp_path / "fused.json").read_text()
