@@ -33,14 +33,17 @@ def test_every_site_forward_and_backward(
     gradients = gradients_of(fun, len(arguments))
     after, before = gradients_of(ring(fun), len(arguments)), ring(gradients)
     assert [site.replaced for site in sites(fun, *arguments)] == [True] * expected
+    found = sites(gradients, *arguments)
+    # The backward has as many, and some more where the forward is recomputed.
+    assert sum(site.replaced for site in found) >= 2 * expected
     # The scales of a norm are the same on all devices: their gradients, of no matmul, are summed.
-    assert all(site.replaced or site.kind == "psum" for site in sites(gradients, *arguments))
+    assert all(site.replaced or site.kind == "psum" for site in found)
     for rewritten in (ring(fun), after, before):
         left = collectives(rewritten, *arguments)
         assert not set(left) - {"psum", "psum_invariant"}, left
 
-    if (name, check_vma) not in (("attention", False), ("llama stack", True)):
-        return  # Compiling them all takes long.
+    if check_vma != (name in ("mlp", "llama stack")):
+        return  # Compiling each block twice takes long.
 
     def all_of_them(*args: Any) -> list:
         return [fun(*args), gradients(*args), ring(fun)(*args), after(*args), before(*args)]
