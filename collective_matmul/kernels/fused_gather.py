@@ -43,12 +43,15 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul._compat import partly_automatic, vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes, make_plan
-from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work
-from collective_matmul.kernels.tiles import CONSUMERS
+from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work, reader
+from collective_matmul.kernels.tiles import CONSUMERS, ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
+# Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
+# blocks together, about half of what the cache holds.
+_PREFETCHED_BYTES = 196_608
 # Of a delay between sends: up to 16 µs.
 _DELAY_NANOSECONDS, _MOST_DELAYS = 64, 256
 
@@ -232,6 +235,7 @@ class _Gathering(Work):
             load((indices, [x], ws), stages, turn, plane, row, across)
 
         if self.plan.joins:
+            pl.when(turn == 0)(functools.partial(self.prefetch, ws, across))
             self.await_rows(arrived, batch * self.devices, row)
             load_from(gathered, batch)
             return
@@ -246,6 +250,22 @@ class _Gathering(Work):
             plane = self.plane(batch)
             self.await_rows(arrived, plane, row)
             load_from(gathered, plane)
+
+    def prefetch(self, ws, across) -> None:
+        """Has the weights of a tile copied into the cache, as far as there is place for all."""
+        tiles = self.tiles
+        slice_bytes = ITEMSIZE * tiles.contracted * tiles.columns
+
+        def prefetch_slices(q, column):
+            w = self.ws[0][q]
+            read = reader(ws[0][q], w, [0] * (w.index + 1), 0, pl.ds(column, tiles.columns))
+
+            @pl.loop(0, min(self.steps, _PREFETCHED_BYTES // slice_bytes))
+            def _(step):
+                along = pl.ds(step * tiles.contracted, tiles.contracted)
+                plgpu.async_prefetch(read(0, along))
+
+        self.on_result(across, prefetch_slices)
 
     def await_rows(self, arrived, plane, row) -> None:
         """Waits for the rows of a tile, counted from the beginning of a plane of one shard."""

@@ -29,6 +29,8 @@ _MESSAGES_PER_BLOCK = 4
 _LINK_BYTES_PER_MICROSECOND = 3.8e5
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
+# What one multiprocessor reads out of that.
+_READ_BYTES_PER_MICROSECOND = 9e4
 # From the first copy out of a shard to the first tile that a peer starts with it.
 _ARRIVAL_MICROSECONDS = 5.0
 
@@ -133,16 +135,32 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     problem = shapes.problem(plan.joins)
     weights = ITEMSIZE * shapes.contracted * sum(shapes.columns)
     passes = problem.batch if weights > _CACHE_BYTES else 1
+    reading = _reading_microseconds(problem, plan.tiles, multiprocessors)
     computing = max(
         predicted_microseconds(problem, plan.tiles, multiprocessors),
+        reading,
         passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
     )
+    # Of cuts as fast, that which reads least leaves most to the senders.
+    computing += reading / 10
     shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
     sending = (shapes.devices - 1) * shard / _LINK_BYTES_PER_MICROSECOND + _ARRIVAL_MICROSECONDS
     if plan.joins:
         return sending + computing
     # The rows that arrive last are multiplied last.
     return max(computing, sending + computing / (2 * shapes.devices))
+
+
+def _reading_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int) -> float:
+    """What a launch takes if copying slices into shared memory is what it waits for."""
+    down, across = tiles.cluster
+    count = problem.batch * math.ceil(problem.rows / (tiles.rows * down))
+    count *= sum(math.ceil(n / (tiles.columns * across)) for n in problem.columns)
+    waves = math.ceil(count / (multiprocessors // (down * across)))
+    # Rows beyond the last are not read.
+    lines = min(tiles.rows, problem.rows) / across + tiles.columns / down
+    read = ITEMSIZE * sum(problem.contracted) * lines
+    return waves * read / _READ_BYTES_PER_MICROSECOND
 
 
 _SIZES = (

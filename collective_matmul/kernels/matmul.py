@@ -262,8 +262,8 @@ class Work:
             first = self.first_step(turn)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
-                read_x = _reader(xs[p], x, indices, batch, pl.ds(row, rows))
-                read_w = _reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
+                read_x = reader(xs[p], x, indices, batch, pl.ds(row, rows))
+                read_w = reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
                 self.load(first, steps, read_x, read_w, stages)
                 first += self.contracted_planes * steps
 
@@ -399,7 +399,7 @@ class Work:
         return lax.rem(self.first_step(turn) + step, self.tiles.stages)
 
 
-def _reader(ref, operand: Operand, indices, batch, free) -> Callable:
+def reader(ref, operand: Operand, indices, batch, free) -> Callable:
     """A function that gives the slice of an operand at (contracted plane, contracted range)."""
     first = indices[operand.index] + batch * operand.per_batch
 

@@ -299,6 +299,7 @@ class Simulation:
                 "copy_smem_to_gmem": store,
                 "wait_smem_to_gmem": wait_for_stores,
                 "barrier_wait": wait_for_load,
+                "async_prefetch": lambda _: None,
                 "remote_ref": lambda _, device: Reference(self.gathered[device[AXIS]]),
             },
             "lax": {
