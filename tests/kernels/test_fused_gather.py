@@ -19,8 +19,9 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.kernels import device, fused_gather
-from collective_matmul.kernels.fused_gather import _Gathering, all_gather_matmul, why_not
+from collective_matmul.kernels import device
+from collective_matmul.kernels.fused_gather import all_gather_matmul, why_not
+from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import Tiles
 from tests.conftest import MeshFactory
@@ -163,7 +164,7 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
     arrays = [jnp.asarray(w.T if shapes.w_contracted == 2 else w)[None] for w in ws]
     outs = [draw(problem.batch, problem.rows, n) for n in shapes.columns]
     places = jnp.asarray(gathered).reshape(problem.batch, problem.rows, shapes.contracted)
-    work = _Gathering(plan, AXIS, False, False, places, arrays, outs)
+    work = Gathering(plan, AXIS, False, False, places, arrays, outs)
     blocks = max(2, math.prod(plan.tiles.cluster))
     kernel = work.kernel(
         [*map(jnp.asarray, outs), places], "gather", blocks, INTERPRETER(detect_races=True)
@@ -184,7 +185,7 @@ def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> Non
     monkeypatch.setattr(pallas, "semaphore_signal", lambda *arguments, **keywords: None)
     monkeypatch.setattr(mosaic_gpu, "remote_ref", lambda ref, device_id: ref)
     if not sends:
-        monkeypatch.setattr(fused_gather._Gathering, "send", lambda *arguments: None)
+        monkeypatch.setattr(Gathering, "send", lambda *arguments: None)
 
 
 class _Anything:

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.kernels import fused_gather, matmul
-from collective_matmul.kernels.fused_gather import _Gathering
+from collective_matmul.kernels import gather_kernel, matmul
+from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes, make_plan
 from collective_matmul.kernels.tiles import Problem, Tiles
 
@@ -151,12 +151,12 @@ class Simulation:
         shape = tuple(self.sizes.values())
         return [dict(zip(self.sizes, map(int, p), strict=True)) for p in np.ndindex(shape)]
 
-    def work(self) -> _Gathering:
+    def work(self) -> Gathering:
         problem = self.plan.shapes.problem(self.plan.joins)
         arrays = [SimpleNamespace(shape=(problem.batch, problem.rows, n)) for n in problem.columns]
         weights = [SimpleNamespace(shape=(1, *_weight(problem, n))) for n in problem.columns]
         gathered = SimpleNamespace(shape=(problem.batch, problem.rows, *problem.contracted))
-        return _Gathering(self.plan, AXIS, self.keep, False, gathered, weights, arrays)
+        return Gathering(self.plan, AXIS, self.keep, False, gathered, weights, arrays)
 
     def sender(self, device: int) -> Callable[[], None]:
         def act() -> None:
@@ -310,7 +310,7 @@ class Simulation:
             },
             "jnp": {"int32": int, "minimum": min, "logical_not": lambda x: not x},
         }
-        for module in (fused_gather, matmul):
+        for module in (gather_kernel, matmul):
             for name, played in primitives.items():
                 monkeypatch.setattr(module, name, SimpleNamespace(**played))
 

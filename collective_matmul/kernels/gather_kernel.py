@@ -1,0 +1,274 @@
+"""One kernel that gathers the shards of x while it multiplies those that are here.
+
+``ys[q] = all_gather(x) @ ws[q]``
+
+A ring pays for every chunk: a launch, a rendezvous of the hosts, a last wave of tiles that does not
+fill the GPU. This is one launch of the persistent matmul of `matmul`, with one warpgroup more in
+every block, the sender. Peers' memory is addressed directly.
+
+The algorithm, on device d of D:
+
+1. The senders cut the device's own shard into boxes. Each copies its share into shared memory, and
+   from there into the gathered array of every peer. Whoever stored a message, a few boxes side by
+   side, waits until it has arrived, and counts up the peers' semaphores of the rows it is part of.
+2. The tiles of the results are walked chunk by chunk, from chunk d on, in the order of the rows in
+   which all senders send. There is no boundary between chunks: one walk over all tiles.
+3. A producer waits, before its first copy from another device's rows, until all messages that they
+   are made of have been counted. Chunk d it reads from x itself.
+
+Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
+the device sends its shard to itself too, so that a tile lies in one array.
+
+No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
+each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,
+zero. No kernel ends before all messages to it have been counted, for each tile waits for its rows.
+Nothing else is ever written to another device. Every message is sent by a block that is resident:
+there are as many blocks as fit at once, and clusters of two, which fit everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from collective_matmul.kernels.gather_plan import BUFFERS, Plan
+from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work, reader
+from collective_matmul.kernels.tiles import CONSUMERS, ITEMSIZE
+
+# Its annotations are narrower than what it takes and exports.
+plgpu: Any = mosaic_gpu
+
+# Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
+# blocks together, about half of what the cache holds.
+_PREFETCHED_BYTES = 196_608
+# Of a delay between sends: up to 16 µs.
+_DELAY_NANOSECONDS, _MOST_DELAYS = 64, 256
+
+
+class Gathering(Work):
+    """The kernel's body. Batches of tiles are planes of the results, by the order of arrival."""
+
+    # The consumers, the producer and the sender.
+    warpgroups = CONSUMERS + 2
+    multiplying_registers = 208
+    sending_registers = 56
+
+    def __init__(self, plan: Plan, axis_name: str, keep: bool, delays: bool, gathered, ws, outs):
+        problem = plan.shapes.problem(plan.joins)
+        x = Operand(gathered, 2, per_batch=1)
+        weights = [Operand(w, problem.w_contracted) for w in ws]
+        super().__init__([x], [weights], outs, False, problem.batch, 1, plan.tiles)
+        self.plan = plan
+        self.axis_name = axis_name
+        self.devices = plan.shapes.devices
+        self.delays = delays
+        # By offset along the axis, farthest first: each device needs the shards in this order.
+        offsets = [*range(self.devices - 1, 0, -1)]
+        self.receivers = [0, *offsets] if plan.joins else [*offsets, *([0] if keep else [])]
+
+    def run(self, shard, *refs) -> None:
+        """What every warpgroup of every block runs."""
+        ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
+        plan = self.plan
+        count = plan.shapes.planes * self.devices * plan.groups
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        xs = (shard, gathered, arrived)
+        # Every operand has one plane, or its planes are found without an index.
+        indices = [0] * (len(self.ws[0]) + 2)
+
+        @functools.partial(pl.run_scoped, **self.scratch(shard.dtype), collective_axes="warpgroup")
+        def _(**scratch):
+            self.play(indices, xs, [ws], [], outs, scratch)
+
+            @pl.when(lax.axis_index("warpgroup") == CONSUMERS + 1)
+            def _():
+                plgpu.set_max_registers(self.sending_registers, action="decrease")
+                self.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """What the warpgroups of a block share, by name."""
+        return super().scratch(dtype) | {
+            "boxes": plgpu.SMEM((BUFFERS, *self.plan.box), dtype),
+            "loaded": plgpu.Barrier(num_barriers=BUFFERS),
+        }
+
+    def out_plane(self, indices, batch) -> Any:
+        """The plane of each result that a batch's tiles are stored in."""
+        del indices
+        return batch if self.plan.joins else self.plane(batch)
+
+    def plane(self, batch) -> Any:
+        """The plane of a batch of tiles whose shards do not join: this device's own come first."""
+        planes = self.plan.shapes.planes
+        chunk = lax.rem(lax.axis_index(self.axis_name) + lax.div(batch, planes), self.devices)
+        return lax.rem(batch, planes) * self.devices + chunk
+
+    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
+        """Copies all slices that a tile is the product of, once its rows have arrived."""
+        indices, (shard, gathered, arrived), ws = operands
+        load = super().load_tile
+
+        def load_from(x, plane):
+            load((indices, [x], ws), stages, turn, plane, row, across)
+
+        if self.plan.joins:
+            pl.when(turn == 0)(functools.partial(self.prefetch, ws, across))
+            self.await_rows(arrived, batch * self.devices, row)
+            load_from(gathered, batch)
+            return
+        own = batch < self.plan.shapes.planes
+
+        @pl.when(own)
+        def _():
+            load_from(shard, batch)
+
+        @pl.when(jnp.logical_not(own))
+        def _():
+            plane = self.plane(batch)
+            self.await_rows(arrived, plane, row)
+            load_from(gathered, plane)
+
+    def prefetch(self, ws, across) -> None:
+        """Has the weights of a tile copied into the cache, as far as there is place for all."""
+        tiles = self.tiles
+        slice_bytes = ITEMSIZE * tiles.contracted * tiles.columns
+
+        def prefetch_slices(q, column):
+            w = self.ws[0][q]
+            read = reader(ws[0][q], w, [0] * (w.index + 1), 0, pl.ds(column, tiles.columns))
+
+            @pl.loop(0, min(self.steps, _PREFETCHED_BYTES // slice_bytes))
+            def _(step):
+                along = pl.ds(step * tiles.contracted, tiles.contracted)
+                plgpu.async_prefetch(read(0, along))
+
+        self.on_result(across, prefetch_slices)
+
+    def await_rows(self, arrived, plane, row) -> None:
+        """Waits for the rows of a tile, counted from the beginning of a plane of one shard."""
+        plan = self.plan
+        rows, height = plan.shapes.rows, plan.strips_per_group * plan.box[0]
+        end = rows * (self.devices if plan.joins else 1)
+
+        def group(row):
+            return lax.div(row, rows) * plan.groups + lax.div(lax.rem(row, rows), height)
+
+        first = plane * plan.groups
+        last_row = jnp.minimum(row + self.tiles.rows, end) - 1
+
+        @pl.loop(group(row), group(last_row) + 1)
+        def _(number):
+            strips = jnp.minimum(
+                plan.strips_per_group,
+                plan.strips - lax.rem(number, plan.groups) * plan.strips_per_group,
+            )
+            count = strips * plan.messages_per_strip
+            pl.semaphore_wait(arrived.at[first + number], count, decrement=False)
+
+    def send(self, shard, gathered, arrived, boxes, loaded) -> None:
+        """Copies this block's messages to all receivers, and counts each once it has arrived."""
+        plan = self.plan
+        block, blocks = _block()
+        messages = lax.div(plan.messages - block + blocks - 1, blocks)
+        count = messages * plan.boxes_per_message
+        high, wide = plan.box
+
+        def locate(number):
+            """The plane, the strip and the column of a box."""
+            message = block + lax.div(number, plan.boxes_per_message) * blocks
+            strip = lax.div(message, plan.messages_per_strip)
+            part = lax.rem(message, plan.messages_per_strip) * plan.boxes_per_message
+            column = (part + lax.rem(number, plan.boxes_per_message)) * wide
+            return lax.div(strip, plan.strips), lax.rem(strip, plan.strips), column
+
+        def load(number):
+            plane, strip, column = locate(number)
+            source = shard.at[plane, pl.ds(strip * high, high), pl.ds(column, wide)]
+            slot = lax.rem(number, BUFFERS)
+            plgpu.copy_gmem_to_smem(source, boxes.at[slot], loaded.at[slot])
+
+        def signal(number):
+            plane, strip, _ = locate(number)
+            me = lax.axis_index(self.axis_name)
+            group = (plane * self.devices + me) * plan.groups
+            self.count_arrival(arrived.at[group + lax.div(strip, plan.strips_per_group)])
+
+        @pl.when(count > 0)
+        def _():
+            load(jnp.int32(0))
+
+        @pl.loop(0, count)
+        def _(number):
+            slot = lax.rem(number, BUFFERS)
+            plgpu.barrier_wait(loaded.at[slot])
+            self.delay(number)
+            self.post(boxes.at[slot], gathered, *locate(number))
+
+            @pl.when(number + 1 < count)
+            def _():
+                plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+                load(number + 1)
+
+            # The message before this one has had time to arrive.
+            @pl.when((number > 0) & (lax.rem(number, plan.boxes_per_message) == 0))
+            def _():
+                plgpu.wait_smem_to_gmem(1)
+                signal(number - 1)
+
+        @pl.when(count > 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            signal(count - 1)
+
+    def post(self, box, gathered, plane, strip, column) -> None:
+        """Sends a box off to its place at all receivers, as one group of copies."""
+        plan = self.plan
+        high, wide = plan.box
+        me, row = lax.axis_index(self.axis_name), strip * high
+        if plan.joins:
+            row += me * plan.shapes.rows
+        else:
+            plane = plane * self.devices + me
+        place = plane, pl.ds(row, high), pl.ds(column, wide)
+        for offset in self.receivers:
+            there = plgpu.remote_ref(gathered, self.peer(offset)) if offset else gathered
+            last = offset == self.receivers[-1]
+            plgpu.copy_smem_to_gmem(box, there.at[place], commit_group=last)
+
+    def count_arrival(self, semaphore) -> None:
+        """Counts a message at all receivers that await it."""
+        for offset in self.receivers:
+            if offset:
+                pl.semaphore_signal(semaphore, device_id=self.peer(offset))
+            elif self.plan.joins:
+                pl.semaphore_signal(semaphore)
+
+    def peer(self, offset: int) -> dict[str, Any]:
+        """The device so far along the axis, at this device's place on all other axes."""
+        return {self.axis_name: lax.rem(lax.axis_index(self.axis_name) + offset, self.devices)}
+
+    def delay(self, number) -> None:
+        """Waits for a time that no two boxes have in common, if asked to."""
+        if self.delays:
+            seed = (number * 8_191 + _block()[0]) * 64 + lax.axis_index(self.axis_name)
+            # A linear congruential generator's step; its upper bits are random.
+            drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
+
+            @pl.loop(0, lax.rem(drawn, _MOST_DELAYS))
+            def _(delay):
+                del delay
+                pl.delay(_DELAY_NANOSECONDS)
+
+
+def _block() -> tuple[Any, int]:
+    """The number of this block, and how many there are."""
+    number, blocks = 0, 1
+    for axis in ("cluster", *BLOCK_AXES):
+        number = number * lax.axis_size(axis) + lax.axis_index(axis)
+        blocks *= lax.axis_size(axis)
+    return number, blocks
