@@ -103,7 +103,8 @@ def collective_einsum(
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
-    call = _Call(Equation(labels_x, labels_w, labels_y, label), axis_name, implementation)
+    equation = Equation(labels_x, labels_w, labels_y, label)
+    call = _Call(equation, axis_name, implementation, calling_source())
     return named(_scatter(x, w, call) if gather is None else _gather(x, w, call))
 
 
@@ -114,7 +115,7 @@ class _Call:
     equation: Equation
     axis_name: str
     implementation: str | None
-    source: Source | None = field(default_factory=calling_source, compare=False)
+    source: Source | None = field(compare=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
