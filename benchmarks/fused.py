@@ -11,6 +11,7 @@ import functools
 import json
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -113,6 +114,7 @@ def work(cases: Sequence[Case], settings: Fused, connection: Connection) -> None
             try:
                 result = step()
             except Exception as error:
+                traceback.print_exc(limit=3)
                 result = f"{type(error).__name__}: {str(error)[:300]}"
                 connection.send((case, kind, name, result))
                 if not isinstance(error, ValueError):
