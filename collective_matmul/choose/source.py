@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import traceback
@@ -42,6 +43,7 @@ def calling_source() -> Source | None:
     return None
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     """Whether a file of code is this library's, JAX's, Flax's or Python's own."""
     # Packages installed beneath Python's own library are somebody's program.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 Kind = Literal["all_gather", "reduce_scatter", "psum"]
 _KINDS: dict[str, Kind] = {
@@ -38,6 +39,15 @@ class Collective:
 def kind_of(equation: JaxprEqn) -> Kind | None:
     """Which collective it is, if one of those that may be hidden under a matmul."""
     return _KINDS.get(equation.primitive.name)
+
+
+def collectives_in(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
+    """Those of any kind in jaxprs, at any depth."""
+    for jaxpr in jaxprs:
+        for equation in jaxpr.eqns:
+            if kind_of(equation) is not None:
+                yield equation
+            yield from collectives_in(jaxprs_in_params(equation.params))
 
 
 def axes_of(equation: JaxprEqn) -> tuple:

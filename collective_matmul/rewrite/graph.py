@@ -23,9 +23,14 @@ class Graph:
         self._producer: dict[Var, int] = {}
         self._users: dict[Var, list[int]] = defaultdict(list)
         for index, equation in enumerate(self.equations):
-            self._producer.update((var, index) for var in equation.outvars)
-            for atom in dict.fromkeys(variables(equation.invars)):
-                self._users[atom].append(index)
+            for var in equation.outvars:
+                self._producer[var] = index
+            for atom in equation.invars:
+                if isinstance(atom, Literal):
+                    continue
+                users = self._users[atom]
+                if not users or users[-1] != index:
+                    users.append(index)
 
     def producer(self, atom: Atom) -> int | None:
         """The equation that makes it; None for an argument, a constant or a literal."""

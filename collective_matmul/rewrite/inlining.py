@@ -6,26 +6,28 @@ from collections.abc import Iterator
 
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.rewrite.collectives import kind_of
+from collective_matmul.rewrite.collectives import collectives_in, kind_of
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.report import is_named
 from collective_matmul.rewrite.steps import passage
 
 
-def inlined(jaxpr: Jaxpr) -> Jaxpr:
+def inlined(graph: Graph) -> Graph:
     """The jaxpr with such calls opened, and those within them; itself if there are none."""
-    while wanted := _between(jaxpr):
+    while wanted := _between(graph):
+        jaxpr = graph.jaxpr
         equations: list[JaxprEqn] = []
         names: dict[Var, Atom] = {}
         for index, equation in enumerate(jaxpr.eqns):
             equation = equation.replace(invars=_renamed(equation.invars, names))
             equations += _opened(equation, names) if index in wanted else [equation]
-        jaxpr = jaxpr.replace(eqns=equations, outvars=_renamed(jaxpr.outvars, names))
-    return jaxpr
+        outvars = _renamed(jaxpr.outvars, names)
+        graph = Graph(jaxpr.replace(eqns=equations, outvars=outvars))
+    return graph
 
 
-def _between(jaxpr: Jaxpr) -> set[int]:
+def _between(graph: Graph) -> set[int]:
     """The calls that use what is gathered, make what is summed, or do either to their results."""
-    graph = Graph(jaxpr)
     found = {
         index
         for at, equation in enumerate(graph.equations)
@@ -73,6 +75,8 @@ def _makers(graph: Graph, atom: Atom) -> Iterator[int | None]:
 
 def _reaches_outside(jaxpr: Jaxpr) -> bool:
     """Whether the matmul of a collective in a call may be outside of the call."""
+    if not any(collectives_in([jaxpr])):
+        return False
     graph = Graph(jaxpr)
     for equation in graph.equations:
         if kind_of(equation) == "all_gather" and _is_returned(graph, equation.outvars[0]):
@@ -97,6 +101,8 @@ def _can_open(equation: JaxprEqn) -> bool:
     """Whether it is a call that asks for nothing but to be carried out."""
     parameters = equation.params
     if equation.primitive.name not in ("jit", "pjit") or parameters["jaxpr"].consts:
+        return False
+    if is_named(equation):
         return False
     shardings = (*parameters["in_shardings"], *parameters["out_shardings"])
     specified = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -33,28 +34,28 @@ class Matmul:
         """[K, *N], its dimensions in any order."""
         return self.equation.invars[1 - self.x_side]
 
-    @property
+    @cached_property
     def _pairs(self) -> list[tuple[int, int]]:
         """Dimensions of x and w contracted with each other, in x's order."""
         contracted, _ = self.equation.params["dimension_numbers"]
         return sorted(zip(contracted[self.x_side], contracted[1 - self.x_side], strict=True))
 
-    @property
+    @cached_property
     def contracted(self) -> Shape:
         """Dimensions of x."""
         return tuple(x for x, _ in self._pairs)
 
-    @property
+    @cached_property
     def free(self) -> Shape:
         """Dimensions of x."""
         return tuple(i for i in range(self.x.aval.ndim) if i not in self.contracted)
 
-    @property
+    @cached_property
     def w_contracted(self) -> Shape:
         """Dimensions of w, in the order of those of x."""
         return tuple(w for _, w in self._pairs)
 
-    @property
+    @cached_property
     def w_free(self) -> Shape:
         """Dimensions of w."""
         return tuple(i for i in range(self.w.aval.ndim) if i not in self.w_contracted)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul.rewrite.collectives import collective_of, kind_of
+from collective_matmul.choose.source import Source
+from collective_matmul.rewrite.collectives import collective_of, collectives_in, kind_of
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
+from collective_matmul.rewrite.graph import Graph
 from collective_matmul.rewrite.inlining import inlined
 from collective_matmul.rewrite.plan import Placed, Plan
 from collective_matmul.rewrite.report import (
@@ -64,7 +66,7 @@ class Rewriter:
         key = id(jaxpr), self._shard_maps
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
-            new = self._rewritten(inner)
+            new = self._rewritten(inner) if any(collectives_in([inner])) else inner
             if new is inner:
                 new = jaxpr
             elif inner is not jaxpr:
@@ -74,30 +76,32 @@ class Rewriter:
         return self._done[key][1]
 
     def _rewritten(self, original: Jaxpr) -> Jaxpr:
-        jaxpr = self._with_calls_opened(original) if self._axis_sizes else original
-        equations = [self._inside(equation) for equation in jaxpr.eqns]
-        sites = self._sites(jaxpr) if self._axis_sizes else []
-        unchanged = all(a is b for a, b in zip(equations, jaxpr.eqns, strict=True))
+        graph = Graph(original)
+        if self._axis_sizes:
+            graph = self._with_calls_opened(graph)
+        equations = [self._inside(equation) for equation in graph.equations]
+        sites = self._sites(graph) if self._axis_sizes else []
+        unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
-            return jaxpr
-        return splice(jaxpr, equations, sites)
+            return graph.jaxpr
+        return splice(graph, equations, sites)
 
-    def _with_calls_opened(self, jaxpr: Jaxpr) -> Jaxpr:
+    def _with_calls_opened(self, graph: Graph) -> Graph:
         """With calls of jit opened, if that makes more matmuls meet their collectives."""
-        opened = inlined(jaxpr)
-        if opened is jaxpr or self._matches_in(opened) <= self._matches_in(jaxpr):
-            return jaxpr
+        opened = inlined(graph)
+        if opened is graph or self._matches_in(opened) <= self._matches_in(graph):
+            return graph
         return opened
 
-    def _matches_in(self, jaxpr: Jaxpr) -> int:
+    def _matches_in(self, graph: Graph) -> int:
         """The sites of a jaxpr and of the calls of jit in it."""
-        plan = Plan(jaxpr)
         number = 0
-        for index, equation in enumerate(jaxpr.eqns):
+        for index, equation in enumerate(graph.equations):
             if equation.primitive.name in ("jit", "pjit"):
-                number += self._matches_in(equation.params["jaxpr"].jaxpr)
+                inner = equation.params["jaxpr"].jaxpr
+                number += self._matches_in(Graph(inner)) if any(collectives_in([inner])) else 0
             elif kind_of(equation) is not None and not is_ours(equation):
-                number += not isinstance(self._match(plan, index), str)
+                number += not isinstance(self._match(graph, index), str)
         return number
 
     def _inside(self, equation: JaxprEqn) -> JaxprEqn:
@@ -109,7 +113,8 @@ class Rewriter:
             return self._with_jaxprs(equation)
         if self._axis_sizes:
             reason = f"it is inside {name}, which is not entered"
-            unseen = [inner for inner in _collectives_in(equation) if not is_ours(equation)]
+            inside = collectives_in(jaxprs_in_params(equation.params))
+            unseen = [inner for inner in inside if not is_ours(equation)]
             self.found += [left_alone(inner, reason) for inner in unseen]
         return equation
 
@@ -125,7 +130,7 @@ class Rewriter:
                 continue
             if new is not value:
                 changed[name] = new
-        if equation.primitive.name == "custom_vjp_call" and any(_collectives_in(equation)):
+        if equation.primitive.name == "custom_vjp_call":
             changed |= rewritten_rules(equation, self._later())
         if not changed:
             return equation
@@ -147,22 +152,22 @@ class Rewriter:
         finally:
             self._axis_sizes, self._shard_maps = outside
 
-    def _sites(self, jaxpr: Jaxpr) -> list[TracedSite]:
+    def _sites(self, graph: Graph) -> list[TracedSite]:
         """The sites of one jaxpr inside shard_map; first those that transpose nothing."""
-        plan = Plan(jaxpr)
+        plan = Plan(graph)
         reports: dict[int, FoundSite] = {}
         matches: list[GatherMatch | SumMatch] = []
-        for index, equation in enumerate(jaxpr.eqns):
+        for index, equation in enumerate(graph.equations):
             if kind_of(equation) is None or is_ours(equation):
                 continue
-            match = self._match(plan, index)
+            match = self._match(graph, index)
             if isinstance(match, str):
                 reports[index] = left_alone(equation, match)
             else:
                 matches.append(match)
         sites = []
         for match in sorted(matches, key=lambda m: (isinstance(m, SumMatch), moves_layout(m))):
-            equation = jaxpr.eqns[match.index]
+            equation = graph.equations[match.index]
             site = self._site(plan, match)
             if isinstance(site, str):
                 reports[match.index] = left_alone(equation, site)
@@ -174,12 +179,12 @@ class Rewriter:
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
-    def _match(self, plan: Plan, index: int) -> GatherMatch | SumMatch | str:
-        collective = collective_of(plan.graph.equations[index], self._axis_sizes)
+    def _match(self, graph: Graph, index: int) -> GatherMatch | SumMatch | str:
+        collective = collective_of(graph.equations[index], self._axis_sizes)
         if isinstance(collective, str):
             return collective
         matching = match_gather if collective.kind == "all_gather" else match_sum
-        return matching(plan.graph, index, collective)
+        return matching(graph, index, collective)
 
     def _site(self, plan: Plan, match: GatherMatch | SumMatch) -> TracedSite | str:
         """The match traced, or why it is left alone."""
@@ -187,11 +192,12 @@ class Rewriter:
         if isinstance(placed, str):
             return placed
         equation = plan.graph.equations[match.index]
+        source = source_of(equation)
         obstacle = _obstacle(placed, self._implementation)
         if obstacle:
             return obstacle
-        replacements = self._replacements(placed, equation)
-        key = self._shard_maps, source_of(equation), signature(placed.match, replacements)
+        replacements = self._replacements(placed.match, equation, source)
+        key = self._shard_maps, source, signature(placed.match, replacements)
         if key not in self._traced:
             self._traced[key] = trace(replacements)
         site = put_in_place(placed, replacements, self._traced[key], equation)
@@ -199,8 +205,9 @@ class Rewriter:
             return f"arrays would be transposed for nothing ({site.decision.reason})"
         return site
 
-    def _replacements(self, placed: Placed, equation: JaxprEqn) -> Sequence[Replacement]:
-        match, source = placed.match, source_of(equation)
+    def _replacements(
+        self, match: GatherMatch | SumMatch, equation: JaxprEqn, source: Source | None
+    ) -> Sequence[Replacement]:
         if isinstance(match, GatherMatch):
             (shard,) = equation.invars
             return gather_replacements(match, shard, self._implementation, source)
@@ -236,15 +243,6 @@ def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -
     )
     jax.make_jaxpr(sharded)()
     return results[0]
-
-
-def _collectives_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Gathers and sums over devices anywhere in the jaxprs of an equation."""
-    for jaxpr in jaxprs_in_params(equation.params):
-        for inner in jaxpr.eqns:
-            if kind_of(inner) is not None:
-                yield inner
-            yield from _collectives_in(inner)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jax.extend.core import Jaxpr
-
 from collective_matmul.rewrite.gathers import GatherMatch, Use
 from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
 from collective_matmul.rewrite.sums import SumMatch
@@ -36,8 +34,8 @@ class Plan:
       placed: the sites accepted.
     """
 
-    def __init__(self, jaxpr: Jaxpr):
-        self.graph = Graph(jaxpr)
+    def __init__(self, graph: Graph):
+        self.graph = graph
         self.placed: list[Placed] = []
         self._consumed: set[int] = set()
         self._moved: set[int] = set()

@@ -69,7 +69,7 @@ def gather_replacements(
     )
     handle = Handle(match.index)
 
-    def fun(shard: jax.Array, *ws: jax.Array) -> tuple:
+    def all_gather_matmul(shard: jax.Array, *ws: jax.Array) -> tuple:
         x = replay(view.steps, shard)
         matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
         ys, gathered = gather_matmul(x, tuple(matrices), call)
@@ -87,7 +87,7 @@ def gather_replacements(
     outputs = [use.result for use in uses]
     outputs += [handle] * bool(match.later) + [match.root] * match.keeps_root
     inputs = [shard, *(use.matmul.w for use in uses)]
-    first = Replacement(None, inputs, outputs, fun)
+    first = Replacement(None, inputs, outputs, all_gather_matmul)
     return [first, *(_weight_gradient(use, handle, call) for use in match.later)]
 
 
@@ -95,13 +95,13 @@ def _weight_gradient(use: Use, handle: Handle, call: Call) -> Replacement:
     """A matmul that contracts the rows of what was gathered with those of another array."""
     matmul, view = use.matmul, use.view
 
-    def fun(gathered: Kept, other: jax.Array) -> tuple[jax.Array]:
+    def weight_gradients(gathered: Kept, other: jax.Array) -> tuple[jax.Array]:
         rows = matmul.weight(other, transposed=False)
         rows = lax.reshape(rows, (*view.base[:-1], matmul.columns))
         product = weight_gradient(gathered, rows, call.dimension, transpose_w=matmul.x_side == 1)
         return (lax.reshape(product, type_of(use.result).shape),)
 
-    return Replacement(use.index, [handle, matmul.w], [use.result], fun)
+    return Replacement(use.index, [handle, matmul.w], [use.result], weight_gradients)
 
 
 def sum_replacement(
@@ -118,7 +118,7 @@ def sum_replacement(
         replaces=collective.kind,
     )
 
-    def fun(*operands: jax.Array) -> tuple[jax.Array]:
+    def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
         pairs = list(zip(terms, operands[::2], operands[1::2], strict=True))
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         if collective.kind == "psum":
@@ -136,7 +136,7 @@ def sum_replacement(
         return (replay(match.path.steps[::-1], y),)
 
     inputs = [atom for term in terms for atom in (term.x, term.w)]
-    return Replacement(None, inputs, [result], fun)
+    return Replacement(None, inputs, [result], matmul_sum)
 
 
 def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:

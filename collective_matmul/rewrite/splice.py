@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.choose.decision import Decision, record_decisions
-from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.plan import Placed
 from collective_matmul.rewrite.report import NAME
 from collective_matmul.rewrite.sites import Handle, Replacement
@@ -43,7 +43,10 @@ class TracedSite:
 
 
 def trace(replacements: Sequence[Replacement]) -> Tracing:
-    """Traces replacements, within the shard_map that their site stands in."""
+    """Traces replacements, within the shard_map that their site stands in.
+
+    Each is one call: equal sites share its jaxpr, whose gradients and lowering JAX makes once.
+    """
     kept: dict[Handle, Any] = {}
     jaxprs, trees = [], []
     with record_decisions(hidden=True) as decisions:
@@ -52,7 +55,7 @@ def trace(replacements: Sequence[Replacement]) -> Tracing:
                 kept[item] if isinstance(item, Handle) else type_of(item)
                 for item in replacement.inputs
             ]
-            closed, shapes = jax.make_jaxpr(replacement.fun, return_shape=True)(*arguments)
+            closed, shapes = jax.make_jaxpr(jax.jit(replacement.fun), return_shape=True)(*arguments)
             assert not closed.consts, "what replaces a site has scalar constants alone"
             jaxprs.append(closed.jaxpr)
             trees.append(tuple(map(jax.tree.structure, shapes)))
@@ -99,7 +102,7 @@ def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[Jax
     return equations, _rename(jaxpr.outvars, names)
 
 
-def splice(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
+def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
     """The jaxpr with `equations` for its own, but for those that sites replace."""
     consumed = frozenset[int]().union(*(site.placed.consumed for site in sites))
     names: dict[Var, Atom] = {}
@@ -111,22 +114,27 @@ def splice(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
         moved[site.placed.position].update(site.placed.moved)
         for position, made in site.equations.items():
             new[position] += made
+    old = list(equations)
+    for index in {index for var in names for index in graph.users(var)}:
+        old[index] = _reading(old[index], names)
     result: list[JaxprEqn] = []
     done = set(consumed)
-    for index in range(len(equations)):
-        before = [i for i in sorted(moved.get(index, ())) if i not in done]
-        result += (_reading(equation, names) for equation in map(equations.__getitem__, before))
-        result += (_reading(equation, names) for equation in new.get(index, ()))
-        done.update(before)
+    for index, equation in enumerate(old):
+        if index in moved:
+            before = [i for i in sorted(moved[index]) if i not in done]
+            result += map(old.__getitem__, before)
+            done.update(before)
+        if index in new:
+            result += (_reading(made, names) for made in new[index])
         if index not in done:
-            result.append(_reading(equations[index], names))
+            result.append(equation)
+    jaxpr = graph.jaxpr
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:
-    invars = _rename(equation.invars, names)
-    return equation.replace(invars=invars) if invars != list(equation.invars) else equation
+    return equation.replace(invars=_rename(equation.invars, names))
 
 
 def _rename(atoms: Sequence[Atom], names: dict[Var, Atom]) -> list[Atom]:

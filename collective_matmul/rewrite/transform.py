@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.rewrite.nesting import Rewriter
@@ -104,8 +105,10 @@ class _Traced:
             return fun(*args, **kwargs)
 
         self._arrays = [leaves[i] for i in places]
-        if any(isinstance(array, Tracer) for array in self._arrays):
-            # A call in the program around this one, which need not trace what is inside again.
+        tracers = [array for array in self._arrays if isinstance(array, Tracer)]
+        if tracers and all(isinstance(tracer, DynamicJaxprTracer) for tracer in tracers):
+            # A call in the program around this one, which need not trace what is inside again. Not
+            # where it is differentiated: of a call, JAX would trace both gradients on their own.
             flat = jax.jit(functools.wraps(fun)(flat))
         self.program, shapes = jax.make_jaxpr(flat, return_shape=True)(*self._arrays)
         self._result = jax.tree.structure(shapes)
