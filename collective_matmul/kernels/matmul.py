@@ -376,7 +376,7 @@ class Work:
 
     def store(self, product, plane, row, column, strips, added, first) -> None:
         """Rounds the product, with the addend, and sends it off strip by strip."""
-        rows, width = self.tiles.part[0], self.tiles.strip_columns
+        width = self.tiles.strip_columns
         for i in range(self.tiles.all_strips):
             strip = strips.at[i % self.tiles.strips]
             value = product[:, i * width : (i + 1) * width]
@@ -387,8 +387,23 @@ class Work:
                 plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
             strip[...] = value.astype(strip.dtype)
             plgpu.commit_smem()
-            columns = pl.ds(column + i * width, width)
-            plgpu.copy_smem_to_gmem(strip, plane.at[pl.ds(row, rows), columns])
+            self.store_strip(strip, plane, row, column + i * width)
+
+    def store_strip(self, strip, plane, row, column) -> None:
+        """Starts to copy a strip to where it belongs; what lies beyond the end is left out."""
+        rows, width = strip.shape
+
+        def copy():
+            place = pl.ds(row, rows), pl.ds(column, width)
+            plgpu.copy_smem_to_gmem(strip, plane.at[place], commit_group=False)
+
+        if plane.shape[-1] > width:
+            copy()
+        else:
+            # The copy engine does not see the columns of a result of one strip as a dimension of
+            # its own, so it would not stop at their end.
+            pl.when(column == 0)(copy)
+        plgpu.commit_smem_to_gmem_group()
 
     def first_step(self, turn: Any) -> Any:
         """How many steps this block takes before those of a tile."""
