@@ -80,7 +80,9 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
 
 
 def dimension(argument: str, value: int, x: jax.Array) -> int:
-    """`value` counted from the front, if it names a dimension of x other than the contracted one.
+    """`value` counted from the front, if it names a dimension of x that can be cut into shards.
+
+    That is any but the contracted one, unless it is empty: XLA has no collectives of nothing.
 
     Raises:
       ValueError, TypeError: if it does not.
@@ -98,6 +100,11 @@ def dimension(argument: str, value: int, x: jax.Array) -> int:
         raise ValueError(
             f"{argument}={value}: that is the contracted dimension of x {x.shape}; expected one"
             f" from 0 to {x.ndim - 2}"
+        )
+    if x.shape[value] == 0:
+        raise ValueError(
+            f"{argument}={value}: size 0 in x {x.shape}; expected at least 1 on every device; leave"
+            " the op out where there is nothing to communicate"
         )
     return value % x.ndim
 
