@@ -178,8 +178,8 @@ def test_a_dimension_is_not_empty(
     op: Callable, argument: str, refused: Callable[..., None]
 ) -> None:
     sentence = (
-        f"{argument}=1: size 0 in x (4, 0, 2); expected at least 1 on every device; leave the op out"
-        " where there is nothing to communicate"
+        f"{argument}=1: size 0 in x (4, 0, 2); expected at least 1 on every device; leave the op"
+        " out where there is nothing to communicate"
     )
     fun = partial(op, axis_name=AXIS, **{argument: 1})
     refused(fun, zeros(4, 0, 2), zeros(2, 3), ValueError, sentence)
