@@ -22,7 +22,7 @@ from collective_matmul import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -77,7 +77,7 @@ def test_outside_shard_map(op: Callable) -> None:
 def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
         "implementation='rings': expected None (choose per shape) or one of bulk, ring,"
-        " ring_two_way, ring_direct"
+        " ring_two_way, ring_direct, fused"
     )
     fun = partial(op, axis_name=AXIS, implementation="rings")
     refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence)
@@ -198,7 +198,7 @@ def test_scattered_dimension_divides(
     refused(fun, zeros(4, 7, 2), zeros(2, 3), ValueError, sentence)
 
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS.keys() - {"bulk"}))
+@pytest.mark.parametrize("implementation", RINGS)
 def test_a_ring_asked_for_by_name_must_be_able_to_run(
     implementation: str, refused: Callable[..., None]
 ) -> None:

@@ -15,7 +15,7 @@ from collective_matmul._compat import partly_automatic
 from collective_matmul.choose import cost_model, tables
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from collective_matmul.log import say_once
 from collective_matmul.peer_access import transport_obstacle
 
@@ -111,7 +111,7 @@ def choose(site: Site, requested: str | None) -> str:
 def obstacle_of(site: Site, implementation: str) -> str | None:
     """Why `implementation` cannot carry out `site`, or None."""
     if (
-        implementation != "bulk"
+        implementation in RINGS
         and site.op == "matmul_all_reduce"
         and site.rows % site.axis_size != 0
     ):

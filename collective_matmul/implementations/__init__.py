@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from types import MappingProxyType, SimpleNamespace
 
-from collective_matmul.implementations import bulk, ring
+from collective_matmul.implementations import bulk, fused, ring
 from collective_matmul.schedule import Pattern
 
 
@@ -41,5 +41,5 @@ RINGS: MappingProxyType[str, Pattern] = MappingProxyType(
     {"ring": "one_way", "ring_two_way": "two_way", "ring_direct": "direct"}
 )
 IMPLEMENTATIONS = MappingProxyType(
-    {"bulk": bulk, **{name: _ring(pattern) for name, pattern in RINGS.items()}}
+    {"bulk": bulk, **{name: _ring(pattern) for name, pattern in RINGS.items()}, "fused": fused}
 )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.choose import Decision, Site, choose, decision, record_decisions, tables
 from collective_matmul.choose.cost_model import bulk_seconds, ring_seconds
 from collective_matmul.choose.site import Op
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from collective_matmul.log import say_once
 from tests.choose.sites import H200, site_of
 from tests.conftest import MeshFactory
@@ -234,7 +234,7 @@ def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
     assert warnings_of(caplog) == [f"{op} falls back to bulk: {reason}"]
 
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS.keys() - {"bulk"}))
+@pytest.mark.parametrize("implementation", RINGS)
 def test_a_named_ring_that_cannot_run_raises(implementation: str) -> None:
     with (
         record_decisions() as decisions,

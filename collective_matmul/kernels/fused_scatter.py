@@ -1,0 +1,221 @@
+"""Matmuls that are summed over devices by the same kernel: which it can do, and how it sees them.
+
+The kernel itself is `collective_matmul.kernels.scatter_kernel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.kernels import device
+from collective_matmul.kernels.peers import obstacle
+from collective_matmul.kernels.scatter_kernel import Scattering
+from collective_matmul.kernels.scatter_plan import (
+    ROW_MULTIPLE,
+    Kind,
+    Plan,
+    Shapes,
+    best_plan,
+)
+
+# Up to this size of the result all devices make all sums: it costs one trip over NVLink instead of
+# two, and sends D / 2 times as much.
+_ONE_SHOT_BYTES = 1 << 20
+
+
+def matmul_reduce_scatter(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    *,
+    dimension: int,
+    transpose_w: bool = False,
+    delays: bool = False,
+) -> jax.Array:
+    """``reduce_scatter(sum over p of xs[p] @ ws[p])`` in one launch, inside `jax.shard_map`.
+
+    Products travel in the operands' dtype. Each is rounded once, and added in float32 to what the
+    owner itself computed, in the order of the devices behind it: the same bits every time.
+
+    Args:
+      xs: each [..., M, ..., K_p]; all bfloat16 or all float16.
+      ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype.
+      axis_name: a mesh axis of D devices, all driven by this process.
+      dimension: of the xs, scattered: that of M, a multiple of D.
+      transpose_w: whether the ws are contracted along their last dimension.
+      delays: has consumers wait for random times, up to 16 µs, before what they send, so that races
+        show. For tests.
+
+    Returns:
+      [..., M/D, ..., N].
+
+    Raises:
+      ValueError: where the kernel cannot do this; see `why_not_reduce_scatter`.
+    """
+    reason = why_not_reduce_scatter(xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w)
+    if reason is not None:
+        raise ValueError(reason)
+    plan = _scatter_plan(xs, ws, axis_name, dimension, transpose_w)
+    assert plan is not None
+    shapes, shape = plan.shapes, list(xs[0].shape)
+    shape[dimension] //= shapes.devices
+    shape[-1] = shapes.columns
+    rows = math.prod(shape[dimension:-1])
+
+    def owned_rows_padded(x: jax.Array) -> jax.Array:
+        x = x.reshape(shapes.planes, shapes.devices, rows, x.shape[-1])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, shapes.rows - rows), (0, 0)))
+        return x.reshape(shapes.planes, shapes.all_rows, x.shape[-1])
+
+    y = _launch(plan, axis_name, delays, list(map(owned_rows_padded, xs)), ws)
+    return y[:, :rows].reshape(shape)
+
+
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, axis_name: str, *, delays: bool = False
+) -> jax.Array:
+    """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
+
+    Args:
+      x: [..., K]; bfloat16 or float16.
+      w: [K, N], of the same dtype.
+      axis_name: a mesh axis of D devices, all driven by this process.
+      delays: as for `matmul_reduce_scatter`.
+
+    Returns:
+      [..., N], typed as replicated over the axis.
+
+    Raises:
+      ValueError: where the kernel cannot do this; see `why_not_all_reduce`.
+    """
+    reason = why_not_all_reduce(x, w, axis_name)
+    if reason is not None:
+        raise ValueError(reason)
+    plan = _reduce_plan(x, w, axis_name)
+    assert plan is not None
+    rows = math.prod(x.shape[:-1])
+    matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
+    y = _launch(plan, axis_name, delays, [matrix[None]], [w])
+    return y.reshape(-1, w.shape[1])[:rows].reshape(*x.shape[:-1], w.shape[1])
+
+
+def why_not_reduce_scatter(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    *,
+    dimension: int,
+    transpose_w: bool,
+) -> str | None:
+    """Why `matmul_reduce_scatter` cannot do this, in a sentence; None if it can."""
+    return (
+        obstacle(axis_name, *xs, *ws)
+        or _empty(*xs, *ws)
+        or _no_plan(_scatter_plan(xs, ws, axis_name, dimension, transpose_w), xs, ws)
+    )
+
+
+def why_not_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> str | None:
+    """Why `matmul_all_reduce` cannot do this, in a sentence; None if it can."""
+    return (
+        obstacle(axis_name, x, w)
+        or _empty(x, w)
+        or _no_plan(_reduce_plan(x, w, axis_name), [x], [w])
+    )
+
+
+def _empty(*arrays: jax.Array) -> str | None:
+    if all(array.size for array in arrays):
+        return None
+    return "an array without elements: there is nothing to multiply; use 'bulk'"
+
+
+def _no_plan(plan: Plan | None, xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> str | None:
+    if plan is not None:
+        return None
+    terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
+    return (
+        f"{terms}: the fused kernel wants every K to be a multiple of 32 and N of 64; pad them, or"
+        " use 'bulk'"
+    )
+
+
+def _scatter_plan(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    dimension: int,
+    transpose_w: bool,
+) -> Plan | None:
+    target, devices = device.target(), lax.axis_size(axis_name)
+    assert target is not None
+    shape = xs[0].shape
+    shapes = Shapes(
+        kind="scatter",
+        devices=devices,
+        planes=math.prod(shape[:dimension]),
+        rows=math.prod(shape[dimension:-1]) // devices,
+        contracted=tuple(x.shape[-1] for x in xs),
+        columns=ws[0].shape[0 if transpose_w else 1],
+        w_contracted=2 if transpose_w else 1,
+    )
+    return best_plan(shapes, target.multiprocessors)
+
+
+def _reduce_plan(x: jax.Array, w: jax.Array, axis_name: str) -> Plan | None:
+    target, devices = device.target(), lax.axis_size(axis_name)
+    assert target is not None
+    rows = math.prod(x.shape[:-1])
+    one_shot = rows * w.shape[1] * w.dtype.itemsize <= _ONE_SHOT_BYTES
+    kind: Kind = "one_shot" if one_shot else "two_step"
+    rows = rows if one_shot else -(-rows // devices)
+    shapes = Shapes(kind, devices, 1, rows, (x.shape[-1],), w.shape[1])
+    return best_plan(shapes, target.multiprocessors)
+
+
+def _launch(
+    plan: Plan, axis_name: str, delays: bool, xs: Sequence[jax.Array], ws: Sequence[jax.Array]
+) -> jax.Array:
+    launch = _shared_launch(plan, axis_name, delays, device.target())
+    return launch(list(xs), [w[None] for w in ws])
+
+
+@functools.cache
+def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any:
+    """One function for all launches alike, so that they are traced, lowered and compiled once.
+
+    Returns:
+      ``launch(xs, ws) -> y``: xs [planes, all rows, K_p], ws [1, K_p, N] or [1, N, K_p], and y
+      [planes, owned rows, N], or for "two_step" [planes * D, owned rows, N].
+    """
+    shapes = plan.shapes
+
+    @sequential_vmap
+    def launch(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
+        axes = frozenset().union(*map(varying_axes, (*xs, *ws)))
+        tracked = {axis_name} & axes
+
+        def empty(planes: int, axes: frozenset[str]) -> jax.Array:
+            array = lax.empty((planes, shapes.rows, shapes.columns), xs[0].dtype)
+            return vary_over(array, axes)
+
+        scatters = shapes.kind == "scatter"
+        y = empty(
+            shapes.planes * (shapes.devices if shapes.kind == "two_step" else 1),
+            axes if scatters else axes - tracked,
+        )
+        partials = empty(shapes.planes * plan.sources, axes)
+        work = Scattering(plan, axis_name, delays, xs, ws)
+        kernel = work.kernel([y, partials], f"matmul_{shapes.kind}", target.multiprocessors)
+        return kernel(*xs, *ws)[0]
+
+    return jax.jit(launch)

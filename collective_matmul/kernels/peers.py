@@ -1,0 +1,63 @@
+"""The other devices of a mesh axis, as a kernel addresses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from collective_matmul._compat import partly_automatic
+from collective_matmul.kernels import device
+from collective_matmul.kernels.matmul import BLOCK_AXES
+
+# Delays are up to this many of these.
+_DELAYS = 64
+_DELAY_NANOSECONDS = 256
+
+
+def obstacle(axis_name: str, *arrays: jax.Array) -> str | None:
+    """Why no kernel can work on arrays and its peers along the axis, in a sentence; or None."""
+    if device.target() is None:
+        return "the fused kernels run on Hopper GPUs only; use 'ring' or 'bulk'"
+    if jax.process_count() > 1:
+        return (
+            f"{jax.process_count()} processes: the fused kernels address peers' memory, which is "
+            "possible within one process only; run one process per node, or use 'bulk'"
+        )
+    if partly_automatic():
+        return "the fused kernels cannot be divided over automatic mesh axes; make all axes manual"
+    dtypes = {jnp.dtype(array.dtype).name for array in arrays}
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
+        return f"dtypes {sorted(dtypes)}: the fused kernels take bfloat16, or float16, for all"
+    if lax.axis_size(axis_name) == 1:
+        return f"axis {axis_name!r} of size 1: there is nothing to communicate; use 'bulk'"
+    return None
+
+
+def peer(axis_name: str, offset: Any) -> dict[str, Any]:
+    """The device so far along the axis, at this device's place on all other axes."""
+    return {axis_name: lax.rem(lax.axis_index(axis_name) + offset, lax.axis_size(axis_name))}
+
+
+def block() -> tuple[Any, int]:
+    """The number of this block, and how many there are."""
+    number, blocks = 0, 1
+    for axis in ("cluster", *BLOCK_AXES):
+        number = number * lax.axis_size(axis) + lax.axis_index(axis)
+        blocks *= lax.axis_size(axis)
+    return number, blocks
+
+
+def random_delay(axis_name: str, number: Any) -> None:
+    """Waits for a time that depends on the device, the block, and the number given."""
+    seed = (number * 8_191 + block()[0]) * 64 + lax.axis_index(axis_name)
+    # A linear congruential generator's step; its upper bits are random.
+    drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
+
+    # Kernels of jax 0.10 can only wait for times that are known when they are compiled.
+    @pl.loop(0, lax.rem(drawn, _DELAYS))
+    def _(_):
+        pl.delay(_DELAY_NANOSECONDS)

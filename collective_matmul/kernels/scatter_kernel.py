@@ -1,0 +1,363 @@
+"""Kernels that sum products over devices while they multiply.
+
+``y = reduce_scatter(sum over p of xs[p] @ ws[p])``, or ``all_reduce`` of it
+
+One launch of the persistent matmul of `matmul`. Peers' memory is addressed directly.
+
+The algorithm, on device d of D, each of which owns some rows of the sum:
+
+1. The tiles without an own row are walked first, beginning with the rows behind the device's own,
+   so that at any time every device sends to another one. Consumers round the product of a tile and
+   store it in the memory of its owner, who keeps one array of partial products for each peer.
+2. While the next tile is multiplied, its stores end; then a semaphore of the tile is counted up at
+   the owner.
+3. The tiles with own rows come last. When such a tile is multiplied its producer waits until all
+   peers have counted, and passes their partial products to the consumers through the same stages
+   as the slices before. The consumers add them to the accumulator in float32, always in the same
+   order, round once and store the sum. No pass of its own adds anything.
+
+Where a tile is higher than what one device owns, its rows are *shared* by several owners, who all
+have it among their own tiles: they send the other owners' rows of it before they sum theirs.
+
+An all-reduce of more than a few rows takes two steps: it is the same with the rows dealt out, and
+sums are stored in the results of all devices. A small one takes one shot: every device owns all
+rows, and sends its rounded products to all devices, itself included. All add them in the order of
+the devices, so that their sums are the same bits.
+
+No device waits at the start. Before the launch XLA holds all devices of the mesh until each has
+come to it: their buffers are free then, and the semaphores, which every launch gets anew, zero. No
+kernel ends before all stores to its device have been counted. Nobody waits for a tile whose sender
+waits for another one: sends come before any wait, but for shared tiles, which all their owners
+walk over with the same blocks in the same order. All blocks are resident at once: there are as many
+as fit, and clusters of two, which fit everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work
+from collective_matmul.kernels.peers import block, peer, random_delay
+from collective_matmul.kernels.scatter_plan import Plan
+from collective_matmul.kernels.tiles import CONSUMERS
+
+# Its annotations are narrower than what it takes and exports.
+plgpu: Any = mosaic_gpu
+
+# Steps of the next tile in which the stores of a tile should end.
+_STORING_STEPS = 8
+
+
+class Scattering(Work):
+    """The kernel's body. Batches are the planes of x."""
+
+    def __init__(self, plan: Plan, axis_name: str, delays: bool, xs, ws):
+        shapes = plan.shapes
+        product = jax.ShapeDtypeStruct(
+            (shapes.planes, shapes.all_rows, shapes.columns), xs[0].dtype
+        )
+        x_operands = [Operand(x, 2, per_batch=1) for x in xs]
+        w_operands = [[Operand(w, shapes.w_contracted)] for w in ws]
+        super().__init__(x_operands, w_operands, [product], False, shapes.planes, 1, plan.tiles)
+        self.plan = plan
+        self.shapes = shapes
+        self.axis_name = axis_name
+        self.delays = delays
+        first = 0 if shapes.kind == "one_shot" else 1
+        self.receivers = range(first, shapes.devices)
+
+    def run(self, *refs) -> None:
+        """What every warpgroup of every block runs."""
+        terms = len(self.xs)
+        xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
+        # The last one counts the blocks of peers that have stored all their sums here.
+        count = self.plan.own_tiles + 1
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        # Every operand has one plane, or its planes are found without an index.
+        indices = [0] * (2 * terms + 1)
+        # Computed once, for there is one descriptor of copies for every place they are computed.
+        self.peers = [peer(self.axis_name, offset) for offset in range(self.shapes.devices)]
+
+        @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
+        def _(**scratch):
+            operands, results = (xs, partials, arrived), (y, partials, arrived)
+            self.play(indices, operands, ws, [], results, scratch)
+
+    # The walk, and who owns what.
+
+    def walk(self, visit) -> None:
+        """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles."""
+        tiles = self.batch * self.down * self.across
+
+        @plgpu.nd_loop((tiles,), collective_axes="cluster")
+        def _(info):
+            visit(info.local_index, *self.locate(info.local_index))
+
+    def locate(self, turn) -> tuple[Any, Any, Any]:
+        """The batch, the row and the place across of a tile; those with own rows come last."""
+        plan = self.plan
+        index = turn * lax.axis_size("cluster") + lax.axis_index("cluster")
+        own = index >= plan.foreign_tiles
+        height = jnp.where(own, plan.own_down, plan.down - plan.own_down)
+        index = jnp.where(own, index - plan.foreign_tiles, index)
+        batch, index = lax.div(index, height * plan.across), lax.rem(index, height * plan.across)
+        down, across = plgpu.planar_snake(index, (height, plan.across), 0, plan.tiles.sweep_width)
+        me = lax.axis_index(self.axis_name)
+        first = lax.div(self.first_row(me), plan.cluster_rows)
+        down = lax.rem(first + jnp.where(own, 0, plan.own_down) + down, plan.down)
+        down = plan.tiles.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
+        return batch, down * plan.tiles.rows, across
+
+    def foreign_turns(self) -> Any:
+        """How many of this block's tiles have no own row."""
+        clusters = lax.axis_size("cluster")
+        return lax.div(self.plan.foreign_tiles - lax.axis_index("cluster") + clusters - 1, clusters)
+
+    def first_step(self, turn) -> Any:
+        """How many steps come before a tile's: those with own rows take more."""
+        own = jnp.maximum(turn - self.foreign_turns(), 0)
+        return turn * self.steps + own * self.plan.partial_steps
+
+    def first_row(self, owner) -> Any:
+        """Of those that a device owns."""
+        return 0 if self.shapes.kind == "one_shot" else owner * self.shapes.rows
+
+    def owns(self, owner, row) -> Any:
+        """Whether a device owns rows of the block's tile at `row`."""
+        first = self.first_row(owner)
+        return (row < first + self.shapes.rows) & (row + self.tiles.rows > first)
+
+    def number(self, owner, batch, row, across) -> Any:
+        """Which of an owner's tiles this is."""
+        down = lax.div(jnp.maximum(row - self.first_row(owner), 0), self.tiles.rows)
+        across = self.tiles.cluster[1] * across + lax.axis_index(BLOCK_AXES[1])
+        return (batch * self.plan.row_tiles + down) * self.plan.column_tiles + across
+
+    def column(self, across) -> Any:
+        """Where a tile begins."""
+        across = self.tiles.cluster[1] * across + lax.axis_index(BLOCK_AXES[1])
+        return across * self.tiles.columns
+
+    # The producer.
+
+    def produce(self, operands, stages) -> None:
+        """Fills the stages; one block waits for the sums that peers store here."""
+        super().produce(operands, stages)
+        if self.shapes.kind == "two_step":
+            _, (_, _, arrived), _ = operands
+            number, blocks = block()
+
+            @pl.when(number == 0)
+            def _():
+                count = (self.shapes.devices - 1) * blocks * CONSUMERS
+                pl.semaphore_wait(arrived.at[self.plan.own_tiles], count, decrement=False)
+
+    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
+        """Copies all slices that a tile is the product of, and what peers add to it."""
+        indices, (xs, partials, arrived), ws = operands
+        super().load_tile((indices, xs, ws), stages, turn, batch, row, across)
+
+        @pl.when(turn >= self.foreign_turns())
+        def _():
+            self.load_partials(partials, arrived, stages, turn, batch, row, across)
+
+    def load_partials(self, partials, arrived, stages, turn, batch, row, across) -> None:
+        """Copies the partial products of an own tile, slice by slice, as `collect` takes them."""
+        plan, tiles = self.plan, self.tiles
+        x_slices, _, filled, consumed = stages
+        me = lax.axis_index(self.axis_name)
+        # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
+        here = self.owns(me, row)
+        first = self.first_row(me)
+
+        @pl.when(here)
+        def _():
+            semaphore = arrived.at[self.number(me, batch, row, across)]
+            pl.semaphore_wait(semaphore, plan.sources * CONSUMERS, decrement=False)
+
+        @pl.loop(0, plan.partial_steps)
+        def _(step):
+            slot = self.slot(turn, self.steps + step)
+
+            @pl.when(self.first_step(turn) + self.steps + step >= tiles.stages)
+            def _():
+                plgpu.barrier_wait(consumed.at[slot])
+
+            half = lax.rem(step, plan.halves)
+            source = lax.rem(lax.div(step, plan.halves), plan.sources)
+            chunk = lax.div(step, plan.halves * plan.sources)
+            column = self.column(across) + half * tiles.part[1] + chunk * tiles.contracted
+            plane = partials.at[source * plan.shapes.planes + batch]
+
+            @pl.when(here)
+            def _():
+                rows, place = tiles.rows, x_slices.at[slot]
+                if self.shapes.kind != "one_shot" and self.shapes.rows < rows:
+                    # The stage keeps what it had in the rows of other owners: they are not stored.
+                    rows = self.shapes.rows
+                    place = place.at[pl.ds(first - row, rows)]
+                start = jnp.maximum(row - first, 0)
+                slice_ = plane.at[pl.ds(start, rows), pl.ds(column, tiles.contracted)]
+                plgpu.copy_gmem_to_smem(slice_, place, filled.at[slot])
+
+            @pl.when(jnp.logical_not(here))
+            def _():
+                plgpu.barrier_arrive(filled.at[slot])
+
+            # In place of a slice of w.
+            plgpu.barrier_arrive(filled.at[slot])
+
+    # The consumers.
+
+    @property
+    def in_boxes(self) -> bool:
+        """Whether a part of a tile has rows of several owners, each in a box of its own."""
+        return self.shapes.kind != "one_shot" and self.shapes.rows < self.tiles.part[0]
+
+    def consume(self, indices, consumer, stages, destination) -> None:
+        """Multiplies this consumer's part of each tile; sends it to its owners or sums it up."""
+        del indices
+        plan = self.plan
+        rows, columns = self.tiles.part
+        below = consumer * rows if self.tiles.split == "rows" else 0
+        right = consumer * columns if self.tiles.split == "columns" else 0
+        strips, _, _, (y, partials, arrived) = destination
+        strips = strips.at[consumer]
+        parts = pl.ds(below, rows), pl.ds(right, columns)
+        storing = min(_STORING_STEPS, self.steps)
+
+        def visit(turn, batch, row, across):
+            @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
+            def _(accumulator):
+                self.multiply(accumulator, turn, *parts, stages, (0, storing))
+                self.announce_sent(arrived, turn - 1)
+                self.multiply(accumulator, turn, *parts, stages, (storing, self.steps))
+                product = accumulator[...]
+                plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
+                place = batch, row + below, self.column(across) + right
+                own = turn >= self.foreign_turns()
+
+                @pl.when(jnp.logical_not(own) | plan.shared)
+                def _():
+                    if self.delays:
+                        random_delay(self.axis_name, turn)
+                    self.send(product, partials, *place, strips)
+
+                @pl.when(own)
+                def _():
+                    if plan.shared:
+                        self.announce(arrived, batch, row, across)
+                    self.collect(product, y, turn, consumer, parts[0], *place, stages, strips)
+
+        self.walk(visit)
+        self.announce_sent(arrived, self.turns() - 1)
+        plgpu.wait_smem_to_gmem(0)
+        if self.shapes.kind == "two_step":
+            for offset in self.receivers:
+                finished = arrived.at[plan.own_tiles]
+                pl.semaphore_signal(finished, device_id=self.peers[offset])
+
+    def send(self, product, partials, batch, row, column, strips) -> None:
+        """Stores a part's product, rounded, strip by strip where its owners sum it up."""
+        devices, planes = self.shapes.devices, self.shapes.planes
+
+        def places(strip, column):
+            for offset in self.receivers:
+                owner = self.peers[offset]
+                if self.shapes.kind == "one_shot":
+                    source = lax.axis_index(self.axis_name)
+                else:
+                    source = devices - offset - 1
+                there = plgpu.remote_ref(partials, owner).at[source * planes + batch]
+                yield self.box(strip, there, owner[self.axis_name], row, column)
+
+        self.store_strips(product, column, strips, 0, places)
+
+    def box(self, strip, plane, owner, row, column) -> tuple[Any, Any, Any]:
+        """What of a strip an owner gets, where in its plane that goes, and whether there is any."""
+        first, rows = self.first_row(owner), self.tiles.part[0]
+        columns = pl.ds(column, self.tiles.strip_columns)
+        # Left to the copy engine, columns beyond the end would be stored if there is one strip.
+        within = column < self.shapes.columns
+        if self.in_boxes:
+            within &= (first >= row) & (first < row + rows)
+            box = strip.at[pl.ds(jnp.where(within, first - row, 0), self.shapes.rows)]
+            return box, plane.at[pl.ds(0, self.shapes.rows), columns], within
+        within &= (row >= first) & (row < first + self.shapes.rows)
+        start = jnp.where(within, row - first, 0)
+        return strip, plane.at[pl.ds(start, rows), columns], within
+
+    def store_strips(self, value, column, strips, first: int, places) -> None:
+        """Rounds a value and stores it in several places, strip by strip; `first` is its number."""
+        width = self.tiles.strip_columns
+        for i in range(value.shape[1] // width):
+            strip = strips.at[(first + i) % self.tiles.strips]
+            plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
+            strip[...] = value[:, i * width : (i + 1) * width].astype(strip.dtype)
+            plgpu.commit_smem()
+            boxes = list(places(strip, column + i * width))
+            for number, (box, place, has_it) in enumerate(boxes, start=1):
+                last = number == len(boxes)
+                plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=last)
+
+    def announce_sent(self, arrived, turn) -> None:
+        """Announces the tile of a turn, unless it had own rows: those have been announced."""
+        if self.plan.foreign_tiles:
+
+            @pl.when((turn >= 0) & (turn < self.foreign_turns()))
+            def _():
+                self.announce(arrived, *self.locate(turn))
+
+    def announce(self, arrived, batch, row, across) -> None:
+        """Counts a tile at its owners, once this consumer's part of it is stored there."""
+        plgpu.wait_smem_to_gmem(0)
+
+        @pl.loop(self.receivers.start, self.receivers.stop)
+        def _(offset):
+            owner = peer(self.axis_name, offset)
+            index = owner[self.axis_name]
+
+            @pl.when(self.owns(index, row))
+            def _():
+                semaphore = arrived.at[self.number(index, batch, row, across)]
+                pl.semaphore_signal(semaphore, device_id=owner)
+
+    def collect(self, product, y, turn, consumer, rows, batch, row, column, stages, strips) -> None:
+        """Adds what the stages bring to an own tile's part, and stores the sum."""
+        plan, width = self.plan, self.tiles.contracted
+        x_slices, _, filled, consumed = stages
+        me = lax.axis_index(self.axis_name)
+
+        def places(strip, column):
+            if self.shapes.kind != "two_step":
+                yield self.box(strip, y.at[batch], me, row, column)
+                return
+            plane = batch * self.shapes.devices + me
+            for offset in (0, *self.receivers):
+                there = plgpu.remote_ref(y, self.peers[offset]) if offset else y
+                yield self.box(strip, there.at[plane], me, row, column)
+
+        for chunk in range(plan.chunks):
+            value = product[:, chunk * width : (chunk + 1) * width]
+            for source in range(plan.sources):
+                step = self.steps + (chunk * plan.sources + source) * plan.halves
+                slots = [self.slot(turn, step + half) for half in range(plan.halves)]
+                for slot in slots:
+                    plgpu.barrier_wait(filled.at[slot])
+                mine = self.slot(turn, step + (consumer if plan.halves > 1 else 0))
+                partial = x_slices[mine, rows, :].astype(jnp.float32)
+                starts = self.shapes.kind == "one_shot" and source == 0
+                value = partial if starts else value + partial
+                # What is copied here next must not overtake the reads of this warpgroup.
+                plgpu.commit_smem()
+                for slot in slots:
+                    plgpu.barrier_arrive(consumed.at[slot])
+            strips_before = chunk * (width // self.tiles.strip_columns)
+            self.store_strips(value, column + chunk * width, strips, strips_before, places)

@@ -1,0 +1,235 @@
+"""How the kernels that multiply and sum over devices are cut: who owns what, tile by tile."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from collective_matmul.kernels.tiles import (
+    ITEMSIZE,
+    SHARED_MEMORY_BYTES,
+    Problem,
+    Tiles,
+    predicted_microseconds,
+)
+
+#: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
+#: gives them to all others too ("two_step"), or makes all of them itself ("one_shot").
+Kind = Literal["scatter", "two_step", "one_shot"]
+
+#: Rows of owners are multiples of this: the copy engine sees shared memory in tiles so high.
+ROW_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is multiplied and summed.
+
+    Attributes:
+      kind: where the sums are made.
+      devices: D, on the axis.
+      planes: the product of the dimensions before the scattered one.
+      rows: of each plane that a device owns, a multiple of 8: of all of them for "one_shot".
+      contracted: K of each term, local.
+      columns: N.
+      w_contracted: the axis of the weights that is summed over, counted from 1.
+    """
+
+    kind: Kind
+    devices: int
+    planes: int
+    rows: int
+    contracted: tuple[int, ...]
+    columns: int
+    w_contracted: Literal[1, 2] = 1
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of each plane of the product."""
+        return self.rows * (1 if self.kind == "one_shot" else self.devices)
+
+    @property
+    def problem(self) -> Problem:
+        """The matmul of all rows."""
+        return Problem(
+            self.planes,
+            self.all_rows,
+            self.contracted,
+            (self.columns,),
+            w_contracted=self.w_contracted,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One cut of it. Tiles are counted by clusters, which are ``tiles.cluster`` blocks each."""
+
+    shapes: Shapes
+    tiles: Tiles
+
+    @property
+    def cluster_rows(self) -> int:
+        """Rows that a cluster multiplies at once."""
+        return self.tiles.rows * self.tiles.cluster[0]
+
+    @property
+    def down(self) -> int:
+        """Tiles along the rows of a plane."""
+        return math.ceil(self.shapes.all_rows / self.cluster_rows)
+
+    @property
+    def across(self) -> int:
+        """Tiles along the columns."""
+        return math.ceil(self.shapes.columns / (self.tiles.columns * self.tiles.cluster[1]))
+
+    @property
+    def own_down(self) -> int:
+        """Tiles along the rows of a plane that have rows of one owner."""
+        return math.ceil(self.shapes.rows / self.cluster_rows)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a tile has rows of several owners. Then it has all rows that each owns."""
+        return self.shapes.kind == "one_shot" or self.shapes.rows < self.cluster_rows
+
+    @property
+    def foreign_tiles(self) -> int:
+        """Tiles without a row that this device owns."""
+        return self.shapes.planes * (self.down - self.own_down) * self.across
+
+    @property
+    def sources(self) -> int:
+        """Partial products that come through memory, for every sum; the rest is in registers."""
+        return self.shapes.devices - (0 if self.shapes.kind == "one_shot" else 1)
+
+    @property
+    def halves(self) -> int:
+        """Parts side by side, one for each consumer, that a tile's columns fall into."""
+        return 2 if self.tiles.split == "columns" else 1
+
+    @property
+    def chunks(self) -> int:
+        """Slices, as wide as a stage, of a part's columns."""
+        return self.tiles.part[1] // self.tiles.contracted
+
+    @property
+    def partial_steps(self) -> int:
+        """Stages that the partial products of a tile take on their way into its sum."""
+        return self.chunks * self.sources * self.halves
+
+    @property
+    def row_tiles(self) -> int:
+        """Blocks' tiles, along the rows, that have rows of one owner."""
+        return math.ceil(self.shapes.rows / self.tiles.rows)
+
+    @property
+    def column_tiles(self) -> int:
+        """Blocks' tiles along the columns."""
+        return self.across * self.tiles.cluster[1]
+
+    @property
+    def own_tiles(self) -> int:
+        """Blocks' tiles that have rows of one owner."""
+        return self.shapes.planes * self.row_tiles * self.column_tiles
+
+    def fits(self) -> bool:
+        """Whether the kernel can be cut so."""
+        part_rows, part_columns = self.tiles.part
+        rows, height = self.shapes.rows, self.cluster_rows
+        # Several devices walk over a shared tile in the same order only if it is all they own.
+        if self.shapes.kind != "one_shot" and rows % height and height % rows:
+            return False
+        # The rows of one owner are whole parts, or in one part.
+        if self.shapes.kind != "one_shot" and rows % part_rows and part_rows % rows:
+            return False
+        if part_columns % self.tiles.contracted:
+            return False
+        return (
+            self.shapes.problem.swizzles(self.tiles)
+            and self.tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
+        )
+
+
+_SIZES = (
+    Tiles(128, 256, split="rows"),
+    Tiles(256, 128, split="rows"),
+    Tiles(128, 128, split="rows"),
+    Tiles(128, 64, split="rows"),
+    Tiles(64, 256, split="columns"),
+    Tiles(64, 128, split="columns"),
+)
+
+
+def padded(rows: int) -> list[int]:
+    """What the rows that a device owns may be padded to, so that tiles have whole owners."""
+    if rows <= 64:
+        return [max(ROW_MULTIPLE, 1 << (rows - 1).bit_length())]
+    return sorted({-(-rows // height) * height for height in (64, 128, 256)})
+
+
+def best_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
+    """The cut predicted to be fastest with owners' rows padded, or None if there is none.
+
+    `shapes` may have any number of rows.
+    """
+    if shapes.kind == "one_shot":
+        heights = [-(-shapes.rows // ROW_MULTIPLE) * ROW_MULTIPLE]
+    else:
+        heights = padded(shapes.rows)
+    plans = (make_plan(replace(shapes, rows=rows), multiprocessors) for rows in heights)
+    return min(
+        filter(None, plans),
+        key=lambda plan: predicted_plan_microseconds(plan, multiprocessors),
+        default=None,
+    )
+
+
+@functools.cache
+def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
+    """The cut predicted to be fastest, or None where the kernel cannot do it."""
+    found = [
+        plan
+        for sizes, share in itertools.product(_SIZES, (None, "w", "x"))
+        for plan in _with_most_stages(shapes, replace(sizes, share=share))
+    ]
+    return min(
+        found, key=lambda plan: predicted_plan_microseconds(plan, multiprocessors), default=None
+    )
+
+
+def _with_most_stages(shapes: Shapes, tiles: Tiles) -> list[Plan]:
+    cuts = (
+        Plan(shapes, replace(tiles, swizzle=swizzle, stages=stages, strips=strips))
+        for swizzle in (128, 64)
+        for stages in (8, 7, 6, 5, 4, 3)
+        for strips in (2, 1)
+        if strips <= tiles.all_strips
+    )
+    return list(itertools.islice((plan for plan in cuts if plan.fits()), 1))
+
+
+# Of an H200: what its matmul reads from memory, and what a multiprocessor reads from the cache.
+_MEMORY_BYTES_PER_MICROSECOND = 4e6
+_MULTIPROCESSOR_BYTES_PER_MICROSECOND = 5e4
+
+
+def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
+    """What a launch should take that never waits for peers."""
+    shapes, tiles = plan.shapes, plan.tiles
+    clusters = multiprocessors // math.prod(tiles.cluster)
+    waves = math.ceil(shapes.planes * plan.down * plan.across / clusters)
+    steps = sum(math.ceil(size / tiles.contracted) for size in shapes.contracted)
+    # What several blocks share is read once.
+    w_readers = min(tiles.cluster[0], math.ceil(shapes.all_rows / tiles.rows))
+    rows = min(tiles.rows, shapes.all_rows) / tiles.cluster[1]
+    step_bytes = ITEMSIZE * tiles.contracted * (rows + tiles.columns / w_readers)
+    reading = waves * steps * step_bytes / _MULTIPROCESSOR_BYTES_PER_MICROSECOND
+    weights = ITEMSIZE * sum(shapes.contracted) * shapes.columns / _MEMORY_BYTES_PER_MICROSECOND
+    computing = predicted_microseconds(shapes.problem, tiles, multiprocessors)
+    own_waves = waves * plan.own_down / plan.down
+    partial_bytes = ITEMSIZE * tiles.rows * tiles.columns * plan.sources
+    adding = own_waves * partial_bytes / _MULTIPROCESSOR_BYTES_PER_MICROSECOND
+    return max(computing, reading, weights) + adding
