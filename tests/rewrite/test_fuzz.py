@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import jax
 import pytest
 from jax import lax
 
 from tests.rewrite.fuzz import mismatches
 
+BLOCK = 25
+#: As many as Hypothesis tries, more or less hard.
+PROGRAMS = 2000 if hypothesis.settings().max_examples >= 50 else 100
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+
+@pytest.mark.parametrize("first", range(0, PROGRAMS, BLOCK))
 def test_random_programs(first: int) -> None:
-    assert not mismatches(range(first, first + 8))
+    assert not mismatches(range(first, first + BLOCK))
 
 
 def test_a_permute_turned_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
