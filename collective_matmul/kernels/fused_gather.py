@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
+from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul._compat import partly_automatic, vary_over, varying_axes
 from collective_matmul.kernels import device
@@ -71,6 +72,8 @@ def why_not(
     target = device.target()
     if target is None:
         return "the fused kernels run on Hopper GPUs only; use 'ring' or 'bulk'"
+    if jax.__version_info__ < (0, 11):
+        return f"jax {jax.__version__}: the fused kernels need 0.11 or newer; use 'ring' or 'bulk'"
     if jax.process_count() > 1:
         return (
             f"{jax.process_count()} processes: the fused kernels address peers' memory, which is "
@@ -121,10 +124,24 @@ def _shared_launch(
             array = lax.empty((problem.batch, problem.rows, columns), shard.dtype)
             return vary_over(array, axes)
 
-        outs = [empty(columns) for columns in problem.columns]
-        gathered = empty(plan.shapes.contracted)
-        work = Gathering(plan, axis_name, keep_gathered, delays, gathered, ws, outs)
-        kernel = work.kernel([*outs, gathered], "all_gather_matmul", target.multiprocessors)
-        return kernel(shard, *ws)
+        def call(shard: jax.Array, ws: Sequence[jax.Array], outs: Sequence[jax.Array]) -> Any:
+            *products, gathered = outs
+            work = Gathering(plan, axis_name, keep_gathered, delays, gathered, ws, products)
+            kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
+            return kernel(shard, *ws)
+
+        outs = [empty(columns) for columns in (*problem.columns, plan.shapes.contracted)]
+        return _traced_apart(call, shard, list(ws), outs)
 
     return jax.jit(launch)
+
+
+def _traced_apart(call: Callable, *operands: Any) -> Any:
+    """Calls it, traced without the mesh axes over which its operands vary.
+
+    Warps of a kernel take no references to arrays that are typed as varying.
+    """
+    arrays, tree = jax.tree.flatten(operands)
+    types = tree.unflatten(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+    jaxpr = jax.make_jaxpr(call)(*types)
+    return jaxpr_as_fun(jaxpr)(*arrays)

@@ -3,21 +3,25 @@
 ``ys[q] = all_gather(x) @ ws[q]``
 
 A ring pays for every chunk: a launch, a rendezvous of the hosts, a last wave of tiles that does not
-fill the GPU. This is one launch of the persistent matmul of `matmul`, with one warpgroup more in
-every block, the sender. Peers' memory is addressed directly.
+fill the GPU. This is one launch of the persistent matmul of `matmul`. Of the warpgroup that copies
+in every block, one warp is the producer and another the sender: a warpgroup of its own would leave
+the accumulators too few registers. Peers' memory is addressed directly.
 
 The algorithm, on device d of D:
 
 1. The senders cut the device's own shard into boxes. Each copies its share into shared memory, and
-   from there into the gathered array of every peer. Whoever stored a message, a few boxes side by
-   side, waits until it has arrived, and counts up the peers' semaphores of the rows it is part of.
+   from there into the gathered array of a peer. Whoever stored a message, a few boxes side by side,
+   waits until it has arrived, and counts up the peer's semaphore of the rows it is part of. Then
+   comes the next peer, in the order in which they need the shard: to each other one device sends at
+   any time, with all the bandwidth there is.
 2. The tiles of the results are walked chunk by chunk, from chunk d on, in the order of the rows in
    which all senders send. There is no boundary between chunks: one walk over all tiles.
 3. A producer waits, before its first copy from another device's rows, until all messages that they
    are made of have been counted. Chunk d it reads from x itself.
 
 Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
-the device sends its shard to itself too, so that a tile lies in one array.
+the device sends its shard to itself too, so that a tile lies in one array, and each box to all
+receivers at once, as they are so few.
 
 No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
 each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,
@@ -29,16 +33,19 @@ there are as many blocks as fit at once, and clusters of two, which fit everywhe
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
+from jax.extend.mlir import ir
 
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan
 from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work, reader
-from collective_matmul.kernels.tiles import CONSUMERS, ITEMSIZE
+from collective_matmul.kernels.tiles import ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -53,10 +60,9 @@ _DELAY_NANOSECONDS, _MOST_DELAYS = 64, 256
 class Gathering(Work):
     """The kernel's body. Batches of tiles are planes of the results, by the order of arrival."""
 
-    # The consumers, the producer and the sender.
-    warpgroups = CONSUMERS + 2
-    multiplying_registers = 208
-    sending_registers = 56
+    # Sending takes more than producing alone.
+    copying_registers = 56
+    multiplying_registers = 224
 
     def __init__(self, plan: Plan, axis_name: str, keep: bool, delays: bool, gathered, ws, outs):
         problem = plan.shapes.problem(plan.joins)
@@ -70,6 +76,8 @@ class Gathering(Work):
         # By offset along the axis, farthest first: each device needs the shards in this order.
         offsets = [*range(self.devices - 1, 0, -1)]
         self.receivers = [0, *offsets] if plan.joins else [*offsets, *([0] if keep else [])]
+        # How often the shard is sent: to all at once, or to one after the other.
+        self.passes = 1 if plan.joins else len(self.receivers)
 
     def run(self, shard, *refs) -> None:
         """What every warpgroup of every block runs."""
@@ -85,17 +93,26 @@ class Gathering(Work):
         def _(**scratch):
             self.play(indices, xs, [ws], [], outs, scratch)
 
-            @pl.when(lax.axis_index("warpgroup") == CONSUMERS + 1)
-            def _():
-                plgpu.set_max_registers(self.sending_registers, action="decrease")
-                self.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
-
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """What the warpgroups of a block share, by name."""
         return super().scratch(dtype) | {
             "boxes": plgpu.SMEM((BUFFERS, *self.plan.box), dtype),
             "loaded": plgpu.Barrier(num_barriers=BUFFERS),
         }
+
+    def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
+        """What the warpgroup that copies does: one warp fills the stages, another sends."""
+
+        @plgpu.warp_map
+        def _(warp):
+            @pl.when(warp == 0)
+            def _():
+                self.produce(operands, stages)
+
+            @pl.when(warp == 1)
+            def _():
+                shard, gathered, arrived = operands[1]
+                self.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
 
     def out_plane(self, indices, batch) -> Any:
         """The plane of each result that a batch's tiles are stored in."""
@@ -121,13 +138,13 @@ class Gathering(Work):
             self.await_rows(arrived, batch * self.devices, row)
             load_from(gathered, batch)
             return
-        own = batch < self.plan.shapes.planes
+        own_planes = self.plan.shapes.planes
 
-        @pl.when(own)
+        @pl.when(batch < own_planes)
         def _():
             load_from(shard, batch)
 
-        @pl.when(jnp.logical_not(own))
+        @pl.when(batch >= own_planes)
         def _():
             plane = self.plane(batch)
             self.await_rows(arrived, plane, row)
@@ -173,96 +190,118 @@ class Gathering(Work):
     def send(self, shard, gathered, arrived, boxes, loaded) -> None:
         """Copies this block's messages to all receivers, and counts each once it has arrived."""
         plan = self.plan
+        per_message = plan.boxes_per_message
         block, blocks = _block()
         messages = lax.div(plan.messages - block + blocks - 1, blocks)
-        count = messages * plan.boxes_per_message
+        count = messages * self.passes
         high, wide = plan.box
 
-        def locate(number):
-            """The plane, the strip and the column of a box."""
-            message = block + lax.div(number, plan.boxes_per_message) * blocks
+        def locate(box):
+            """The pass, and the plane, the strip and the column of a box in it."""
+            turn = lax.div(box, per_message)
+            message = block + lax.rem(turn, messages) * blocks
             strip = lax.div(message, plan.messages_per_strip)
-            part = lax.rem(message, plan.messages_per_strip) * plan.boxes_per_message
-            column = (part + lax.rem(number, plan.boxes_per_message)) * wide
-            return lax.div(strip, plan.strips), lax.rem(strip, plan.strips), column
+            part = lax.rem(message, plan.messages_per_strip) * per_message
+            column = (part + lax.rem(box, per_message)) * wide
+            place = lax.div(strip, plan.strips), lax.rem(strip, plan.strips), column
+            return lax.div(turn, messages), place
 
-        def load(number):
-            plane, strip, column = locate(number)
+        def load(box):
+            _, (plane, strip, column) = locate(box)
             source = shard.at[plane, pl.ds(strip * high, high), pl.ds(column, wide)]
-            slot = lax.rem(number, BUFFERS)
+            slot = lax.rem(box, BUFFERS)
             plgpu.copy_gmem_to_smem(source, boxes.at[slot], loaded.at[slot])
 
-        def signal(number):
-            plane, strip, _ = locate(number)
+        def signal(box):
+            passed, (plane, strip, _) = locate(box)
             me = lax.axis_index(self.axis_name)
             group = (plane * self.devices + me) * plan.groups
-            self.count_arrival(arrived.at[group + lax.div(strip, plan.strips_per_group)])
+            self.count_arrival(passed, arrived.at[group + lax.div(strip, plan.strips_per_group)])
 
         @pl.when(count > 0)
         def _():
             load(jnp.int32(0))
 
-        @pl.loop(0, count)
-        def _(number):
-            slot = lax.rem(number, BUFFERS)
+        @pl.loop(0, count * per_message)
+        def _(box):
+            slot = lax.rem(box, BUFFERS)
             plgpu.barrier_wait(loaded.at[slot])
-            self.delay(number)
-            self.post(boxes.at[slot], gathered, *locate(number))
+            self.delay(box)
+            self.post(boxes.at[slot], gathered, *locate(box))
 
-            @pl.when(number + 1 < count)
+            @pl.when(box + 1 < count * per_message)
             def _():
                 plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
-                load(number + 1)
+                load(box + 1)
 
             # The message before this one has had time to arrive.
-            @pl.when((number > 0) & (lax.rem(number, plan.boxes_per_message) == 0))
+            @pl.when((box > 0) & (lax.rem(box, per_message) == 0))
             def _():
                 plgpu.wait_smem_to_gmem(1)
-                signal(number - 1)
+                signal(box - 1)
 
         @pl.when(count > 0)
         def _():
             plgpu.wait_smem_to_gmem(0)
-            signal(count - 1)
+            signal(count * per_message - 1)
 
-    def post(self, box, gathered, plane, strip, column) -> None:
-        """Sends a box off to its place at all receivers, as one group of copies."""
+    def post(self, box, gathered, passed, place) -> None:
+        """Sends a box off to its place at the receivers of a pass, as one group of copies."""
         plan = self.plan
         high, wide = plan.box
+        plane, strip, column = place
         me, row = lax.axis_index(self.axis_name), strip * high
         if plan.joins:
             row += me * plan.shapes.rows
         else:
             plane = plane * self.devices + me
-        place = plane, pl.ds(row, high), pl.ds(column, wide)
-        for offset in self.receivers:
-            there = plgpu.remote_ref(gathered, self.peer(offset)) if offset else gathered
-            last = offset == self.receivers[-1]
-            plgpu.copy_smem_to_gmem(box, there.at[place], commit_group=last)
 
-    def count_arrival(self, semaphore) -> None:
-        """Counts a message at all receivers that await it."""
-        for offset in self.receivers:
+        def copy(offset):
+            there = plgpu.remote_ref(gathered, self.peer(offset)) if offset else gathered
+            region = there.at[plane, pl.ds(row, high), pl.ds(column, wide)]
+            plgpu.copy_smem_to_gmem(box, region, commit_group=False)
+
+        self.on_receivers(passed, copy)
+        plgpu.commit_smem_to_gmem_group()
+
+    def count_arrival(self, passed, semaphore) -> None:
+        """Counts a message at those receivers of a pass that await it."""
+
+        def count(offset):
             if offset:
                 pl.semaphore_signal(semaphore, device_id=self.peer(offset))
             elif self.plan.joins:
                 pl.semaphore_signal(semaphore)
 
+        self.on_receivers(passed, count)
+
+    def on_receivers(self, passed, act: Callable[[int], None]) -> None:
+        """Calls `act` with the offset, a number, of each device that a pass is for."""
+        for number, offset in enumerate(self.receivers):
+            here = functools.partial(act, offset)
+            here() if self.passes == 1 else pl.when(passed == number)(here)
+
     def peer(self, offset: int) -> dict[str, Any]:
         """The device so far along the axis, at this device's place on all other axes."""
         return {self.axis_name: lax.rem(lax.axis_index(self.axis_name) + offset, self.devices)}
 
-    def delay(self, number) -> None:
+    def delay(self, box) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
-            seed = (number * 8_191 + _block()[0]) * 64 + lax.axis_index(self.axis_name)
+            seed = (box * 8_191 + _block()[0]) * 64 + lax.axis_index(self.axis_name)
             # A linear congruential generator's step; its upper bits are random.
             drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
 
             @pl.loop(0, lax.rem(drawn, _MOST_DELAYS))
             def _(delay):
                 del delay
-                pl.delay(_DELAY_NANOSECONDS)
+                _sleep()
+
+
+@plgpu.inline_mgpu()
+def _sleep(_) -> None:
+    """`pl.delay` is for whole warpgroups."""
+    mosaic.nanosleep(mosaic.c(_DELAY_NANOSECONDS, ir.IntegerType.get_signless(32)))
 
 
 def _block() -> tuple[Any, int]:

@@ -106,11 +106,10 @@ def matmul(
 class Work:
     """The kernel's body, and the static facts it is built from.
 
-    Kernels that communicate too are made of the same parts: more warpgroups, tiles whose operands
-    lie elsewhere or arrive later.
+    Kernels that communicate too are made of the same parts: more to copy, tiles whose operands lie
+    elsewhere or arrive later.
     """
 
-    warpgroups = CONSUMERS + 1
     # Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
     copying_registers = 40
     multiplying_registers = 232
@@ -144,7 +143,7 @@ class Work:
             grid_names=("cluster",),
             cluster=self.tiles.cluster,
             cluster_names=BLOCK_AXES,
-            num_threads=self.warpgroups,
+            num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
             kernel_name=name,
         )
@@ -163,7 +162,7 @@ class Work:
             self.play(indices, xs, ws, addends, outs, scratch)
 
     def play(self, indices, xs, ws, addends, outs, scratch: dict[str, Any]) -> None:
-        """Gives the warpgroups their parts: the first ones consume, the next produces."""
+        """Gives the warpgroups their parts: the first ones consume, the last copies."""
         warpgroup = lax.axis_index("warpgroup")
         stages = tuple(scratch[n] for n in ("x_slices", "w_slices", "filled", "consumed"))
         outgoing = (scratch["strips"], scratch["added"])
@@ -171,7 +170,7 @@ class Work:
         @pl.when(warpgroup == CONSUMERS)
         def _():
             plgpu.set_max_registers(self.copying_registers, action="decrease")
-            self.produce((indices, xs, ws), stages)
+            self.copy((indices, xs, ws), stages, scratch)
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
@@ -242,6 +241,11 @@ class Work:
             tile = self.tiles.cluster[1] * (across - start) + lax.axis_index(BLOCK_AXES[1])
             here = functools.partial(act, q, tile * self.tiles.columns)
             here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
+
+    def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
+        """What the warpgroup that copies does."""
+        del scratch
+        self.produce(operands, stages)
 
     def produce(self, operands, stages) -> None:
         """Fills the stages in turn, each as soon as all its readers let it go."""

@@ -82,7 +82,7 @@ class Copy:
 
 @dataclass
 class Actor(threading.Thread):
-    """A warpgroup: it acts when it is its turn, and can go on when its condition holds."""
+    """A warp: it acts when it is its turn, and can go on when its condition holds."""
 
     simulation: Simulation
     place: dict[str, int]
@@ -261,10 +261,11 @@ class Simulation:
             self.issue(source, box, arrive)
 
         def store(box: Reference, place: Reference, commit_group: bool) -> None:
-            groups = self.here().groups
-            groups[-1].append(self.issue(box, place))
-            if commit_group:
-                groups.append([])
+            assert not commit_group
+            self.here().groups[-1].append(self.issue(box, place))
+
+        def commit() -> None:
+            self.here().groups.append([])
 
         def wait_for_stores(most: int, wait_read_only: bool = False) -> None:
             committed = self.here().groups[:-1]
@@ -297,6 +298,7 @@ class Simulation:
                 "planar_snake": _snake,
                 "copy_gmem_to_smem": load,
                 "copy_smem_to_gmem": store,
+                "commit_smem_to_gmem_group": commit,
                 "wait_smem_to_gmem": wait_for_stores,
                 "barrier_wait": wait_for_load,
                 "async_prefetch": lambda _: None,
@@ -308,7 +310,7 @@ class Simulation:
                 "div": lambda a, b: a // b,
                 "rem": lambda a, b: a % b,
             },
-            "jnp": {"int32": int, "minimum": min, "logical_not": lambda x: not x},
+            "jnp": {"int32": int, "minimum": min},
         }
         for module in (gather_kernel, matmul):
             for name, played in primitives.items():
