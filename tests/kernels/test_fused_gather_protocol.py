@@ -89,6 +89,7 @@ class Actor(threading.Thread):
     act: Callable[[], None]
     ready: Callable[[], bool] = field(default=lambda: True)
     groups: list[list[Copy]] = field(default_factory=lambda: [[]])
+    stored_at: list[int] = field(default_factory=list)
     failure: BaseException | None = None
 
     def __post_init__(self):
@@ -197,6 +198,10 @@ class Simulation:
 
         return act
 
+    def device_of(self, region: np.ndarray) -> int:
+        """Whose gathered array a region is of."""
+        return next(d for d, whole in enumerate(self.gathered) if np.shares_memory(whole, region))
+
     def here(self) -> Actor:
         actor = threading.current_thread()
         assert isinstance(actor, Actor)
@@ -262,7 +267,9 @@ class Simulation:
 
         def store(box: Reference, place: Reference, commit_group: bool) -> None:
             assert not commit_group
-            self.here().groups[-1].append(self.issue(box, place))
+            copy = self.issue(box, place)
+            self.here().groups[-1].append(copy)
+            self.here().stored_at.append(self.device_of(copy.destination))
 
         def commit() -> None:
             self.here().groups.append([])
@@ -366,6 +373,24 @@ def test_every_row_is_here_when_it_is_multiplied(
         }
         if keep or plan.joins:
             np.testing.assert_array_equal(simulation.gathered[device], simulation.expected)
+
+
+@pytest.mark.parametrize("name", ["messages of several boxes", "clusters along the columns"])
+def test_the_device_that_needs_a_shard_first_gets_it_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = PLANS[name]
+    simulation = Simulation(plan, False, 2, 0)
+    simulation.play(monkeypatch)
+    simulation.run()
+    devices = plan.shapes.devices
+    senders = [actor for actor in simulation.actors if actor.stored_at]
+    assert len(senders) == 2 * devices
+    for sender in senders:
+        # Device d multiplies the shards of d, d + 1, d + 2 and so on.
+        order = [(sender.place[AXIS] - later) % devices for later in range(1, devices)]
+        assert list(dict.fromkeys(sender.stored_at)) == order
+        assert sender.stored_at == sorted(sender.stored_at, key=order.index)
 
 
 @pytest.mark.parametrize("rows", [4, 8, 24, 128, 1000, 2048])
