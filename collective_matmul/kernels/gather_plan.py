@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from collective_matmul.kernels.tiles import (
+    CONSUMERS,
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
     Problem,
@@ -29,8 +30,12 @@ _MESSAGES_PER_BLOCK = 4
 _LINK_BYTES_PER_MICROSECOND = 3.8e5
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
-# What one multiprocessor reads out of that.
+# What one multiprocessor reads out of that, and moves into and out of its shared memory: 128 bytes
+# each cycle.
 _READ_BYTES_PER_MICROSECOND = 9e4
+_SHARED_BYTES_PER_MICROSECOND = 2.2e5
+# Rows of one multiply (wgmma), which reads both its operands from shared memory.
+_MULTIPLY_ROWS = 64
 # From the first copy out of a shard to the first tile that a peer starts with it.
 _ARRIVAL_MICROSECONDS = 5.0
 
@@ -135,10 +140,11 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     problem = shapes.problem(plan.joins)
     weights = ITEMSIZE * shapes.contracted * sum(shapes.columns)
     passes = problem.batch if weights > _CACHE_BYTES else 1
-    reading = _reading_microseconds(problem, plan.tiles, multiprocessors)
+    reading, moving = _copying_microseconds(problem, plan.tiles, multiprocessors)
     computing = max(
         predicted_microseconds(problem, plan.tiles, multiprocessors),
         reading,
+        moving,
         passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
     )
     # Of cuts as fast, that which reads least leaves most to the senders.
@@ -151,16 +157,24 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     return max(computing, sending + computing / (2 * shapes.devices))
 
 
-def _reading_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int) -> float:
-    """What a launch takes if copying slices into shared memory is what it waits for."""
+def _copying_microseconds(
+    problem: Problem, tiles: Tiles, multiprocessors: int
+) -> tuple[float, float]:
+    """What a launch takes if it waits for reading slices, and for its shared memory."""
     down, across = tiles.cluster
     count = problem.batch * math.ceil(problem.rows / (tiles.rows * down))
     count *= sum(math.ceil(n / (tiles.columns * across)) for n in problem.columns)
     waves = math.ceil(count / (multiprocessors // (down * across)))
     # Rows beyond the last are not read.
-    lines = min(tiles.rows, problem.rows) / across + tiles.columns / down
-    read = ITEMSIZE * sum(problem.contracted) * lines
-    return waves * read / _READ_BYTES_PER_MICROSECOND
+    read = min(tiles.rows, problem.rows) / across + tiles.columns / down
+    rows, columns = tiles.part
+    multiplied = CONSUMERS * (rows + columns * rows // _MULTIPLY_ROWS)
+    moved = tiles.rows + tiles.columns + multiplied
+    line_bytes = waves * ITEMSIZE * sum(problem.contracted)
+    return (
+        line_bytes * read / _READ_BYTES_PER_MICROSECOND,
+        line_bytes * moved / _SHARED_BYTES_PER_MICROSECOND,
+    )
 
 
 _SIZES = (

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.kernels import gather_kernel, matmul
 from collective_matmul.kernels.gather_kernel import Gathering
-from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes, make_plan
+from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes
 from collective_matmul.kernels.tiles import Problem, Tiles
 
 AXIS = "ring"
@@ -391,23 +391,3 @@ def test_the_device_that_needs_a_shard_first_gets_it_first(
         order = [(sender.place[AXIS] - later) % devices for later in range(1, devices)]
         assert list(dict.fromkeys(sender.stored_at)) == order
         assert sender.stored_at == sorted(sender.stored_at, key=order.index)
-
-
-@pytest.mark.parametrize("rows", [4, 8, 24, 128, 1000, 2048])
-@pytest.mark.parametrize("contracted", [64, 96, 4096, 28672])
-def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
-    shapes = Shapes(4, 2, rows, contracted, (1024,))
-    plan = make_plan(shapes)
-    assert plan is not None
-    high, wide = plan.box
-    boxes = plan.messages * plan.boxes_per_message
-    assert boxes * high * wide == shapes.planes * rows * contracted
-    assert plan.groups * plan.strips_per_group >= plan.strips
-
-
-def test_clusters_all_fit_on_a_gpu() -> None:
-    """Four blocks of a cluster do not fit into what pairs leave of an odd number of pairs."""
-    for rows in (8, 64, 512, 4096):
-        plan = make_plan(Shapes(4, 1, rows, 4096, (4096,)))
-        assert plan is not None
-        assert plan.tiles.share != "both"

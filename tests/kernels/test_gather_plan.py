@@ -1,0 +1,40 @@
+"""The cut of the kernel that gathers and multiplies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from collective_matmul.kernels.gather_plan import BUFFERS, Shapes, make_plan
+from collective_matmul.kernels.tiles import ITEMSIZE, SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize("rows", [4, 8, 24, 128, 1000, 2048])
+@pytest.mark.parametrize("contracted", [64, 96, 4096, 28672])
+def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
+    shapes = Shapes(4, 2, rows, contracted, (1024,))
+    plan = make_plan(shapes)
+    assert plan is not None
+    high, wide = plan.box
+    boxes = plan.messages * plan.boxes_per_message
+    assert boxes * high * wide == shapes.planes * rows * contracted
+    assert plan.groups * plan.strips_per_group >= plan.strips
+
+
+@pytest.mark.parametrize("rows", [256, 1024])
+def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
+    """Small ones read their operands from shared memory more often than it can keep up with."""
+    plan = make_plan(Shapes(4, 1, rows, 8192, (7168,)))
+    assert plan is not None
+    assert (plan.tiles.rows, plan.tiles.columns) == (128, 256)
+    boxes = BUFFERS * math.prod(plan.box) * ITEMSIZE
+    assert plan.tiles.shared_memory_bytes + boxes <= SHARED_MEMORY_BYTES
+
+
+def test_clusters_all_fit_on_a_gpu() -> None:
+    """Four blocks of a cluster do not fit into what pairs leave of an odd number of pairs."""
+    for rows in (8, 64, 512, 4096):
+        plan = make_plan(Shapes(4, 1, rows, 4096, (4096,)))
+        assert plan is not None
+        assert plan.tiles.share != "both"
