@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import block
+from collective_matmul import layers
 from models.config import debug
 from models.llama import Block
 from tests.benchmarks.compiling import (
@@ -52,7 +53,7 @@ def reference(make_mesh, x, weights, cotangent):
     """By the model's own block, on one device."""
     graph, _ = nnx.split(
         nnx.eval_shape(
-            lambda: Block(debug(), axis_name="tensor", dtype="float32", rngs=nnx.Rngs(0))
+            lambda: Block(debug(), layers, axis_name="tensor", dtype="float32", rngs=nnx.Rngs(0))
         )
     )
 

@@ -253,7 +253,7 @@ def test_contract_chunks(case: Contract, use_tiles: UseTiles) -> None:
 
 # Whole rings: the interpreter knows one device only, which plays those of the axis as a batch.
 DEVICES, ROWS, WIDTH, HIDDEN = 2, 32, 64, 128
-RING = IMPLEMENTATIONS["ring"]
+RING: Any = IMPLEMENTATIONS["ring"]
 
 
 def test_gather_in_a_ring(use_tiles: UseTiles) -> None:
