@@ -15,6 +15,16 @@ from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
 from collective_matmul.rewrite.steps import Passage, Shape, Step, divided, passage
 
+#: What has matmuls inside but no gather from outside: each has its reason not to take one in.
+_BORDERS = {
+    "scan": "a loop, which would gather in every step,",
+    "while": "a loop, which would gather in every step,",
+    "cond": "a branch, which may not be taken,",
+    "custom_vjp_call": "a function with gradients of its own",
+    "custom_jvp_call": "a function with gradients of its own",
+}
+_CONTRACTED = "its matmul contracts the gathered dimension"
+
 
 @dataclass(frozen=True)
 class View:
@@ -92,11 +102,16 @@ class GatherMatch:
     can_keep: bool
     keeps_root: bool = False
 
+    @property
+    def matmuls(self) -> int:
+        """How many multiply as the chunks arrive."""
+        return len(self.uses)
+
 
 def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatch | str:
     """The gather of equation `index` and its matmuls, or why it is left alone."""
     devices = collective.devices
-    chain, view = _chain(graph, index, collective)
+    chain, view = follow(graph, index, collective)
     if isinstance(view, str):
         return view
     (root,) = graph.equations[chain[-1]].outvars
@@ -106,9 +121,8 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
     reasons = [use for use in found if isinstance(use, str)]
     products = [use for use in uses if not use.sums_rows]
     if not products:
-        if uses:
-            return "its matmul contracts the gathered dimension"
-        return reasons[0] if reasons else "nothing uses it"
+        reasons += [_CONTRACTED] * len(uses)
+        return " and ".join(dict.fromkeys(reasons)) or "nothing uses it"
     (chosen, _), *_ = Counter(use.view for use in products).most_common(1)
     return GatherMatch(
         index,
@@ -122,8 +136,13 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
     )
 
 
-def _chain(graph: Graph, index: int, collective: Collective) -> tuple[tuple[int, ...], View | str]:
-    """Follows what was gathered for as long as it has one use, which commutes with the gather."""
+def follow(graph: Graph, index: int, collective: Collective) -> tuple[tuple[int, ...], View | str]:
+    """What was gathered, for as long as it has one use, which commutes with the gather.
+
+    Returns:
+      The equations from the gather on, and the view of what the last one makes; or why the next
+      one cannot be passed.
+    """
     (var,) = graph.equations[index].outvars
     dimension = collective.dimension
     assert dimension is not None
@@ -157,7 +176,8 @@ def _uses(
             continue
         passed = passage(graph, equation)
         if passed is None or passed.operand is not var:
-            yield f"{equation.primitive.name} uses what is gathered"
+            name = equation.primitive.name
+            yield _BORDERS.get(name, name) + " uses what is gathered"
             continue
         following = _widens(passed) or view.after(graph, passed, devices)
         if isinstance(following, str):
@@ -174,7 +194,7 @@ def _use(graph: Graph, index: int, var: Var, view: View) -> Use | str:
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
         return matmul
-    result = result_of(graph, matmul)
+    result = result_of(graph, equation)
     if isinstance(result, str):
         return result
     if not matmul.w_free:
@@ -196,12 +216,12 @@ def _oriented(view: View, matmul: Matmul) -> View | str:
     permutation = matmul.free + matmul.contracted
     if permutation != tuple(range(len(permutation))):
         if view.shape != view.base or view.dimension in matmul.contracted:
-            return "its matmul contracts the gathered dimension"
+            return _CONTRACTED
         base = tuple(view.base[i] for i in permutation)
         step = Step("transpose", permutation, lambda array: lax.transpose(array, permutation))
         view = View((*view.steps, step), base, permutation.index(view.dimension), base)
     rows = _as_rows(view, matmul.depth)
-    return rows if rows is not None else "its matmul contracts the gathered dimension"
+    return rows if rows is not None else _CONTRACTED
 
 
 def _as_rows(view: View, depth: int) -> View | None:

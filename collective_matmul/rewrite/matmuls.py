@@ -115,11 +115,16 @@ class Matmul:
 
 def matmul_of(equation: JaxprEqn, x_side: int) -> Matmul | str:
     """The dot as a matmul of the ops, or why it is none."""
-    parameters = equation.params
-    _, batch = parameters["dimension_numbers"]
-    x, w = type_of(equation.invars[x_side]), type_of(equation.invars[1 - x_side])
+    _, batch = equation.params["dimension_numbers"]
     if any(batch):
         return "its matmul has batch dimensions"
+    return unfit(equation) or Matmul(equation, x_side)
+
+
+def unfit(equation: JaxprEqn) -> str | None:
+    """Why no op carries out a dot, whichever its dimensions; None if one may."""
+    parameters = equation.params
+    x, w = map(type_of, equation.invars)
     if x.dtype != w.dtype:
         return f"its matmul multiplies {x.dtype} by {w.dtype}"
     if x.dtype not in DTYPES:
@@ -130,16 +135,16 @@ def matmul_of(equation: JaxprEqn, x_side: int) -> Matmul | str:
         return "its matmul asks for a sharding of its result"
     if 0 in (*x.shape, *w.shape):
         return "an empty array: nothing to multiply"
-    return Matmul(equation, x_side)
+    return None
 
 
-def result_of(graph: Graph, matmul: Matmul) -> tuple[Var, tuple[int, ...]] | str:
+def result_of(graph: Graph, equation: JaxprEqn) -> tuple[Var, tuple[int, ...]] | str:
     """The variable that holds the product in the operands' dtype, and equations that only cast.
 
     A product accumulated and returned in a wider dtype, then cast, is rounded once, as by the ops.
     """
-    (var,) = matmul.equation.outvars
-    dtype, result_dtype = matmul.x.aval.dtype, type_of(var).dtype
+    (var,) = equation.outvars
+    dtype, result_dtype = type_of(equation.invars[0]).dtype, type_of(var).dtype
     if result_dtype == dtype:
         return var, ()
     user = graph.only_user(var)

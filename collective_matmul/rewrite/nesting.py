@@ -11,10 +11,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.choose.source import Source
 from collective_matmul.rewrite.collectives import collective_of, collectives_in, kind_of
+from collective_matmul.rewrite.einsums import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
 from collective_matmul.rewrite.graph import Graph
 from collective_matmul.rewrite.inlining import inlined
-from collective_matmul.rewrite.plan import Placed, Plan
+from collective_matmul.rewrite.plan import Match, Placed, Plan
 from collective_matmul.rewrite.report import (
     FoundSite,
     is_named,
@@ -24,8 +25,10 @@ from collective_matmul.rewrite.report import (
     source_of,
 )
 from collective_matmul.rewrite.rules import rewritten_rules
+from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
 from collective_matmul.rewrite.sites import (
     Replacement,
+    einsum_replacement,
     gather_replacements,
     moves_layout,
     signature,
@@ -78,7 +81,7 @@ class Rewriter:
     def _rewritten(self, original: Jaxpr) -> Jaxpr:
         graph = Graph(original)
         if self._axis_sizes:
-            graph = self._with_calls_opened(graph)
+            graph = self._brought_together(graph)
         equations = [self._inside(equation) for equation in graph.equations]
         sites = self._sites(graph) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
@@ -86,19 +89,24 @@ class Rewriter:
             return graph.jaxpr
         return splice(graph, equations, sites)
 
-    def _with_calls_opened(self, graph: Graph) -> Graph:
-        """With calls of jit opened, if that makes more matmuls meet their collectives."""
+    def _brought_together(self, graph: Graph) -> Graph:
+        """With calls opened or entered, if that makes more matmuls meet their collectives."""
         opened = inlined(graph)
-        if opened is graph or self._matches_in(opened) <= self._matches_in(graph):
-            return graph
-        return opened
+        if opened is not graph and self._matches_in(opened) > self._matches_in(graph):
+            graph = opened
+        for index in reversed(sinkable(graph)):
+            entered = sunk(graph, index)
+            if self._matches_in(entered) > self._matches_in(graph):
+                graph = entered
+        return graph
 
     def _matches_in(self, graph: Graph) -> int:
-        """The sites of a jaxpr and of the calls of jit in it."""
+        """The sites of a jaxpr and of the calls in it that may be opened or entered."""
         number = 0
         for index, equation in enumerate(graph.equations):
-            if equation.primitive.name in ("jit", "pjit"):
-                inner = equation.params["jaxpr"].jaxpr
+            if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
+                inner = equation.params["jaxpr"]
+                inner = getattr(inner, "jaxpr", inner)
                 number += self._matches_in(Graph(inner)) if any(collectives_in([inner])) else 0
             elif kind_of(equation) is not None and not is_ours(equation):
                 number += not isinstance(self._match(graph, index), str)
@@ -156,7 +164,7 @@ class Rewriter:
         """The sites of one jaxpr inside shard_map; first those that transpose nothing."""
         plan = Plan(graph)
         reports: dict[int, FoundSite] = {}
-        matches: list[GatherMatch | SumMatch] = []
+        matches: list[Match] = []
         for index, equation in enumerate(graph.equations):
             if kind_of(equation) is None or is_ours(equation):
                 continue
@@ -166,7 +174,7 @@ class Rewriter:
             else:
                 matches.append(match)
         sites = []
-        for match in sorted(matches, key=lambda m: (isinstance(m, SumMatch), moves_layout(m))):
+        for match in sorted(matches, key=_order):
             equation = graph.equations[match.index]
             site = self._site(plan, match)
             if isinstance(site, str):
@@ -174,19 +182,21 @@ class Rewriter:
             else:
                 plan.accept(site.placed)
                 sites.append(site)
-                terms = match.uses if isinstance(match, GatherMatch) else match.terms
-                reports[match.index] = replaced_by(equation, len(terms), site.decision)
+                reports[match.index] = replaced_by(equation, match.matmuls, site.decision)
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
-    def _match(self, graph: Graph, index: int) -> GatherMatch | SumMatch | str:
+    def _match(self, graph: Graph, index: int) -> Match | str:
         collective = collective_of(graph.equations[index], self._axis_sizes)
         if isinstance(collective, str):
             return collective
         matching = match_gather if collective.kind == "all_gather" else match_sum
-        return matching(graph, index, collective)
+        found = matching(graph, index, collective)
+        if isinstance(found, str):
+            return match_einsum(graph, index, collective) or found
+        return found
 
-    def _site(self, plan: Plan, match: GatherMatch | SumMatch) -> TracedSite | str:
+    def _site(self, plan: Plan, match: Match) -> TracedSite | str:
         """The match traced, or why it is left alone."""
         placed = plan.place(match)
         if isinstance(placed, str):
@@ -206,18 +216,26 @@ class Rewriter:
         return site
 
     def _replacements(
-        self, match: GatherMatch | SumMatch, equation: JaxprEqn, source: Source | None
+        self, match: Match, equation: JaxprEqn, source: Source | None
     ) -> Sequence[Replacement]:
         if isinstance(match, GatherMatch):
             (shard,) = equation.invars
             return gather_replacements(match, shard, self._implementation, source)
+        if isinstance(match, EinsumMatch):
+            return [einsum_replacement(match, equation.invars[0], self._implementation)]
         return [sum_replacement(match, equation.outvars[0], self._implementation, source)]
+
+
+def _order(match: Match) -> tuple[int, bool]:
+    """Gathers first, which may share their matmuls; of each kind, those that transpose nothing."""
+    kinds = (GatherMatch, SumMatch, EinsumMatch)
+    return kinds.index(type(match)), moves_layout(match)
 
 
 def _obstacle(placed: Placed, implementation: str | None) -> str | None:
     """Why the implementation requested cannot carry out a site."""
     match = placed.match
-    if isinstance(match, GatherMatch) or match.collective.kind != "psum":
+    if not isinstance(match, SumMatch) or match.collective.kind != "psum":
         return None
     rows = math.prod(match.rows)
     if implementation in (None, "bulk") or rows % match.collective.devices == 0:

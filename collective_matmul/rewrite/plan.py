@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from collective_matmul.rewrite.einsums import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch, Use
 from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
 from collective_matmul.rewrite.sums import SumMatch
+
+Match = GatherMatch | SumMatch | EinsumMatch
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Placed:
       moved: equations behind the position that have to come before it, in order.
     """
 
-    match: GatherMatch | SumMatch
+    match: Match
     consumed: frozenset[int]
     position: int
     moved: tuple[int, ...] = ()
@@ -46,13 +49,13 @@ class Plan:
         self._consumed |= placed.consumed
         self._moved |= set(placed.moved)
 
-    def place(self, match: GatherMatch | SumMatch) -> Placed | str:
+    def place(self, match: Match) -> Placed | str:
         """Where a match can be carried out beside those accepted, or why it cannot."""
         if isinstance(match, GatherMatch):
             return self._place_gather(match)
         if self._taken(match.consumed):
             return "its matmul belongs to another site"
-        return Placed(match, match.consumed, match.index)
+        return Placed(match, match.consumed, max(match.consumed))
 
     def _place_gather(self, match: GatherMatch) -> Placed | str:
         """Before anything uses what is gathered, with the weights that can be there."""

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.choose.source import Source
+from collective_matmul.einsum import collective_einsum
 from collective_matmul.gradients import (
     Call,
     Kept,
@@ -21,9 +22,11 @@ from collective_matmul.gradients import (
     weight_gradient,
     whole_of,
 )
+from collective_matmul.rewrite.einsums import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch, Use
 from collective_matmul.rewrite.graph import Atom, type_of
 from collective_matmul.rewrite.matmuls import Matmul
+from collective_matmul.rewrite.plan import Match
 from collective_matmul.rewrite.steps import Step, divided
 from collective_matmul.rewrite.sums import SumMatch
 
@@ -139,6 +142,31 @@ def sum_replacement(
     return Replacement(None, inputs, [result], matmul_sum)
 
 
+def einsum_replacement(match: EinsumMatch, shard: Atom, implementation: str | None) -> Replacement:
+    """The dot with its gather or its scatter."""
+    operands = list(match.equation.invars)
+    if match.gathered is not None:
+        operands[match.gathered] = shard
+
+    def einsum(x: jax.Array, w: jax.Array) -> tuple[jax.Array]:
+        keywords = {("scatter" if match.gathered is None else "gather"): match.label}
+        if match.gathered == 0:
+            x = replay(match.steps, x)
+        if match.gathered == 1:
+            w = replay(match.steps, w)
+        y = collective_einsum(
+            match.subscripts,
+            x,
+            w,
+            match.collective.axis_name,
+            implementation=implementation,
+            **keywords,
+        )
+        return (replay(match.steps, y) if match.gathered is None else y,)
+
+    return Replacement(None, operands, [match.result], einsum)
+
+
 def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
     """Carries out the steps."""
     for step in steps:
@@ -146,7 +174,7 @@ def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
     return array
 
 
-def signature(match: GatherMatch | SumMatch, replacements: Sequence[Replacement]) -> tuple:
+def signature(match: Match, replacements: Sequence[Replacement]) -> tuple:
     """Equal for sites that the same equations can replace, but for their variables."""
     types = tuple(
         type_of(item)
@@ -154,6 +182,9 @@ def signature(match: GatherMatch | SumMatch, replacements: Sequence[Replacement]
         for item in (*replacement.inputs, *replacement.outputs)
         if not isinstance(item, Handle)
     )
+    if isinstance(match, EinsumMatch):
+        how = match.subscripts, match.label, match.gathered, match.steps
+        return match.collective, types, how
     if isinstance(match, SumMatch):
         return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
     uses = tuple((u.view, u.sums_rows, _dimensions(u.matmul)) for u in (*match.uses, *match.later))
@@ -164,8 +195,10 @@ def _dimensions(matmul: Matmul) -> tuple:
     return matmul.x_side, matmul.equation.params["dimension_numbers"], type_of(matmul.x)
 
 
-def moves_layout(match: GatherMatch | SumMatch) -> bool:
+def moves_layout(match: Match) -> bool:
     """Whether arrays are transposed for the op that were not before."""
+    if isinstance(match, EinsumMatch):
+        return False  # As they lie, chunk by chunk.
     if isinstance(match, SumMatch):
         return any(term.moves_layout or _transposes_x(term) for term in match.terms)
     return any(use.matmul.moves_layout or _transposes_x(use.matmul) for use in match.uses)

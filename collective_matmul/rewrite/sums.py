@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from collective_matmul.rewrite.collectives import Collective
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
@@ -56,6 +57,11 @@ class SumMatch:
     consumed: frozenset[int]
 
     @property
+    def matmuls(self) -> int:
+        """How many take part."""
+        return len(self.terms)
+
+    @property
     def rows(self) -> Shape:
         """The shape of the op's x but for its contracted dimension."""
         free = self.terms[0].free_shape
@@ -77,9 +83,7 @@ class SumMatch:
 
 def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | str:
     """The sum of equation `index` and its matmuls, or why it is left alone."""
-    (operand,) = graph.equations[index].invars
-    steps = () if collective.tiled else (_dropped(collective),)
-    start = Path(steps, collective.dimension, type_of(operand).dtype, consumed=(index,))
+    operand, start = _start(graph, index, collective)
     found = _terms(graph, operand, start, collective.devices)
     if isinstance(found, str):
         return found
@@ -95,8 +99,39 @@ def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | st
     return SumMatch(index, collective, terms, first, consumed)
 
 
+def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, Path] | str:
+    """The one dot whose product the equation `index` sums, or why there is none."""
+    found = _back_to_product(graph, *_start(graph, index, collective), collective.devices)
+    if isinstance(found, str):
+        return found
+    equation, path = found
+    if equation.primitive.name != "dot_general":
+        return _ADDED
+    return _rounds(equation, path) or (equation, path)
+
+
+def _start(graph: Graph, index: int, collective: Collective) -> tuple[Atom, Path]:
+    (operand,) = graph.equations[index].invars
+    steps = () if collective.tiled else (_dropped(collective),)
+    return operand, Path(steps, collective.dimension, type_of(operand).dtype, consumed=(index,))
+
+
 def _terms(graph: Graph, atom: Atom, path: Path, devices: int) -> list[tuple[Matmul, Path]] | str:
     """The dots whose sum `atom` is, each with the way back to it."""
+    found = _back_to_product(graph, atom, path, devices)
+    if isinstance(found, str):
+        return found
+    equation, path = found
+    if equation.primitive.name != "dot_general":
+        return _sum(graph, equation.invars, path, devices)
+    term = _term(equation, path)
+    return term if isinstance(term, str) else [(term, path)]
+
+
+def _back_to_product(
+    graph: Graph, atom: Atom, path: Path, devices: int
+) -> tuple[JaxprEqn, Path] | str:
+    """The dot or the addition that makes `atom`, but for what commutes with the sum."""
     while True:
         index = graph.producer(atom)
         if index is None:
@@ -106,11 +141,8 @@ def _terms(graph: Graph, atom: Atom, path: Path, devices: int) -> list[tuple[Mat
         equation = graph.equations[index]
         name = equation.primitive.name
         path = replace(path, consumed=(*path.consumed, index))
-        if name == "dot_general":
-            term = _term(graph, index, path, devices)
-            return term if isinstance(term, str) else [(term, path)]
-        if name in ("add", "add_any"):
-            return _sum(graph, equation.invars, path, devices)
+        if name in ("dot_general", "add", "add_any"):
+            return equation, path
         following = _back(graph, index, path, devices)
         if isinstance(following, str):
             return following
@@ -170,23 +202,29 @@ def _before_reshape(path: Path, passed: Passage, devices: int) -> Path:
     return replace(path, steps=(*path.steps, step), dimension=before, shape=None)
 
 
-def _term(graph: Graph, index: int, path: Path, devices: int) -> Matmul | str:
-    equation = graph.equations[index]
-    result = type_of(equation.outvars[0])
+def _term(equation: JaxprEqn, path: Path) -> Matmul | str:
     lhs = type_of(equation.invars[0]).ndim - len(equation.params["dimension_numbers"][0][0])
     in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
     matmul = matmul_of(equation, 0 if in_lhs else 1)
     if isinstance(matmul, str):
         return matmul
-    if matmul.x.aval.dtype != path.dtype or result.dtype.itemsize < path.dtype.itemsize:
-        return f"multiplied in {matmul.x.aval.dtype} and summed in {path.dtype}"
-    if not path.cast and result.dtype != path.dtype:
-        return f"multiplied in {matmul.x.aval.dtype} and summed in {result.dtype}"
+    if rounds := _rounds(equation, path):
+        return rounds
     if not matmul.w_free or not matmul.free:
         return "its matmul is a matrix times a vector"
     if path.shape is not None and not _splits(matmul, path):
         return "a reshape mixes the scattered dimension with others"
     return matmul
+
+
+def _rounds(equation: JaxprEqn, path: Path) -> str | None:
+    """Why the sum over devices would round otherwise than the product, if it would."""
+    operand, result = (type_of(atoms[0]).dtype for atoms in (equation.invars, equation.outvars))
+    if operand != path.dtype or result.itemsize < path.dtype.itemsize:
+        return f"multiplied in {operand} and summed in {path.dtype}"
+    if not path.cast and result != path.dtype:
+        return f"multiplied in {operand} and summed in {result}"
+    return None
 
 
 def _splits(matmul: Matmul, path: Path) -> bool:

@@ -89,7 +89,21 @@ def _output(h, w):
 
 
 def _batched(h, w):
-    return scatter(jnp.einsum("bsk,bkd->bsd", h, jnp.stack([w, w])))
+    return scatter(jnp.einsum("bsk,bkd->bsd", h, jnp.stack([w, w / 2])))
+
+
+def _batched_gather(x, w):
+    return jnp.einsum("bsd,bdf->bsf", gather(x), jnp.stack([w, w / 2]))
+
+
+def _batched_twice(x, w):
+    whole, ws = gather(x), jnp.stack([w, w / 2])
+    return jnp.einsum("bsd,bdf->bsf", whole, ws) * jnp.mean(whole)
+
+
+def _gathered_batch(x, w):
+    """One matmul for each of what is gathered, as experts have them."""
+    return jnp.einsum("bsd,sdf->bsf", gather(x), jnp.stack([w, w / 2, w / 3, w / 4]))
 
 
 def _flat(x, w):
@@ -101,9 +115,14 @@ def _flat_scatter(h, w):
     return scatter((h.reshape(8, 3) @ w).reshape(2, 4, 4))
 
 
-def _mixed(x, w):
-    """The gathered dimension joins the contracted one."""
+def _contracted_flat(x, w):
+    """The gathered dimension is the outer part of the contracted one."""
     return gather(x).reshape(2, 16) @ jnp.tile(w, (4, 1))
+
+
+def _mixed(x, w):
+    """Half of the gathered dimension joins the contracted one."""
+    return gather(x).reshape(4, 8) @ jnp.tile(w, (2, 1))
 
 
 def _mixed_scatter(h, w):
@@ -131,8 +150,26 @@ def _named(h, w):
     return scatter(checkpoint_name(h @ w, "partial"))
 
 
+def _barrier_before(h, w):
+    return scatter(lax.optimization_barrier(h @ w))
+
+
+def _barrier_of_two(h, w):
+    return scatter(lax.optimization_barrier((h @ w, h))[0])
+
+
+def _scaled_by_rows(h, w):
+    return scatter((h @ w) * jnp.arange(1.0, 5.0).reshape(1, 4, 1))
+
+
 def _activated(h, w):
     return scatter(jnp.tanh(h @ w))
+
+
+def _tied(x, w):
+    """What is tied to the gathered array would wait for something else."""
+    whole, w = lax.optimization_barrier((gather(x), w))
+    return whole @ w
 
 
 def _barrier(x, w):
@@ -141,6 +178,10 @@ def _barrier(x, w):
 
 def _all_reduced(h, w):
     return lax.psum(h @ w, AXIS)
+
+
+def _all_reduced_batches(h, w):
+    return lax.psum(jnp.einsum("bsk,bkd->bsd", h, jnp.stack([w, w])), AXIS)
 
 
 def _all_reduced_scalar(h, w):
@@ -162,8 +203,24 @@ def _precise(x, w):
 
 
 def _contracted(x, w):
-    """What is gathered is contracted: chunks would have to be added up."""
+    """The products of chunks are added up."""
     return jnp.tensordot(w, gather(x), ((0,), (1,)))
+
+
+def _contracted_twice(x, w):
+    whole = gather(x)
+    return jnp.tensordot(w, whole, ((0,), (1,))) + jnp.mean(whole)
+
+
+def _weight_gradient(x, w):
+    """Of a gather of which the backward of a matmul is the only use, as with saved products."""
+    whole = gather(x)
+    return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
+
+
+def _transposed_late(x, w):
+    """The gathered dimension has become one with another."""
+    return jnp.tensordot(gather(x).reshape(8, 4).T, w, ((0,), (0,)))
 
 
 def _of_columns(x, w):
@@ -201,20 +258,33 @@ GATHERS = {
     ),
     "cast up": Form(gathering(_upcast), 0, "more would be communicated"),
     "reshaped": Form(gathering(_flat)),
-    "reshaped into the contraction": Form(
-        Program(_mixed, [(2, 4, 4), (4, 6)], [P(None, AXIS), P(None, AXIS)], P(None, AXIS)),
-        0,
-        "contracts the gathered dimension",
+    "reshaped into the contraction": Form(gathering(_contracted_flat, out_specs=P(None, AXIS))),
+    "reshaped partly into the contraction": Form(
+        gathering(_mixed, out_specs=P(None, AXIS)), 0, "contracts the gathered dimension"
     ),
     "transposed": Form(gathering(_transposed)),
+    "transposed after a reshape": Form(
+        gathering(_transposed_late, out_specs=P(None, AXIS)), 0, "transpose mixes the gathered"
+    ),
     "scaled": Form(gathering(lambda x, w: (gather(x) * 0.5) @ w)),
     "shifted": Form(gathering(lambda x, w: (gather(x) + 0.5) @ w), 0, "add uses what is gathered"),
+    "scaled by an array": Form(
+        gathering(lambda x, w: (gather(x) * w[:, :1].reshape(1, 1, 4)) @ w),
+        0,
+        "mul uses what is gathered",
+    ),
     "barrier and name": Form(gathering(_barrier)),
+    "barrier of two": Form(gathering(_tied), 0, "optimization_barrier uses what is gathered"),
     "heads": Form(gathering(_heads, out_specs=P(None, AXIS))),
     "by itself": Form(gathering(_self), 0, "multiplied by itself"),
-    "contracted": Form(
-        gathering(_contracted, out_specs=P(AXIS)), 0, "contracts the gathered dimension"
+    "contracted": Form(gathering(_contracted, out_specs=P(AXIS))),
+    "contracted, and kept": Form(
+        gathering(_contracted_twice, out_specs=P(AXIS)), 0, "dimension and reduce_sum uses"
     ),
+    "weight gradient": Form(gathering(_weight_gradient, out_specs=P(None, AXIS))),
+    "batch dimensions": Form(gathering(_batched_gather)),
+    "batch dimensions, and kept": Form(gathering(_batched_twice), 0, "batch dimensions"),
+    "batch dimension gathered": Form(gathering(_gathered_batch)),
     "precise": Form(gathering(_precise), 0, "precision"),
     "unused": Form(gathering(lambda x, w: gather(x), out_specs=P(AXIS)), 0, "is a result"),
 }
@@ -245,8 +315,11 @@ SCATTERS = {
     ),
     "transposed": Form(scattering(_transposed_scatter)),
     "heads": Form(scattering(_output)),
-    "batch dimensions": Form(scattering(_batched), 0, "batch dimensions"),
+    "batch dimensions": Form(scattering(_batched)),
     "named": Form(scattering(_named)),
+    "barrier": Form(scattering(_barrier_before)),
+    "barrier of two": Form(scattering(_barrier_of_two), 0, "optimization_barrier stands between"),
+    "scaled by rows": Form(scattering(_scaled_by_rows), 0, "mul stands between"),
     "activated": Form(scattering(_activated), 0, "tanh stands between"),
     "used twice": Form(scattering(_used_twice), 0, "also used elsewhere"),
     "columns": Form(
@@ -258,6 +331,9 @@ SCATTERS = {
 }
 SUMS = {
     "psum": Form(scattering(_all_reduced, P())),
+    "psum with batch dimensions": Form(
+        scattering(_all_reduced_batches, P()), 0, "batch dimensions"
+    ),
     "psum of a scalar": Form(scattering(_all_reduced_scalar, P()), 0, "reduce_sum stands between"),
     "psum with a bias after": Form(scattering(lambda h, w: lax.psum(h @ w, AXIS) + 1.0, P())),
     "psum of a sum": Form(

@@ -90,11 +90,12 @@ def test_vmap(vmapped: Callable, block: tuple) -> None:
 
 
 def test_vmap_over_weights(make_mesh: MeshFactory) -> None:
-    """A matmul with a batch of weights has batch dimensions, which the ops do not take."""
+    """A matmul with a batch of weights has batch dimensions."""
     program = FORMS["gather: plain"].program
     fun, (x, w) = program.sharded(make_mesh({AXIS: 2})), program.arguments()
-    (site,) = sites(jax.vmap(fun), np.stack([x, x]), np.stack([w, w]))
-    assert site.reason == "its matmul has batch dimensions"
+    fun, arguments = jax.vmap(fun), (np.stack([x, -x]), np.stack([w, 2 * w]))
+    assert [site.replaced for site in sites(fun, *arguments)] == [True]
+    assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
 def test_arguments_of_any_kind(block: tuple) -> None:
@@ -198,6 +199,43 @@ def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
 
     assert "over 2 axes" in reason(over_both, check_vma=False)
     assert "axis_index_groups" in reason(in_groups, check_vma=False)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_varying_over_another_axis(check_vma: bool, make_mesh: MeshFactory) -> None:
+    """What is gathered or summed is the same for all data, until it is typed as varying."""
+
+    def body(x: jax.Array, up: jax.Array, down: jax.Array, bias: jax.Array) -> jax.Array:
+        whole, other = (lax.all_gather(y, AXIS, axis=1, tiled=True) for y in (x, -x))
+        product = jax.numpy.tanh(lax.pcast(whole, "data", to="varying") @ up) * bias
+        sums = lax.pcast(other @ up @ down, "data", to="varying")
+        scattered = lax.psum_scatter(sums, AXIS, scatter_dimension=1, tiled=True)
+        return scattered + jax.numpy.mean(product)
+
+    fun = jax.shard_map(
+        body,
+        mesh=make_mesh({"data": 2, AXIS: 2}),
+        in_specs=(P(None, AXIS), P(None, AXIS), P(AXIS), P("data", None, AXIS)),
+        out_specs=P("data", AXIS),
+        check_vma=check_vma,
+    )
+    shapes = [(2, 4, 6), (6, 4), (4, 6), (4, 1, 4)]
+    generator = np.random.default_rng(0)
+    arguments = [generator.standard_normal(shape, np.float32) for shape in shapes]
+    assert [site.replaced for site in sites(fun, *arguments)] == [True] * 3
+    actual, expected = (gradients_of(f, 4) for f in (ring(fun), fun))
+    assert_same(*jax.jit(lambda *args: (actual(*args), expected(*args)))(*arguments))
+
+
+def test_typed_as_the_same_everywhere(make_mesh: MeshFactory) -> None:
+    """A ring's result would be typed as varying."""
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.all_gather(x, AXIS, axis=1, tiled=True, to="invarying") @ w
+
+    program = gathering(body)
+    (site,) = sites(program.sharded(make_mesh({AXIS: 2})), *program.arguments())
+    assert site.reason == "what it gathers is typed as the same on all devices (to='invarying')"
 
 
 @pytest.mark.parametrize("constrained", ["batch", "gathered"])
