@@ -30,9 +30,11 @@ def overlap(
         lax.psum(x @ w, axis)
 
     Between the two may stand what commutes with the collective: casts, reshapes, transposes,
-    scaling by constants, names for `jax.checkpoint`, barriers, sharding constraints. What else
-    needs the gathered array gets it from the same ring. Programs may be differentiated before, so
-    that their own backwards are rewritten, or afterwards: then the gradients are those of the ops.
+    scaling by constants, names for `jax.checkpoint`, barriers, sharding constraints; or the border
+    of a `jax.jit` or `jax.checkpoint`. A matmul that alone uses what is gathered may contract the
+    gathered dimension, and may have batch dimensions. What else needs the gathered array gets it
+    from the same ring. Programs may be differentiated before, so that their own backwards are
+    rewritten, or afterwards: then the gradients are those of the ops.
 
     Each matmul keeps the dtypes of its operands and result, and accumulates in float32; sums
     between devices are in the same dtype as before. A product that is scaled by a constant and then
