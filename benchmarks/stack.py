@@ -124,6 +124,7 @@ def _add_peers(report: Report, settings: Stack) -> None:
         platform=settings.platform,
         dtype=settings.dtype,
         groups=settings.groups,
+        group_seconds=settings.group_seconds,
         limit_seconds=min(report.seconds_left, 300.0),
     )
     if ran.reason is not None:

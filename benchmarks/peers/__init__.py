@@ -71,6 +71,7 @@ def torch_stack(
     platform: Literal["gpu", "cpu"] = "gpu",
     dtype: str = "bfloat16",
     groups: int = 7,
+    group_seconds: float = 0.05,
     limit_seconds: float = 90.0,
 ) -> PeerRun:
     """Times PyTorch on the cases of `benchmarks.stack`, a process per device.
@@ -88,6 +89,7 @@ def torch_stack(
       platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.
       dtype: of all arrays.
       groups: timed groups; in each, the peers take turns.
+      group_seconds: how long each peer is timed in a group, after half as long untimed.
       limit_seconds: no further case begins after this many seconds.
 
     Raises:
@@ -106,6 +108,7 @@ def torch_stack(
             "platform": platform,
             "dtype": dtype,
             "groups": groups,
+            "group_seconds": group_seconds,
             "limit_seconds": limit_seconds,
             "output": str(output),
         }

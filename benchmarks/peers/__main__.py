@@ -24,6 +24,7 @@ def main(
     peers: tuple[str, ...] = PEERS,
     variants: tuple[str, ...] = ("eager", "CUDA graph"),
     groups: int = 7,
+    group_seconds: float = 0.05,
     limit_seconds: float = 90.0,
     output: Path | None = None,
 ) -> None:
@@ -38,6 +39,7 @@ def main(
         peers: torch, torch_async_tp.
         variants: eager, "CUDA graph", compiled; the fastest counts.
         groups: Timed groups; in each, the peers take turns.
+        group_seconds: How long each peer is timed in a group, after half as long untimed.
         limit_seconds: No further case begins after this many seconds.
         output: Where to write the results, as JSON.
     """
@@ -50,6 +52,7 @@ def main(
             peers=peers,
             variants=variants,
             groups=groups,
+            group_seconds=group_seconds,
             limit_seconds=limit_seconds,
         )
     except ValueError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
 import os
 import random
 import socket
@@ -41,8 +42,6 @@ from benchmarks.peers.torch_operands import Case, Operands, Place, relative_erro
 
 Run = Callable[[], list[Tensor]]
 
-#: Seconds that one peer's calls in one group take, roughly.
-GROUP_SECONDS = 0.05
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.
 CHECKED_LAYERS = 2
@@ -62,6 +61,7 @@ class Job:
     platform: str
     dtype: str
     groups: int
+    group_seconds: float
     limit_seconds: float
     output: str
     port: int = 0
@@ -193,17 +193,22 @@ class Worker:
         return captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
-        """Seconds per call, all runs taking turns in every group, in an order that turns too."""
+        """Seconds per call, each run once in every group, as `collective_matmul.choose.measure`.
+
+        In an order drawn anew for each group, the same on all devices; each run comes untimed first
+        for half as long, so that it is timed at the clocks that its own power leaves.
+        """
         calls = {}
         for name, run in runs.items():
             run()
             seconds = min(self.seconds(run, 1) for _ in range(2))
-            calls[name] = max(1, round(GROUP_SECONDS / seconds))
+            calls[name] = max(1, round(self.job.group_seconds / seconds))
         samples: dict[str, list[float]] = {name: [] for name in runs}
         names = list(runs)
-        for group in range(groups):
-            turn = group % max(1, len(names))
-            for name in names[turn:] + names[:turn]:
+        order = random.Random(groups)
+        for _ in range(groups):
+            for name in order.sample(names, len(names)):
+                self.seconds(runs[name], math.ceil(calls[name] / 2))
                 samples[name].append(self.seconds(runs[name], calls[name]))
         return samples
 
