@@ -103,13 +103,13 @@ def gradients_of(fun: Callable, count: int) -> Callable:
     return jax.grad(loss_of(fun), tuple(range(count)))
 
 
-def results_and_gradients(fun: Callable, *arguments: Any) -> tuple:
-    """Of one compiled program."""
+def results_and_gradients(funs: Sequence[Callable], *arguments: Any) -> list:
+    """Of each function, from one compiled program."""
 
-    def both(*arguments: Any) -> tuple:
-        return fun(*arguments), gradients_of(fun, len(arguments))(*arguments)
+    def all_of_them(*arguments: Any) -> list:
+        return [(fun(*arguments), gradients_of(fun, len(arguments))(*arguments)) for fun in funs]
 
-    return jax.jit(both)(*arguments)
+    return jax.jit(all_of_them)(*arguments)
 
 
 def assert_same(actual: Any, expected: Any, rounds: str = "float32") -> None:

@@ -13,7 +13,7 @@ from tests.rewrite.fuzz import mismatches
 
 BLOCK = 25
 #: As many as Hypothesis tries, more or less hard.
-PROGRAMS = 2000 if hypothesis.settings().max_examples >= 50 else 100
+PROGRAMS = 2000 if hypothesis.settings().max_examples >= 50 else 50
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, BLOCK))
