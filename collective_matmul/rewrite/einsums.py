@@ -5,6 +5,8 @@ They have batch dimensions, or contract the dimension that is gathered.
 
 from __future__ import annotations
 
+import itertools
+import math
 import string
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 from collective_matmul.rewrite.collectives import Collective
 from collective_matmul.rewrite.gathers import follow
 from collective_matmul.rewrite.graph import Graph, type_of
-from collective_matmul.rewrite.matmuls import result_of, unfit
+from collective_matmul.rewrite.matmuls import Shape, result_of, unfit
 from collective_matmul.rewrite.steps import Step
 from collective_matmul.rewrite.sums import back_to_dot
 
@@ -27,6 +29,7 @@ class EinsumMatch:
       equation: the dot.
       result: of the site.
       subscripts, label: as `collective_einsum` takes them.
+      shapes: of the dot's whole operands as the subscripts have them, reshaped if need be.
       gathered: the operand that is gathered; None if the result is scattered.
       steps: on the shard gathered, or on that of the result.
       consumed: equations that the site replaces.
@@ -38,6 +41,7 @@ class EinsumMatch:
     result: Var
     subscripts: str
     label: str
+    shapes: tuple[Shape, Shape]
     gathered: int | None
     steps: tuple[Step, ...]
     consumed: frozenset[int]
@@ -59,7 +63,8 @@ def match_einsum(graph: Graph, index: int, collective: Collective) -> EinsumMatc
 
 def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
     chain, view = follow(graph, index, collective)
-    if isinstance(view, str) or view.shape != view.base:
+    joined = None if isinstance(view, str) else _joined(view.base, view.shape)
+    if isinstance(view, str) or joined is None:
         return None
     (root,) = graph.equations[chain[-1]].outvars
     dot = graph.only_user(root)
@@ -75,7 +80,7 @@ def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatc
         return None
     result, casts = found
     side = 0 if equation.invars[0] is root else 1
-    labels = _labels(equation)
+    labels, shapes = _apart(equation, side, [[view.base[i] for i in group] for group in joined])
     return EinsumMatch(
         index,
         collective,
@@ -83,6 +88,7 @@ def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatc
         result,
         _subscripts(labels),
         labels[side][view.dimension],
+        shapes,
         side,
         view.steps,
         frozenset({*chain, dot, *casts}),
@@ -97,6 +103,7 @@ def _of_scattered(graph: Graph, index: int, collective: Collective) -> EinsumMat
     if unfit(equation) or path.shape is not None or path.dimension is None:
         return None
     labels = _labels(equation)
+    lhs, rhs = (tuple(type_of(atom).shape) for atom in equation.invars)
     return EinsumMatch(
         index,
         collective,
@@ -104,6 +111,7 @@ def _of_scattered(graph: Graph, index: int, collective: Collective) -> EinsumMat
         graph.equations[index].outvars[0],
         _subscripts(labels),
         labels[2][path.dimension],
+        (lhs, rhs),
         None,
         path.steps[::-1],
         frozenset(path.consumed),
@@ -125,6 +133,38 @@ def _labels(equation: JaxprEqn) -> tuple[str, str, str]:
             labels[i] = next(letters)
     result = shared + "".join(lhs[i] for i in free[0]) + "".join(rhs[i] for i in free[1])
     return "".join(lhs), "".join(rhs), result
+
+
+def _joined(base: Shape, shape: Shape) -> list[list[int]] | None:
+    """Which dimensions of `base` each dimension of `shape` is made of, if they are only joined."""
+    groups, i = [], 0
+    for size in shape:
+        group = [i]
+        while math.prod(base[j] for j in group) < size and group[-1] + 1 < len(base):
+            group.append(group[-1] + 1)
+        groups.append(group)
+        i = group[-1] + 1
+        if group[-1] >= len(base) or math.prod(base[j] for j in group) != size:
+            return None
+    return groups if i == len(base) else None
+
+
+def _apart(
+    equation: JaxprEqn, side: int, sizes: list[list[int]]
+) -> tuple[tuple[str, str, str], tuple[Shape, Shape]]:
+    """Labels and shapes of a dot, with each dimension of one operand taken apart into `sizes`."""
+    labels = _labels(equation)
+    unused = iter(sorted(set(string.ascii_letters) - set("".join(labels))))
+    names, parts = {}, {}
+    for label, group in zip(labels[side], sizes, strict=True):
+        names[label] = label + "".join(next(unused) for _ in group[1:])
+        parts[label] = group
+    lhs, rhs, result = ("".join(names.get(label, label) for label in each) for each in labels)
+    shapes = []
+    for atom, each in zip(equation.invars, labels[:2], strict=True):
+        taken = [parts.get(label, [n]) for label, n in zip(each, type_of(atom).shape, strict=True)]
+        shapes.append(tuple(itertools.chain(*taken)))
+    return (lhs, rhs, result), (shapes[0], shapes[1])
 
 
 def _subscripts(labels: tuple[str, str, str]) -> str:

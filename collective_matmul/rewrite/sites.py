@@ -151,9 +151,9 @@ def einsum_replacement(match: EinsumMatch, shard: Atom, implementation: str | No
     def einsum(x: jax.Array, w: jax.Array) -> tuple[jax.Array]:
         keywords = {("scatter" if match.gathered is None else "gather"): match.label}
         if match.gathered == 0:
-            x = replay(match.steps, x)
+            x, w = replay(match.steps, x), lax.reshape(w, match.shapes[1])
         if match.gathered == 1:
-            w = replay(match.steps, w)
+            x, w = lax.reshape(x, match.shapes[0]), replay(match.steps, w)
         y = collective_einsum(
             match.subscripts,
             x,
@@ -162,7 +162,9 @@ def einsum_replacement(match: EinsumMatch, shard: Atom, implementation: str | No
             implementation=implementation,
             **keywords,
         )
-        return (replay(match.steps, y) if match.gathered is None else y,)
+        if match.gathered is None:
+            return (replay(match.steps, y),)
+        return (lax.reshape(y, type_of(match.result).shape),)
 
     return Replacement(None, operands, [match.result], einsum)
 
@@ -183,7 +185,7 @@ def signature(match: Match, replacements: Sequence[Replacement]) -> tuple:
         if not isinstance(item, Handle)
     )
     if isinstance(match, EinsumMatch):
-        how = match.subscripts, match.label, match.gathered, match.steps
+        how = match.subscripts, match.label, match.shapes, match.gathered, match.steps
         return match.collective, types, how
     if isinstance(match, SumMatch):
         return match.collective, match.path, types, tuple(map(_dimensions, match.terms))

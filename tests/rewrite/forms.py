@@ -218,6 +218,11 @@ def _weight_gradient(x, w):
     return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
 
 
+def _weight_gradient_flat(x, w):
+    rows = jnp.ones((8, 1)) * w[:1]
+    return jnp.tensordot(rows, gather(x).reshape(8, 4), ((0,), (0,)))
+
+
 def _transposed_late(x, w):
     """The gathered dimension has become one with another."""
     return jnp.tensordot(gather(x).reshape(8, 4).T, w, ((0,), (0,)))
@@ -282,6 +287,15 @@ GATHERS = {
         gathering(_contracted_twice, out_specs=P(AXIS)), 0, "dimension and reduce_sum uses"
     ),
     "weight gradient": Form(gathering(_weight_gradient, out_specs=P(None, AXIS))),
+    "weight gradient of joined rows": Form(gathering(_weight_gradient_flat, out_specs=P(AXIS))),
+    "last dimension": Form(
+        Program(
+            lambda x, w: lax.all_gather(x, AXIS, axis=2, tiled=True) @ w,
+            [(2, 3, 4), (4, 6)],
+            [P(None, None, AXIS), P(None, AXIS)],
+            P(None, None, AXIS),
+        )
+    ),
     "batch dimensions": Form(gathering(_batched_gather)),
     "batch dimensions, and kept": Form(gathering(_batched_twice), 0, "batch dimensions"),
     "batch dimension gathered": Form(gathering(_gathered_batch)),

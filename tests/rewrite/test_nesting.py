@@ -302,6 +302,21 @@ def test_names_are_kept(mesh: Mesh) -> None:
     assert "test_nesting.py" in text
 
 
+def test_effects_are_kept(mesh: Mesh) -> None:
+    """Also what they are said about, which the ring keeps."""
+
+    def body(x, up, down):
+        whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+        jax.debug.callback(lambda mean: None, jnp.mean(whole))
+        return lax.psum_scatter(whole @ up @ down, AXIS, scatter_dimension=1, tiled=True)
+
+    program = program_of(body)
+    fun, arguments = program.sharded(mesh), program.arguments()
+    plain, rewritten = (jax.make_jaxpr(f)(*arguments) for f in (fun, ring(fun, require=2)))
+    assert plain.effects == rewritten.effects != set()
+    assert counts(ring(fun), *arguments)["debug_callback"] == 1
+
+
 def test_nested_shard_maps(make_mesh: MeshFactory) -> None:
     """The outer one is over the data, the inner one over the tensor axis."""
     mesh = make_mesh({"data": 2, AXIS: 2})
