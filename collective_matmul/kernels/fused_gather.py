@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from collective_matmul._compat import partly_automatic, vary_over, varying_axes
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes, make_plan
+from collective_matmul.kernels.peers import obstacle
+from collective_matmul.kernels.tiles import ROW_MULTIPLE
 
 
 def all_gather_matmul(
@@ -50,56 +53,47 @@ def all_gather_matmul(
     reason = why_not(x, ws, axis_name, dimension=dimension, transpose_w=transpose_w)
     if reason is not None:
         raise ValueError(reason)
-    target = device.target()
-    assert target is not None
-    shapes = _shapes(x, ws, axis_name, dimension, transpose_w)
-    plan = make_plan(shapes, target.multiprocessors)
-    assert plan is not None
+    target, plan = device.target(), _plan(x, ws, axis_name, dimension, transpose_w)
+    assert target is not None and plan is not None
+    planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
+    shard = x.reshape(planes, rows, x.shape[-1])
+    shard = jnp.pad(shard, ((0, 0), (0, plan.shapes.rows - rows), (0, 0)))
     launch = _shared_launch(plan, axis_name, keep_gathered, delays, target)
-    *products, gathered = launch(
-        x.reshape(shapes.planes, shapes.rows, shapes.contracted), [w[None] for w in ws]
-    )
+    *products, gathered = launch(shard, [w[None] for w in ws])
     whole = list(x.shape)
-    whole[dimension] *= shapes.devices
-    ys = (y.reshape(*whole[:-1], y.shape[-1]) for y in products)
-    return tuple(ys), gathered.reshape(whole) if keep_gathered else None
+    whole[dimension] *= plan.shapes.devices
+
+    def unpadded(array: jax.Array) -> jax.Array:
+        columns = array.shape[-1]
+        shards = array.reshape(planes, plan.shapes.devices, plan.shapes.rows, columns)
+        return shards[:, :, :rows].reshape(*whole[:-1], columns)
+
+    return tuple(map(unpadded, products)), unpadded(gathered) if keep_gathered else None
 
 
 def why_not(
     x: jax.Array, ws: Sequence[jax.Array], axis_name: str, *, dimension: int, transpose_w: bool
 ) -> str | None:
     """Why `all_gather_matmul` cannot do this, in a sentence; None if it can."""
-    target = device.target()
-    if target is None:
-        return "the fused kernels run on Hopper GPUs only; use 'ring' or 'bulk'"
+    if reason := obstacle(axis_name, x, *ws):
+        return reason
     if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}: the fused kernels need 0.11 or newer; use 'ring' or 'bulk'"
-    if jax.process_count() > 1:
+        return f"jax {jax.__version__}: this fused kernel needs 0.11 or newer; use 'ring' or 'bulk'"
+    if _plan(x, ws, axis_name, dimension, transpose_w) is None:
+        shapes = [w.shape for w in ws]
         return (
-            f"{jax.process_count()} processes: the fused kernels address peers' memory, which is "
-            "possible within one process only; run one process per node, or use 'bulk'"
-        )
-    if partly_automatic():
-        return "the fused kernels cannot be divided over automatic mesh axes; make all axes manual"
-    dtypes = {jnp.dtype(array.dtype).name for array in (x, *ws)}
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-        return f"dtypes {sorted(dtypes)}: the fused kernels take bfloat16, or float16, for all"
-    if lax.axis_size(axis_name) == 1:
-        return f"axis {axis_name!r} of size 1: there is nothing to gather; use 'bulk'"
-    shapes = _shapes(x, ws, axis_name, dimension, transpose_w)
-    if make_plan(shapes, target.multiprocessors) is None:
-        return (
-            f"shards [{shapes.rows} rows, K={shapes.contracted}] times {shapes.columns} columns: "
-            "the fused kernel wants K and the columns to be multiples of 32, and all rows together "
-            "of 8; pad them, or use 'bulk'"
+            f"x {x.shape} times {shapes}: the fused kernel wants K and the columns to be multiples"
+            " of 32; pad them, or use 'bulk'"
         )
     return None
 
 
-def _shapes(
+def _plan(
     x: jax.Array, ws: Sequence[jax.Array], axis_name: str, dimension: int, transpose_w: bool
-) -> Shapes:
-    return Shapes(
+) -> Plan | None:
+    target = device.target()
+    assert target is not None
+    shapes = Shapes(
         devices=lax.axis_size(axis_name),
         planes=math.prod(x.shape[:dimension]),
         rows=math.prod(x.shape[dimension:-1]),
@@ -107,6 +101,10 @@ def _shapes(
         columns=tuple(w.shape[0 if transpose_w else 1] for w in ws),
         w_contracted=2 if transpose_w else 1,
     )
+    # Padding costs a pass over the shard, and one over what is cut off the results.
+    padded = replace(shapes, rows=-(-shapes.rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+    plans = (make_plan(s, target.multiprocessors) for s in (shapes, padded))
+    return next(filter(None, plans), None)
 
 
 @functools.cache

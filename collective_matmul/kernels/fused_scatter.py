@@ -20,12 +20,12 @@ from collective_matmul.kernels import device
 from collective_matmul.kernels.peers import obstacle
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import (
-    ROW_MULTIPLE,
     Kind,
     Plan,
     Shapes,
     best_plan,
 )
+from collective_matmul.kernels.tiles import ROW_MULTIPLE
 
 # Up to this size of the result all devices make all sums: it costs one trip over NVLink instead of
 # two, and sends D / 2 times as much.
@@ -117,26 +117,14 @@ def why_not_reduce_scatter(
     transpose_w: bool,
 ) -> str | None:
     """Why `matmul_reduce_scatter` cannot do this, in a sentence; None if it can."""
-    return (
-        obstacle(axis_name, *xs, *ws)
-        or _empty(*xs, *ws)
-        or _no_plan(_scatter_plan(xs, ws, axis_name, dimension, transpose_w), xs, ws)
+    return obstacle(axis_name, *xs, *ws) or _no_plan(
+        _scatter_plan(xs, ws, axis_name, dimension, transpose_w), xs, ws
     )
 
 
 def why_not_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> str | None:
     """Why `matmul_all_reduce` cannot do this, in a sentence; None if it can."""
-    return (
-        obstacle(axis_name, x, w)
-        or _empty(x, w)
-        or _no_plan(_reduce_plan(x, w, axis_name), [x], [w])
-    )
-
-
-def _empty(*arrays: jax.Array) -> str | None:
-    if all(array.size for array in arrays):
-        return None
-    return "an array without elements: there is nothing to multiply; use 'bulk'"
+    return obstacle(axis_name, x, w) or _no_plan(_reduce_plan(x, w, axis_name), [x], [w])
 
 
 def _no_plan(plan: Plan | None, xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> str | None:

@@ -44,7 +44,8 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan
-from collective_matmul.kernels.matmul import BLOCK_AXES, Operand, Work, reader
+from collective_matmul.kernels.matmul import Operand, Work, reader
+from collective_matmul.kernels.peers import DELAY_NANOSECONDS, block, peer, random_delays
 from collective_matmul.kernels.tiles import ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
@@ -53,8 +54,6 @@ plgpu: Any = mosaic_gpu
 # Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
 # blocks together, about half of what the cache holds.
 _PREFETCHED_BYTES = 196_608
-# Of a delay between sends: up to 16 µs.
-_DELAY_NANOSECONDS, _MOST_DELAYS = 64, 256
 
 
 class Gathering(Work):
@@ -191,15 +190,15 @@ class Gathering(Work):
         """Copies this block's messages to all receivers, and counts each once it has arrived."""
         plan = self.plan
         per_message = plan.boxes_per_message
-        block, blocks = _block()
-        messages = lax.div(plan.messages - block + blocks - 1, blocks)
+        this, blocks = block()
+        messages = lax.div(plan.messages - this + blocks - 1, blocks)
         count = messages * self.passes
         high, wide = plan.box
 
         def locate(box):
             """The pass, and the plane, the strip and the column of a box in it."""
             turn = lax.div(box, per_message)
-            message = block + lax.rem(turn, messages) * blocks
+            message = this + lax.rem(turn, messages) * blocks
             strip = lax.div(message, plan.messages_per_strip)
             part = lax.rem(message, plan.messages_per_strip) * per_message
             column = (part + lax.rem(box, per_message)) * wide
@@ -257,7 +256,7 @@ class Gathering(Work):
             plane = plane * self.devices + me
 
         def copy(offset):
-            there = plgpu.remote_ref(gathered, self.peer(offset)) if offset else gathered
+            there = plgpu.remote_ref(gathered, peer(self.axis_name, offset)) if offset else gathered
             region = there.at[plane, pl.ds(row, high), pl.ds(column, wide)]
             plgpu.copy_smem_to_gmem(box, region, commit_group=False)
 
@@ -269,7 +268,7 @@ class Gathering(Work):
 
         def count(offset):
             if offset:
-                pl.semaphore_signal(semaphore, device_id=self.peer(offset))
+                pl.semaphore_signal(semaphore, device_id=peer(self.axis_name, offset))
             elif self.plan.joins:
                 pl.semaphore_signal(semaphore)
 
@@ -281,33 +280,16 @@ class Gathering(Work):
             here = functools.partial(act, offset)
             here() if self.passes == 1 else pl.when(passed == number)(here)
 
-    def peer(self, offset: int) -> dict[str, Any]:
-        """The device so far along the axis, at this device's place on all other axes."""
-        return {self.axis_name: lax.rem(lax.axis_index(self.axis_name) + offset, self.devices)}
-
     def delay(self, box) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
-            seed = (box * 8_191 + _block()[0]) * 64 + lax.axis_index(self.axis_name)
-            # A linear congruential generator's step; its upper bits are random.
-            drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
 
-            @pl.loop(0, lax.rem(drawn, _MOST_DELAYS))
-            def _(delay):
-                del delay
+            @pl.loop(0, random_delays(self.axis_name, box))
+            def _(_):
                 _sleep()
 
 
 @plgpu.inline_mgpu()
 def _sleep(_) -> None:
     """`pl.delay` is for whole warpgroups."""
-    mosaic.nanosleep(mosaic.c(_DELAY_NANOSECONDS, ir.IntegerType.get_signless(32)))
-
-
-def _block() -> tuple[Any, int]:
-    """The number of this block, and how many there are."""
-    number, blocks = 0, 1
-    for axis in ("cluster", *BLOCK_AXES):
-        number = number * lax.axis_size(axis) + lax.axis_index(axis)
-        blocks *= lax.axis_size(axis)
-    return number, blocks
+    mosaic.nanosleep(mosaic.c(DELAY_NANOSECONDS, ir.IntegerType.get_signless(32)))

@@ -13,9 +13,9 @@ from collective_matmul._compat import partly_automatic
 from collective_matmul.kernels import device
 from collective_matmul.kernels.matmul import BLOCK_AXES
 
-# Delays are up to this many of these.
+# Delays are less than this many of these.
 _DELAYS = 64
-_DELAY_NANOSECONDS = 256
+DELAY_NANOSECONDS = 256
 
 
 def obstacle(axis_name: str, *arrays: jax.Array) -> str | None:
@@ -34,6 +34,8 @@ def obstacle(axis_name: str, *arrays: jax.Array) -> str | None:
         return f"dtypes {sorted(dtypes)}: the fused kernels take bfloat16, or float16, for all"
     if lax.axis_size(axis_name) == 1:
         return f"axis {axis_name!r} of size 1: there is nothing to communicate; use 'bulk'"
+    if not all(array.size for array in arrays):
+        return "an array without elements: there is nothing to multiply; use 'bulk'"
     return None
 
 
@@ -51,13 +53,18 @@ def block() -> tuple[Any, int]:
     return number, blocks
 
 
-def random_delay(axis_name: str, number: Any) -> None:
-    """Waits for a time that depends on the device, the block, and the number given."""
+def random_delays(axis_name: str, number: Any) -> Any:
+    """How often to wait for `DELAY_NANOSECONDS`: by the device, the block, and the number given."""
     seed = (number * 8_191 + block()[0]) * 64 + lax.axis_index(axis_name)
     # A linear congruential generator's step; its upper bits are random.
     drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
+    return lax.rem(drawn, _DELAYS)
+
+
+def random_delay(axis_name: str, number: Any) -> None:
+    """Has a warpgroup wait."""
 
     # Kernels of jax 0.10 can only wait for times that are known when they are compiled.
-    @pl.loop(0, lax.rem(drawn, _DELAYS))
+    @pl.loop(0, random_delays(axis_name, number))
     def _(_):
-        pl.delay(_DELAY_NANOSECONDS)
+        pl.delay(DELAY_NANOSECONDS)

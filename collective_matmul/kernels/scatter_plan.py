@@ -10,6 +10,7 @@ from typing import Literal
 
 from collective_matmul.kernels.tiles import (
     ITEMSIZE,
+    ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
@@ -19,9 +20,6 @@ from collective_matmul.kernels.tiles import (
 #: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
 #: gives them to all others too ("two_step"), or makes all of them itself ("one_shot").
 Kind = Literal["scatter", "two_step", "one_shot"]
-
-#: Rows of owners are multiples of this: the copy engine sees shared memory in tiles so high.
-ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 CONSUMERS = 2
 #: Bytes of an element: bfloat16 or float16.
 ITEMSIZE = 2
+#: Rows of a plane are multiples of this: the copy engine sees shared memory in tiles so high.
+ROW_MULTIPLE = 8
 #: Shared memory of a Hopper block, less what barriers and alignment take.
 SHARED_MEMORY_BYTES = 232_448 - 2_048
 
@@ -113,7 +115,7 @@ class Problem:
             return False
         if any(columns % tiles.strip_columns for columns in self.columns):
             return False
-        return all(size % 8 == 0 for size in (self.rows, *self.contracted))
+        return all(size % ROW_MULTIPLE == 0 for size in (self.rows, *self.contracted))
 
 
 # Microseconds in which one multiprocessor of an H200 multiplies a tile's slices of 64, when all of

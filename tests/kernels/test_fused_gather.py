@@ -103,6 +103,8 @@ CALLS = {
     "few rows": Call(leading=(16,), contracted=4096),
     "few rows, kept": Call(leading=(64,), contracted=4096, columns=(14336,), keep=True),
     "ragged": Call(leading=(4000,), contracted=96, columns=(384,)),
+    "rows that are padded": Call(leading=(400,), keep=True),
+    "a row for each device": Call(leading=(4,), keep=True),
 }
 
 
@@ -124,9 +126,9 @@ def test_it_lowers(call: Call, make_mesh: MeshFactory) -> None:
     ("change", "message"),
     [
         ({"dtype": "float32"}, "dtypes"),
-        ({"contracted": 36}, "K=36"),
-        ({"leading": (20,)}, "5 rows"),
-        ({"mesh": ((AXIS, 1),)}, "nothing to gather"),
+        ({"contracted": 36}, "multiples of 32"),
+        ({"leading": (0,)}, "without elements"),
+        ({"mesh": ((AXIS, 1),)}, "nothing to communicate"),
     ],
     ids=str,
 )
@@ -184,9 +186,11 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
 
 
 def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
-    axis_index = lax.axis_index
+    """Of two."""
+    axis_index, axis_size = lax.axis_index, lax.axis_size
     here = _Anything()
     monkeypatch.setattr(lax, "axis_index", lambda name: 1 if name == AXIS else axis_index(name))
+    monkeypatch.setattr(lax, "axis_size", lambda name: 2 if name == AXIS else axis_size(name))
     monkeypatch.setattr(pallas, "get_global", lambda kind: here)
     monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
     monkeypatch.setattr(pallas, "semaphore_signal", lambda *arguments, **keywords: None)
