@@ -35,9 +35,8 @@ def _between(graph: Graph) -> set[int]:
         for index in _neighbours(graph, at)
         if _can_open(graph.equations[index])
     }
-    for index, equation in enumerate(graph.equations):
-        if _can_open(equation) and _reaches_outside(equation.params["jaxpr"].jaxpr):
-            found.add(index)
+    calls = (index for index, equation in enumerate(graph.equations) if _can_open(equation))
+    found.update(i for i in calls if _reaches_outside(graph.equations[i].params["jaxpr"].jaxpr))
     return found
 
 
@@ -99,10 +98,10 @@ def _is_returned(graph: Graph, var: Var) -> bool:
 
 def _can_open(equation: JaxprEqn) -> bool:
     """Whether it is a call that asks for nothing but to be carried out."""
-    parameters = equation.params
-    if equation.primitive.name not in ("jit", "pjit") or parameters["jaxpr"].consts:
+    if equation.primitive.name not in ("jit", "pjit"):
         return False
-    if is_named(equation):
+    parameters = equation.params
+    if parameters["jaxpr"].consts or is_named(equation):
         return False
     shardings = (*parameters["in_shardings"], *parameters["out_shardings"])
     specified = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
