@@ -127,6 +127,7 @@ class Generator:
             lambda x, w: (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], -1),
             lambda x, w: jnp.einsum("nk,bsk->bsn", w.T, x),
             lambda x, w: jnp.swapaxes(jnp.einsum("kn,bsk->nsb", w, x), 0, 2),
+            lambda x, w: jnp.einsum("bsk,bkn->bsn", x, jnp.stack([w] * BATCH)),
         ]
         if self.sometimes(0.15):
             self.rounds = "bfloat16"
@@ -143,13 +144,17 @@ class Generator:
         downs = [(self.product(), self.down()) for _ in range(self.random.choice((1, 1, 1, 2)))]
         keeps, shared = self.sometimes(), self.sometimes(0.1)
 
-        def layer(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            whole = gather(x)
+        def multiply(whole: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
             products = [product(whole, ws[w]) for product, w in ups]
             hidden = functools.reduce(jnp.multiply, map(jnp.tanh, products))
             if keeps:
                 hidden = hidden + jnp.mean(jnp.sin(whole))
-            y = functools.reduce(jnp.add, [product(hidden, ws[w]) for product, w in downs])
+            return functools.reduce(jnp.add, [product(hidden, ws[w]) for product, w in downs])
+
+        inside = jax.checkpoint(multiply) if self.sometimes(0.15) else multiply
+
+        def layer(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
+            y = inside(gather(x), ws)
             return scatter(y) + (jnp.mean(y) if shared else 0)
 
         return layer
@@ -157,6 +162,13 @@ class Generator:
     def elementwise(self) -> Layer:
         function = self.random.choice([jnp.tanh, jnp.sin, lambda x: x / 2, jax.nn.silu])
         return lambda x, ws: function(x)
+
+    def contracted(self) -> Layer:
+        """A matmul that sums over the rows that are gathered."""
+        gather = self.gather()
+        rows = np.cos(np.arange(BATCH * SEQUENCE * 3, dtype=np.float32))
+        rows = rows.reshape(BATCH, SEQUENCE, 3)
+        return lambda x, ws: x * jnp.mean(jnp.sin(jnp.einsum("bsk,bsn->kn", gather(x), rows)))
 
     def only_gathered(self) -> Layer:
         """A gather with nothing to multiply."""
@@ -196,7 +208,8 @@ class Generator:
 
     def layer(self) -> Layer:
         layer = self.random.choices(
-            [self.feed_forward, self.elementwise, self.only_gathered], weights=[8, 2, 1]
+            [self.feed_forward, self.contracted, self.elementwise, self.only_gathered],
+            weights=[8, 1, 2, 1],
         )[0]()
         while self.sometimes():
             layer = self.wrapped(layer)
