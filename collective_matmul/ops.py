@@ -153,7 +153,8 @@ def matmul_all_reduce(
       w: [k, *N].
       axis_name: the mesh axis to sum over.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused". A ring needs the product of x's leading dimensions to be a multiple of D.
+        "ring_direct", "fused". A ring needs the product of x's leading dimensions to be a multiple
+        of D.
 
     Returns:
       [..., *N], the same on every device of the axis.

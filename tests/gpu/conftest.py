@@ -26,7 +26,7 @@ class Programs:
 
     def __init__(self, needs: Iterable[Compilable]):
         self._uses = Counter(need for need in needs if need.devices <= len(jax.devices()))
-        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(min(32, os.cpu_count() or 1))
         self._futures: dict[Any, Future] = {
             need: self._pool.submit(need.compile) for need in self._uses
         }
