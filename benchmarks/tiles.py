@@ -55,7 +55,6 @@ def problems(model: str, devices: int) -> list[Problem]:
             Problem(1, rows, (contracted,), (width,)),
             Problem(1, rows, (width,), (contracted,), w_contracted=2),
             Problem(1, contracted, (rows,) * devices, (width,), x_contracted=1),
-            Problem(1, rows // 2, (contracted,), (width,), addends=True),
         ]
     return found
 
@@ -72,7 +71,7 @@ def varied(best: Iterable[Tiles]) -> list[Tiles]:
 
 
 def operands(problem: Problem) -> tuple[Any, ...]:
-    """xs, ws, outs, addends and indices for the kernel."""
+    """xs, ws, outs and indices for the kernel."""
     keys = itertools.count(time.time_ns() % 2**31)
 
     def normal(*shape: int) -> jax.Array:
@@ -92,10 +91,9 @@ def operands(problem: Problem) -> tuple[Any, ...]:
         for k in terms
     ]
     outs = [normal(problem.batch, problem.rows, n) for n in problem.columns]
-    addends = [normal(*out.shape) for out in outs] if problem.addends else []
     zero = jnp.int32(0)
     indices = [[zero] * len(terms), [[zero] * len(outs)] * len(terms), zero]
-    return xs, ws, outs, addends, indices
+    return xs, ws, outs, indices
 
 
 def kernel(problem: Problem, tiles: Tiles) -> Any:
@@ -112,9 +110,9 @@ def library(problem: Problem, precise: bool) -> Any:
     x_axis, w_axis = problem.x_contracted - 1, problem.w_contracted - 1
 
     @jax.jit
-    def run(xs, ws, addends):
+    def run(xs, ws):
         if precise:
-            xs, ws, addends = jax.tree.map(lambda a: a.astype(jnp.float32), (xs, ws, addends))
+            xs, ws = jax.tree.map(lambda a: a.astype(jnp.float32), (xs, ws))
         if problem.x_contracted == 1:
             xs = [jnp.concatenate([x[0] for x in xs])[None]]
             ws = [
@@ -126,7 +124,7 @@ def library(problem: Problem, precise: bool) -> Any:
                 jax.lax.dot_general(x[0], term[q][0], (((x_axis,), (w_axis,)), ((), ())))
                 for x, term in zip(xs, ws, strict=True)
             ]
-            results.append(sum([*products[1:], *(a[0] for a in addends[q : q + 1])], products[0]))
+            results.append(sum(products[1:], products[0]))
         return results
 
     return run
@@ -161,20 +159,20 @@ class Bench:
 
     def __init__(self, problem: Problem, duration: Duration):
         self.problem, self.duration = problem, duration
-        self.xs, self.ws, self.outs, self.addends, self.indices = operands(problem)
+        self.xs, self.ws, self.outs, self.indices = operands(problem)
         self.times: dict[Tiles, float] = {}
-        self.exact = library(problem, precise=True)(self.xs, self.ws, self.addends)
+        self.exact = library(problem, precise=True)(self.xs, self.ws)
         # The undivided operands are not what a gather leaves: joining them is not timed.
         joined = problem.x_contracted == 1
         xs, ws = self.xs, self.ws
         if joined:
             problem = dataclasses.replace(problem, contracted=(sum(problem.contracted),))
-            xs, ws, _, _, _ = operands(problem)
-        compiled = library(problem, precise=False).lower(xs, ws, self.addends).compile()
-        self.library = seconds_per_call(lambda: compiled(xs, ws, self.addends), duration)
+            xs, ws, _, _ = operands(problem)
+        compiled = library(problem, precise=False).lower(xs, ws).compile()
+        self.library = seconds_per_call(lambda: compiled(xs, ws), duration)
 
     def compile(self, tiles: Tiles) -> Any:
-        arguments = self.xs, self.ws, self.outs, self.addends, self.indices
+        arguments = self.xs, self.ws, self.outs, self.indices
         try:
             return kernel(self.problem, tiles).lower(*arguments).compile()
         except Exception as error:
@@ -186,7 +184,7 @@ class Bench:
             return str(compiled)[:200]
 
         def call() -> Any:
-            self.outs = list(compiled(self.xs, self.ws, self.outs, self.addends, self.indices))
+            self.outs = list(compiled(self.xs, self.ws, self.outs, self.indices))
             return self.outs
 
         self.outs = [jnp.full_like(out, jnp.nan) for out in self.outs]

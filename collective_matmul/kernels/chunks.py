@@ -35,18 +35,16 @@ def multiply_chunks(
     xs: Sequence[Rows],
     ws: Sequence[Sequence[jax.Array]],
     outs: Sequence[Rows],
-    addends: Sequence[jax.Array] = (),
     *,
     dimension: int,
     transpose_w: bool,
 ) -> tuple[jax.Array, ...] | None:
-    """Writes ``sum over p of xs[p] @ ws[p][q] (+ addends[q])`` into the chunk `outs[q]`.
+    """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
 
     Args:
       xs: chunks of arrays [..., rows, ..., K_p].
       ws: ws[p][q] is [K_p, N_q], or [N_q, K_p] if `transpose_w`.
       outs: chunks of arrays [..., rows, ..., N_q], of the size of those in xs.
-      addends: none, or one [..., size, ..., N_q] for each q.
       dimension: of the chunks, in xs and outs.
       transpose_w: whether the ws are contracted along their last dimension.
 
@@ -60,7 +58,6 @@ def multiply_chunks(
         contracted=tuple(x.array.shape[-1] for x in xs),
         columns=tuple(out.array.shape[-1] for out in outs),
         w_contracted=2 if transpose_w else 1,
-        addends=bool(addends),
     )
     if not _possible(problem, xs[0].array.dtype):
         return None
@@ -69,8 +66,7 @@ def multiply_chunks(
     ]
     w_operands = [[Operand(w[None], problem.w_contracted) for w in term] for term in ws]
     planes = [_planes(out, dimension) for out in outs]
-    added = [_planes(Rows(a, 0, outs[0].size), dimension) for a in addends]
-    written = _launch(problem, x_operands, w_operands, planes, _number(outs[0]), added)
+    written = _launch(problem, x_operands, w_operands, planes, _number(outs[0]))
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
@@ -119,13 +115,12 @@ def _launch(
     ws: Sequence[Sequence[Operand]],
     outs: Sequence[jax.Array],
     out_index: Any,
-    addends: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     layout = tuple((o.per_batch, o.per_contracted) for o in [*xs, *(w for t in ws for w in t)])
     launch = shared_launch(problem, choose_tiles(problem), layout, device.target())
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
     indices = [[o.index for o in xs], [[w.index for w in term] for term in ws], out_index]
-    return launch(*arrays, list(outs), list(addends), jax.tree.map(jnp.int32, indices))
+    return launch(*arrays, list(outs), jax.tree.map(jnp.int32, indices))
 
 
 @functools.cache
@@ -144,11 +139,11 @@ def shared_launch(
       target: what to build for.
 
     Returns:
-      ``launch(xs, ws, outs, addends, (x indices, w indices, out index)) -> outs``, of planes.
+      ``launch(xs, ws, outs, (x indices, w indices, out index)) -> outs``, of planes.
     """
 
     @sequential_vmap
-    def launch(xs, ws, outs, addends, indices):
+    def launch(xs, ws, outs, indices):
         x_indices, w_indices, out_index = indices
         strides = iter(layout)
 
@@ -163,7 +158,6 @@ def shared_launch(
             ],
             outs,
             out_index,
-            addends,
             batch=problem.batch,
             contracted_planes=problem.contracted_planes,
             tiles=tiles,

@@ -67,7 +67,7 @@ class Gathering(Work):
         problem = plan.shapes.problem(plan.joins)
         x = Operand(gathered, 2, per_batch=1)
         weights = [Operand(w, problem.w_contracted) for w in ws]
-        super().__init__([x], [weights], outs, False, problem.batch, 1, plan.tiles)
+        super().__init__([x], [weights], outs, problem.batch, 1, plan.tiles)
         self.plan = plan
         self.axis_name = axis_name
         self.devices = plan.shapes.devices
@@ -90,7 +90,7 @@ class Gathering(Work):
 
         @functools.partial(pl.run_scoped, **self.scratch(shard.dtype), collective_axes="warpgroup")
         def _(**scratch):
-            self.play(indices, xs, [ws], [], outs, scratch)
+            self.play(indices, xs, [ws], outs, scratch)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """What the warpgroups of a block share, by name."""

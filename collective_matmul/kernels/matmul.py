@@ -1,13 +1,13 @@
 """A Hopper matmul that reads and writes chunks where they lie.
 
-``outs[q][b, j] = sum over p of xs[p][b, i_p] @ ws[p][q] (+ addends[q][b])``
+``outs[q][b, j] = sum over p of xs[p][b, i_p] @ ws[p][q]``
 
 A ring multiplies one chunk at a time. A library matmul wants each chunk as an array of its own, so
 XLA copies it out of a larger operand before the matmul, copies the product into a larger result
-after it, and adds products and what arrived from neighbours in further passes. Here the indices of
-the chunks are operands: the kernel reads and writes them in place, sums over several pairs of
-operands (weights whose gradients meet, chunks that are not contiguous) and the addend in its
-float32 accumulator, and serves several weights with one launch, so that together they fill waves.
+after it, and adds products in further passes. Here the indices of the chunks are operands: the
+kernel reads and writes them in place, sums over several pairs of operands (weights whose gradients
+meet, chunks that are not contiguous) in its float32 accumulator, and serves several weights with
+one launch, so that together they fill waves.
 
 The algorithm: one persistent block per multiprocessor walks over the tiles of all results. A
 producer warpgroup copies slices of x and w into a ring of shared-memory stages (TMA) and runs ahead
@@ -73,7 +73,6 @@ def matmul(
     ws: Sequence[Sequence[Operand]],
     outs: Sequence[jax.Array],
     out_index: Any,
-    addends: Sequence[jax.Array] = (),
     *,
     batch: int,
     contracted_planes: int = 1,
@@ -89,7 +88,6 @@ def matmul(
       ws: ws[p][q] multiplies xs[p] in result q.
       outs: one for each q, [batch * J, rows, columns]. Other planes keep what they hold.
       out_index: which of every J planes to write.
-      addends: none, or one [batch, rows, columns] for each q, added before rounding.
       batch: of the results.
       contracted_planes: planes of every operand that are summed over, besides its contracted axis.
       tiles: how the work is cut.
@@ -98,9 +96,9 @@ def matmul(
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
-    work = Work(xs, ws, outs, bool(addends), batch, contracted_planes, tiles)
+    work = Work(xs, ws, outs, batch, contracted_planes, tiles)
     kernel = work.kernel(outs, "chunk_matmul", multiprocessors, interpret)
-    return kernel(indices, *(operand.array for operand in operands), *addends)
+    return kernel(indices, *(operand.array for operand in operands))
 
 
 class Work:
@@ -114,14 +112,13 @@ class Work:
     copying_registers = 40
     multiplying_registers = 232
 
-    def __init__(self, xs, ws, outs, with_addends, batch, contracted_planes, tiles: Tiles):
+    def __init__(self, xs, ws, outs, batch, contracted_planes, tiles: Tiles):
         self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
         numbers = itertools.count(len(xs))
         self.ws = [[w._replace(array=None, index=next(numbers)) for w in term] for term in ws]
         self.out_index = next(numbers)
         self.results = len(outs)
         self.planes_per_batch = outs[0].shape[0] // batch
-        self.with_addends = with_addends
         self.batch = batch
         self.contracted_planes = contracted_planes
         self.tiles = tiles
@@ -154,18 +151,16 @@ class Work:
         refs = iter(refs)
         xs = list(itertools.islice(refs, len(self.xs)))
         ws = [list(itertools.islice(refs, self.results)) for _ in self.xs]
-        addends = list(itertools.islice(refs, self.results if self.with_addends else 0))
         outs = list(refs)
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
-            self.play(indices, xs, ws, addends, outs, scratch)
+            self.play(indices, xs, ws, outs, scratch)
 
-    def play(self, indices, xs, ws, addends, outs, scratch: dict[str, Any]) -> None:
+    def play(self, indices, xs, ws, outs, scratch: dict[str, Any]) -> None:
         """Gives the warpgroups their parts: the first ones consume, the last copies."""
         warpgroup = lax.axis_index("warpgroup")
         stages = tuple(scratch[n] for n in ("x_slices", "w_slices", "filled", "consumed"))
-        outgoing = (scratch["strips"], scratch["added"])
 
         @pl.when(warpgroup == CONSUMERS)
         def _():
@@ -175,7 +170,7 @@ class Work:
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(self.multiplying_registers, action="increase")
-            self.consume(indices, warpgroup, stages, (*outgoing, addends, outs))
+            self.consume(indices, warpgroup, stages, scratch["strips"], outs)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """What the warpgroups of a block share, by name."""
@@ -213,7 +208,6 @@ class Work:
                 if shared
                 else plgpu.Barrier(**readers)
             ),
-            "added": plgpu.Barrier(num_barriers=CONSUMERS * tiles.strips),
         }
 
     def walk(self, visit: Callable) -> None:
@@ -309,22 +303,14 @@ class Work:
         tiles = self.batch * self.down * self.across
         return lax.div(tiles - lax.axis_index("cluster") + clusters - 1, clusters)
 
-    def consume(self, indices, consumer, stages, destination) -> None:
+    def consume(self, indices, consumer, stages, strips, outs) -> None:
         """Multiplies this consumer's part of each tile and stores it."""
         rows, columns = self.tiles.part
         below = consumer * rows if self.tiles.split == "rows" else 0
         right = consumer * columns if self.tiles.split == "columns" else 0
-        strips, added, addends, outs = destination
-        outgoing = (strips.at[consumer], added, consumer * self.tiles.strips)
+        strips = strips.at[consumer]
 
         def visit(turn, batch, row, across):
-            def fetch(q, column):
-                self.fetch(addends[q].at[batch], row + below, column + right, *outgoing)
-
-            if self.with_addends:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.on_result(across, fetch)
-
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
             def _(accumulator):
                 self.multiply(accumulator, turn, pl.ds(below, rows), pl.ds(right, columns), stages)
@@ -333,7 +319,7 @@ class Work:
 
                 def store(q, column):
                     plane = outs[q].at[self.out_plane(indices, batch)]
-                    self.store(product, plane, row + below, column + right, *outgoing)
+                    self.store(product, plane, row + below, column + right, strips)
 
                 self.on_result(across, store)
 
@@ -370,26 +356,13 @@ class Work:
             def _():
                 plgpu.barrier_arrive(consumed.at[self.slot(turn, step - 1)])
 
-    def fetch(self, addend, row, column, strips, added, first) -> None:
-        """Starts to copy the addend's share of this part into the strips it will leave from."""
-        for i in range(self.tiles.strips):
-            width = self.tiles.strip_columns
-            columns = pl.ds(column + i * width, width)
-            source = addend.at[pl.ds(row, self.tiles.part[0]), columns]
-            plgpu.copy_gmem_to_smem(source, strips.at[i], added.at[first + i])
-
-    def store(self, product, plane, row, column, strips, added, first) -> None:
-        """Rounds the product, with the addend, and sends it off strip by strip."""
+    def store(self, product, plane, row, column, strips) -> None:
+        """Rounds the product and sends it off strip by strip."""
         width = self.tiles.strip_columns
         for i in range(self.tiles.all_strips):
             strip = strips.at[i % self.tiles.strips]
-            value = product[:, i * width : (i + 1) * width]
-            if self.with_addends:
-                plgpu.barrier_wait(added.at[first + i])
-                value += strip[...].astype(jnp.float32)
-            else:
-                plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
-            strip[...] = value.astype(strip.dtype)
+            plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
+            strip[...] = product[:, i * width : (i + 1) * width].astype(strip.dtype)
             plgpu.commit_smem()
             self.store_strip(strip, plane, row, column + i * width)
 

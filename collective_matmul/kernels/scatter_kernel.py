@@ -65,7 +65,7 @@ class Scattering(Work):
         )
         x_operands = [Operand(x, 2, per_batch=1) for x in xs]
         w_operands = [[Operand(w, shapes.w_contracted)] for w in ws]
-        super().__init__(x_operands, w_operands, [product], False, shapes.planes, 1, plan.tiles)
+        super().__init__(x_operands, w_operands, [product], shapes.planes, 1, plan.tiles)
         self.plan = plan
         self.shapes = shapes
         self.axis_name = axis_name
@@ -88,7 +88,7 @@ class Scattering(Work):
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
             operands, results = (xs, partials, arrived), (y, partials, arrived)
-            self.play(indices, operands, ws, [], results, scratch)
+            self.play(indices, operands, ws, results, scratch)
 
     # The walk, and who owns what.
 
@@ -221,14 +221,14 @@ class Scattering(Work):
         """Whether a part of a tile has rows of several owners, each in a box of its own."""
         return self.shapes.kind != "one_shot" and self.shapes.rows < self.tiles.part[0]
 
-    def consume(self, indices, consumer, stages, destination) -> None:
+    def consume(self, indices, consumer, stages, strips, results) -> None:
         """Multiplies this consumer's part of each tile; sends it to its owners or sums it up."""
         del indices
         plan = self.plan
         rows, columns = self.tiles.part
         below = consumer * rows if self.tiles.split == "rows" else 0
         right = consumer * columns if self.tiles.split == "columns" else 0
-        strips, _, _, (y, partials, arrived) = destination
+        y, partials, arrived = results
         strips = strips.at[consumer]
         parts = pl.ds(below, rows), pl.ds(right, columns)
         storing = min(_STORING_STEPS, self.steps)

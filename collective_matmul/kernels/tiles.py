@@ -31,7 +31,7 @@ class Tiles:
       stages: slices of both operands in flight.
       swizzle: bytes over which shared memory is swizzled. The last axis of every slice must be a
         multiple of it, and 128 is read fastest.
-      strips: strips of each consumer's part on their way to global memory; with an addend, all.
+      strips: strips of each consumer's part on their way to global memory.
       split: which side of the tile the two consumers halve.
       share: what the blocks of a cluster have in common: "w" makes two blocks neighbours along the
         rows, "x" along the columns, "both" four blocks along either; None launches no clusters.
@@ -93,7 +93,6 @@ class Problem:
       contracted_planes: planes summed over.
       x_contracted: the axis of x's planes that is summed over: 2, or 1 for a transposed x.
       w_contracted: that of w's: 1, or 2 for a transposed w.
-      addends: whether something is added to each result.
     """
 
     batch: int
@@ -103,7 +102,6 @@ class Problem:
     contracted_planes: int = 1
     x_contracted: Literal[1, 2] = 2
     w_contracted: Literal[1, 2] = 1
-    addends: bool = False
 
     def swizzles(self, tiles: Tiles) -> bool:
         """Whether the copy engine can swizzle every slice: all last axes are made of whole ones."""
@@ -158,8 +156,7 @@ def candidates(problem: Problem) -> list[Tiles]:
         swizzled = (replace(sizes, share=share, swizzle=swizzle) for swizzle in (128, 64))
         tiles = next(filter(problem.swizzles, swizzled), None)
         if tiles is not None:
-            strips = tiles.all_strips if problem.addends else min(2, tiles.all_strips)
-            found += _with_most_stages(replace(tiles, strips=strips))
+            found += _with_most_stages(replace(tiles, strips=min(2, tiles.all_strips)))
     return found
 
 

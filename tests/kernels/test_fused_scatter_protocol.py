@@ -249,9 +249,7 @@ class Simulation:
             )
 
         def consume(consumer: int) -> Callable[[], None]:
-            return lambda: work().consume(
-                None, consumer, stages, (strips, None, None, (y, partials, arrived))
-            )
+            return lambda: work().consume(None, consumer, stages, strips, (y, partials, arrived))
 
         acts = [produce, *map(consume, range(CONSUMERS))]
         return [Warpgroup(self, place, act) for act in acts]

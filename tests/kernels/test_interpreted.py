@@ -7,7 +7,7 @@ results begin as random numbers: an element read from elsewhere, or not written,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -46,9 +46,8 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch) -> UseTiles:
         monkeypatch.setattr(device, "target", lambda: target)
 
         def choose_tiles(problem: Problem) -> Tiles:
-            chosen = replace(tiles, strips=tiles.all_strips) if problem.addends else tiles
-            assert problem.swizzles(chosen) and chosen.shared_memory_bytes <= SHARED_MEMORY_BYTES
-            return chosen
+            assert problem.swizzles(tiles) and tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
+            return tiles
 
         monkeypatch.setattr(chunks, "choose_tiles", choose_tiles)
 
@@ -77,17 +76,15 @@ def rows_of(array: Any, number: int, count: int, dimension: int) -> Rows:
 def assert_sum_of_products(
     actual: np.ndarray,
     pairs: Iterable[tuple[np.ndarray, np.ndarray]],
-    addends: Sequence[np.ndarray] = (),
     roundings: int = 1,
 ) -> None:
-    """``actual = sum of x @ w over pairs + sum of addends``, as closely as can be told.
+    """``actual = sum of x @ w over pairs``, as closely as can be told.
 
     A sum of n terms in float32 is off by at most γ = n u / (1 - n u) of the sum of magnitudes, with
     u = 2⁻²⁴ (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Each rounding to
     the result's dtype adds at most half a unit in its last place.
     """
-    expected = sum((a.astype(np.float64) for a in addends), np.zeros(actual.shape))
-    magnitude, terms = abs(expected), len(addends)
+    expected, magnitude, terms = np.zeros(actual.shape), np.zeros(actual.shape), 0
     for x, w in pairs:
         x, w = x.astype(np.float64), w.astype(np.float64)
         expected, magnitude, terms = expected + x @ w, magnitude + abs(x) @ abs(w), terms + len(w)
@@ -118,7 +115,6 @@ class Multiply:
     written: tuple[int, int] = (0, 1)
     lead: tuple[int, ...] = ()
     trail: tuple[int, ...] = ()
-    addends: bool = False
     transpose_w: bool = False
     dtype: str = "bfloat16"
     tiles: Tiles = TILES
@@ -129,13 +125,13 @@ MULTIPLIES = {
     "several results": Multiply(
         72, (192,), (320, 192), written=(1, 3), tiles=replace(TILES, sweep="columns", sweep_width=2)
     ),
-    "an addend": Multiply(136, (128,), (192,), (2, 3), addends=True, dtype="float16"),
-    "several terms": Multiply(72, (64, 192), (320,), (1, 2), transpose_w=True),
-    "dimensions around": Multiply(
-        24, (64,), (192, 64), (1, 2), (2, 3), lead=(2,), trail=(3,), addends=True
+    "two strips in flight": Multiply(
+        136, (128,), (192,), (2, 3), dtype="float16", tiles=replace(TILES, strips=2)
     ),
+    "several terms": Multiply(72, (64, 192), (320,), (1, 2), transpose_w=True),
+    "dimensions around": Multiply(24, (64,), (192, 64), (1, 2), (2, 3), lead=(2,), trail=(3,)),
     "parts side by side": Multiply(
-        264, (128,), (192,), (0, 2), addends=True, tiles=replace(TILES, split="columns")
+        264, (128,), (192,), (0, 2), tiles=replace(TILES, split="columns")
     ),
     "tall tiles": Multiply(
         264, (64,), (192,), written=(0, 2), transpose_w=True, tiles=replace(TILES, rows=256)
@@ -151,7 +147,7 @@ MULTIPLIES = {
         72, (128,), (320, 192), written=(1, 2), tiles=replace(TILES, share="x")
     ),
     "a cluster along both": Multiply(
-        264, (64,), (320, 64), (0, 2), addends=True, tiles=replace(TILES, share="both")
+        264, (64,), (320, 64), (0, 2), tiles=replace(TILES, share="both")
     ),
 }
 
@@ -166,14 +162,12 @@ def test_multiply_chunks(case: Multiply, use_tiles: UseTiles) -> None:
 
     xs = [draw_chunks(1, k) for k in case.contracted]
     ws = [[draw(k, n) for n in case.columns] for k in case.contracted]
-    addends = [[draw_chunks(1, n)] if case.addends else [] for n in case.columns]
     number, count = case.written
     before = [draw_chunks(count, n) for n in case.columns]
     results = multiply_chunks(
         [among_nans(x, *case.read, dimension) for x in xs],
         [[jnp.asarray(w.T if case.transpose_w else w) for w in term] for term in ws],
         [rows_of(out, number, count, dimension) for out in before],
-        [jnp.asarray(addend) for added in addends for addend in added],
         dimension=dimension,
         transpose_w=case.transpose_w,
     )
@@ -181,7 +175,7 @@ def test_multiply_chunks(case: Multiply, use_tiles: UseTiles) -> None:
     for q, result in enumerate(results):
         parts = np.split(np.asarray(result), count, dimension)
         pairs = ((x, term[q]) for x, term in zip(xs, ws, strict=True))
-        assert_sum_of_products(parts.pop(number), pairs, addends[q])
+        assert_sum_of_products(parts.pop(number), pairs)
         untouched = np.split(before[q], count, dimension)
         untouched.pop(number)
         assert [part.tobytes() for part in parts] == [part.tobytes() for part in untouched]

@@ -236,14 +236,13 @@ def tuned_forms() -> list[tuple[Problem, Tiles]]:
     for problem, (found, *_) in tiles._tuned().items():
         form = replace(problem, contracted=problem.contracted[:1], columns=problem.columns[:1])
         key = replace(found, sweep="rows", sweep_width=8), form.x_contracted, form.w_contracted
-        forms.setdefault((*key, form.addends), (form, found))
+        forms.setdefault(key, (form, found))
     return list(forms.values())
 
 
 # Clusters of four blocks, which no problem of the table is best cut into.
 SHARING_BOTH = [
     (Problem(1, 512, (512,), (512,)), Tiles(share="both")),
-    (Problem(1, 512, (512,), (512,), addends=True), Tiles(share="both", stages=3, strips=4)),
     (Problem(1, 512, (512,), (512,), w_contracted=2), Tiles(256, 128, strips=1, share="both")),
     (Problem(1, 512, (512,), (512,), x_contracted=1), Tiles(128, 224, swizzle=64, share="both")),
 ]
@@ -261,7 +260,6 @@ def launch_of(problem: Problem, cut: Tiles) -> tuple[Callable, tuple]:
         [planes(*(x if problem.x_contracted == 1 else x[::-1]))],
         [[planes(*(w if problem.w_contracted == 1 else w[::-1]))]],
         [out],
-        [out] if problem.addends else [],
         ([0], [[0]], 0),
     )
     target = device.Target(MULTIPROCESSORS)
