@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,9 +17,9 @@ from jax import lax
 from collective_matmul import checks
 from collective_matmul.choose import Einsum, Site, choose
 from collective_matmul.choose.site import Op
-from collective_matmul.choose.source import Source, calling_source
+from collective_matmul.choose.source import calling_source
 from collective_matmul.equation import Equation, parse
-from collective_matmul.gradients import vary_together
+from collective_matmul.gradients import Call, vary_together
 from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
 from collective_matmul.ops import named
 
@@ -104,69 +103,68 @@ def collective_einsum(
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
     equation = Equation(labels_x, labels_w, labels_y, label)
-    call = _Call(equation, axis_name, implementation, calling_source())
-    return named(_scatter(x, w, call) if gather is None else _gather(x, w, call))
+    call = Call(axis_name, None, implementation, source=calling_source())
+    einsum = einsum_scattered if gather is None else einsum_of_gathered
+    return named(einsum(x, w, equation, call))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What the user's call said beside its arrays, for its forward and its backward."""
-
-    equation: Equation
-    axis_name: str
-    implementation: str | None
-    source: Source | None = field(compare=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
+    """The equation of a, gathered along its label, and b; both vary over the axis."""
+    chosen = _chosen(call, "all_gather_matmul", equation, a, b)
+    return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather(a: jax.Array, b: jax.Array, call: _Call) -> jax.Array:
-    chosen = _chosen(call, "all_gather_matmul", call.equation, a, b)
-    return gather_einsum(chosen, call.equation, a, b, call.axis_name)[0]
+def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: Call):
+    with call.again():
+        return einsum_of_gathered(a, b, equation, call), (a, b)
 
 
-def _gather_forward(a: jax.Array, b: jax.Array, call: _Call):
-    return _gather(a, b, call), (a, b)
-
-
-def _gather_backward(call: _Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
+def _gathered_backward(
+    equation: Equation, call: Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+):
     a, b = residuals
     # XLA would find the forward's gather of a again and keep its result until now.
     a, dy = lax.optimization_barrier((a, dy))
-    of_a, of_b = call.equation.gradients
-    left, right = (b, dy) if call.equation.accumulates else (dy, b)
+    of_a, of_b = equation.gradients
+    left, right = (b, dy) if equation.accumulates else (dy, b)
     facts = {"rider": a.shape, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **facts)
     da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, rider=a)
     return da, contract(chosen, of_b, gathered, dy)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _scatter(a: jax.Array, b: jax.Array, call: _Call) -> jax.Array:
-    chosen = _chosen(call, "matmul_reduce_scatter", call.equation, a, b)
-    return scatter_einsum(chosen, call.equation, a, b, call.axis_name)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
+    """The equation, summed and scattered along its label, which a has; both vary over the axis."""
+    chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
+    return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
 
 
-def _scatter_forward(a: jax.Array, b: jax.Array, call: _Call):
-    return _scatter(a, b, call), (a, b)
+def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: Call):
+    with call.again():
+        return einsum_scattered(a, b, equation, call), (a, b)
 
 
-def _scatter_backward(call: _Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array):
+def _scattered_backward(
+    equation: Equation, call: Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+):
     a, b = residuals
-    of_a, of_b = call.equation.gradients
+    of_a, of_b = equation.gradients
     facts = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **facts)
     da, gathered = gather_einsum(chosen, of_a, dy, b, call.axis_name, keep_gathered=True)
     return da, contract(chosen, of_b, a, gathered)
 
 
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+einsum_scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def _chosen(
-    call: _Call,
+    call: Call,
     op: Op,
     equation: Equation,
     a: jax.Array,
@@ -189,6 +187,7 @@ def _chosen(
         einsum=None if equation.is_matmul else _einsum(equation, a, b),
         transposed=tuple(dict.fromkeys(moved)),
         source=call.source,
+        replaces=call.replaces,
         **facts,
     )
     return choose(site, call.implementation)

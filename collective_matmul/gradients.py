@@ -36,7 +36,8 @@ class Call:
 
     Attributes:
       axis_name: the mesh axis.
-      dimension: gathered or scattered; None of `matmul_all_reduce`.
+      dimension: gathered or scattered; None of `matmul_all_reduce`, and of einsums, which have a
+        label instead.
       implementation: requested, or None.
       transpose_w: whether weights are [N, K].
       keep_gathered: whether what is gathered is a result too.

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -191,6 +192,28 @@ def test_gradients_of_what_overlap_replaced_are_ops_at_its_line(make_mesh: MeshF
     assert [decision.site.direction for decision in backward] == ["backward"] * 2
     assert [d.site.source for d in backward] == [d.site.source for d in forward[::-1]]
     assert not any(site.replaced for site in explanation.plain)
+
+
+def test_a_batched_matmul_that_overlap_replaced_is_at_its_line(make_mesh: MeshFactory) -> None:
+    """Once in each pass, although its gradient carries out the forward again."""
+
+    def body(x, experts):
+        return jnp.einsum("esd,edf->esf", lax.all_gather(x, AXIS, axis=1, tiled=True), experts)
+
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(None, AXIS), P(None, None, AXIS)),
+        out_specs=P(None, None, AXIS),
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3, 4, 6), (3, 6, 8))]
+    gradients = jax.grad(lambda *args: overlap(sharded)(*args).sum(), (0, 1))
+    decisions = explain(gradients)(*shapes).decisions
+    assert [decision.site.direction for decision in decisions] == ["forward", "backward"]
+    for decision in decisions:
+        assert decision.site.replaces == "all_gather"
+        assert decision.site.source is not None
+        assert decision.site.source.function.endswith("body")
 
 
 def test_predicted_gain_of_what_is_not_replaced() -> None:

@@ -1,4 +1,4 @@
-"""Finds dots beside collectives that only `collective_einsum` can carry out with them.
+"""Finds dots beside collectives that only einsums can carry out with them.
 
 They have batch dimensions, or contract the dimension that is gathered.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from collective_matmul.equation import Equation
 from collective_matmul.rewrite.collectives import Collective
 from collective_matmul.rewrite.gathers import follow
-from collective_matmul.rewrite.graph import Graph, type_of
+from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Shape, result_of, unfit
 from collective_matmul.rewrite.steps import Step
 from collective_matmul.rewrite.sums import back_to_dot
@@ -22,27 +23,24 @@ from collective_matmul.rewrite.sums import back_to_dot
 
 @dataclass(frozen=True)
 class EinsumMatch:
-    """A dot with one collective, which `collective_einsum` carries out together.
+    """A dot with one collective, which the einsums of `collective_matmul.einsum` do together.
 
     Attributes:
       index: of the collective.
-      equation: the dot.
+      einsum: what the dot computes.
+      operands: of the dot, in the einsum's order; the first is what is gathered, if anything is.
+      shape: of the second as the einsum has it, reshaped if need be.
       result: of the site.
-      subscripts, label: as `collective_einsum` takes them.
-      shapes: of the dot's whole operands as the subscripts have them, reshaped if need be.
-      gathered: the operand that is gathered; None if the result is scattered.
       steps: on the shard gathered, or on that of the result.
       consumed: equations that the site replaces.
     """
 
     index: int
     collective: Collective
-    equation: JaxprEqn
+    einsum: Equation
+    operands: tuple[Atom, Atom]
+    shape: Shape
     result: Var
-    subscripts: str
-    label: str
-    shapes: tuple[Shape, Shape]
-    gathered: int | None
     steps: tuple[Step, ...]
     consumed: frozenset[int]
 
@@ -84,12 +82,10 @@ def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatc
     return EinsumMatch(
         index,
         collective,
-        equation,
+        Equation(labels[side], labels[1 - side], labels[2], labels[side][view.dimension]),
+        (root, equation.invars[1 - side]),
+        shapes[1 - side],
         result,
-        _subscripts(labels),
-        labels[side][view.dimension],
-        shapes,
-        side,
         view.steps,
         frozenset({*chain, dot, *casts}),
     )
@@ -103,16 +99,16 @@ def _of_scattered(graph: Graph, index: int, collective: Collective) -> EinsumMat
     if unfit(equation) or path.shape is not None or path.dimension is None:
         return None
     labels = _labels(equation)
-    lhs, rhs = (tuple(type_of(atom).shape) for atom in equation.invars)
+    label = labels[2][path.dimension]
+    side = 0 if label in labels[0] else 1
+    a, b = equation.invars[side], equation.invars[1 - side]
     return EinsumMatch(
         index,
         collective,
-        equation,
+        Equation(labels[side], labels[1 - side], labels[2], label),
+        (a, b),
+        tuple(type_of(b).shape),
         graph.equations[index].outvars[0],
-        _subscripts(labels),
-        labels[2][path.dimension],
-        (lhs, rhs),
-        None,
         path.steps[::-1],
         frozenset(path.consumed),
     )
@@ -137,16 +133,16 @@ def _labels(equation: JaxprEqn) -> tuple[str, str, str]:
 
 def _joined(base: Shape, shape: Shape) -> list[list[int]] | None:
     """Which dimensions of `base` each dimension of `shape` is made of, if they are only joined."""
-    groups, i = [], 0
+    groups, first = [], 0
     for size in shape:
-        group = [i]
-        while math.prod(base[j] for j in group) < size and group[-1] + 1 < len(base):
-            group.append(group[-1] + 1)
-        groups.append(group)
-        i = group[-1] + 1
-        if group[-1] >= len(base) or math.prod(base[j] for j in group) != size:
+        end = first + 1
+        while math.prod(base[first:end]) < size and end < len(base):
+            end += 1
+        if first == len(base) or math.prod(base[first:end]) != size:
             return None
-    return groups if i == len(base) else None
+        groups.append(list(range(first, end)))
+        first = end
+    return groups if first == len(base) else None
 
 
 def _apart(
@@ -165,8 +161,3 @@ def _apart(
         taken = [parts.get(label, [n]) for label, n in zip(each, type_of(atom).shape, strict=True)]
         shapes.append(tuple(itertools.chain(*taken)))
     return (lhs, rhs, result), (shapes[0], shapes[1])
-
-
-def _subscripts(labels: tuple[str, str, str]) -> str:
-    lhs, rhs, result = labels
-    return f"{lhs},{rhs}->{result}"

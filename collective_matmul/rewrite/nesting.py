@@ -222,7 +222,7 @@ class Rewriter:
             (shard,) = equation.invars
             return gather_replacements(match, shard, self._implementation, source)
         if isinstance(match, EinsumMatch):
-            return [einsum_replacement(match, equation.invars[0], self._implementation)]
+            return [einsum_replacement(match, equation.invars[0], self._implementation, source)]
         return [sum_replacement(match, equation.outvars[0], self._implementation, source)]
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.choose.source import Source
-from collective_matmul.einsum import collective_einsum
+from collective_matmul.einsum import einsum_of_gathered, einsum_scattered
 from collective_matmul.gradients import (
     Call,
     Kept,
@@ -142,31 +142,26 @@ def sum_replacement(
     return Replacement(None, inputs, [result], matmul_sum)
 
 
-def einsum_replacement(match: EinsumMatch, shard: Atom, implementation: str | None) -> Replacement:
+def einsum_replacement(
+    match: EinsumMatch, shard: Atom, implementation: str | None, source: Source | None
+) -> Replacement:
     """The dot with its gather or its scatter."""
-    operands = list(match.equation.invars)
-    if match.gathered is not None:
-        operands[match.gathered] = shard
+    collective = match.collective
+    gathers = collective.kind == "all_gather"
+    call = Call(collective.axis_name, None, implementation, source=source, replaces=collective.kind)
 
-    def einsum(x: jax.Array, w: jax.Array) -> tuple[jax.Array]:
-        keywords = {("scatter" if match.gathered is None else "gather"): match.label}
-        if match.gathered == 0:
-            x, w = replay(match.steps, x), lax.reshape(w, match.shapes[1])
-        if match.gathered == 1:
-            x, w = lax.reshape(x, match.shapes[0]), replay(match.steps, w)
-        y = collective_einsum(
-            match.subscripts,
-            x,
-            w,
-            match.collective.axis_name,
-            implementation=implementation,
-            **keywords,
-        )
-        if match.gathered is None:
-            return (replay(match.steps, y),)
+    def of_gathered(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+        a, b = replay(match.steps, shard), lax.reshape(b, match.shape)
+        y = einsum_of_gathered(*vary_together(call.axis_name, a, b), match.einsum, call)
         return (lax.reshape(y, type_of(match.result).shape),)
 
-    return Replacement(None, operands, [match.result], einsum)
+    def scattered(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+        y = einsum_scattered(*vary_together(call.axis_name, a, b), match.einsum, call)
+        return (replay(match.steps, y),)
+
+    a, b = match.operands
+    inputs = [shard if gathers else a, b]
+    return Replacement(None, inputs, [match.result], of_gathered if gathers else scattered)
 
 
 def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
@@ -185,8 +180,7 @@ def signature(match: Match, replacements: Sequence[Replacement]) -> tuple:
         if not isinstance(item, Handle)
     )
     if isinstance(match, EinsumMatch):
-        how = match.subscripts, match.label, match.shapes, match.gathered, match.steps
-        return match.collective, types, how
+        return match.collective, match.einsum, match.shape, match.steps, types
     if isinstance(match, SumMatch):
         return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
     uses = tuple((u.view, u.sums_rows, _dimensions(u.matmul)) for u in (*match.uses, *match.later))

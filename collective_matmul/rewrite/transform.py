@@ -55,8 +55,10 @@ def overlap(
         or for a `require` or `implementation` that cannot be.
     """
     checks.implementation(implementation)
-    if require is not None and (not isinstance(require, int) or require < 0):
-        raise ValueError(f"require={require!r}: expected None or a number of sites, 0 or more")
+    if require is not None and (type(require) is not int or require < 0):
+        raise ValueError(
+            f"require={require!r}: expected a number of sites, 0 or more, or None for any"
+        )
 
     @functools.wraps(fun)
     def overlapped(*args: Any, **kwargs: Any) -> Any:

@@ -148,7 +148,9 @@ def test_too_few_sites(block: tuple, make_mesh: MeshFactory) -> None:
     assert "forms.py" in line and "something is added to its matmul" in line
 
 
-@pytest.mark.parametrize("keywords", [{"require": -1}, {"require": 1.5}, {"implementation": "x"}])
+@pytest.mark.parametrize(
+    "keywords", [{"require": -1}, {"require": 1.5}, {"require": True}, {"implementation": "x"}]
+)
 def test_keywords_that_cannot_be(keywords: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(keywords))):
         overlap(mlp, **keywords)
@@ -177,6 +179,20 @@ def test_no_transposes_for_nothing(make_mesh: MeshFactory) -> None:
     assert not site.replaced and site.reason.startswith("arrays would be transposed for nothing")
     assert [site.replaced for site in sites(fun, *arguments)] == [True]
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
+
+
+def test_what_is_gathered_becomes_a_column(make_mesh: MeshFactory) -> None:
+    """A reshape that joins dimensions and ends in one of size 1, which none of them is."""
+    program = gathering(
+        lambda x, w: jax.numpy.einsum(
+            "rko,rn->kon", lax.all_gather(x, AXIS, axis=1, tiled=True).reshape(8, 4, 1), w
+        ),
+        (8, 6),
+        out_specs=P(None, None, AXIS),
+    )
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    (site,) = sites(fun, *arguments)
+    assert site.reason == "its matmul contracts the gathered dimension"
 
 
 def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
