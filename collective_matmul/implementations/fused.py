@@ -46,16 +46,18 @@ def matmul_reduce_scatter(
 ) -> tuple[jax.Array, jax.Array | Gathered | None]:
     """Sums tiles where they belong as they arrive. Shapes: see the package's docstring.
 
-    A rider is gathered by a collective of its own.
+    A rider is gathered by a collective of its own, before: one that holds multiprocessors here, and
+    waits for a device where the kernel holds all, would wait forever.
     """
     facts = {"dimension": dimension, "transpose_w": transpose_w}
     if reason := fused_scatter.why_not_reduce_scatter(xs, ws, axis_name, **facts):
         say_once(f"fused matmul_reduce_scatter falls back to a ring: {reason}")
         return ring.matmul_reduce_scatter(xs, ws, axis_name, rider=rider, **facts)
-    y = fused_scatter.matmul_reduce_scatter(xs, ws, axis_name, **facts)
-    if rider is None:
-        return y, None
-    return y, lax.all_gather(rider, axis_name, axis=dimension, tiled=True)
+    gathered = None
+    if rider is not None:
+        gathered = lax.all_gather(rider, axis_name, axis=dimension, tiled=True)
+        xs, gathered = lax.optimization_barrier((xs, gathered))
+    return fused_scatter.matmul_reduce_scatter(xs, ws, axis_name, **facts), gathered
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
