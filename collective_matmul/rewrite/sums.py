@@ -170,7 +170,7 @@ def _back(graph: Graph, index: int, path: Path, devices: int) -> tuple[Atom, Pat
     name = equation.primitive.name
     passed = passage(graph, equation)
     if passed is None:
-        return f"{name} stands between the matmul and its sum over devices"
+        return f"what is summed over devices comes from {name}, not from a matmul"
     if name == "convert_element_type":
         if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
             return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"

@@ -332,9 +332,9 @@ SCATTERS = {
     "batch dimensions": Form(scattering(_batched)),
     "named": Form(scattering(_named)),
     "barrier": Form(scattering(_barrier_before)),
-    "barrier of two": Form(scattering(_barrier_of_two), 0, "optimization_barrier stands between"),
-    "scaled by rows": Form(scattering(_scaled_by_rows), 0, "mul stands between"),
-    "activated": Form(scattering(_activated), 0, "tanh stands between"),
+    "barrier of two": Form(scattering(_barrier_of_two), 0, "comes from optimization_barrier"),
+    "scaled by rows": Form(scattering(_scaled_by_rows), 0, "comes from mul, not"),
+    "activated": Form(scattering(_activated), 0, "comes from tanh"),
     "used twice": Form(scattering(_used_twice), 0, "also used elsewhere"),
     "columns": Form(
         scattering(
@@ -348,7 +348,7 @@ SUMS = {
     "psum with batch dimensions": Form(
         scattering(_all_reduced_batches, P()), 0, "batch dimensions"
     ),
-    "psum of a scalar": Form(scattering(_all_reduced_scalar, P()), 0, "reduce_sum stands between"),
+    "psum of a scalar": Form(scattering(_all_reduced_scalar, P()), 0, "comes from reduce_sum"),
     "psum with a bias after": Form(scattering(lambda h, w: lax.psum(h @ w, AXIS) + 1.0, P())),
     "psum of a sum": Form(
         scattering(lambda h, w: lax.psum(h @ w + jnp.sin(h) @ w, AXIS), P()), 0, "several matmuls"
