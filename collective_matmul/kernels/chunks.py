@@ -19,7 +19,8 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import partly_automatic, vary_over, varying_axes
 from collective_matmul.kernels import device
-from collective_matmul.kernels.matmul import Operand, matmul
+from collective_matmul.kernels.matmul import matmul
+from collective_matmul.kernels.operands import Operand
 from collective_matmul.kernels.tiles import Problem, Tiles, choose_tiles
 
 

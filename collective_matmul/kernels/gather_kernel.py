@@ -3,9 +3,9 @@
 ``ys[q] = all_gather(x) @ ws[q]``
 
 A ring pays for every chunk: a launch, a rendezvous of the hosts, a last wave of tiles that does not
-fill the GPU. This is one launch of the persistent matmul of `matmul`. Of the warpgroup that copies
-in every block, one warp is the producer and another the sender: a warpgroup of its own would leave
-the accumulators too few registers. Peers' memory is addressed directly.
+fill the GPU. This is one launch of the persistent matmul of `matmul_kernel`. Of the warpgroup that
+copies in every block, one warp is the producer and another the sender: a warpgroup of its own would
+leave the accumulators too few registers. Peers' memory is addressed directly.
 
 The algorithm, on device d of D:
 
@@ -44,7 +44,8 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan
-from collective_matmul.kernels.matmul import Operand, Work, reader
+from collective_matmul.kernels.matmul_kernel import Work
+from collective_matmul.kernels.operands import Operand, reader
 from collective_matmul.kernels.peers import DELAY_NANOSECONDS, block, peer, random_delays
 from collective_matmul.kernels.tiles import ITEMSIZE
 

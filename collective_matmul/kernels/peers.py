@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from collective_matmul._compat import partly_automatic
 from collective_matmul.kernels import device
-from collective_matmul.kernels.matmul import BLOCK_AXES
+from collective_matmul.kernels.matmul_kernel import BLOCK_AXES
 
 # Delays are less than this many of these.
 _DELAYS = 64

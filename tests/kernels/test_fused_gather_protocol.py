@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.kernels import gather_kernel, matmul, peers
+from collective_matmul.kernels import gather_kernel, matmul_kernel, operands, peers
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes
 from collective_matmul.kernels.tiles import Problem, Tiles
@@ -319,7 +319,7 @@ class Simulation:
             },
             "jnp": {"int32": int, "minimum": min},
         }
-        for module in (gather_kernel, matmul, peers):
+        for module in (gather_kernel, matmul_kernel, operands, peers):
             for name, played in primitives.items():
                 monkeypatch.setattr(module, name, SimpleNamespace(**played), raising=False)
 

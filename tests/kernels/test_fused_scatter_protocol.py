@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.kernels import matmul, peers, scatter_kernel
+from collective_matmul.kernels import matmul_kernel, peers, scatter_kernel, scatter_walk
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import CONSUMERS, Tiles
@@ -421,7 +421,7 @@ class Simulation:
                 "where": lambda condition, a, b: a if condition else b,
             },
         }
-        for module in (scatter_kernel, matmul, peers):
+        for module in (scatter_kernel, scatter_walk, matmul_kernel, peers):
             for name, played in primitives.items():
                 monkeypatch.setattr(module, name, SimpleNamespace(**played), raising=False)
 

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.kernels import device, matmul, tiles
+from collective_matmul.kernels import device, tiles
 from collective_matmul.kernels.chunks import shared_launch
+from collective_matmul.kernels.matmul_kernel import BLOCK_AXES
 from collective_matmul.kernels.tiles import Problem, Tiles
 from collective_matmul.schedule import Use, make_schedule
 from tests.conftest import MeshFactory
@@ -288,5 +289,5 @@ def test_blocks_share_what_their_tiles_have_in_common(
         for equation in found
         if equation.primitive.name == "copy_gmem_to_smem"
     ]
-    axes = [None if axis is None else (matmul.BLOCK_AXES[axis],) for axis in (x_axis, w_axis)]
+    axes = [None if axis is None else (BLOCK_AXES[axis],) for axis in (x_axis, w_axis)]
     assert copies == list(zip([(1, 256, 64), (1, 64, 512)], axes, strict=True))
