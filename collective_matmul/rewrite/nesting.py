@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.choose.source import Source
+from collective_matmul.implementations import RINGS
 from collective_matmul.rewrite.collectives import collective_of, collectives_in, kind_of
 from collective_matmul.rewrite.einsums import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
@@ -238,7 +239,7 @@ def _obstacle(placed: Placed, implementation: str | None) -> str | None:
     if not isinstance(match, SumMatch) or match.collective.kind != "psum":
         return None
     rows = math.prod(match.rows)
-    if implementation in (None, "bulk") or rows % match.collective.devices == 0:
+    if implementation not in RINGS or rows % match.collective.devices == 0:
         return None
     return f"{implementation} needs rows that the axis divides, and there are {rows}"
 

@@ -195,6 +195,18 @@ def test_what_is_gathered_becomes_a_column(make_mesh: MeshFactory) -> None:
     assert site.reason == "its matmul contracts the gathered dimension"
 
 
+def test_only_a_ring_needs_rows_that_the_axis_divides(make_mesh: MeshFactory) -> None:
+    program = Program(
+        lambda x, w: lax.psum(x @ w, AXIS), [(3, 4), (4, 6)], [P(None, AXIS), P(AXIS)], P()
+    )
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    (site,) = sites(fun, *arguments)
+    assert site.reason == "ring needs rows that the axis divides, and there are 3"
+    for implementation in (None, "bulk", "fused"):
+        (site,) = find_sites(fun, implementation=implementation)(*arguments)
+        assert site.replaced
+
+
 def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
     mesh = make_mesh({"data": 2, AXIS: 2})
     x, w = np.ones((4, 2), np.float32), np.ones((2, 3), np.float32)
