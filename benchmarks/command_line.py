@@ -9,8 +9,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import block, ops, pictures, stack, train
-from benchmarks.pictures import Picture
+from benchmarks import block, fused, ops, pictures, stack, train
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
@@ -20,20 +19,26 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
     "stack": (stack.Stack, stack.run),
     "train": (train.Train, train.run),
 }
+#: These say and write by themselves what they find.
+_OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "picture": (pictures.Picture, pictures.run),
+    "fused": (fused.Fused, fused.run),
+}
 
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m benchmarks``. Exits with 2 after one sentence for what does not fit."""
     settings = tyro.extras.subcommand_cli_from_dict(
-        {"picture": Picture, **{name: settings for name, (settings, _) in _BENCHMARKS.items()}},
+        {name: settings for name, (settings, _) in (_OTHERS | _BENCHMARKS).items()},
         args=list(arguments),
         prog="python -m benchmarks",
         description="How long the collective matmuls take beside what they are measured by.",
     )
     try:
-        if isinstance(settings, Picture):
-            pictures.run(settings)
-            return
+        for kind, run in _OTHERS.values():
+            if isinstance(settings, kind):
+                run(settings)
+                return
         choose_platform(settings)
         report = dict(_BENCHMARKS.values())[type(settings)](settings)
         if importlib.util.find_spec("matplotlib") and report.content["cases"]:

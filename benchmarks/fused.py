@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fused``: whether the fused kernels are right, then how long they take.
+"""``python -m benchmarks fused``: whether the fused kernels are right, then how long they take.
 
 A kernel that waits for other devices can wait forever. Cases therefore run in a process of their
 own, which reports after each step; where a step takes too long, that process is killed, its case
@@ -14,17 +14,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import tyro
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_array, way_of
-from benchmarks.settings import Settings, check, choose_platform, make_mesh
+from benchmarks.report import default_folder
+from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
+from benchmarks.tables import table
 from collective_matmul.choose.measure import measure
+from collective_matmul.implementations import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,13 @@ def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, C
         yield "times", "all", lambda: times(case, mesh, settings)
 
 
-def work(cases: Sequence[Case], settings: Fused, connection: Connection) -> None:
-    """The other process: announces each step, then says what came out."""
+def work(cases: Sequence[Case], settings: Fused, ends: float, connection: Connection) -> None:
+    """The other process: announces each step, then says what came out; begins none after `ends`."""
     choose_platform(settings)
     mesh = make_mesh(settings)
     for case in cases:
+        if time.time() > ends:
+            return
         for kind, name, step in steps(case, mesh, settings):
             connection.send((case, kind, name, None))
             try:
@@ -125,14 +128,22 @@ def work(cases: Sequence[Case], settings: Fused, connection: Connection) -> None
 
 
 def run(settings: Fused) -> list[Outcome]:
-    """Runs all cases; prints what happens as it does, and the table last."""
+    """Runs all cases; prints what happens as it does, and the table last. Both are in its report.
+
+    Raises:
+      ValueError: for settings that nothing can be measured with.
+    """
     check(settings)
+    check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
+    if settings.output is None:
+        settings = replace(settings, output=default_folder("fused"))
+    ends = time.time() + settings.limit_seconds
     cases = [Case(o, m, r) for o in settings.ops for m in settings.models for r in settings.rows]
     outcomes: dict[Case, Outcome] = {}
-    while left := [case for case in cases if case not in outcomes]:
+    while time.time() < ends and (left := [case for case in cases if case not in outcomes]):
         receiver, sender = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=work, args=(left, settings, sender), daemon=True)
+        process = context.Process(target=work, args=(left, settings, ends, sender), daemon=True)
         process.start()
         sender.close()
         _listen(receiver, settings, outcomes)
@@ -140,7 +151,7 @@ def run(settings: Fused) -> list[Outcome]:
         process.join()
         if not any(case in outcomes for case in left):
             break
-    print_table(list(outcomes.values()))
+    print(markdown(list(outcomes.values())))
     return list(outcomes.values())
 
 
@@ -169,23 +180,24 @@ def _listen(receiver: Connection, settings: Fused, outcomes: dict[Case, Outcome]
 
 
 def _save(settings: Fused, outcomes: dict[Case, Outcome]) -> None:
-    path = settings.output or Path("fused.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(o) for o in outcomes.values()], indent=1))
+    assert settings.output is not None
+    settings.output.mkdir(parents=True, exist_ok=True)
+    found = [*outcomes.values()]
+    text = json.dumps([asdict(outcome) for outcome in found], indent=1)
+    (settings.output / "report.json").write_text(text + "\n")
+    (settings.output / "report.md").write_text(markdown(found) + "\n")
 
 
-def print_table(outcomes: Sequence[Outcome]) -> None:
-    """Medians in microseconds per op."""
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """A table of what was wrong, and of medians in microseconds per op."""
     names = list(dict.fromkeys(name for o in outcomes for name in o.times))
-    print(" | ".join(["case".ljust(34), "wrong", *names]))
+    rows = []
     for outcome in outcomes:
-        wrong = outcome.hung or ",".join(str(v)[:40] for v in outcome.checks.values())
+        wrong = ", ".join(f"{name} {str(v)[:40]}" for name, v in outcome.checks.items())
         medians = [
             f"{value[1]:.1f}" if isinstance(value, list) else "-"
             for value in (outcome.times.get(name) for name in names)
         ]
-        print(" | ".join([outcome.case.name.ljust(34), wrong, *medians]))
-
-
-if __name__ == "__main__":
-    run(tyro.cli(Fused, description=__doc__))
+        hung = f"{outcome.hung} hung or died" if outcome.hung else ""
+        rows.append([outcome.case.name, ", ".join(filter(None, (wrong, hung))), *medians])
+    return table(["case", "wrong", *names], rows)

@@ -44,7 +44,7 @@ class Report:
     """
 
     def __init__(self, benchmark: str, settings: Settings):
-        self.folder = settings.output or _default_folder(benchmark)
+        self.folder = settings.output or default_folder(benchmark)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         self._limit = settings.limit_seconds
@@ -151,7 +151,8 @@ def _sentence(name: str, result: dict[str, Any]) -> str:
     return f"{name} {1e3 * result['median']:.3f} ms{same}"
 
 
-def _default_folder(benchmark: str) -> Path:
+def default_folder(benchmark: str) -> Path:
+    """Where a report goes that is given no place."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     return Path(__file__).parent / "reports" / f"{now}-{benchmark}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import fused
+from benchmarks import command_line, fused
 from benchmarks.communication import AXIS
 from benchmarks.fused import Fused
 from benchmarks.fused_cases import Case, Checks, Op, chain, way_of
@@ -56,8 +57,29 @@ def test_a_step_that_hangs_is_noted(tmp_path: Path) -> None:
     sender.send((case, "checks", "exact", None))
     sender.send((case, "checks", "exact", 0))
     sender.send((case, "checks", "delayed", None))
-    settings = Fused(step_seconds=0.01, output=tmp_path / "fused.json")
+    settings = Fused(step_seconds=0.01, output=tmp_path)
     fused._listen(receiver, settings, outcomes)
     assert outcomes[case].checks == {"exact": 0}
     assert outcomes[case].hung == "delayed"
-    assert '"hung": "delayed"' in (tmp_path / "fused.json").read_text()
+    assert '"hung": "delayed"' in (tmp_path / "report.json").read_text()
+    assert "delayed hung or died" in (tmp_path / "report.md").read_text()
+
+
+def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Its cases ran in a process of their own."""
+    arguments = (
+        "fused --platform cpu --devices 2 --models tiny --rows 16 --repeats 0 --layers 1"
+        " --groups 1 --group-seconds 0.001 --contenders bulk ring --output"
+    )
+    command_line.main([*arguments.split(), str(tmp_path)])
+    (case,) = json.loads((tmp_path / "report.json").read_text())
+    assert not case["hung"] and set(case["times"]) == {"bulk", "ring"}
+    assert (tmp_path / "report.md").read_text() in capfd.readouterr().out
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[2].startswith("| all_gather_matmul tiny M=16 |")
+
+
+def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["fused", "--contenders", "bulk", "fast"])
+    assert "contenders: 'fast' is unknown; expected bulk, " in capsys.readouterr().err
