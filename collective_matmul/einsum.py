@@ -108,7 +108,11 @@ def collective_einsum(
     return named(einsum(x, w, equation, call))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+# The types of `jax.custom_vjp` do not survive `functools.partial`.
+_custom_vjp: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+
+
+@_custom_vjp
 def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
     """The equation of a, gathered along its label, and b; both vary over the axis."""
     chosen = _chosen(call, "all_gather_matmul", equation, a, b)
@@ -137,7 +141,7 @@ def _gathered_backward(
 einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@_custom_vjp
 def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
     """The equation, summed and scattered along its label, which a has; both vary over the axis."""
     chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
