@@ -13,6 +13,7 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul.implementations import fused
 from collective_matmul.kernels import device, fused_scatter
 from collective_matmul.kernels.scatter_plan import Kind, Shapes, best_plan, make_plan
 from collective_matmul.kernels.tiles import SHARED_MEMORY_BYTES
@@ -183,3 +184,20 @@ def test_ops_vmap_and_gradients(op: Any, make_mesh: MeshFactory, _for_hopper: No
         jax.jit(jax.value_and_grad(loss, (0, 1))).trace(xs, w).lower(lowering_platforms=("cuda",))
     )
     assert "@mosaic_gpu" in lowered.as_text()
+
+
+def test_a_rider_is_there_before_the_launch(make_mesh: MeshFactory, _for_hopper: None) -> None:
+    """A collective beside a kernel that holds all multiprocessors could wait for it forever."""
+
+    def call(x: jax.Array, w: jax.Array, rider: jax.Array) -> Any:
+        return fused.matmul_reduce_scatter([x], [w], AXIS, dimension=0, rider=rider)
+
+    specs = (P(None, AXIS), P(AXIS), P(AXIS))
+    mesh = make_mesh({AXIS: 2})
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+    shapes = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
+    text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    gather, barrier, launch = map(
+        text.index, ("stablehlo.all_gather", "stablehlo.optimization_barrier", "call @launch")
+    )
+    assert gather < barrier < launch
