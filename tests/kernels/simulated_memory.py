@@ -1,0 +1,127 @@
+"""Memory as simulated kernels see it: regions of NumPy arrays, barriers, and copies under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class Reference:
+    """A region of memory. It may reach beyond the end of the array, as what is copied may."""
+
+    def __init__(self, array: np.ndarray, starts: tuple, sizes: tuple, kept: tuple):
+        self.array, self.starts, self.sizes, self.kept = array, starts, sizes, kept
+
+    @classmethod
+    def to(cls, array: np.ndarray) -> Reference:
+        """All of an array."""
+        return cls(array, (0,) * array.ndim, array.shape, tuple(range(array.ndim)))
+
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    def region(self, index: Any) -> Reference:
+        starts, sizes, kept = list(self.starts), list(self.sizes), []
+        index = index if isinstance(index, tuple) else (index,)
+        index += (slice(None),) * (len(self.kept) - len(index))
+        for dimension, part in zip(self.kept, index, strict=True):
+            if isinstance(part, slice):
+                begin = part.start or 0
+                end = sizes[dimension] if part.stop is None else part.stop
+                kept.append(dimension)
+            else:
+                begin, end = part, part + 1
+            starts[dimension] += begin
+            sizes[dimension] = end - begin
+        return Reference(self.array, tuple(starts), tuple(sizes), tuple(kept))
+
+    def transpose(self, order: tuple[int, ...]) -> Reference:
+        kept = tuple(self.kept[dimension] for dimension in order)
+        return Reference(self.array, self.starts, self.sizes, kept)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.sizes[dimension] for dimension in self.kept)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def _within(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of the region is in the array: there, and in a value of the region."""
+        bounds = [
+            (start, max(start, min(start + size, end)))
+            for start, size, end in zip(self.starts, self.sizes, self.array.shape, strict=True)
+        ]
+        assert all(start >= 0 for start in self.starts)
+        there = tuple(slice(*bound) for bound in bounds)
+        return there, tuple(slice(0, end - start) for start, end in bounds)
+
+    def read(self) -> np.ndarray:
+        """Its value: zeros beyond the end."""
+        value = np.zeros(self.sizes, self.dtype)
+        there, here = self._within()
+        value[here] = self.array[there]
+        dropped = tuple(d for d in range(value.ndim) if d not in self.kept)
+        order = np.argsort(np.argsort(self.kept))
+        return np.squeeze(value, dropped).transpose(order)
+
+    def write(self, value: np.ndarray) -> None:
+        """Sets it, as far as it is in the array."""
+        dropped = tuple(d for d in range(self.array.ndim) if d not in self.kept)
+        there, here = self._within()
+        self.array[there] = np.expand_dims(value, dropped)[here]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return (self if index is ... else self.region(index)).read()
+
+    def __setitem__(self, index: Any, value: np.ndarray) -> None:
+        (self if index is ... else self.region(index)).write(value)
+
+
+class Barriers:
+    """Barriers in shared memory; those of a cluster are the same object for all its blocks."""
+
+    def __init__(self, count: int, num_arrivals: int = 1):
+        self.num_arrivals = num_arrivals
+        self.arrivals = [0] * count
+        # How often each actor has waited at each.
+        self.waits: dict[tuple[Any, int], int] = {}
+
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    def region(self, index: int) -> tuple[Barriers, int]:
+        return self, index
+
+
+class _At:
+    def __init__(self, memory: Reference | Barriers):
+        self.memory = memory
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.memory.region(index)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy under way: it reads its source, and later writes its destination."""
+
+    source: Reference
+    destination: Reference
+    arrive: Callable[[], None] = lambda: None
+    value: np.ndarray | None = None
+    written: bool = False
+
+    def advance(self) -> None:
+        if self.value is None:
+            self.value = self.source.read()
+        else:
+            self.destination.write(self.value)
+            self.written = True
+            self.arrive()
