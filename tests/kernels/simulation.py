@@ -70,8 +70,8 @@ class Simulation:
 
     def __init__(self, devices: int, clusters: int, tiles: Tiles, seed: int):
         down, across = tiles.cluster
-        axes: tuple[str, ...] = (AXIS, "cluster", *BLOCK_AXES)
-        self.sizes = dict(zip(axes, (devices, clusters, down, across), strict=True))
+        axes = AXIS, "cluster", *BLOCK_AXES
+        self.sizes: dict[str, int] = dict(zip(axes, (devices, clusters, down, across), strict=True))
         self.random = random.Random(seed)
         # Of copies: low, and they take place as late as waits allow.
         self.eagerness = (0.5, 0.1, 0.0)[seed]
