@@ -19,7 +19,7 @@ from benchmarks.communication import (
     Partitioned,
     PlainJax,
 )
-from collective_matmul import overlap_jit
+from collective_matmul import overlap, overlap_jit
 from collective_matmul.implementations import IMPLEMENTATIONS
 
 #: `jax.jit` and its like.
@@ -37,7 +37,15 @@ class Contender:
 
 def names() -> tuple[str, ...]:
     """All contenders, in the order of tables."""
-    return ("baseline", "windowed", "mosaic_example", *IMPLEMENTATIONS, "auto", "ceiling")
+    return (
+        "baseline",
+        "windowed",
+        "mosaic_example",
+        *IMPLEMENTATIONS,
+        "auto",
+        "rewrite",
+        "ceiling",
+    )
 
 
 def of_layers() -> tuple[str, ...]:
@@ -68,6 +76,8 @@ def make(
             communication, sets = MosaicExample(), options.DEFAULT
         case "ceiling":
             communication, sets = NoCommunication(), options.DEFAULT
+        case "rewrite":
+            return Contender(name, PlainJax(), {"overlap": _overlapped})
         case _:
             communication = CollectiveMatmul(None if name == "auto" else name)
             return Contender(name, communication, {"overlap_jit": overlap_jit})
@@ -75,6 +85,11 @@ def make(
     if not try_options:
         sets = dict([next(iter(sets.items()))])
     return Contender(name, communication, _jits(options.known(sets)))
+
+
+def _overlapped(fun: Callable, **options: Any) -> Any:
+    """JAX's own collectives, replaced where they stand beside matmuls."""
+    return overlap_jit(overlap(fun), **options)
 
 
 def _jits(sets: options.OptionSets) -> dict[str, Jit]:

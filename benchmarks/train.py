@@ -84,7 +84,7 @@ class TrainCase:
     def build(self, operands: Operands, contender: Contender) -> Program:
         """``(state, batch) -> (state, metrics)``."""
         communication = contender.communication
-        chosen = "bulk"
+        chosen = "rewrite" if contender.name == "rewrite" else "bulk"
         if isinstance(communication, CollectiveMatmul):
             chosen = communication.implementation or "auto"
         config = self.config(chosen, operands.dtype.name)

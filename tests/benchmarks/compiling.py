@@ -14,7 +14,7 @@ from benchmarks.contenders import Contender
 from benchmarks.programs import Operands, Program
 
 #: One of each way to write a program whose numbers mean something.
-COMPUTING = ("baseline", "windowed", "ring")
+COMPUTING = ("baseline", "windowed", "ring", "rewrite")
 
 
 def compiled(
