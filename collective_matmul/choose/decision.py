@@ -103,6 +103,8 @@ def choose(site: Site, requested: str | None) -> str:
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
     else:
         implementation, reason = requested, "requested"
+        if requested == "fused":
+            reason += "; a ring or bulk stands in where its kernels cannot do it, and says so"
     seconds = prediction.seconds if prediction else {}
     record(Decision(site, implementation, reason, seconds.get(implementation), seconds.get("bulk")))
     return implementation

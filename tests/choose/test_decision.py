@@ -124,7 +124,10 @@ def test_a_recorder_ends_with_an_error() -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_request_is_followed(op: Op, implementation: str) -> None:
     taken = decide(site_of(op, 8, 8, 8), implementation)
-    assert (taken.implementation, taken.reason) == (implementation, "requested")
+    assert taken.implementation == implementation
+    # Only a fused kernel may have another way stand in for it.
+    assert taken.reason.startswith("requested")
+    assert ("stands in" in taken.reason) == (implementation == "fused")
 
 
 @every_op
