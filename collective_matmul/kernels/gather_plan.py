@@ -10,11 +10,13 @@ from typing import Literal
 
 from collective_matmul.kernels.tiles import (
     CONSUMERS,
+    FUSED_SIZES,
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
     predicted_microseconds,
+    staged,
 )
 
 #: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
@@ -177,15 +179,7 @@ def _copying_microseconds(
     )
 
 
-_SIZES = (
-    Tiles(128, 256, split="rows"),
-    Tiles(256, 128, split="rows"),
-    Tiles(128, 128, split="rows"),
-    Tiles(128, 64, split="rows"),
-    Tiles(64, 256, split="columns"),
-    Tiles(64, 128, split="columns"),
-    Tiles(64, 64, split="columns"),
-)
+_SIZES = (*FUSED_SIZES, Tiles(64, 64, split="columns"))
 
 
 def _cuts(problem: Problem, reserved_bytes: int) -> list[Tiles]:
@@ -197,14 +191,8 @@ def _cuts(problem: Problem, reserved_bytes: int) -> list[Tiles]:
         swizzled = (replace(ordered, swizzle=swizzle) for swizzle in (128, 64))
         tiles = next(filter(functools.partial(_swizzles, problem), swizzled), None)
         if tiles is not None:
-            staged = (
-                replace(tiles, stages=stages, strips=strips)
-                for stages in (8, 7, 6, 5, 4, 3)
-                for strips in (2, 1)
-                if strips <= tiles.all_strips
-            )
             most = SHARED_MEMORY_BYTES - reserved_bytes
-            found += [t for t in staged if t.shared_memory_bytes <= most][:1]
+            found += [t for t in staged(tiles) if t.shared_memory_bytes <= most][:1]
     return found
 
 

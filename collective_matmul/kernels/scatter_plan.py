@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from collective_matmul.kernels.tiles import (
+    FUSED_SIZES,
     ITEMSIZE,
     ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
     predicted_microseconds,
+    staged,
 )
 
 #: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
@@ -151,16 +153,6 @@ class Plan:
         )
 
 
-_SIZES = (
-    Tiles(128, 256, split="rows"),
-    Tiles(256, 128, split="rows"),
-    Tiles(128, 128, split="rows"),
-    Tiles(128, 64, split="rows"),
-    Tiles(64, 256, split="columns"),
-    Tiles(64, 128, split="columns"),
-)
-
-
 def padded(rows: int) -> list[int]:
     """What the rows that a device owns may be padded to, so that tiles have whole owners."""
     if rows <= 64:
@@ -190,7 +182,7 @@ def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
     """The cut predicted to be fastest, or None where the kernel cannot do it."""
     found = [
         plan
-        for sizes, share in itertools.product(_SIZES, (None, "w", "x"))
+        for sizes, share in itertools.product(FUSED_SIZES, (None, "w", "x"))
         for plan in _with_most_stages(shapes, replace(sizes, share=share))
     ]
     return min(
@@ -200,11 +192,9 @@ def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
 
 def _with_most_stages(shapes: Shapes, tiles: Tiles) -> list[Plan]:
     cuts = (
-        Plan(shapes, replace(tiles, swizzle=swizzle, stages=stages, strips=strips))
+        Plan(shapes, cut)
         for swizzle in (128, 64)
-        for stages in (8, 7, 6, 5, 4, 3)
-        for strips in (2, 1)
-        if strips <= tiles.all_strips
+        for cut in staged(replace(tiles, swizzle=swizzle))
     )
     return list(itertools.islice((plan for plan in cuts if plan.fits()), 1))
 
