@@ -90,12 +90,18 @@ def make_mesh() -> MeshFactory:
     return lambda sizes: _mesh(tuple(sizes.items()))
 
 
+def skip_without(needed: int) -> None:
+    """Skips a test that needs more devices than there are."""
+    if needed > len(jax.devices()):
+        pytest.skip(f"needs {needed} GPUs, and there are {len(jax.devices())}")
+
+
 @cache
 def _mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     names, sizes = zip(*axes, strict=True)
     devices, needed = jax.devices(), math.prod(sizes)
-    if needed > len(devices) and jax.default_backend() == "gpu":
-        pytest.skip(f"needs {needed} GPUs, and there are {len(devices)}")
+    if jax.default_backend() == "gpu":
+        skip_without(needed)
     return jax.make_mesh(
         sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices[:needed]
     )

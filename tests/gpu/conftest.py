@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import pytest
 
+from tests.conftest import skip_without
 from tests.gpu.problems import Call, Prepared
 
 
@@ -33,8 +34,7 @@ class Programs:
 
     def __call__(self, need: Compilable) -> Any:
         """The program, once it is there. Forgotten after its last use, to free its memory."""
-        if need.devices > len(jax.devices()):
-            pytest.skip(f"needs {need.devices} GPUs, and there are {len(jax.devices())}")
+        skip_without(need.devices)
         self._uses[need] -= 1
         last = self._uses[need] == 0
         return (self._futures.pop(need) if last else self._futures[need]).result()

@@ -7,6 +7,7 @@ for bit. A row that is late, or a sum that misses or repeats a term, is wrong by
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from collective_matmul.kernels import device, fused_gather, fused_scatter
+from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +49,10 @@ class Case:
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
         return "-".join([self.op, sizes, *(f"{n}{name}" for name, n in self.mesh), self.dtype])
+
+    @property
+    def devices(self) -> int:
+        return math.prod(size for _, size in self.mesh)
 
     @property
     def batch(self) -> int:
@@ -129,12 +135,6 @@ def _with_kernels() -> None:
         pytest.skip("simulated devices have no fused kernels")
 
 
-def skip_without_devices(case: Case) -> None:
-    needed = int(np.prod([size for _, size in case.mesh]))
-    if needed > len(jax.devices()):
-        pytest.skip(f"needs {needed} GPUs, and there are {len(jax.devices())}")
-
-
 OPS = ("gather", "scatter", "reduce")
 SIZES = {
     "decode": (16, 512, 256),
@@ -152,7 +152,7 @@ ON_TWO = [Case(op, (512, 512, 512), mesh, "float16") for op in OPS for mesh in T
 
 @pytest.mark.parametrize("case", [*EVERY, *ON_TWO], ids=str)
 def test_values(case: Case, _with_kernels: None) -> None:
-    skip_without_devices(case)
+    skip_without(case.devices)
     x, w, _ = case.arrays()
     run = case.compile(lambda x, w: (kernel_of(case)(x, w),))
     np.testing.assert_array_equal(np.asarray(run(x, w)[0], np.float64), product(x, w))
@@ -160,7 +160,7 @@ def test_values(case: Case, _with_kernels: None) -> None:
 
 @pytest.mark.parametrize("case", [*SOME, *ON_TWO], ids=str)
 def test_gradients(case: Case) -> None:
-    skip_without_devices(case)
+    skip_without(case.devices)
     x, w, dy = case.arrays()
     op = case.compile(lambda x, w: (op_of(case)(x, w),))
 
@@ -176,7 +176,7 @@ def test_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_random_delays_change_nothing(case: Case, _with_kernels: None) -> None:
-    skip_without_devices(case)
+    skip_without(case.devices)
     run = case.compile(lambda x, w: (kernel_of(case, delays=True)(x, w),))
     for seed in range(REPEATS):
         x, w, _ = case.arrays(seed)
@@ -186,7 +186,7 @@ def test_random_delays_change_nothing(case: Case, _with_kernels: None) -> None:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_twice_in_a_loop(case: Case, _with_kernels: None) -> None:
     """The kernel runs twice in each turn, on operands that differ, with no host between."""
-    skip_without_devices(case)
+    skip_without(case.devices)
     kernel = kernel_of(case)
 
     def loop(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,7 +210,7 @@ def test_twice_in_a_loop(case: Case, _with_kernels: None) -> None:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_repeats_are_bitwise_equal(case: Case, _with_kernels: None) -> None:
     """Of operands that are no whole numbers, whose sums depend on their order."""
-    skip_without_devices(case)
+    skip_without(case.devices)
     draw = np.random.default_rng(0)
     rows, contracted, columns = case.sizes
     x, w = (
@@ -230,7 +230,7 @@ def test_repeats_are_bitwise_equal(case: Case, _with_kernels: None) -> None:
 def test_two_programs_at_once(op: str, _with_kernels: None) -> None:
     """Neither waits for the other on the host."""
     cases = [replace(Case(op, SIZES["several waves"]), dtype=d) for d in ("bfloat16", "float16")]
-    skip_without_devices(cases[0])
+    skip_without(cases[0].devices)
     runs = [case.compile(lambda x, w, case=case: (kernel_of(case)(x, w),)) for case in cases]
     arrays = [case.arrays()[:2] for case in cases]
     for run, operands in zip(runs, arrays, strict=True):

@@ -9,18 +9,17 @@ import jax
 import pytest
 
 from tests import processes
+from tests.conftest import skip_without
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES
 
 pytestmark = pytest.mark.gpu
 
 
 def test_rings_across_processes_and_within(tmp_path: Path) -> None:
-    needed = PROCESSES * LOCAL_DEVICES
     if jax.default_backend() == "cpu":
         environments = [processes.ON_THE_CPU] * PROCESSES
-    elif len(jax.devices()) < needed:
-        pytest.skip(f"needs {needed} GPUs, and there are {len(jax.devices())}")
     else:
+        skip_without(PROCESSES * LOCAL_DEVICES)
         environments = [on_gpus(number) for number in range(PROCESSES)]
     for reports in processes.start(environments, tmp_path):
         assert reports

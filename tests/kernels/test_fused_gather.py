@@ -19,26 +19,17 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.kernels import device
 from collective_matmul.kernels.fused_gather import all_gather_matmul, why_not
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import Tiles
 from tests.conftest import MeshFactory
-from tests.kernels.test_interpreted import assert_sum_of_products
-
-AXIS = "tensor"
-INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
-
+from tests.kernels.test_interpreted import INTERPRETER, assert_sum_of_products
+from tests.reference import AXIS
 
 needs_warps = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="warps of this JAX do not know mesh axes"
 )
-
-
-@pytest.fixture
-def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "target", lambda: device.Target(132))
 
 
 @dataclass(frozen=True)

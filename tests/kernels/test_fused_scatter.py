@@ -14,17 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter
 from collective_matmul.implementations import fused
-from collective_matmul.kernels import device, fused_scatter
+from collective_matmul.kernels import fused_scatter
 from collective_matmul.kernels.scatter_plan import Kind, Shapes, best_plan, make_plan
 from collective_matmul.kernels.tiles import SHARED_MEMORY_BYTES
 from tests.conftest import MeshFactory
-
-AXIS = "tensor"
-
-
-@pytest.fixture
-def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "target", lambda: device.Target(132))
+from tests.reference import AXIS
 
 
 @dataclass(frozen=True)

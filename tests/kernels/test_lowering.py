@@ -26,20 +26,16 @@ from collective_matmul.kernels.matmul_kernel import BLOCK_AXES
 from collective_matmul.kernels.tiles import Problem, Tiles
 from collective_matmul.schedule import Use, make_schedule
 from tests.conftest import MeshFactory
+from tests.kernels.conftest import MULTIPROCESSORS
 from tests.reference import AXIS, OPS, Case
 from tests.test_structure import RINGS, equations
 
+pytestmark = pytest.mark.usefixtures("_for_hopper")
+
 DEVICES = 3
-# Of an H100 or H200.
-MULTIPROCESSORS = 132
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_ring = pytest.mark.parametrize("ring", RINGS)
-
-
-@pytest.fixture(autouse=True)
-def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
 
 
 @pytest.fixture
