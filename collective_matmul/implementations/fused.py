@@ -29,7 +29,7 @@ def all_gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | Gathered | None]:
     """Multiplies the rows of x as they arrive. Shapes: see the package's docstring."""
     facts = {"dimension": dimension, "transpose_w": transpose_w}
-    if reason := fused_gather.why_not(x, ws, axis_name, **facts):
+    if reason := fused_gather.why_not(x, ws, lax.axis_size(axis_name), **facts):
         say_once(f"fused all_gather_matmul falls back to a ring: {reason}")
         return ring.all_gather_matmul(x, ws, axis_name, keep_gathered=keep_gathered, **facts)
     return fused_gather.all_gather_matmul(x, ws, axis_name, keep_gathered=keep_gathered, **facts)
@@ -50,7 +50,7 @@ def matmul_reduce_scatter(
     waits for a device where the kernel holds all, would wait forever.
     """
     facts = {"dimension": dimension, "transpose_w": transpose_w}
-    if reason := fused_scatter.why_not_reduce_scatter(xs, ws, axis_name, **facts):
+    if reason := fused_scatter.why_not_reduce_scatter(xs, ws, lax.axis_size(axis_name), **facts):
         say_once(f"fused matmul_reduce_scatter falls back to a ring: {reason}")
         return ring.matmul_reduce_scatter(xs, ws, axis_name, rider=rider, **facts)
     gathered = None
@@ -62,7 +62,7 @@ def matmul_reduce_scatter(
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
     """Sums tiles on every device, or on one that tells the others. Shapes: see the package's."""
-    if reason := fused_scatter.why_not_all_reduce(x, w, axis_name):
+    if reason := fused_scatter.why_not_all_reduce(x, w, lax.axis_size(axis_name)):
         say_once(f"fused matmul_all_reduce falls back to bulk: {reason}")
         return bulk.matmul_all_reduce(x, w, axis_name)
     return fused_scatter.matmul_all_reduce(x, w, axis_name)

@@ -18,7 +18,7 @@ from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes, make_plan
-from collective_matmul.kernels.peers import obstacle
+from collective_matmul.kernels.peers import Array, obstacle
 from collective_matmul.kernels.tiles import ROW_MULTIPLE
 
 
@@ -50,10 +50,11 @@ def all_gather_matmul(
     Raises:
       ValueError: where the kernel cannot do this; see `why_not`.
     """
-    reason = why_not(x, ws, axis_name, dimension=dimension, transpose_w=transpose_w)
+    devices = lax.axis_size(axis_name)
+    reason = why_not(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
     if reason is not None:
-        raise ValueError(reason)
-    target, plan = device.target(), _plan(x, ws, axis_name, dimension, transpose_w)
+        raise ValueError(f"{reason}; use 'ring' or 'bulk'")
+    target, plan = device.target(), _plan(x, ws, devices, dimension, transpose_w)
     assert target is not None and plan is not None
     planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
     shard = x.reshape(planes, rows, x.shape[-1])
@@ -72,29 +73,32 @@ def all_gather_matmul(
 
 
 def why_not(
-    x: jax.Array, ws: Sequence[jax.Array], axis_name: str, *, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
 ) -> str | None:
-    """Why `all_gather_matmul` cannot do this, in a sentence; None if it can."""
-    if reason := obstacle(axis_name, x, *ws):
+    """Why `all_gather_matmul` cannot do this on so many devices, in words; None if it can.
+
+    Of x and the ws, shapes and dtypes are enough.
+    """
+    if reason := obstacle(devices, x, *ws):
         return reason
     if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}: this fused kernel needs 0.11 or newer; use 'ring' or 'bulk'"
-    if _plan(x, ws, axis_name, dimension, transpose_w) is None:
+        return f"jax {jax.__version__}: this fused kernel needs 0.11 or newer"
+    if _plan(x, ws, devices, dimension, transpose_w) is None:
         shapes = [w.shape for w in ws]
         return (
             f"x {x.shape} times {shapes}: the fused kernel wants K and the columns to be multiples"
-            " of 32; pad them, or use 'bulk'"
+            " of 32; pad them"
         )
     return None
 
 
 def _plan(
-    x: jax.Array, ws: Sequence[jax.Array], axis_name: str, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
 ) -> Plan | None:
     target = device.target()
     assert target is not None
     shapes = Shapes(
-        devices=lax.axis_size(axis_name),
+        devices=devices,
         planes=math.prod(x.shape[:dimension]),
         rows=math.prod(x.shape[dimension:-1]),
         contracted=x.shape[-1],

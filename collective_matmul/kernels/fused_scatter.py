@@ -17,7 +17,7 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
-from collective_matmul.kernels.peers import obstacle
+from collective_matmul.kernels.peers import Array, obstacle
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import (
     Kind,
@@ -61,10 +61,11 @@ def matmul_reduce_scatter(
     Raises:
       ValueError: where the kernel cannot do this; see `why_not_reduce_scatter`.
     """
-    reason = why_not_reduce_scatter(xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w)
+    devices = lax.axis_size(axis_name)
+    reason = why_not_reduce_scatter(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     if reason is not None:
-        raise ValueError(reason)
-    plan = _scatter_plan(xs, ws, axis_name, dimension, transpose_w)
+        raise ValueError(f"{reason}; use 'ring' or 'bulk'")
+    plan = _scatter_plan(xs, ws, devices, dimension, transpose_w)
     assert plan is not None
     shapes, shape = plan.shapes, list(xs[0].shape)
     shape[dimension] //= shapes.devices
@@ -97,10 +98,11 @@ def matmul_all_reduce(
     Raises:
       ValueError: where the kernel cannot do this; see `why_not_all_reduce`.
     """
-    reason = why_not_all_reduce(x, w, axis_name)
+    devices = lax.axis_size(axis_name)
+    reason = why_not_all_reduce(x, w, devices)
     if reason is not None:
-        raise ValueError(reason)
-    plan = _reduce_plan(x, w, axis_name)
+        raise ValueError(f"{reason}; use 'ring' or 'bulk'")
+    plan = _reduce_plan(x, w, devices)
     assert plan is not None
     rows = math.prod(x.shape[:-1])
     matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
@@ -109,42 +111,41 @@ def matmul_all_reduce(
 
 
 def why_not_reduce_scatter(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
-    axis_name: str,
+    xs: Sequence[Array],
+    ws: Sequence[Array],
+    devices: int,
     *,
     dimension: int,
     transpose_w: bool,
 ) -> str | None:
-    """Why `matmul_reduce_scatter` cannot do this, in a sentence; None if it can."""
-    return obstacle(axis_name, *xs, *ws) or _no_plan(
-        _scatter_plan(xs, ws, axis_name, dimension, transpose_w), xs, ws
+    """Why `matmul_reduce_scatter` cannot do this on so many devices, in words; None if it can.
+
+    Of the xs and ws, shapes and dtypes are enough.
+    """
+    return obstacle(devices, *xs, *ws) or _no_plan(
+        _scatter_plan(xs, ws, devices, dimension, transpose_w), xs, ws
     )
 
 
-def why_not_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> str | None:
-    """Why `matmul_all_reduce` cannot do this, in a sentence; None if it can."""
-    return obstacle(axis_name, x, w) or _no_plan(_reduce_plan(x, w, axis_name), [x], [w])
+def why_not_all_reduce(x: Array, w: Array, devices: int) -> str | None:
+    """Why `matmul_all_reduce` cannot do this on so many devices, in words; None if it can.
+
+    Of x and w, shapes and dtypes are enough.
+    """
+    return obstacle(devices, x, w) or _no_plan(_reduce_plan(x, w, devices), [x], [w])
 
 
-def _no_plan(plan: Plan | None, xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> str | None:
+def _no_plan(plan: Plan | None, xs: Sequence[Array], ws: Sequence[Array]) -> str | None:
     if plan is not None:
         return None
     terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
-    return (
-        f"{terms}: the fused kernel wants every K to be a multiple of 32 and N of 64; pad them, or"
-        " use 'bulk'"
-    )
+    return f"{terms}: the fused kernel wants every K to be a multiple of 32 and N of 64; pad them"
 
 
 def _scatter_plan(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
-    axis_name: str,
-    dimension: int,
-    transpose_w: bool,
+    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
 ) -> Plan | None:
-    target, devices = device.target(), lax.axis_size(axis_name)
+    target = device.target()
     assert target is not None
     shape = xs[0].shape
     shapes = Shapes(
@@ -159,8 +160,8 @@ def _scatter_plan(
     return best_plan(shapes, target.multiprocessors)
 
 
-def _reduce_plan(x: jax.Array, w: jax.Array, axis_name: str) -> Plan | None:
-    target, devices = device.target(), lax.axis_size(axis_name)
+def _reduce_plan(x: Array, w: Array, devices: int) -> Plan | None:
+    target = device.target()
     assert target is not None
     rows = math.prod(x.shape[:-1])
     one_shot = rows * w.shape[1] * w.dtype.itemsize <= _ONE_SHOT_BYTES

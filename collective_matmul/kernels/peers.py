@@ -18,24 +18,28 @@ _DELAYS = 64
 DELAY_NANOSECONDS = 256
 
 
-def obstacle(axis_name: str, *arrays: jax.Array) -> str | None:
-    """Why no kernel can work on arrays and its peers along the axis, in a sentence; or None."""
+#: What has a shape and a dtype.
+Array = jax.Array | jax.ShapeDtypeStruct
+
+
+def obstacle(devices: int, *arrays: Array) -> str | None:
+    """Why no kernel can work on arrays and on so many peers' along an axis, in words; or None."""
     if device.target() is None:
-        return "the fused kernels run on Hopper GPUs only; use 'ring' or 'bulk'"
+        return "the fused kernels run on Hopper GPUs only"
     if jax.process_count() > 1:
         return (
-            f"{jax.process_count()} processes: the fused kernels address peers' memory, which is "
-            "possible within one process only; run one process per node, or use 'bulk'"
+            f"{jax.process_count()} processes: the fused kernels address peers' memory, which is"
+            " possible within one process only; run one process per node"
         )
     if partly_automatic():
         return "the fused kernels cannot be divided over automatic mesh axes; make all axes manual"
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
         return f"dtypes {sorted(dtypes)}: the fused kernels take bfloat16, or float16, for all"
-    if lax.axis_size(axis_name) == 1:
-        return f"axis {axis_name!r} of size 1: there is nothing to communicate; use 'bulk'"
+    if devices == 1:
+        return "an axis of size 1: there is nothing to communicate"
     if not all(array.size for array in arrays):
-        return "an array without elements: there is nothing to multiply; use 'bulk'"
+        return "an array without elements: there is nothing to multiply"
     return None
 
 

@@ -137,7 +137,7 @@ def test_owners_share_all_their_tiles_or_none() -> None:
         ({"contracted": (50,)}, "wants every K to be a multiple of 32"),
         ({"columns": 100}, "and N of 64"),
         ({"dtype": "float32"}, "take bfloat16, or float16, for all"),
-        ({"mesh": ((AXIS, 1),)}, "axis 'tensor' of size 1"),
+        ({"mesh": ((AXIS, 1),)}, "axis of size 1"),
         ({"leading": (0,)}, "without elements"),
     ],
 )
