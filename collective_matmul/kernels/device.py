@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax
 
-# Compute capability of the H100, H200 and H20.
+# Compute capability of the H100, H200 and H20, and how JAX names such GPUs.
 _HOPPER = "9.0"
+_HOPPER_KIND = re.compile(r"NVIDIA G?H\d")
 
 
 class Target(NamedTuple):
@@ -23,8 +25,12 @@ class Target(NamedTuple):
 
 
 def target() -> Target | None:
-    """The GPUs of the default backend, if those are Hopper's."""
-    device = jax.devices()[0]
+    """The GPUs of the mesh, or else of the default backend, if they are Hopper's."""
+    device, of_mesh = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
+    if of_mesh is not None and of_mesh.device_kind != device.device_kind:
+        # Not of this machine: there is a name alone.
+        is_hopper = of_mesh.num_cores and _HOPPER_KIND.match(of_mesh.device_kind)
+        return Target(of_mesh.num_cores) if is_hopper else None
     if device.platform != "gpu" or getattr(device, "compute_capability", None) != _HOPPER:
         return None
     return Target(device.core_count)
