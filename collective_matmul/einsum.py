@@ -76,7 +76,7 @@ def collective_einsum(
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused" (bulk, unless it is a matmul).
+        "ring_direct", "fused" (another, unless it is a matmul).
 
     Returns:
       The result, local, in the operands' dtype.
@@ -189,6 +189,8 @@ def _chosen(
         axis_name=call.axis_name,
         axis_size=lax.axis_size(call.axis_name),
         einsum=None if equation.is_matmul else _einsum(equation, a, b),
+        dimension=equation.a.index(equation.label) if equation.is_matmul else None,
+        transpose_w=equation.lies_transposed,
         transposed=tuple(dict.fromkeys(moved)),
         source=call.source,
         replaces=call.replaces,

@@ -92,6 +92,11 @@ class Equation:
         return self.contracted + self.columns, self.columns + self.contracted
 
     @property
+    def lies_transposed(self) -> bool:
+        """Whether b is [N, K] of a matmul."""
+        return self.is_matmul and self.b == self.matrices[1]
+
+    @property
     def is_weight_gradient(self) -> bool:
         """Whether it is ``[label.., K]ᵀ @ [label.., N] -> [K, N]``, or [N, K], by reshapes."""
         return (

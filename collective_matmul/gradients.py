@@ -65,6 +65,8 @@ class Call:
             dtype=xs[0].dtype,
             axis_name=self.axis_name,
             axis_size=lax.axis_size(self.axis_name),
+            dimension=self.dimension,
+            transpose_w=transpose_w,
             source=self.source,
             replaces=self.replaces,
             **facts,

@@ -14,7 +14,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
+from collective_matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    explain,
+    matmul_reduce_scatter,
+    overlap,
+)
+from collective_matmul.rewrite import find_sites
 from tests.choose.sites import BFLOAT16, H200
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -103,6 +110,55 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     )
 
 
+@pytest.mark.parametrize(("dtype", "can"), [(BFLOAT16, True), (np.float32, False)])
+def test_what_is_carried_out_in_place_of_a_fused_kernel(dtype: Any, can: bool) -> None:
+    """The gather's kernel needs a newer JAX than the sum's."""
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    fun = on(mesh, implementation="fused")
+    gather, scatter = lines_of(fun, *arguments(512, 256, 4096, dtype=dtype))
+    if can:
+        assert scatter[5] == "fused" and scatter[-1] == "requested"
+    else:
+        assert scatter[5] == "bulk"
+        assert scatter[-1].startswith("fallback: fused is not possible: dtypes ['float32']: ")
+    if jax.__version_info__ >= (0, 11):
+        assert gather[5] == scatter[5] and gather[-1][:40] == scatter[-1][:40]
+    elif can:
+        assert gather[5] == "bulk"
+        assert gather[-1].startswith(f"fallback: fused is not possible: jax {jax.__version__}: ")
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "w", "dimension", "transpose_w"),
+    [
+        ("bsd,dhk->bshk", (256, 2, 64), 1, False),
+        ("bsd,hkd->bshk", (2, 64, 256), 1, True),
+        ("bsd,hdk->bshk", (2, 256, 64), 1, False),  # Transposed first, into [K, N].
+        ("bsd,bdf->bsf", (2, 256, 128), None, False),
+    ],
+)
+def test_einsums_that_are_matmuls_have_fused_kernels(
+    subscripts: str, w: tuple[int, ...], dimension: int | None, transpose_w: bool
+) -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+    def einsum(x: jax.Array, w: jax.Array) -> jax.Array:
+        return collective_einsum(subscripts, x, w, AXIS, gather="s", implementation="fused")
+
+    out = P(*[AXIS if label == "s" else None for label in subscripts.partition("->")[2]])
+    sharded = jax.shard_map(
+        einsum, mesh=mesh, in_specs=(P(None, AXIS), P()), out_specs=out, check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2, 64, 256), w)]
+    (decision,) = explain(sharded)(*shapes).decisions
+    assert (decision.site.dimension, decision.site.transpose_w) == (dimension, transpose_w)
+    if dimension is None:
+        assert decision.implementation != "fused"
+        assert "is no matmul, and the fused kernels do nothing else" in decision.reason
+    elif jax.__version_info__ >= (0, 11):
+        assert (decision.implementation, decision.reason) == ("fused", "requested")
+
+
 def test_columns_are_aligned(make_mesh: MeshFactory) -> None:
     head, first, second, _ = str(explain(on(make_mesh({AXIS: 2})))(*arguments())).splitlines()
     for title, *cells in (("where", "tests"), ("pass", "forward"), ("why", "on cpu")):
@@ -161,6 +217,20 @@ def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> N
         assert scatter[2] == "matmul_reduce_scatter" and scatter[4] == "ring by overlap"
         assert re.fullmatch(r".*test_explain\.py:\d+ in plain_block", gather[1])
         assert psum[2:5:2] == ["psum", "left alone"]
+
+
+def test_what_overlap_has_put_in_place_of_a_fused_kernel(make_mesh: MeshFactory) -> None:
+    sharded = plain(make_mesh({AXIS: 2}))
+    fun = overlap(sharded, implementation="fused", require=2)
+    gather, scatter, _, _ = lines_of(fun, *flat_arguments())
+    for line in (gather, scatter):
+        assert line[4] == "bulk by overlap"
+        assert line[5] == (
+            "fallback: fused is not possible: the fused kernels run on Hopper GPUs only;"
+            " on cpu nothing runs under a matmul"
+        )
+    (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())
+    assert site.decision is not None and site.decision.implementation == "bulk"
 
 
 def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -> None:

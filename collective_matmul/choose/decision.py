@@ -7,12 +7,13 @@ import contextvars
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from collective_matmul._compat import partly_automatic
 from collective_matmul.choose import cost_model, tables
+from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
 from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
@@ -91,37 +92,38 @@ def choose(site: Site, requested: str | None) -> str:
 
     The fastest by measurement, of this kind of device or of one that can stand in for it; by the
     cost model, for GPUs that it is of, where nothing near was measured. Bulk wherever nothing else
-    gains more over it than measurement or model may be wrong by.
+    gains more over it than measurement or model may be wrong by. The fastest of the others too
+    where "fused" is requested and no kernel can do it, which is said once.
 
     Raises:
-      ValueError: if the implementation requested by name cannot carry out the site.
+      ValueError: if another implementation requested by name cannot carry out the site.
     """
     prediction = _predict(site)
     if requested is None:
-        implementation, reason = _decide(site, prediction)
-    elif obstacle := obstacle_of(site, requested):
-        raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
+        choice = _decide(site, prediction)
+    elif (obstacle := obstacle_of(site, requested)) is None:
+        choice = _Choice(requested, "requested")
+    elif requested == "fused":
+        choice = _decide(site, prediction and prediction.without(requested))
+        both = f"fused is not possible: {obstacle}", choice.missed
+        choice = choice._replace(missed="; ".join(filter(None, both)))
     else:
-        implementation, reason = requested, "requested"
-        if requested == "fused":
-            reason += "; a ring or bulk stands in where its kernels cannot do it, and says so"
+        raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
+    name, reason, missed = choice
+    if missed:
+        say_once(f"{site.op} falls back to {name}: {missed}")
+        reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
     seconds = prediction.seconds if prediction else {}
-    record(Decision(site, implementation, reason, seconds.get(implementation), seconds.get("bulk")))
-    return implementation
+    record(Decision(site, name, reason, seconds.get(name), seconds.get("bulk")))
+    return name
 
 
-def obstacle_of(site: Site, implementation: str) -> str | None:
-    """Why `implementation` cannot carry out `site`, or None."""
-    if (
-        implementation in RINGS
-        and site.op == "matmul_all_reduce"
-        and site.rows % site.axis_size != 0
-    ):
-        return (
-            f"{site.rows} rows are not divisible by axis {site.axis_name!r} of size"
-            f" {site.axis_size}"
-        )
-    return None
+class _Choice(NamedTuple):
+    """An implementation and the reason; and why it is not a better one, if that is to be said."""
+
+    implementation: str
+    reason: str
+    missed: str | None = None
 
 
 def _predict(site: Site) -> Prediction | None:
@@ -134,36 +136,42 @@ def _predict(site: Site) -> Prediction | None:
     return cost_model.predict(site) if kind in cost_model.DEVICE_KINDS else None
 
 
-def _decide(site: Site, prediction: Prediction | None) -> tuple[str, str]:
-    """The implementation and the reason, where none is requested."""
+def _decide(site: Site, prediction: Prediction | None) -> _Choice:
+    """What is chosen where nothing is requested."""
     if site.axis_size == 1:
-        return "bulk", "one device: nothing to communicate"
+        return _Choice("bulk", "one device: nothing to communicate")
     if site.flops == 0:
-        return "bulk", "an empty array: nothing to multiply"
-    implementation, reason = _fastest(site, prediction)
+        return _Choice("bulk", "an empty array: nothing to multiply")
+    choice = _fastest(site, prediction)
     scattered = site.op != "matmul_all_reduce"
-    if implementation == "bulk" and scattered and partly_automatic():
+    if choice.implementation == "bulk" and scattered and partly_automatic():
         # XLA cannot cut an all-gather or a reduce-scatter over one axis by another that it shards
         # by itself: it would first gather what that axis shards, such as the batch. Permutes it can
         # cut, and sending each shard straight to its place is the same traffic.
-        return "ring_direct", "a bulk collective would gather what the automatic mesh axes shard"
-    return implementation, reason
+        reason = "a bulk collective would gather what the automatic mesh axes shard"
+        return choice._replace(implementation="ring_direct", reason=reason)
+    return choice
 
 
-def _fastest(site: Site, prediction: Prediction | None) -> tuple[str, str]:
+def _fastest(site: Site, prediction: Prediction | None) -> _Choice:
+    """The fastest that can carry out a site, of rings those that can hide something."""
     device = _device()
     overlaps = device.platform in ("gpu", "cuda", "rocm")
+    transport = transport_obstacle(site.axis_name) if overlaps else None
     if prediction is None and not overlaps:
-        return "bulk", f"on {device.platform} nothing runs under a matmul"
-    obstacle = transport_obstacle(site.axis_name) if overlaps else None
-    obstacle = obstacle or obstacle_of(site, "ring")
+        return _Choice("bulk", f"on {device.platform} nothing runs under a matmul")
     if prediction is None:
-        obstacle = obstacle or f"{device.device_kind} was not measured; collective_matmul.tune can"
-    if obstacle or prediction is None:
-        say_once(f"{site.op} falls back to bulk: {obstacle}")
-        return "bulk", f"fallback: {obstacle}"
-    name = prediction.fastest(IMPLEMENTATIONS)
-    return name, _comparison(prediction, name)
+        unknown = f"{device.device_kind} was not measured; collective_matmul.tune can"
+        return _Choice("bulk", "", transport or unknown)
+    why_not: dict[str, str] = {}
+    for name in filter(IMPLEMENTATIONS.__contains__, prediction.seconds):
+        if obstacle := obstacle_of(site, name):
+            why_not[name] = f"{name} is not possible: {obstacle}"
+        elif transport and name in RINGS:
+            why_not[name] = f"{name} would hide nothing: {transport}"
+    best = prediction.fastest(IMPLEMENTATIONS)
+    name = prediction.fastest(IMPLEMENTATIONS.keys() - why_not.keys())
+    return _Choice(name, _comparison(prediction, name), why_not.get(best))
 
 
 def _comparison(prediction: Prediction, name: str) -> str:

@@ -46,8 +46,11 @@ class Site:
       rider: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether what was gathered is a result too.
       einsum: what is multiplied instead, or None.
+      dimension: of every x and result, gathered or scattered; None of an all-reduce, or an einsum.
+        Sites that differ in this alone, or in what follows, are equal: they take as long.
+      transpose_w: whether the weights lie as [N, K].
       transposed: the arrays, by the labels of an einsum, whose elements have to be moved first or
-        after. Like what follows it is for a reader: sites that differ in these alone are equal.
+        after.
       direction: which pass of the op that the user called this is.
       source: where the user called it.
       replaces: the collective that the user called there instead, whose place
@@ -62,6 +65,8 @@ class Site:
     rider: tuple[int, ...] | None = None
     keep_gathered: bool = False
     einsum: Einsum | None = None
+    dimension: int | None = field(default=0, compare=False)
+    transpose_w: bool = field(default=False, compare=False)
     transposed: tuple[str, ...] = field(default=(), compare=False)
     direction: Direction = field(default="forward", compare=False)
     source: Source | None = field(default=None, compare=False)
@@ -69,13 +74,18 @@ class Site:
 
     @property
     def flat(self) -> Site:
-        """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N]."""
+        """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N].
+
+        Weights lie as a model's would: the other way round in a backward.
+        """
         return replace(
             self,
             operands=tuple((_flat(x), w) for x, w in self.operands),
             dtype=np.dtype(self.dtype),
             axis_name="",
             rider=None if self.rider is None else _flat(self.rider),
+            dimension=0,
+            transpose_w=self.has_weight_gradient,
         )
 
     @property

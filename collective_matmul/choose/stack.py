@@ -94,7 +94,7 @@ class Stack:
                 aside = (site.product_rows, site.columns)
         if site.rider is not None:
             aside = (site.rider[0] * gathered, site.rider[1])
-        ws = [w[::-1] if site.has_weight_gradient else w for _, w in site.operands]
+        ws = [w[::-1] if site.transpose_w else w for _, w in site.operands]
         return Operands(
             [self._array(*x) for x in xs],
             None if aside is None else self._array(*aside),
@@ -131,7 +131,7 @@ def _repetition(
     """The products of a site, and the weight gradients if it is of a backward."""
     if site.op == "matmul_all_reduce":
         return (way.matmul_all_reduce(xs[0], ws[0], _AXIS),), ()
-    arguments = {"dimension": 0, "transpose_w": site.has_weight_gradient}
+    arguments = {"dimension": 0, "transpose_w": site.transpose_w}
     if site.op == "all_gather_matmul":
         products, gathered = way.all_gather_matmul(
             xs[0], ws, _AXIS, keep_gathered=site.keep_gathered, **arguments

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective_matmul.choose.decision import obstacle_of
 from collective_matmul.choose.measure import Timing
+from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.stack import Operands, Stack, filler
 from collective_matmul.choose.tables import CEILING
@@ -70,9 +70,11 @@ class Trial:
         # that the other's collectives wait for.
         self._queues = devices[0].platform != "cpu"
         self._compiling: dict[str, Future] = {}
-        able = [name for name in implementations if not obstacle_of(site, name)]
-        for name in (*able, CEILING):
-            self._attempt(name, self._compile, pool)
+        for name in (*implementations, CEILING):
+            if obstacle := obstacle_of(site, name):
+                self.failures[name] = obstacle
+            else:
+                self._attempt(name, self._compile, pool)
         described = self._stack.operands("bulk"), self._stack.operands(CEILING)
         # The ceiling has the weights of the others.
         self._described = described[0], described[1]._replace(weights=())

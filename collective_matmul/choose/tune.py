@@ -17,6 +17,7 @@ import jax
 
 from collective_matmul.choose.decision import decisions_of
 from collective_matmul.choose.measure import measure
+from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import CEILING, Entry, Run, Table, cache_path, files
 from collective_matmul.choose.trials import Measure, Trial, trials
@@ -148,7 +149,7 @@ class _Tuner:
     def tune(self, sites: Sequence[Site], again: bool) -> Table:
         present = files.read_users(self.path)
         known = {} if again or present is None else present.entries
-        missing = [site for site in sites if not self._is_measured(known.get(site))]
+        missing = [site for site in sites if not self._is_measured(site, known.get(site))]
         table = self._save({})
         self._say(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
@@ -158,18 +159,21 @@ class _Tuner:
                 break
         return table
 
-    def _is_measured(self, entry: Entry | None) -> bool:
+    def _is_measured(self, site: Site, entry: Entry | None) -> bool:
         return (
             entry is not None
             and entry.run.jax == self.run.jax
-            and entry.seconds.keys() >= {*self.implementations, CEILING}
+            and all(
+                name in entry.seconds or obstacle_of(site, name)
+                for name in (*self.implementations, CEILING)
+            )
         )
 
     def _measure(self, trial: Trial) -> Table | None:
         """Adds one site to the table, if it runs at least in bulk."""
         seconds = trial.seconds(self.measure, self.groups)
         for name, reason in trial.failures.items():
-            self._say(f"{trial.site}: {name} fails: {reason}")
+            self._say(f"{trial.site}: {name} is left out: {reason}")
         if "bulk" not in seconds:
             return None
         shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())

@@ -191,8 +191,8 @@ def _as_matrices(
     equation: Equation, a: jax.Array, b: jax.Array
 ) -> tuple[jax.Array, jax.Array, bool]:
     """Operands of a matmul, x [..., K] and w [K, N], and whether w is [N, K] instead."""
-    order, transposed = equation.matrices
-    transpose_w = equation.b == transposed
+    order, _ = equation.matrices
+    transpose_w = equation.lies_transposed
     if not transpose_w:
         b = lax.transpose(b, [equation.b.index(label) for label in order])
     left = len(equation.columns if transpose_w else equation.contracted)

@@ -12,7 +12,7 @@ import pytest
 from collective_matmul.choose import Site, shapes
 from collective_matmul.choose.stack import Operands, Stack, filler
 from collective_matmul.choose.tables import CEILING
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import RINGS
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")
@@ -37,7 +37,7 @@ every_site = pytest.mark.parametrize("name", SITES)
 
 
 def stack_of(name: str) -> Stack:
-    return Stack(SITES[name], jax.devices())
+    return Stack(SITES[name].flat, jax.devices())
 
 
 def shards(array: Any) -> np.ndarray:
@@ -99,7 +99,7 @@ def test_the_ceiling_has_the_matmuls_and_no_communication(name: str) -> None:
 
 
 @every_site
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, CEILING])
+@pytest.mark.parametrize("implementation", ["bulk", *RINGS, CEILING])
 def test_a_repetition_waits_for_the_products_of_the_one_before(
     name: str, implementation: str
 ) -> None:

@@ -95,9 +95,12 @@ def test_times_are_of_one_repetition_and_what_fails_is_told() -> None:
 
 def test_what_cannot_carry_out_a_site_is_not_compiled() -> None:
     site = Site("matmul_all_reduce", (((3, 4), (4, 2)),), FLOAT32, "", 2)
-    (trial,) = trials([site], jax.devices(), ["bulk", "ring"])
+    (trial,) = trials([site], jax.devices(), ["bulk", "ring", "fused"])
     assert set(trial._compiling) == {"bulk", CEILING}
-    assert trial.failures == {}
+    assert trial.failures == {
+        "ring": "3 rows are not divisible by axis '' of size 2",
+        "fused": "the fused kernels run on Hopper GPUs only",
+    }
 
 
 @dataclass
@@ -158,11 +161,24 @@ def test_what_the_table_has_is_not_measured_again_unless_asked_to(
     tune(SITES[:1], implementations=["ring", "ring_direct"])  # That one was not measured.
     tune(SITES[:1], again=True)
     assert bench.tried == [*FLAT[:2], FLAT[0], FLAT[0]]
+    tune(SITES[:1], implementations=["ring", "fused"])  # That cannot be.
+    assert len(bench.tried) == 4
     assert set(read(cache).entries) == set(FLAT[:2])
     monkeypatch.setattr(jax, "__version__", "9.9.9")
     tune(SITES[:1])
     assert len(bench.tried) == 5
     assert {entry.run.jax for entry in read(cache).entries.values()} == {"9.9.9", JAX_VERSION}
+
+
+def test_what_was_not_possible_and_now_is_is_measured(
+    cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.failures["fused"] = "the fused kernels run on Hopper GPUs only"
+    for possible in (False, False, True):
+        if possible:
+            monkeypatch.setattr(tuning, "obstacle_of", lambda site, name: None)
+        tune(SITES[:1])
+    assert bench.tried == FLAT[:1] * 2
 
 
 def test_all_implementations_are_measured_unless_some_are_named(cache: Path, bench: Bench) -> None:
@@ -212,7 +228,7 @@ def test_progress_and_failures_are_said(
     table = tune(SITES[:1])
     first, failure, site = capsys.readouterr().out.splitlines()
     assert first.endswith(f"1 of 1 sites to measure; the table is {cache}")
-    assert failure.endswith(f"{FLAT[0]}: ring_direct fails: RuntimeError: no")
+    assert failure.endswith(f"{FLAT[0]}: ring_direct is left out: RuntimeError: no")
     assert f"{FLAT[0]}: bulk 2, ring 1" in site
     assert "ring_direct" not in table.entries[FLAT[0]].seconds
 

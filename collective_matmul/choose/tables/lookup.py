@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables.table import CEILING, Entry, Table
@@ -36,6 +36,11 @@ class Prediction:
     seconds: Mapping[str, float]
     margin: float
     basis: str
+
+    def without(self, implementation: str) -> Prediction:
+        """What is known of the others."""
+        others = {k: v for k, v in self.seconds.items() if k != implementation}
+        return replace(self, seconds=others)
 
     def fastest(self, allowed: Container[str]) -> str:
         """The fastest implementation of those allowed, if its gain is beyond the margin."""

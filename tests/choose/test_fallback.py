@@ -1,0 +1,247 @@
+"""What is decided, and said, where no fused kernel can carry out a site."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from collective_matmul.choose import Einsum, Site, choose, decision, obstacles, record_decisions
+from collective_matmul.choose.obstacles import obstacle_of
+from collective_matmul.choose.site import Op
+from collective_matmul.choose.tables import Prediction
+from collective_matmul.log import say_once
+from tests.choose.sites import BFLOAT16, H200, site_of
+from tests.reference import AXIS, OPS
+
+every_op = pytest.mark.parametrize("op", OPS)
+Patch = pytest.MonkeyPatch
+
+SECONDS = {"bulk": 4e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
+
+
+def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
+    """As inside a shard_map over a mesh of these devices: of the axis, manual, and others, not."""
+    types = (AxisType.Manual, *[AxisType.Auto] * len(sizes))
+    mesh = AbstractMesh((4, *sizes.values()), (AXIS, *sizes), types, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: Patch) -> None:
+    """The fused kernels were the fastest, and then a ring; JAX has what the kernels need."""
+    found = Prediction(SECONDS, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda site, tables: found)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+@pytest.fixture
+def on_h200() -> Iterator[None]:
+    with tracing_for(H200):
+        yield
+
+
+@pytest.fixture
+def said(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was said. Whatever was said once before may be said again."""
+    monkeypatch.setattr(decision, "say_once", functools.cache(say_once.__wrapped__))
+    return lambda: [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def layer(op: Op, **facts: Any) -> Site:
+    return site_of(op, 1024, 1024, 1024, **facts)
+
+
+def decide(site: Site, requested: str | None) -> tuple[str, str]:
+    with record_decisions() as decisions:
+        name = choose(site, requested)
+    (taken,) = decisions
+    assert taken.implementation == name
+    assert (taken.seconds, taken.bulk_seconds) == (SECONDS[name], SECONDS["bulk"])
+    return name, taken.reason
+
+
+@every_op
+def test_fused_where_its_kernels_can(op: Op, on_h200: None, said: Callable) -> None:
+    assert decide(layer(op), "fused") == ("fused", "requested")
+    assert decide(layer(op), None) == ("fused", "measured: 4 µs bulk, 1 µs fused")
+    assert said() == []
+
+
+@every_op
+def test_the_fastest_of_the_others_where_they_cannot(op: Op, on_h200: None, said: Callable) -> None:
+    site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    why = (
+        "fused is not possible: dtypes ['float32']: the fused kernels take bfloat16, or float16,"
+        " for all"
+    )
+    reason = f"fallback: {why}; measured: 4 µs bulk, 2 µs ring_direct"
+    for requested in (None, "fused", None, "fused"):
+        assert decide(site, requested) == ("ring_direct", reason)
+    assert said() == [f"{op} falls back to ring_direct: {why}"]
+
+
+@every_op
+def test_other_requests_are_followed_where_kernels_cannot(op: Op, said: Callable) -> None:
+    for name in ("bulk", "ring"):
+        assert decide(layer(op), name) == (name, "requested")
+    assert said() == []
+
+
+@every_op
+def test_of_all_that_is_not_possible_the_reasons_are_said(
+    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    peers = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(decision, "transport_obstacle", lambda axis_name: peers)
+    monkeypatch.setattr(obstacles, "peer_access_obstacle", lambda: peers)
+    fused = f"fused is not possible: {peers}"
+    ring = f"ring_direct would hide nothing: {peers}"
+    measured = "measured: 4 µs bulk, 2 µs ring_direct"
+    assert decide(layer(op), "fused") == ("bulk", f"fallback: {fused}; {ring}; {measured}")
+    assert decide(layer(op), None)[1].startswith(f"fallback: {fused}; ")
+    assert said() == [f"{op} falls back to bulk: {why}" for why in (f"{fused}; {ring}", fused)]
+
+
+def test_what_bulk_is_faster_than_needs_no_kernel(monkeypatch: Patch, said: Callable) -> None:
+    """That it is not possible is nothing to say."""
+    found = Prediction({"bulk": 1e-6, "fused": 2e-6}, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda site, tables: found)
+    site = dataclasses.replace(layer("all_gather_matmul"), dtype=np.dtype("float32"))
+    with tracing_for(H200), record_decisions() as decisions:
+        choose(site, None)
+    assert decisions[0].reason == "measured: 1 µs bulk, 2 µs fused"
+    assert said() == []
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (H200, None),
+        (AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), None),
+        (AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu"), "Hopper GPUs only"),
+        (AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"), "Hopper"),
+        (AbstractDevice("NVIDIA HGX", num_cores=132, platform="gpu"), "Hopper GPUs only"),
+    ],
+    ids=str,
+)
+def test_the_mesh_says_whether_there_are_kernels(
+    op: Op, device: AbstractDevice, reason: str | None
+) -> None:
+    with tracing_for(device):
+        found = obstacle_of(layer(op), "fused")
+    assert found == reason or (reason and found and reason in found)
+    assert "Hopper GPUs only" in str(obstacle_of(layer(op), "fused"))  # Of this machine.
+
+
+@every_op
+def test_kernels_are_of_one_process(op: Op, on_h200: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert str(obstacle_of(layer(op), "fused")).startswith("2 processes: ")
+
+
+@every_op
+@pytest.mark.parametrize("size", [1, 2])
+def test_kernels_are_not_divided_over_automatic_axes(op: Op, size: int) -> None:
+    with tracing_for(H200, data=size):
+        found = obstacle_of(layer(op), "fused")
+    assert (found is None) == (size == 1)
+    assert found is None or "automatic mesh axes" in found
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
+def test_only_newer_versions_gather(
+    version: tuple[int, ...], on_h200: None, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert obstacle_of(layer("matmul_reduce_scatter"), "fused") is None
+    found = obstacle_of(layer("all_gather_matmul"), "fused")
+    assert (found is None) == (version >= (0, 11))
+    assert found is None or "this fused kernel needs 0.11 or newer" in found
+
+
+@pytest.mark.parametrize(
+    ("op", "contracted", "columns", "possible"),
+    [
+        ("all_gather_matmul", 96, 96, True),
+        ("all_gather_matmul", 80, 96, False),
+        ("all_gather_matmul", 96, 80, False),
+        ("matmul_reduce_scatter", 96, 192, True),
+        ("matmul_reduce_scatter", 80, 192, False),
+        ("matmul_reduce_scatter", 96, 160, False),
+        ("matmul_all_reduce", 96, 192, True),
+        ("matmul_all_reduce", 80, 192, False),
+        ("matmul_all_reduce", 96, 160, False),
+    ],
+)
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_sizes_that_kernels_do_not_take(
+    op: Op, contracted: int, columns: int, possible: bool, transpose_w: bool, on_h200: None
+) -> None:
+    """However the weights lie, except that a sum on all devices has no transposed ones."""
+    operands = ((64, contracted), (contracted, columns))
+    lies_transposed = transpose_w and op != "matmul_all_reduce"
+    found = obstacle_of(
+        Site(op, (operands,), BFLOAT16, AXIS, 4, transpose_w=lies_transposed), "fused"
+    )
+    assert (found is None) == possible
+    assert found is None or "pad them" in found
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_kernels_are_asked_about_the_site_as_it_lies(op: Op, monkeypatch: Patch) -> None:
+    """Measured, it has all its rows in one dimension, and weights as a model has them."""
+    asked = []
+
+    def why_not(x: Any, ws: Any, devices: int, *, dimension: int, transpose_w: bool) -> str:
+        (x,) = x if isinstance(x, list) else [x]
+        asked.append((x.shape, ws[0].shape, devices, dimension, transpose_w))
+        return "no"
+
+    monkeypatch.setattr(obstacles.fused_gather, "why_not", why_not)
+    monkeypatch.setattr(obstacles.fused_scatter, "why_not_reduce_scatter", why_not)
+    operands = (((2, 64, 96), (96, 192)),)
+    site = Site(op, operands, BFLOAT16, AXIS, 4, dimension=1, transpose_w=True)
+    for each in (site, site.flat, dataclasses.replace(site, keep_gathered=True).flat):
+        assert obstacle_of(each, "fused") == "no"
+    assert asked == [
+        ((2, 64, 96), (192, 96), 4, 1, True),
+        ((128, 96), (96, 192), 4, 0, False),
+        ((128, 96), (192, 96), 4, 0, True),
+    ]
+
+
+@pytest.mark.parametrize("rows", [6, 8])
+def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) -> None:
+    site = site_of("matmul_all_reduce", rows, 512, 512)
+    assert (obstacle_of(site, "ring") is None) == (rows % 4 == 0)
+    assert obstacle_of(site, "fused") is None
+
+
+def test_an_einsum_that_is_no_matmul_has_no_kernel(on_h200: None, said: Callable) -> None:
+    einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
+    site = layer("all_gather_matmul", einsum=einsum, dimension=None)
+    name, reason = decide(site, "fused")
+    why = "fused is not possible: 'sd,sf->df' is no matmul, and the fused kernels do nothing else"
+    assert (name, reason.startswith(f"fallback: {why}; ")) == ("ring_direct", True)
+    assert said() == [f"all_gather_matmul falls back to ring_direct: {why}"]
+    assert obstacle_of(dataclasses.replace(site, einsum=None, dimension=0), "fused") is None
+
+
+@every_op
+def test_nothing_to_do_is_a_reason(op: Op, on_h200: None) -> None:
+    assert "nothing to communicate" in str(obstacle_of(layer(op, devices=1), "fused"))
+    assert "nothing to multiply" in str(obstacle_of(site_of(op, 0, 1024, 1024), "fused"))
+
+
+@every_op
+def test_bulk_can_always(op: Op) -> None:
+    assert obstacle_of(layer(op), "bulk") is None
