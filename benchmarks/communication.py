@@ -92,6 +92,10 @@ class PlainJax(_Shards):
         return lax.psum_scatter(x @ w, AXIS, scatter_dimension=0, tiled=True)
 
 
+class Rewritten(PlainJax):
+    """The same, in programs that `collective_matmul.overlap` rewrites."""
+
+
 class CollectiveMatmul(_Shards):
     """The ops of `collective_matmul`."""
 

@@ -18,8 +18,9 @@ from benchmarks.communication import (
     NoCommunication,
     Partitioned,
     PlainJax,
+    Rewritten,
 )
-from collective_matmul import overlap, overlap_jit
+from collective_matmul import overlap_jit
 from collective_matmul.implementations import IMPLEMENTATIONS
 
 #: `jax.jit` and its like.
@@ -77,7 +78,7 @@ def make(
         case "ceiling":
             communication, sets = NoCommunication(), options.DEFAULT
         case "rewrite":
-            return Contender(name, PlainJax(), {"overlap": _overlapped})
+            return Contender(name, Rewritten(), {"overlap": overlap_jit})
         case _:
             communication = CollectiveMatmul(None if name == "auto" else name)
             return Contender(name, communication, {"overlap_jit": overlap_jit})
@@ -85,11 +86,6 @@ def make(
     if not try_options:
         sets = dict([next(iter(sets.items()))])
     return Contender(name, communication, _jits(options.known(sets)))
-
-
-def _overlapped(fun: Callable, **options: Any) -> Any:
-    """JAX's own collectives, replaced where they stand beside matmuls."""
-    return overlap_jit(overlap(fun), **options)
 
 
 def _jits(sets: options.OptionSets) -> dict[str, Jit]:

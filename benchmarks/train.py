@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks import comparison
 from benchmarks import contenders as taking_part
-from benchmarks.communication import CollectiveMatmul
+from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
 from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
 from benchmarks.programs import Operands, Program
@@ -83,11 +83,7 @@ class TrainCase:
 
     def build(self, operands: Operands, contender: Contender) -> Program:
         """``(state, batch) -> (state, metrics)``."""
-        communication = contender.communication
-        chosen = "rewrite" if contender.name == "rewrite" else "bulk"
-        if isinstance(communication, CollectiveMatmul):
-            chosen = communication.implementation or "auto"
-        config = self.config(chosen, operands.dtype.name)
+        config = self.config(_overlap_of(contender.communication), operands.dtype.name)
         mesh = make_mesh(1, operands.mesh.devices.size)
         model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
         tokens = jax.ShapeDtypeStruct(
@@ -110,6 +106,13 @@ class TrainCase:
             donated=(0,),
             make=make,
         )
+
+
+def _overlap_of(communication: Communication) -> str:
+    """As the trainer's configuration names it; the trainer rewrites its steps by itself."""
+    if isinstance(communication, CollectiveMatmul):
+        return communication.implementation or "auto"
+    return "rewrite" if isinstance(communication, Rewritten) else "bulk"
 
 
 def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Array:

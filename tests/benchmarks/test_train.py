@@ -8,6 +8,7 @@ from benchmarks import contenders, train
 from benchmarks.compiling import compile_cases
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.programs import Operands
+from collective_matmul.rewrite import transform
 
 
 def test_contenders_take_turns_with_one_state(make_mesh):
@@ -32,6 +33,21 @@ def test_contenders_take_turns_with_one_state(make_mesh):
     steps = int(training.state["step"])
     assert steps % len(names) == 0 and steps >= len(names) * (2 + 2)
     assert all(np.isfinite(leaf).all() for leaf in training.state["params"].values())
+
+
+def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
+    made = []
+    rewriter = transform.Rewriter
+    monkeypatch.setattr(transform, "Rewriter", lambda name: made.append(name) or rewriter(name))
+    case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
+    operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
+    for name, times in (("bulk", 0), ("auto", 0), ("rewrite", 1)):
+        made.clear()
+        contender = contenders.make(name, operands.mesh)
+        program = case.build(operands, contender)
+        (jit,) = contender.jits.values()
+        jit(program.fun, donate_argnums=program.donated).trace(*program.arguments)
+        assert len(made) == times
 
 
 def test_a_case_says_what_throughput_is_counted_in(make_mesh):
