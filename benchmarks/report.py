@@ -135,7 +135,8 @@ def markdown(content: dict[str, Any]) -> str:
             tables.compilation,
         ]
         own += [tables.options_tried, tables.decisions]
-    sections: list[Section] = [tables.title, tables.environment, *own, tables.failures]
+    sections: list[Section] = [tables.title, tables.environment, *own]
+    sections += [tables.stand_ins, tables.failures]
     written = [section(content) for section in sections]
     return "\n\n".join(section for section in written if section) + "\n"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from collective_matmul.implementations import IMPLEMENTATIONS
+
 Content = dict[str, Any]
 
 _GIB = 2**30
@@ -209,6 +211,19 @@ def decisions(content: Content) -> str:
         for text, count in case["contenders"].get("auto", {}).get("decisions", {}).items():
             lines.append(f"- {case['name']}: {count} × {text}")
     return "## What auto chose\n\n" + "\n".join(lines) if lines else ""
+
+
+def stand_ins(content: Content) -> str:
+    """Where an implementation's column has times of ops that another carried out."""
+    lines = [
+        f"- {case['name']}, {name}: {count} × {text}"
+        for case in content["cases"]
+        for name, result in case["contenders"].items()
+        for text, count in result.get("decisions", {}).items()
+        if name in IMPLEMENTATIONS and text.partition(":")[0] != name
+    ]
+    heading = "## Carried out by another than the contender's name says"
+    return f"{heading}\n\n" + "\n".join(lines) if lines else ""
 
 
 def failures(content: Content) -> str:

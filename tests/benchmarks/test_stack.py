@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(
 def test_compiling_alone_runs_nothing(tmp_path):
     arguments = (
         "stack --platform cpu --devices 4 --shapes tiny --layers 1 --directions forward"
-        " --contenders bulk ring --compile-only --output"
+        " --contenders bulk ring fused --compile-only --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
@@ -108,6 +108,12 @@ def test_compiling_alone_runs_nothing(tmp_path):
     report = (tmp_path / "report.md").read_text()
     assert "Seconds to trace, and to compile, one program after the other." in report
     assert "## Time" not in report
+    _, stand_ins = report.split("## Carried out by another than the contender's name says\n\n")
+    # An all-gather and a reduce-scatter, each on one line.
+    assert [line.partition(": ")[0] for line in stand_ins.splitlines()] == [
+        "- tiny forward, fused"
+    ] * 2
+    assert stand_ins.count("1 × bulk: fallback: fused is not possible: the fused kernels run") == 2
 
 
 def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):
