@@ -119,7 +119,8 @@ def _gather_matmul_backward(call: Call, residuals, cotangents):
     dx, gathered = _input_gradient(call, x, ws, gathered, dys, dgathered)
     chosen = _implementation_of(gathered)
     dws = chosen.weight_gradients(gathered, dys, dimension=call.dimension)
-    return dx, tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
+    dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
+    return _together(gathered, dx, dws)
 
 
 def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[Any, Any]:
@@ -183,7 +184,7 @@ def _matmul_scatter_backward(call: Call, residuals, dy):
         keep_gathered=True,
     )
     dws = [weight_gradient(x, gathered, dimension, transpose_w) for x in xs]
-    return tuple(dxs), tuple(dws)
+    return _together(gathered, tuple(dxs), tuple(dws))
 
 
 matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
@@ -245,6 +246,17 @@ def _whole_cotangent(gathered: Kept, cotangent: Any, dimension: int) -> jax.Arra
     if not isinstance(gathered, Gathered):
         return cotangent
     return Gathered([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
+
+
+def _together(gathered: Kept, *gradients: Any) -> tuple[Any, ...]:
+    """The gradients as they are, none to be used before all are there if they took chunks.
+
+    XLA puts off weight gradients, since nothing waits for them, and the chunks they are made of
+    would take memory until then.
+    """
+    if not isinstance(gathered, Gathered):
+        return gradients
+    return lax.optimization_barrier(gradients)
 
 
 def _implementation_of(gathered: Kept) -> Any:

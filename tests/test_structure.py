@@ -281,6 +281,30 @@ def test_a_ring_needs_no_more_memory_than_bulk(op: str, ring: str, mesh: Mesh) -
     assert temporary_bytes(ring) <= temporary_bytes("bulk") + 2 * chunk_bytes
 
 
+@gather_and_scatter
+@every_ring
+def test_weight_gradients_are_not_put_off(op: str, ring: str, mesh: Mesh) -> None:
+    """They leave in one barrier with the gradient that the backward goes on with."""
+    jaxpr = local_jaxpr(*backward(case_of(op, ring), mesh))
+    made_by = {
+        var: equation.primitive.name for equation in jaxpr.eqns for var in equation.outvars
+    }
+    gradients = [var for var in jaxpr.outvars if isinstance(var, Var)]
+    assert [made_by[var] for var in gradients] == ["optimization_barrier"] * 2
+
+
+@gather_and_scatter
+@every_ring
+def test_weight_gradients_that_nobody_wants_are_not_computed(
+    op: str, ring: str, mesh: Mesh
+) -> None:
+    fun, arguments = backward(case_of(op, ring), mesh)
+    both = compiled_operations(fun, arguments)
+    one = compiled_operations(lambda *arguments: fun(*arguments)[0], arguments)
+    other = "matmul_reduce_scatter" if op == "all_gather_matmul" else "all_gather_matmul"
+    assert one["dot"] == multiplies(schedule_of(USES[other], ring)) < both["dot"]
+
+
 @pytest.mark.parametrize(("saved", "forwards_in_backward"), [(CHECKPOINT_NAME, 0), ("other", 1)])
 def test_saved_results_are_not_communicated_again(
     saved: str, forwards_in_backward: int, mesh: Mesh
