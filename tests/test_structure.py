@@ -286,9 +286,7 @@ def test_a_ring_needs_no_more_memory_than_bulk(op: str, ring: str, mesh: Mesh) -
 def test_weight_gradients_are_not_put_off(op: str, ring: str, mesh: Mesh) -> None:
     """They leave in one barrier with the gradient that the backward goes on with."""
     jaxpr = local_jaxpr(*backward(case_of(op, ring), mesh))
-    made_by = {
-        var: equation.primitive.name for equation in jaxpr.eqns for var in equation.outvars
-    }
+    made_by = {var: equation.primitive.name for equation in jaxpr.eqns for var in equation.outvars}
     gradients = [var for var in jaxpr.outvars if isinstance(var, Var)]
     assert [made_by[var] for var in gradients] == ["optimization_barrier"] * 2
 
