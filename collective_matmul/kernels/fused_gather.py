@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from collective_matmul.kernels import device
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes, make_plan
 from collective_matmul.kernels.peers import Array, obstacle
-from collective_matmul.kernels.tiles import ROW_MULTIPLE
 
 
 def all_gather_matmul(
@@ -31,6 +29,7 @@ def all_gather_matmul(
     transpose_w: bool = False,
     keep_gathered: bool = False,
     delays: bool = False,
+    plan: Plan | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
 
@@ -43,6 +42,7 @@ def all_gather_matmul(
       keep_gathered: whether to return x whole.
       delays: has senders wait for random times, up to 16 µs, before each box they send, so that
         races show. For tests.
+      plan: how the kernel is cut, one of `gather_plan.candidates`; None takes the best known.
 
     Returns:
       Each product [..., D*m, ..., N_q]; and x whole [..., D*m, ..., K], or None.
@@ -54,7 +54,7 @@ def all_gather_matmul(
     reason = why_not(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'bulk'")
-    target, plan = device.target(), _plan(x, ws, devices, dimension, transpose_w)
+    target, plan = device.target(), plan or _plan(x, ws, devices, dimension, transpose_w)
     assert target is not None and plan is not None
     planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
     shard = x.reshape(planes, rows, x.shape[-1])
@@ -105,10 +105,7 @@ def _plan(
         columns=tuple(w.shape[0 if transpose_w else 1] for w in ws),
         w_contracted=2 if transpose_w else 1,
     )
-    # Padding costs a pass over the shard, and one over what is cut off the results.
-    padded = replace(shapes, rows=-(-shapes.rows // ROW_MULTIPLE) * ROW_MULTIPLE)
-    plans = (make_plan(s, target.multiprocessors) for s in (shapes, padded))
-    return next(filter(None, plans), None)
+    return make_plan(shapes, target.multiprocessors)
 
 
 @functools.cache

@@ -19,17 +19,8 @@ from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.peers import Array, obstacle
 from collective_matmul.kernels.scatter_kernel import Scattering
-from collective_matmul.kernels.scatter_plan import (
-    Kind,
-    Plan,
-    Shapes,
-    best_plan,
-)
+from collective_matmul.kernels.scatter_plan import Plan, Shapes, make_plan
 from collective_matmul.kernels.tiles import ROW_MULTIPLE
-
-# Up to this size of the result all devices make all sums: it costs one trip over NVLink instead of
-# two, and sends D / 2 times as much.
-_ONE_SHOT_BYTES = 1 << 20
 
 
 def matmul_reduce_scatter(
@@ -40,6 +31,7 @@ def matmul_reduce_scatter(
     dimension: int,
     transpose_w: bool = False,
     delays: bool = False,
+    plan: Plan | None = None,
 ) -> jax.Array:
     """``reduce_scatter(sum over p of xs[p] @ ws[p])`` in one launch, inside `jax.shard_map`.
 
@@ -54,6 +46,7 @@ def matmul_reduce_scatter(
       transpose_w: whether the ws are contracted along their last dimension.
       delays: has consumers wait for random times, up to 16 µs, before what they send, so that races
         show. For tests.
+      plan: how the kernel is cut, one of `scatter_plan.candidates`; None takes the best known.
 
     Returns:
       [..., M/D, ..., N].
@@ -65,7 +58,7 @@ def matmul_reduce_scatter(
     reason = why_not_reduce_scatter(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'bulk'")
-    plan = _scatter_plan(xs, ws, devices, dimension, transpose_w)
+    plan = plan or _scatter_plan(xs, ws, devices, dimension, transpose_w)
     assert plan is not None
     shapes, shape = plan.shapes, list(xs[0].shape)
     shape[dimension] //= shapes.devices
@@ -82,7 +75,12 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, axis_name: str, *, delays: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    *,
+    delays: bool = False,
+    plan: Plan | None = None,
 ) -> jax.Array:
     """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
 
@@ -91,6 +89,8 @@ def matmul_all_reduce(
       w: [K, N], of the same dtype.
       axis_name: a mesh axis of D devices, all driven by this process.
       delays: as for `matmul_reduce_scatter`.
+      plan: how the kernel is cut, one of `scatter_plan.all_reduce_candidates`; None takes the best
+        known.
 
     Returns:
       [..., N], typed as replicated over the axis.
@@ -102,7 +102,7 @@ def matmul_all_reduce(
     reason = why_not_all_reduce(x, w, devices)
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'bulk'")
-    plan = _reduce_plan(x, w, devices)
+    plan = plan or _reduce_plan(x, w, devices)
     assert plan is not None
     rows = math.prod(x.shape[:-1])
     matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
@@ -157,18 +157,15 @@ def _scatter_plan(
         columns=ws[0].shape[0 if transpose_w else 1],
         w_contracted=2 if transpose_w else 1,
     )
-    return best_plan(shapes, target.multiprocessors)
+    return make_plan(shapes, target.multiprocessors)
 
 
 def _reduce_plan(x: Array, w: Array, devices: int) -> Plan | None:
     target = device.target()
     assert target is not None
     rows = math.prod(x.shape[:-1])
-    one_shot = rows * w.shape[1] * w.dtype.itemsize <= _ONE_SHOT_BYTES
-    kind: Kind = "one_shot" if one_shot else "two_step"
-    rows = rows if one_shot else -(-rows // devices)
-    shapes = Shapes(kind, devices, 1, rows, (x.shape[-1],), w.shape[1])
-    return best_plan(shapes, target.multiprocessors)
+    shapes = Shapes("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
+    return make_plan(shapes, target.multiprocessors)
 
 
 def _launch(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
+from collective_matmul.kernels.fused_plans import Call, cuts, in_order, swept
 from collective_matmul.kernels.tiles import (
     CONSUMERS,
-    FUSED_SIZES,
     ITEMSIZE,
+    ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
     predicted_microseconds,
-    staged,
 )
 
 #: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
@@ -27,6 +26,7 @@ _BOX_COLUMNS = 256  # The copy engine's most.
 _ALIGNMENT = 128
 # So many messages for each block keep all of them sending to the end, and rows arriving in order.
 _MESSAGES_PER_BLOCK = 4
+_OTHER_MESSAGES_PER_BLOCK = (2, 8)
 
 # Of an H200 with NVLink 4: what leaves a device, what its matmul reads, and what lies in its L2.
 _LINK_BYTES_PER_MICROSECOND = 3.8e5
@@ -115,25 +115,82 @@ class Plan:
         """Groups of strips in each plane of a shard."""
         return math.ceil(self.strips / self.strips_per_group)
 
+    @property
+    def down(self) -> int:
+        """Tiles along the rows of a plane, counted by clusters."""
+        rows = self.shapes.problem(self.joins).rows
+        return math.ceil(rows / (self.tiles.rows * self.tiles.cluster[0]))
+
+    @property
+    def across(self) -> int:
+        """Tiles along the columns, counted by clusters."""
+        columns = self.tiles.columns * self.tiles.cluster[1]
+        return sum(math.ceil(size / columns) for size in self.shapes.columns)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """All that distinguishes it from other plans of the same call, as JSON has it."""
+        return {
+            "tiles": asdict(self.tiles),
+            "joins": self.joins,
+            "boxes_per_message": self.boxes_per_message,
+        }
+
+
+def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
+    """The cut measured or predicted to be fastest, or None where the kernel cannot do it.
+
+    `shapes` may have any number of rows; the plan's are padded where they must be.
+    """
+    call = Call("all_gather_matmul", shapes, multiprocessors)
+    return call.choose(candidates(shapes, multiprocessors))
+
 
 @functools.cache
-def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
-    """The cut predicted to be fastest, or None where the kernel cannot do it."""
+def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
+    """All cuts that the kernel can do, the likeliest to be fastest first."""
+    # Padding costs a pass over the shard, and one over what is cut off the results.
+    padded = replace(shapes, rows=-(-shapes.rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+    plans = _plans(shapes, multiprocessors) or _plans(padded, multiprocessors)
+
+    def vary(plan: Plan) -> list[Plan]:
+        sizes = {
+            _boxes_per_message(plan.shapes, plan.box, messages * multiprocessors)
+            for messages in _OTHER_MESSAGES_PER_BLOCK
+        }
+        others = swept(plan.tiles, plan.across, plan.down)
+        return [
+            *(replace(plan, boxes_per_message=size) for size in sizes - {plan.boxes_per_message}),
+            *(replace(plan, tiles=tiles) for tiles in others),
+        ]
+
+    predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
+    return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.joins), vary)
+
+
+def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     box = _box(shapes.rows, shapes.contracted)
     if box is None:
-        return None
+        return []
+    most = SHARED_MEMORY_BYTES - ITEMSIZE * math.prod(box) * BUFFERS
+
+    def fits(problem: Problem, tiles: Tiles) -> bool:
+        return tiles.shared_memory_bytes <= most and _swizzles(problem, tiles)
+
+    boxes_per_message = _boxes_per_message(shapes, box, _MESSAGES_PER_BLOCK * multiprocessors)
+    return [
+        # Rows arrive in order: those of one height are multiplied before the next.
+        Plan(shapes, replace(tiles, sweep="columns"), joins, box, boxes_per_message)
+        for joins in (False, True)
+        for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
+    ]
+
+
+def _boxes_per_message(shapes: Shapes, box: tuple[int, int], messages: int) -> int:
+    """Boxes side by side in each of at least so many messages, where there are so many boxes."""
     across = shapes.contracted // box[1]
     boxes = shapes.planes * (shapes.rows // box[0]) * across
-    most = max(1, boxes // (_MESSAGES_PER_BLOCK * multiprocessors))
-    boxes_per_message = _largest_divisor(across, most)
-    found = [
-        Plan(shapes, tiles, joins, box, boxes_per_message)
-        for joins in (False, True)
-        for tiles in _cuts(shapes.problem(joins), ITEMSIZE * math.prod(box) * BUFFERS)
-    ]
-    return min(
-        found, key=lambda plan: predicted_plan_microseconds(plan, multiprocessors), default=None
-    )
+    return _largest_divisor(across, max(1, boxes // messages))
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
@@ -177,23 +234,6 @@ def _copying_microseconds(
         line_bytes * read / _READ_BYTES_PER_MICROSECOND,
         line_bytes * moved / _SHARED_BYTES_PER_MICROSECOND,
     )
-
-
-_SIZES = (*FUSED_SIZES, Tiles(64, 64, split="columns"))
-
-
-def _cuts(problem: Problem, reserved_bytes: int) -> list[Tiles]:
-    """Tiles that leave so much shared memory, in clusters that all fit on a GPU at once."""
-    found = []
-    for sizes, share in itertools.product(_SIZES, ("w", None, "x")):
-        # Rows arrive in order: those of one height are multiplied before the next.
-        ordered = replace(sizes, share=share, sweep="columns")
-        swizzled = (replace(ordered, swizzle=swizzle) for swizzle in (128, 64))
-        tiles = next(filter(functools.partial(_swizzles, problem), swizzled), None)
-        if tiles is not None:
-            most = SHARED_MEMORY_BYTES - reserved_bytes
-            found += [t for t in staged(tiles) if t.shared_memory_bytes <= most][:1]
-    return found
 
 
 def _swizzles(problem: Problem, tiles: Tiles) -> bool:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
+from collective_matmul.kernels.fused_plans import DOUBT, Call, cuts, in_order, swept
 from collective_matmul.kernels.tiles import (
-    FUSED_SIZES,
     ITEMSIZE,
     ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
     predicted_microseconds,
-    staged,
 )
 
 #: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
 #: gives them to all others too ("two_step"), or makes all of them itself ("one_shot").
 Kind = Literal["scatter", "two_step", "one_shot"]
+# Up to about this size of the result all devices make all sums: it costs one trip over NVLink
+# instead of two, and sends D / 2 times as much.
+_ONE_SHOT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ class Plan:
         """Blocks' tiles that have rows of one owner."""
         return self.shapes.planes * self.row_tiles * self.column_tiles
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """All that distinguishes it from other plans of the same call, as JSON has it."""
+        kind, rows = self.shapes.kind, self.shapes.rows
+        return {"tiles": asdict(self.tiles), "kind": kind, "owned_rows": rows}
+
     def fits(self) -> bool:
         """Whether the kernel can be cut so."""
         part_rows, part_columns = self.tiles.part
@@ -160,43 +167,67 @@ def padded(rows: int) -> list[int]:
     return sorted({-(-rows // height) * height for height in (64, 128, 256)})
 
 
-def best_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
-    """The cut predicted to be fastest with owners' rows padded, or None if there is none.
+def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
+    """The cut measured or predicted to be fastest, or None where the kernel cannot do it.
 
-    `shapes` may have any number of rows.
+    Args:
+      shapes: with any number of rows; the plan's are padded. Those of an all-reduce are "one_shot":
+        how it is done is the plan's choice.
+      multiprocessors: of each GPU.
     """
+    if shapes.kind == "one_shot":
+        call = Call("matmul_all_reduce", shapes, multiprocessors)
+        return call.choose(all_reduce_candidates(shapes, multiprocessors))
+    call = Call("matmul_reduce_scatter", shapes, multiprocessors)
+    return call.choose(candidates(shapes, multiprocessors))
+
+
+@functools.cache
+def all_reduce_candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
+    """All cuts of either kind for the shapes of a "one_shot", the likeliest to be fastest first."""
+    two_step = replace(shapes, kind="two_step", rows=math.ceil(shapes.rows / shapes.devices))
+    result_bytes = ITEMSIZE * shapes.planes * shapes.rows * shapes.columns
+    doublings = math.log2(result_bytes / _ONE_SHOT_BYTES)
+    doubts = {"one_shot": max(0.0, doublings), "two_step": max(0.0, 1 - doublings)}
+
+    def predicted(plan: Plan) -> float:
+        doubt = DOUBT ** doubts[plan.shapes.kind]
+        return doubt * predicted_plan_microseconds(plan, multiprocessors)
+
+    return in_order([*_plans(shapes), *_plans(two_step)], predicted, _sizes, _swept)
+
+
+@functools.cache
+def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
+    """All cuts of this kind that the kernel can do, the likeliest to be fastest first."""
+    predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
+    return in_order(_plans(shapes), predicted, _sizes, _swept)
+
+
+def _plans(shapes: Shapes) -> list[Plan]:
     if shapes.kind == "one_shot":
         heights = [-(-shapes.rows // ROW_MULTIPLE) * ROW_MULTIPLE]
     else:
         heights = padded(shapes.rows)
-    plans = (make_plan(replace(shapes, rows=rows), multiprocessors) for rows in heights)
-    return min(
-        filter(None, plans),
-        key=lambda plan: predicted_plan_microseconds(plan, multiprocessors),
-        default=None,
-    )
-
-
-@functools.cache
-def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
-    """The cut predicted to be fastest, or None where the kernel cannot do it."""
-    found = [
-        plan
-        for sizes, share in itertools.product(FUSED_SIZES, (None, "w", "x"))
-        for plan in _with_most_stages(shapes, replace(sizes, share=share))
+    return [
+        Plan(owned, tiles)
+        for owned in (replace(shapes, rows=rows) for rows in heights)
+        for tiles in cuts(functools.partial(_fits, owned))
     ]
-    return min(
-        found, key=lambda plan: predicted_plan_microseconds(plan, multiprocessors), default=None
-    )
 
 
-def _with_most_stages(shapes: Shapes, tiles: Tiles) -> list[Plan]:
-    cuts = (
-        Plan(shapes, cut)
-        for swizzle in (128, 64)
-        for cut in staged(replace(tiles, swizzle=swizzle))
-    )
-    return list(itertools.islice((plan for plan in cuts if plan.fits()), 1))
+def _sizes(plan: Plan) -> tuple[Any, ...]:
+    return plan.shapes, plan.tiles.rows, plan.tiles.columns
+
+
+def _swept(plan: Plan) -> list[Plan]:
+    # Tiles with own rows are swept apart from the others.
+    most = max(plan.own_down, plan.down - plan.own_down)
+    return [replace(plan, tiles=tiles) for tiles in swept(plan.tiles, most, plan.across)]
+
+
+def _fits(shapes: Shapes, tiles: Tiles) -> bool:
+    return Plan(shapes, tiles).fits()
 
 
 # Of an H200: what its matmul reads from memory, and what a multiprocessor reads from the cache.

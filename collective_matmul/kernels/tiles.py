@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any, Literal
@@ -164,25 +163,6 @@ def candidates(problem: Problem) -> list[Tiles]:
 def _with_most_stages(tiles: Tiles) -> list[Tiles]:
     staged = (replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
     return [t for t in staged if t.shared_memory_bytes <= SHARED_MEMORY_BYTES][:1]
-
-
-#: Sizes for the kernels that communicate too, whose matmuls may have few rows.
-FUSED_SIZES = (
-    Tiles(128, 256, split="rows"),
-    Tiles(256, 128, split="rows"),
-    Tiles(128, 128, split="rows"),
-    Tiles(128, 64, split="rows"),
-    Tiles(64, 256, split="columns"),
-    Tiles(64, 128, split="columns"),
-)
-
-
-def staged(tiles: Tiles) -> Iterator[Tiles]:
-    """A cut with stages and strips in flight, the most first; shared memory may not hold them."""
-    for stages in (8, 7, 6, 5, 4, 3):
-        for strips in (2, 1):
-            if strips <= tiles.all_strips:
-                yield replace(tiles, stages=stages, strips=strips)
 
 
 def choose_tiles(problem: Problem) -> Tiles | None:

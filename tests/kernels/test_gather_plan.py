@@ -27,7 +27,7 @@ def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
     """Small ones read their operands from shared memory more often than it can keep up with."""
     plan = make_plan(Shapes(4, 1, rows, 8192, (7168,)))
     assert plan is not None
-    assert (plan.tiles.rows, plan.tiles.columns) == (128, 256)
+    assert plan.tiles.rows * plan.tiles.columns >= 128 * 192
     boxes = BUFFERS * math.prod(plan.box) * ITEMSIZE
     assert plan.tiles.shared_memory_bytes + boxes <= SHARED_MEMORY_BYTES
 

@@ -1,0 +1,190 @@
+"""What the plans of all fused kernels share: the cuts they try, in which order, and measured ones.
+
+A kernel has many feasible plans. A model puts them in order; `python -m benchmarks fused_tiles`
+measures the likeliest, and tuned_plans.jsonl keeps the fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from typing import Any, Literal, Protocol, TypeVar
+
+from collective_matmul.kernels.tiles import Tiles
+
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+
+_SIZES = (
+    Tiles(128, 256, split="rows"),
+    Tiles(256, 128, split="rows"),
+    Tiles(128, 224, split="rows"),
+    Tiles(128, 192, split="rows"),
+    Tiles(128, 128, split="rows"),
+    Tiles(128, 64, split="rows"),
+    Tiles(64, 256, split="columns"),
+    Tiles(64, 128, split="columns"),
+    Tiles(64, 64, split="columns"),
+)
+# Four blocks of a cluster do not all fit into what pairs leave of an odd number of pairs.
+_SHARES: tuple[Literal["w", "x"] | None, ...] = (None, "w", "x")
+_SWIZZLES: tuple[Literal[128, 64], ...] = (128, 64)
+_STAGES = (8, 7, 6, 5, 4, 3)
+# How many tiles wide a sweep may be.
+_SWEEP_WIDTHS = (8, 4, 16)
+
+#: By so much less is hoped of a plan for each one of the same sizes that comes before it.
+DOUBT = 1.08
+# How far a measured plan may be from what it is taken for, in doublings of the rows.
+_REACH = 2.0
+# What follows from the number of rows: the other choices carry over to nearly as many.
+_BY_ROWS = frozenset({"stages", "strips", "swizzle", "boxes_per_message", "owned_rows"})
+
+
+class Plan(Protocol):
+    """One cut of a call."""
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """All that distinguishes it from other plans of the same call, as JSON has it."""
+        ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def cuts(fits: Callable[[Tiles], bool]) -> list[Tiles]:
+    """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit."""
+    found = []
+    for sizes, share in itertools.product(_SIZES, _SHARES):
+        staged = (
+            replace(sizes, share=share, swizzle=swizzle, stages=stages, strips=strips)
+            for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, (2, 1))
+            if strips <= sizes.all_strips
+        )
+        found += itertools.islice(filter(fits, staged), 1)
+    return found
+
+
+def swept(tiles: Tiles, wide: int, long: int) -> list[Tiles]:
+    """The same tiles in other orders than the usual one.
+
+    Args:
+      tiles: of a plan.
+      wide: how many there are on the side that a sweep's width is counted along.
+      long: on the other.
+    """
+    if long == 1:
+        return []
+    # All widths beyond the last tile are one.
+    widths = {min(width, wide): width for width in _SWEEP_WIDTHS}
+    widths.pop(min(tiles.sweep_width, wide), None)
+    return [replace(tiles, sweep_width=width) for width in widths.values()]
+
+
+def in_order(
+    plans: Iterable[P],
+    predicted: Callable[[P], float],
+    sizes: Callable[[P], Hashable],
+    vary: Callable[[P], Iterable[P]],
+) -> tuple[P, ...]:
+    """Plans, and variations that the model does not tell apart, the likeliest fastest first.
+
+    Args:
+      plans: in any order.
+      predicted: what each should take.
+      sizes: by which plans differ most. The best of each comes early: models err about them.
+      vary: variations of the best.
+    """
+    alike: dict[Hashable, list[P]] = {}
+    for plan in sorted(plans, key=predicted):
+        alike.setdefault(sizes(plan), []).append(plan)
+    ranked = [
+        (predicted(plan) * DOUBT**number, plan)
+        for best, *others in alike.values()
+        for number, plan in enumerate((best, *others, *vary(best)))
+    ]
+    return tuple(plan for _, plan in sorted(ranked, key=lambda found: found[0]))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a plan is wanted for.
+
+    Attributes:
+      op: its name.
+      shapes: of its operands: a dataclass of numbers and tuples of them, `rows` among them.
+      multiprocessors: of each GPU.
+    """
+
+    op: Op
+    shapes: Any
+    multiprocessors: int
+
+    def line(self, plan: Plan, microseconds: float) -> str:
+        """Its line in the table: the fastest plan, and what that took."""
+        measured = {"plan": plan.choices, "microseconds": round(microseconds, 1)}
+        return json.dumps({**asdict(self), **measured})
+
+    def choose(self, plans: Sequence[P]) -> P | None:
+        """Of all feasible plans, the likeliest first: the measured one, or the first; or None.
+
+        Where the call was not measured, what was chosen for nearly as many rows counts.
+        """
+        described = json.loads(json.dumps(asdict(self)))
+        rows, entries = self.shapes.rows, _tuned().get(_but_rows(described), {})
+        if rows in entries:
+            wanted, choices = entries[rows], lambda plan: plan.choices
+        else:
+            near = min(entries, key=functools.partial(_doublings, rows), default=None)
+            if near is None or _doublings(rows, near) > _REACH:
+                return next(iter(plans), None)
+            wanted, choices = lasting(entries[near]), lambda plan: lasting(plan.choices)
+        measured = (plan for plan in plans if choices(plan) == wanted)
+        return next(itertools.chain(measured, plans), None)
+
+
+def _doublings(rows: int, others: int) -> float:
+    return abs(math.log2(rows / others))
+
+
+def lasting(choices: dict[str, Any]) -> dict[str, Any]:
+    """Choices without those that follow from the number of rows."""
+    return {
+        name: lasting(value) if isinstance(value, dict) else value
+        for name, value in choices.items()
+        if name not in _BY_ROWS
+    }
+
+
+def _but_rows(call: dict[str, Any]) -> str:
+    """A call as JSON has it, as text, of any number of rows."""
+    shapes = {name: size for name, size in call["shapes"].items() if name != "rows"}
+    return json.dumps([call["op"], call["multiprocessors"], shapes])
+
+
+def merged(*tables: str) -> str:
+    """One table, as text, of several: of the lines for one call the last counts."""
+    lines = {}
+    for line in itertools.chain(*map(str.splitlines, tables)):
+        call = json.loads(line)
+        lines[_but_rows(call), call["shapes"]["rows"]] = line
+    return "".join(f"{lines[key]}\n" for key in sorted(lines))
+
+
+def tuned_plans() -> str:
+    """The table that comes with the package, as text: JSON, line by line."""
+    return resources.files("collective_matmul.kernels").joinpath("tuned_plans.jsonl").read_text()
+
+
+@functools.cache
+def _tuned() -> dict[str, dict[int, dict[str, Any]]]:
+    """The choices measured to be fastest, by calls of any number of rows, and that number."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in map(json.loads, tuned_plans().splitlines()):
+        found.setdefault(_but_rows(line), {})[line["shapes"]["rows"]] = line["plan"]
+    return found
