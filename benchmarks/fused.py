@@ -1,15 +1,14 @@
 """``python -m benchmarks fused``: whether the fused kernels are right, then how long they take.
 
 A kernel that waits for other devices can wait forever. Cases therefore run in a process of their
-own, which reports after each step; where a step takes too long, that process is killed, its case
-counts as hung, and another process goes on with the next case.
+own; where a step takes too long, that process is killed, its case counts as hung, and another
+process goes on with the next case.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
+from benchmarks.apart import HUNG, Said, run_apart
 from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_array, way_of
 from benchmarks.report import default_folder
 from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
@@ -113,18 +113,16 @@ def work(cases: Sequence[Case], settings: Fused, ends: float, connection: Connec
         if time.time() > ends:
             return
         for kind, name, step in steps(case, mesh, settings):
-            connection.send((case, kind, name, None))
+            connection.send(Said(case, (kind, name)))
             try:
-                result = step()
+                connection.send(Said(case, (kind, name), step()))
             except Exception as error:
                 traceback.print_exc(limit=3)
                 result = f"{type(error).__name__}: {str(error)[:300]}"
-                connection.send((case, kind, name, result))
+                connection.send(Said(case, (kind, name), result))
                 if not isinstance(error, ValueError):
                     # After an error on a device nothing works in this process.
                     return
-            else:
-                connection.send((case, kind, name, result))
 
 
 def run(settings: Fused) -> list[Outcome]:
@@ -137,46 +135,34 @@ def run(settings: Fused) -> list[Outcome]:
     check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
     if settings.output is None:
         settings = replace(settings, output=default_folder("fused"))
-    ends = time.time() + settings.limit_seconds
+    started = time.time()
+    ends = started + settings.limit_seconds
     cases = [Case(o, m, r) for o in settings.ops for m in settings.models for r in settings.rows]
     outcomes: dict[Case, Outcome] = {}
-    while time.time() < ends and (left := [case for case in cases if case not in outcomes]):
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=work, args=(left, settings, ends, sender), daemon=True)
-        process.start()
-        sender.close()
-        _listen(receiver, settings, outcomes)
-        process.kill()
-        process.join()
-        if not any(case in outcomes for case in left):
-            break
-    print(markdown(list(outcomes.values())))
+
+    def arguments() -> tuple[Any, ...] | None:
+        left = [case for case in cases if case not in outcomes]
+        return (left, settings, ends) if left and time.time() < ends else None
+
+    def note(said: Said) -> None:
+        add(said, outcomes.setdefault(said.case, Outcome(said.case)))
+        seconds = time.time() - started
+        print(f"{seconds:6.1f} s  {said.case.name}: {said.step[1]}: {said.result}", flush=True)
+        _save(settings, outcomes)
+
+    run_apart(work, arguments, settings.step_seconds, note)
+    print(markdown(list(outcomes.values())), flush=True)
     return list(outcomes.values())
 
 
-def _listen(receiver: Connection, settings: Fused, outcomes: dict[Case, Outcome]) -> None:
-    """Notes what a process says, until it ends, or hangs."""
-    started, doing = time.monotonic(), None
-    while receiver.poll(settings.step_seconds):
-        try:
-            said = receiver.recv()
-        except EOFError:
-            said = None
-        if said is None:
-            break
-        case, kind, name, result = said
-        outcome = outcomes.setdefault(case, Outcome(case))
-        doing = (outcome, name) if result is None else None
-        if result is not None:
-            values = getattr(outcome, kind)
-            values.update(result if isinstance(result, dict) else {name: result})
-            print(f"{time.monotonic() - started:6.1f} s  {case.name}: {name}: {result}", flush=True)
-            _save(settings, outcomes)
-    if doing is not None:
-        outcome, outcome.hung = doing
-        print(f"{outcome.case.name}: {outcome.hung}: HUNG or died", flush=True)
-        _save(settings, outcomes)
+def add(said: Said, outcome: Outcome) -> None:
+    """Adds a step's result to what was found in its case."""
+    kind, name = said.step
+    if said.result == HUNG:
+        outcome.hung = name
+    else:
+        result = said.result if isinstance(said.result, dict) else {name: said.result}
+        getattr(outcome, kind).update(result)
 
 
 def _save(settings: Fused, outcomes: dict[Case, Outcome]) -> None:

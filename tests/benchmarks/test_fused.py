@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import get_args
 
@@ -12,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import command_line, fused
+from benchmarks.apart import HUNG, Said, listen, run_apart
 from benchmarks.communication import AXIS
-from benchmarks.fused import Fused
 from benchmarks.fused_cases import Case, Checks, Op, chain, way_of
 from tests.conftest import MeshFactory
 
@@ -51,18 +53,32 @@ def test_the_ceiling_does_the_same_work(op: Op, make_mesh: MeshFactory) -> None:
     assert flops[1] == pytest.approx(flops[0], rel=0.02)
 
 
-def test_a_step_that_hangs_is_noted(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_noted() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    case, outcomes = Case("all_gather_matmul", "tiny", 16), {}
-    sender.send((case, "checks", "exact", None))
-    sender.send((case, "checks", "exact", 0))
-    sender.send((case, "checks", "delayed", None))
-    settings = Fused(step_seconds=0.01, output=tmp_path)
-    fused._listen(receiver, settings, outcomes)
-    assert outcomes[case].checks == {"exact": 0}
-    assert outcomes[case].hung == "delayed"
-    assert '"hung": "delayed"' in (tmp_path / "report.json").read_text()
-    assert "delayed hung or died" in (tmp_path / "report.md").read_text()
+    case = Case("all_gather_matmul", "tiny", 16)
+    outcome = fused.Outcome(case)
+    sender.send(Said(case, ("checks", "exact")))
+    sender.send(Said(case, ("checks", "exact"), 0))
+    sender.send(Said(case, ("checks", "delayed")))
+    listen(receiver, 0.01, lambda said: fused.add(said, outcome))
+    assert outcome.checks == {"exact": 0}
+    assert outcome.hung == "delayed"
+    assert "delayed hung or died" in fused.markdown([outcome])
+
+
+def test_the_rest_is_done_by_another_process(capfd: pytest.CaptureFixture) -> None:
+    """One that dies in its first step, and one after it that says what came out."""
+    found: list[Said] = []
+    given = iter([("dies",), ("ends",), None])
+    run_apart(_dies_or_ends, lambda: next(given), 60.0, found.append)
+    assert found == [Said("dies", "step", HUNG), Said("ends", "step", 1)]
+
+
+def _dies_or_ends(what: str, connection: Connection) -> None:
+    connection.send(Said(what, "step"))
+    if what == "dies":
+        os._exit(1)
+    connection.send(Said(what, "step", 1))
 
 
 def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
