@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import block, fused, ops, pictures, stack, train
+from benchmarks import block, fused, fused_tiles, ops, pictures, stack, train
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
@@ -23,6 +23,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
 _OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "picture": (pictures.Picture, pictures.run),
     "fused": (fused.Fused, fused.run),
+    "fused_tiles": (fused_tiles.FusedTiles, fused_tiles.run),
 }
 
 

@@ -115,6 +115,14 @@ def differing(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.psum(jnp.sum((bits[0] != bits[1]).astype(jnp.int32)), AXIS)
 
 
+def whole_numbers(key: jax.Array, shape: tuple[int, ...], contracted: int, dtype: Any) -> jax.Array:
+    """So few that are not zero that any part of a sum of so many products is exact."""
+    density = min(1.0, _DEVIATION / contracted**0.5)
+    signs = jax.random.rademacher(key, shape, jnp.int8)
+    some = jax.random.bernoulli(jax.random.fold_in(key, 1), density, shape)
+    return (signs * some).astype(dtype)
+
+
 class Checks:
     """What must be zero: each counts elements that are wrong, in so many turns of a loop."""
 
@@ -124,16 +132,10 @@ class Checks:
     def exact(self, way: Way) -> Callable[[], int]:
         """Differences from the reference where every sum is exact."""
         contracted = self.case.shapes[1][0]
-        density = min(1.0, _DEVIATION / contracted**0.5)
-
-        def whole_numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-            signs = jax.random.rademacher(key, shape, jnp.int8)
-            some = jax.random.bernoulli(jax.random.fold_in(key, 1), density, shape)
-            return (signs * some).astype(self.dtype)
 
         def turn(way: Way, key: jax.Array, x_shape: Any, w_shape: Any) -> jax.Array:
-            x = whole_numbers(jax.random.fold_in(key, 2), x_shape)
-            w = whole_numbers(jax.random.fold_in(key, 3), w_shape)
+            x = whole_numbers(jax.random.fold_in(key, 2), x_shape, contracted, self.dtype)
+            w = whole_numbers(jax.random.fold_in(key, 3), w_shape, contracted, self.dtype)
             return differing(way(x, w), reference(self.case.op, x, w))
 
         return self._in_a_loop(functools.partial(turn, way))
@@ -178,7 +180,24 @@ def chain(case: Case, contender: str, mesh: Mesh, dtype: Any, layers: int) -> An
         # Gathered already; and what is summed stays this device's part of the sum.
         x_spec = P() if case.op == "all_gather_matmul" else x_spec
         y_spec = y_spec if case.op == "all_gather_matmul" else P(AXIS)
-    op = jax.jit(way_of(contender, case.op))
+    specs = x_spec, w_spec, y_spec
+    jit = overlap_jit if contender.startswith("ring") else jax.jit
+    return lowered_chain(
+        case, way_of(contender, case.op), specs, mesh, dtype, layers, jit
+    ).compile()
+
+
+def lowered_chain(
+    case: Case,
+    way: Way,
+    specs: tuple[P, P, P],
+    mesh: Mesh,
+    dtype: Any,
+    layers: int,
+    jit: Callable[..., Any] = jax.jit,
+) -> Any:
+    """A way to carry out the op, over and over; lowered once, for all layers share its trace."""
+    op = jax.jit(way)
 
     def run(x: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
         results = []
@@ -188,15 +207,12 @@ def chain(case: Case, contender: str, mesh: Mesh, dtype: Any, layers: int) -> An
             results.append(y)
         return results
 
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
-    )
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs[:2], out_specs=specs[2], check_vma=False)
     x, w = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(case.shapes, (x_spec, w_spec), strict=True)
+        for shape, spec in zip(case.shapes, specs[:2], strict=True)
     )
-    jit = overlap_jit if contender.startswith("ring") else jax.jit
-    return jit(sharded).lower(x, [w] * layers).compile()
+    return jit(sharded).lower(x, [w] * layers)
 
 
 def random_array(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, seed: int) -> Any:
