@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.apart import HUNG, Said, run_apart
-from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_array, way_of
+from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_arrays, way_of
 from benchmarks.report import default_folder
 from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
 from benchmarks.tables import table
@@ -65,10 +66,10 @@ def times(case: Case, mesh: Mesh, settings: Fused) -> dict[str, Any]:
                 found[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     x_shape, w_shape = case.shapes
     w_sharding = NamedSharding(mesh, case.specs[1])
-    ws = [random_array(w_shape, dtype, w_sharding, seed) for seed in range(settings.layers)]
+    ws = random_arrays(w_shape, dtype, w_sharding, range(settings.layers))
+    (x,) = random_arrays(x_shape, dtype, NamedSharding(mesh, case.specs[0]), [settings.layers])
     xs = {
-        name: random_array(x_shape, dtype, program.input_shardings[0][0], settings.layers)
-        for name, program in programs.items()
+        name: jax.device_put(x, program.input_shardings[0][0]) for name, program in programs.items()
     }
     runs = {name: functools.partial(p, xs[name], ws) for name, p in programs.items()}
     for name, timing in measure(

@@ -12,7 +12,7 @@ Legend of global shapes: M rows; K features; F hidden features. A gather multipl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -215,10 +215,13 @@ def lowered_chain(
     return jit(sharded).lower(x, [w] * layers)
 
 
-def random_array(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, seed: int) -> Any:
-    """Numbers that take as much power to multiply as a program's."""
+def random_arrays(
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, seeds: Iterable[int]
+) -> list[jax.Array]:
+    """Numbers that take as much power to multiply as a program's; drawn by one executable."""
 
-    def draw() -> jax.Array:
+    def draw(seed: jax.Array) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
 
-    return jax.jit(draw, out_shardings=sharding)()
+    compiled = jax.jit(draw, out_shardings=sharding)
+    return [compiled(jnp.uint32(seed)) for seed in seeds]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.communication import AXIS
-from benchmarks.fused_cases import Case, random_array, whole_numbers
+from benchmarks.fused_cases import Case, random_arrays, whole_numbers
 
 # Layers take turns with so many weights when they are checked.
 _CHECKED = 2
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Operands:
-    """Arrays for all cases of one op and model.
+    """Arrays for all cases of one model whose operands are divided alike.
 
     Args:
       case: that with the most rows.
@@ -61,8 +61,8 @@ class Operands:
         shardings = x_sharding, [w_sharding] * _CHECKED, [y_sharding] * _CHECKED
         self._exact, ws, self._results = jax.jit(exact, out_shardings=shardings)()
         self.exact_ws = [ws[layer % _CHECKED] for layer in range(layers)]
-        self._random = random_array(x_shape, dtype, x_sharding, layers)
-        self.random_ws = [random_array(w_shape, dtype, w_sharding, n) for n in range(layers)]
+        (self._random,) = random_arrays(x_shape, dtype, x_sharding, [layers])
+        self.random_ws = random_arrays(w_shape, dtype, w_sharding, range(layers))
 
     def compile_rows(self, case: Case, pool: Executor) -> Future[Any]:
         """Has what `rows` calls for a case compiled."""

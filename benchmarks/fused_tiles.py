@@ -156,10 +156,12 @@ def _start_all(
     connection: Connection,
 ) -> Iterator[Trials]:
     """Has the plans of case after case compiled."""
-    for (op, model), same in itertools.groupby(cases, lambda case: (case.op, case.model)):
-        most = Case(op, model, max(settings.rows))
+    # Of a scatter and an all-reduce, x and w are the same.
+    for _, group in itertools.groupby(cases, lambda case: (case.model, case.specs[:2])):
+        alike = [*group]
+        most = max(alike, key=lambda case: case.rows)
         operands = Operands(most, settings.layers, mesh, settings.array_dtype)
-        for case in same:
+        for case in alike:
             began = time.monotonic()
             try:
                 call = call_of(case, mesh.size)
@@ -225,7 +227,7 @@ def run(settings: FusedTiles) -> list[Outcome]:
         settings = replace(settings, output=default_folder("fused-tiles"))
     began = time.time()
     ends = began + settings.limit_seconds
-    cases = [Case(*c) for c in itertools.product(settings.ops, settings.models, settings.rows)]
+    cases = [Case(o, m, r) for m in settings.models for o in settings.ops for r in settings.rows]
     found = {case: Outcome(case) for case in cases}
     failed: set[str] = set()
 
