@@ -72,7 +72,7 @@ class FusedTiles(Settings):
     """Timed groups; within each all plans take turns."""
     group_seconds: float = 0.03
     """How long each plan runs in each group."""
-    step_seconds: float = 40.0
+    step_seconds: float = 60.0
     """What takes longer hangs: a check, the timing of a case, the compilation of the next."""
 
 
