@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping
@@ -11,12 +12,13 @@ from typing import Any
 import jax
 
 from collective_matmul.log import say_once
-from collective_matmul.peer_access import peer_access_obstacle
+from collective_matmul.peer_access import launched_one_by_one, peer_access_obstacle
 
 _PERMUTE_MODE = "xla_gpu_collective_permute_mode"
+_IN_GRAPHS = "xla_gpu_enable_command_buffer"
 
-#: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs. Each is
-#: ignored by compilers for other platforms.
+#: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs, and kernels
+#: may address peers' memory. Each is ignored by compilers for other platforms.
 OVERLAP_OPTIONS = MappingProxyType(
     {
         # A permute is a copy between peers, on a copy engine: it takes no multiprocessor from the
@@ -26,6 +28,9 @@ OVERLAP_OPTIONS = MappingProxyType(
         "xla_gpu_dot_merger_threshold_mb": "0",
         # A backward ring carries an accumulator and an operand at once.
         "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+        # What may be in a CUDA graph: all that may by default but custom calls, as our kernels are.
+        # See `collective_matmul.peer_access.replay_obstacle`.
+        _IN_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN",
     }
 )
 
@@ -33,7 +38,7 @@ OVERLAP_OPTIONS = MappingProxyType(
 def overlap_jit(
     fun: Callable, *, compiler_options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> OverlapJit:
-    """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
+    """`jax.jit` with the compiler options that rings and kernels need; harmless beside GPUs.
 
     For the outermost function alone, since options are of a whole program: differentiate inside it,
     ``overlap_jit(jax.grad(loss))``. JAX refuses ``jax.grad(overlap_jit(loss))``.
@@ -44,7 +49,8 @@ def overlap_jit(
 
     Args:
       fun: the function to compile.
-      compiler_options: further options; they win over ours.
+      compiler_options: further options; they win over ours. Without ours on CUDA graphs, fused
+        kernels are not used.
       **kwargs: handed to `jax.jit`.
 
     Returns:
@@ -71,25 +77,33 @@ class OverlapJit:
     def _jitted(self) -> Any:
         return self._jit(compiler_options=_options(self._users_options))
 
+    def _tracing(self) -> contextlib.AbstractContextManager:
+        """Tells what is traced how it will be compiled."""
+        return launched_one_by_one(_IN_GRAPHS not in self._users_options)
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As an attribute of a class, a method."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        return self._jitted(*args, **kwargs)
+        with self._tracing():
+            return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As of `jax.jit`."""
-        return self._jitted.lower(*args, **kwargs)
+        with self._tracing():
+            return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As of `jax.jit`."""
-        return self._jitted.trace(*args, **kwargs)
+        with self._tracing():
+            return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As of `jax.jit`."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        with self._tracing():
+            return self._jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As of `jax.jit`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from collective_matmul.choose.decision import Decision, record_decisions, traced_anew
 from collective_matmul.listing import Line, line_of, listing
+from collective_matmul.peer_access import launched_one_by_one
 from collective_matmul.rewrite import FoundSite, find_sites
 
 
@@ -51,8 +52,8 @@ def explain(fun: Callable) -> Callable[..., Explanation]:
     place. Where that was not asked for, the line says that it is not replaced and what `overlap`
     would use; and of those that `overlap` leaves alone, why.
 
-    Decisions are those for the devices of the mesh. For others than those here, give `shard_map` a
-    `jax.sharding.AbstractMesh` with the `jax.sharding.AbstractDevice` of another kind, as
+    Decisions are those for `overlap_jit` and the devices of the mesh. For others than those here,
+    give `shard_map` a `jax.sharding.AbstractMesh` with the `AbstractDevice` of another kind, as
     ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
 
     Args:
@@ -67,7 +68,7 @@ def explain(fun: Callable) -> Callable[..., Explanation]:
         decisions: list[Decision] = []
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with traced_anew(), record_decisions() as taken:
+            with traced_anew(), launched_one_by_one(True), record_decisions() as taken:
                 result = fun(*args, **kwargs)
             decisions.extend(taken)
             return result

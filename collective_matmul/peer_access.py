@@ -1,7 +1,7 @@
-"""Whether a ring can be copies between peers: GPUs of one process that address each other's memory.
+"""Whether peers, GPUs of one process, can address each other's memory, as copies and kernels do.
 
-Where it cannot, permutes go through NCCL. That works everywhere, and hides nothing, since NCCL's
-kernels wait for the multiprocessors that the matmul holds.
+Where a ring cannot be copies between peers, permutes go through NCCL. That works everywhere, and
+hides nothing, since NCCL's kernels wait for the multiprocessors that the matmul holds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,24 @@ from typing import Any
 
 import jax
 import numpy as np
+
+#: Whether the program that is traced will be compiled by `collective_matmul.overlap_jit`, which has
+#: XLA launch kernels one by one.
+launched_one_by_one = jax.make_user_context(False)
+
+
+def replay_obstacle() -> str | None:
+    """Why a kernel must not address peers' memory in the program that is traced, or None.
+
+    XLA replays launches from CUDA graphs with the arguments of their first time, addresses on peers
+    among them. It renews them when arrays of the GPU itself have moved, but not for those of peers.
+    """
+    if launched_one_by_one.value:
+        return None
+    return (
+        "a kernel in a CUDA graph would write to where peers' arrays were before; compile with"
+        " collective_matmul.overlap_jit instead of jax.jit, which keeps it out of graphs"
+    )
 
 
 def transport_obstacle(axis_name: str) -> str | None:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from collective_matmul import OVERLAP_OPTIONS, compiler, log, overlap_jit
+from collective_matmul.peer_access import replay_obstacle
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
 
+IN_GRAPHS = "xla_gpu_enable_command_buffer"
 PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 
@@ -77,6 +79,44 @@ def test_a_decorated_function_starts_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_keywords_that_do_not_fit_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="static_argnames"):
         overlap_jit(lambda x: x, static_argnames="y")
+
+
+class Recorded:
+    """A function, and for each time it is traced why kernels may not address peers' memory."""
+
+    def __init__(self) -> None:
+        self.obstacles: list[str | None] = []
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.obstacles.append(replay_obstacle())
+        return x
+
+
+@pytest.mark.parametrize("use", ["__call__", "lower", "trace", "eval_shape"])
+def test_what_is_traced_knows_how_it_is_compiled(use: str) -> None:
+    recorded = Recorded()
+    getattr(overlap_jit(recorded), use)(1.0)
+    assert recorded.obstacles == [None]
+
+
+def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
+    recorded = Recorded()
+    inner = jax.jit(recorded)
+    for jit in (jax.jit, overlap_jit):
+        jit(lambda x: inner(x))(1.0)
+    plain, ours = recorded.obstacles
+    assert "compile with collective_matmul.overlap_jit" in str(plain)
+    assert ours is None
+
+
+def test_graphs_of_the_users_own_choice_may_replay() -> None:
+    recorded = Recorded()
+    overlap_jit(recorded, compiler_options={IN_GRAPHS: "CUSTOM_CALL"})(1.0)
+    assert "CUDA graph" in str(recorded.obstacles)
+
+
+def test_kernels_stay_out_of_graphs() -> None:
+    assert "CUSTOM_CALL" not in OVERLAP_OPTIONS[IN_GRAPHS].split(",")
 
 
 def test_all_that_jit_offers() -> None:

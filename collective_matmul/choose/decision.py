@@ -18,7 +18,7 @@ from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
 from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from collective_matmul.log import say_once
-from collective_matmul.peer_access import transport_obstacle
+from collective_matmul.peer_access import launched_one_by_one, transport_obstacle
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,11 @@ def traced_anew() -> contextlib.AbstractContextManager:
 
 
 def decisions_of(fun: Callable, *args: Any, **kwargs: Any) -> list[Decision]:
-    """Every decision for a function, which is traced for these arguments, and not compiled."""
-    with traced_anew(), record_decisions() as decisions:
+    """Every decision for a function, which is traced for these arguments, and not compiled.
+
+    They are those of a program that is compiled by `collective_matmul.overlap_jit`.
+    """
+    with traced_anew(), launched_one_by_one(True), record_decisions() as decisions:
         jax.eval_shape(fun, *args, **kwargs)
     return decisions
 

@@ -22,6 +22,7 @@ from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import CEILING, Entry, Run, Table, cache_path, files
 from collective_matmul.choose.trials import Measure, Trial, trials
 from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.peer_access import launched_one_by_one
 
 
 def tune(
@@ -86,7 +87,8 @@ def tune(
         limit_seconds=limit_seconds,
         run=_describe(found),
     )
-    return tuner.tune(sites, again)
+    with launched_one_by_one(True):  # As all that is compiled to be timed.
+        return tuner.tune(sites, again)
 
 
 def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:

@@ -18,6 +18,7 @@ from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.tables import Prediction
 from collective_matmul.log import say_once
+from collective_matmul.peer_access import launched_one_by_one
 from tests.choose.sites import BFLOAT16, H200, site_of
 from tests.reference import AXIS, OPS
 
@@ -35,11 +36,13 @@ def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch: Patch) -> None:
-    """The fused kernels were the fastest, and then a ring; JAX has what the kernels need."""
+def _measured(monkeypatch: Patch) -> Iterator[None]:
+    """The fused kernels were the fastest, and then a ring; kernels have all that they need."""
     found = Prediction(SECONDS, 0.02, "measured")
     monkeypatch.setattr(decision.tables, "look_up", lambda site, tables: found)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    with launched_one_by_one(True):
+        yield
 
 
 @pytest.fixture
@@ -140,6 +143,20 @@ def test_the_mesh_says_whether_there_are_kernels(
         found = obstacle_of(layer(op), "fused")
     assert found == reason or (reason and found and reason in found)
     assert "Hopper GPUs only" in str(obstacle_of(layer(op), "fused"))  # Of this machine.
+
+
+@every_op
+def test_kernels_are_not_replayed(op: Op, on_h200: None, said: Callable) -> None:
+    """A graph that XLA makes of what plain `jax.jit` compiles does not hear that peers moved."""
+    why = (
+        "fused is not possible: a kernel in a CUDA graph would write to where peers' arrays were"
+        " before; compile with collective_matmul.overlap_jit instead of jax.jit, which keeps it out"
+        " of graphs"
+    )
+    with launched_one_by_one(False):
+        name, reason = decide(layer(op), "fused")
+    assert (name, reason.startswith(f"fallback: {why}; ")) == ("ring_direct", True)
+    assert said() == [f"{op} falls back to ring_direct: {why}"]
 
 
 @every_op

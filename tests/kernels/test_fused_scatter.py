@@ -12,7 +12,7 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap_jit
 from collective_matmul.implementations import fused
 from collective_matmul.kernels import fused_scatter
 from collective_matmul.kernels.scatter_plan import Kind, Shapes, candidates
@@ -176,10 +176,8 @@ def test_ops_vmap_and_gradients(op: Any, make_mesh: MeshFactory, _for_hopper: No
         return sharded(xs, w).astype(jnp.float32).sum()
 
     xs, w = (ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 64, 256), (256, 128)))
-    lowered = (
-        jax.jit(jax.value_and_grad(loss, (0, 1))).trace(xs, w).lower(lowering_platforms=("cuda",))
-    )
-    assert "@mosaic_gpu" in lowered.as_text()
+    traced = overlap_jit(jax.value_and_grad(loss, (0, 1))).trace(xs, w)
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_a_rider_is_there_before_the_launch(make_mesh: MeshFactory, _for_hopper: None) -> None:
