@@ -169,7 +169,7 @@ class Checks:
 
         sharded = jax.shard_map(loop, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
         seeds = jnp.arange(self.turns, dtype=jnp.uint32)
-        compiled = jax.jit(sharded).lower(seeds).compile()
+        compiled = overlap_jit(sharded).lower(seeds).compile()
         return lambda: int(compiled(seeds))
 
 
@@ -181,10 +181,7 @@ def chain(case: Case, contender: str, mesh: Mesh, dtype: Any, layers: int) -> An
         x_spec = P() if case.op == "all_gather_matmul" else x_spec
         y_spec = y_spec if case.op == "all_gather_matmul" else P(AXIS)
     specs = x_spec, w_spec, y_spec
-    jit = overlap_jit if contender.startswith("ring") else jax.jit
-    return lowered_chain(
-        case, way_of(contender, case.op), specs, mesh, dtype, layers, jit
-    ).compile()
+    return lowered_chain(case, way_of(contender, case.op), specs, mesh, dtype, layers).compile()
 
 
 def lowered_chain(
@@ -194,7 +191,6 @@ def lowered_chain(
     mesh: Mesh,
     dtype: Any,
     layers: int,
-    jit: Callable[..., Any] = jax.jit,
 ) -> Any:
     """A way to carry out the op, over and over; lowered once, for all layers share its trace."""
     op = jax.jit(way)
@@ -212,7 +208,7 @@ def lowered_chain(
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(case.shapes, specs[:2], strict=True)
     )
-    return jit(sharded).lower(x, [w] * layers)
+    return overlap_jit(sharded).lower(x, [w] * layers)
 
 
 def random_arrays(

@@ -20,7 +20,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    overlap_jit,
+)
 from collective_matmul.kernels import device, fused_gather, fused_scatter
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
@@ -85,6 +90,11 @@ class Case:
 
     def compile(self, way: Callable[..., Any], *, results: int = 1) -> Callable[..., Any]:
         """A program of global arrays, from a function of local x [1, ...] and w."""
+        sharded, shardings = self.sharded(way, results=results)
+        return overlap_jit(sharded, in_shardings=shardings)
+
+    def sharded(self, way: Callable[..., Any], *, results: int = 1) -> tuple[Any, Any]:
+        """The same to be compiled, and how its arguments are laid out."""
         mesh = mesh_of(tuple(name for name, _ in self.mesh), tuple(n for _, n in self.mesh))
         specs = self.specs
         if self.batch == 1:
@@ -95,8 +105,7 @@ class Case:
         sharded = jax.shard_map(
             way, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=(y_spec,) * results
         )
-        shardings = [NamedSharding(mesh, spec) for spec in (x_spec, w_spec)]
-        return jax.jit(sharded, in_shardings=shardings)
+        return sharded, [NamedSharding(mesh, spec) for spec in (x_spec, w_spec)]
 
 
 def op_of(case: Case) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -162,10 +171,11 @@ def test_values(case: Case, _with_kernels: None) -> None:
 def test_gradients(case: Case) -> None:
     skip_without(case.devices)
     x, w, dy = case.arrays()
-    op = case.compile(lambda x, w: (op_of(case)(x, w),))
+    op, shardings = case.sharded(lambda x, w: (op_of(case)(x, w),))
 
-    @jax.jit
+    @overlap_jit
     def gradients(x, w, dy):
+        x, w = lax.with_sharding_constraint((x, w), tuple(shardings))
         return jax.vjp(lambda x, w: op(x, w)[0], x, w)[1](dy)
 
     dx, dw = gradients(x, w, dy)
