@@ -244,12 +244,17 @@ def _swizzles(problem: Problem, tiles: Tiles) -> bool:
 
 def _box(rows: int, columns: int) -> tuple[int, int] | None:
     """The largest box, as wide as possible, that fills a shard without a rest."""
-    wide = _largest_divisor(columns, _BOX_COLUMNS)
-    high = _largest_divisor(rows, _BOX_BYTES // (ITEMSIZE * wide))
-    if ITEMSIZE * wide % 16 or ITEMSIZE * high * wide % _ALIGNMENT:
-        return None
-    return high, wide
+    for wide in filter(lambda wide: ITEMSIZE * wide % 16 == 0, _divisors(columns, _BOX_COLUMNS)):
+        for high in _divisors(rows, _BOX_BYTES // (ITEMSIZE * wide)):
+            if ITEMSIZE * high * wide % _ALIGNMENT == 0:
+                return high, wide
+    return None
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    return max(d for d in range(1, min(number, most) + 1) if number % d == 0)
+    return _divisors(number, most)[0]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Those that are not more than `most`, the largest first."""
+    return [d for d in range(min(number, most), 0, -1) if number % d == 0]

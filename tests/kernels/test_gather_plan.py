@@ -10,8 +10,8 @@ from collective_matmul.kernels.gather_plan import BUFFERS, Shapes, make_plan
 from collective_matmul.kernels.tiles import ITEMSIZE, SHARED_MEMORY_BYTES
 
 
-@pytest.mark.parametrize("rows", [4, 8, 24, 128, 1000, 2048])
-@pytest.mark.parametrize("contracted", [64, 96, 4096, 28672])
+@pytest.mark.parametrize("rows", [4, 8, 24, 100, 128, 1000, 2048])
+@pytest.mark.parametrize("contracted", [64, 96, 640, 4096, 28672])
 def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
     shapes = Shapes(4, 2, rows, contracted, (1024,))
     plan = make_plan(shapes)
