@@ -68,7 +68,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 def sites(
     names: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
 ) -> Iterator[Site]:
-    """Every layer of the names in `LAYERS`, forward and backward, at each number of global rows.
+    """Every layer of the names in `LAYERS`, in all its passes, at each number of global rows.
 
     Raises:
       ValueError: for a name that there is not, or sizes that the devices do not divide.
@@ -83,7 +83,11 @@ def sites(
 
 
 def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:
-    """A layer's op, and the op of its backward."""
+    """A layer's op, and the op of its backward; for a gather in two ways.
+
+    Our own gather is gathered again in the backward. One that `collective_matmul.overlap` finds in
+    a program differentiated by JAX is kept for that instead.
+    """
     divided = (rows, *(layer.columns if layer.kind == "gather" else (layer.contracted,)))
     for size in divided:
         if size % devices or size < 1:
@@ -99,6 +103,8 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
         yield Site("all_gather_matmul", forward, dtype, "", devices)
         rider = (shard, layer.contracted)
         yield Site("matmul_reduce_scatter", backward, dtype, "", devices, rider=rider)
+        yield Site("all_gather_matmul", forward, dtype, "", devices, keep_gathered=True)
+        yield Site("matmul_reduce_scatter", backward, dtype, "", devices)
     else:
         k, (n,) = layer.contracted // devices, layer.columns
         forward, backward = ((rows, k), (k, n)), ((shard, n), (n, k))

@@ -152,14 +152,14 @@ def test_long_sites_are_repeated_less() -> None:
 # Shapes.
 
 
-def test_layers_of_llama_have_four_forms_of_site() -> None:
+def test_layers_of_llama_have_all_forms_of_site() -> None:
     found = list(shapes.sites(["llama3-8b"], [2048], 4))
-    assert len(found) == len(set(found)) == 2 * len(shapes.LAYERS["llama3-8b"])
-    gate_and_up, riding, down, keeping = found[:4]
+    gate_and_up, riding, kept, summed, down, keeping = found[:6]
     shard = (512, 4096)
-    assert gate_and_up.operands == ((shard, (4096, 3584)),) * 2
-    assert riding.operands == (((2048, 3584), (3584, 4096)),) * 2
-    assert riding.rider == shard
+    assert gate_and_up.operands == kept.operands == ((shard, (4096, 3584)),) * 2
+    assert riding.operands == summed.operands == (((2048, 3584), (3584, 4096)),) * 2
+    assert (riding.rider, summed.rider) == (shard, None)
+    assert (gate_and_up.keep_gathered, kept.keep_gathered) == (False, True)
     assert down.operands == (((2048, 3584), (3584, 4096)),)
     assert keeping.operands == ((shard, (4096, 3584)),)
     assert keeping.keep_gathered
