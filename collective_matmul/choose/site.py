@@ -76,11 +76,11 @@ class Site:
     def flat(self) -> Site:
         """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N].
 
-        Weights lie as a model's would: the other way round in a backward.
+        Weights lie as a model's would: the other way round in a backward. The largest comes first.
         """
         return replace(
             self,
-            operands=tuple((_flat(x), w) for x, w in self.operands),
+            operands=tuple(sorted(((_flat(x), w) for x, w in self.operands), reverse=True)),
             dtype=np.dtype(self.dtype),
             axis_name="",
             rider=None if self.rider is None else _flat(self.rider),

@@ -268,6 +268,28 @@ def test_leading_dimensions_and_the_name_of_the_axis_do_not_matter() -> None:
     assert prediction.basis.startswith("measured")
 
 
+def test_the_order_of_weights_does_not_matter() -> None:
+    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
+    facts = ("all_gather_matmul", BFLOAT16, AXIS, 4)
+    one, other = (
+        Site(facts[0], tuple((x, w) for w in weights), *facts[1:])
+        for weights in ((large, small, small), (small, large, small))
+    )
+    found = look_up(other, [("here", table_of((one, entry(bulk=10.0, ring=8.0))))])
+    assert found is not None
+    assert found.basis == "measured (here)"
+
+
+@pytest.mark.parametrize(("fused", "believed"), [(99.0, False), (101.0, True)])
+def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) -> None:
+    entries = [(layer(rows), entry(bulk=200.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
+    for rows in (1024, 1500, 2048):
+        found = look_up(layer(rows), [("here", table_of(*entries))])
+        assert found is not None
+        assert ("fused" in found.seconds) == believed
+        assert "ring" in found.seconds
+
+
 @pytest.mark.parametrize(
     "other",
     [
