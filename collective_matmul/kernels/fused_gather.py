@@ -86,8 +86,8 @@ def why_not(
     if _plan(x, ws, devices, dimension, transpose_w) is None:
         shapes = [w.shape for w in ws]
         return (
-            f"x {x.shape} times {shapes}: the fused kernel wants K and the columns to be multiples"
-            " of 32; pad them"
+            f"x {x.shape} times {shapes}: the fused kernel wants K to be a multiple of 64 and"
+            " the columns of 32; pad them"
         )
     return None
 

@@ -10,7 +10,7 @@ leave the accumulators too few registers. Peers' memory is addressed directly.
 The algorithm, on device d of D:
 
 1. The senders cut the device's own shard into boxes. Each copies its share into shared memory, and
-   from there into the gathered array of a peer. Whoever stored a message, a few boxes side by side,
+   from there into the gathered array of a peer. Whoever stored a message, one or a few boxes,
    waits until it has arrived, and counts up the peer's semaphore of the rows it is part of. Then
    comes the next peer, in the order in which they need the shard: to each other one device sends at
    any time, with all the bandwidth there is.
@@ -22,6 +22,10 @@ The algorithm, on device d of D:
 Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
 the device sends its shard to itself too, so that a tile lies in one array, and each box to all
 receivers at once, as they are so few.
+
+A box is one piece of memory: its copies need an address and no more. The kernel looks up the peers'
+when it sends, in a table that XLA keeps on the GPU, so they may change from one launch to the next,
+of a CUDA graph too. A region of several pieces would need a descriptor, made by the host before.
 
 No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
 each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,
@@ -169,22 +173,20 @@ class Gathering(Work):
     def await_rows(self, arrived, plane, row) -> None:
         """Waits for the rows of a tile, counted from the beginning of a plane of one shard."""
         plan = self.plan
-        rows, height = plan.shapes.rows, plan.strips_per_group * plan.box[0]
+        rows = plan.shapes.rows
         end = rows * (self.devices if plan.joins else 1)
 
         def group(row):
-            return lax.div(row, rows) * plan.groups + lax.div(lax.rem(row, rows), height)
+            within = lax.div(lax.rem(row, rows), plan.rows_per_group)
+            return lax.div(row, rows) * plan.groups + within
 
         first = plane * plan.groups
         last_row = jnp.minimum(row + self.tiles.rows, end) - 1
 
         @pl.loop(group(row), group(last_row) + 1)
         def _(number):
-            strips = jnp.minimum(
-                plan.strips_per_group,
-                plan.strips - lax.rem(number, plan.groups) * plan.strips_per_group,
-            )
-            count = strips * plan.messages_per_strip
+            before = lax.rem(number, plan.groups) * plan.messages_per_group
+            count = jnp.minimum(plan.messages_per_group, plan.messages_per_plane - before)
             pl.semaphore_wait(arrived.at[first + number], count, decrement=False)
 
     def send(self, shard, gathered, arrived, boxes, loaded) -> None:
@@ -193,43 +195,41 @@ class Gathering(Work):
         per_message = plan.boxes_per_message
         this, blocks = block()
         messages = lax.div(plan.messages - this + blocks - 1, blocks)
-        count = messages * self.passes
-        high, wide = plan.box
+        count = messages * self.passes * per_message
 
         def locate(box):
-            """The pass, and the plane, the strip and the column of a box in it."""
+            """The pass and the message that a box is part of, and its number in the shard."""
             turn = lax.div(box, per_message)
             message = this + lax.rem(turn, messages) * blocks
-            strip = lax.div(message, plan.messages_per_strip)
-            part = lax.rem(message, plan.messages_per_strip) * per_message
-            column = (part + lax.rem(box, per_message)) * wide
-            place = lax.div(strip, plan.strips), lax.rem(strip, plan.strips), column
-            return lax.div(turn, messages), place
+            number = message * per_message + lax.rem(box, per_message)
+            return lax.div(turn, messages), message, number
 
         def load(box):
-            _, (plane, strip, column) = locate(box)
-            source = shard.at[plane, pl.ds(strip * high, high), pl.ds(column, wide)]
             slot = lax.rem(box, BUFFERS)
-            plgpu.copy_gmem_to_smem(source, boxes.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(
+                self.region(shard, *self.place(locate(box)[2])),
+                boxes.at[slot],
+                loaded.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
 
         def signal(box):
-            passed, (plane, strip, _) = locate(box)
-            me = lax.axis_index(self.axis_name)
-            group = (plane * self.devices + me) * plan.groups
-            self.count_arrival(passed, arrived.at[group + lax.div(strip, plan.strips_per_group)])
+            passed, message, _ = locate(box)
+            self.count_arrival(passed, arrived.at[self.semaphore(message)])
 
         @pl.when(count > 0)
         def _():
             load(jnp.int32(0))
 
-        @pl.loop(0, count * per_message)
+        @pl.loop(0, count)
         def _(box):
             slot = lax.rem(box, BUFFERS)
             plgpu.barrier_wait(loaded.at[slot])
             self.delay(box)
-            self.post(boxes.at[slot], gathered, *locate(box))
+            passed, _, number = locate(box)
+            self.post(boxes.at[slot], gathered, passed, number)
 
-            @pl.when(box + 1 < count * per_message)
+            @pl.when(box + 1 < count)
             def _():
                 plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
                 load(box + 1)
@@ -243,22 +243,39 @@ class Gathering(Work):
         @pl.when(count > 0)
         def _():
             plgpu.wait_smem_to_gmem(0)
-            signal(count * per_message - 1)
+            signal(count - 1)
 
-    def post(self, box, gathered, passed, place) -> None:
-        """Sends a box off to its place at the receivers of a pass, as one group of copies."""
+    def place(self, number) -> tuple[Any, Any, Any]:
+        """The plane, and the first row and column, of a box of the shard."""
+        shapes, (high, wide) = self.plan.shapes, self.plan.box
+        down, across = shapes.rows // high, shapes.contracted // wide
+        strip, part = lax.div(number, across), lax.rem(number, across)
+        return lax.div(strip, down), lax.rem(strip, down) * high, part * wide
+
+    def region(self, array, plane, row, column) -> Any:
+        """What a box holds of an array."""
+        high, wide = self.plan.box
+        return array.at[plane, pl.ds(row, high), pl.ds(column, wide)]
+
+    def semaphore(self, message) -> Any:
+        """The number of the semaphore that counts a message of this device's shard."""
         plan = self.plan
-        high, wide = plan.box
-        plane, strip, column = place
-        me, row = lax.axis_index(self.axis_name), strip * high
-        if plan.joins:
-            row += me * plan.shapes.rows
+        plane, within = (f(message, plan.messages_per_plane) for f in (lax.div, lax.rem))
+        own = plane * self.devices + lax.axis_index(self.axis_name)
+        return own * plan.groups + lax.div(within, plan.messages_per_group)
+
+    def post(self, box, gathered, passed, number) -> None:
+        """Sends a box off to its place at the receivers of a pass, as one group of copies."""
+        plane, row, column = self.place(number)
+        me = lax.axis_index(self.axis_name)
+        if self.plan.joins:
+            row += me * self.plan.shapes.rows
         else:
             plane = plane * self.devices + me
 
         def copy(offset):
             there = plgpu.remote_ref(gathered, peer(self.axis_name, offset)) if offset else gathered
-            region = there.at[plane, pl.ds(row, high), pl.ds(column, wide)]
+            region = self.region(there, plane, row, column)
             plgpu.copy_smem_to_gmem(box, region, commit_group=False)
 
         self.on_receivers(passed, copy)

@@ -21,9 +21,10 @@ from collective_matmul.kernels.tiles import (
 #: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
 BUFFERS = 2
 _BOX_BYTES = 8_192
-_BOX_COLUMNS = 256  # The copy engine's most.
-# The copy engine wants buffers in shared memory to begin at multiples of this.
-_ALIGNMENT = 128
+# Few rows leave in so many boxes at least, so that several multiprocessors send them.
+_BOXES = 16
+# Boxes are parts of rows by multiples of this: Mosaic copies multiples of 128 bytes.
+_COLUMN_MULTIPLE = 64
 # So many messages for each block keep all of them sending to the end, and rows arriving in order.
 _MESSAGES_PER_BLOCK = 4
 _OTHER_MESSAGES_PER_BLOCK = (2, 8)
@@ -80,8 +81,9 @@ class Plan:
       shapes: of the operands.
       tiles: of the matmul.
       joins: whether tiles reach over several shards.
-      box: rows and columns that are copied at once; they fill the shard.
-      boxes_per_message: boxes side by side that are counted as one.
+      box: rows and columns that are copied at once, as they lie in memory one after the other:
+        whole rows, or a part of one. Boxes fill a plane of a shard.
+      boxes_per_message: boxes, one after the other, that are counted as one.
     """
 
     shapes: Shapes
@@ -91,29 +93,32 @@ class Plan:
     boxes_per_message: int
 
     @property
-    def strips(self) -> int:
-        """Strips of boxes side by side in each plane of a shard."""
-        return self.shapes.rows // self.box[0]
-
-    @property
-    def messages_per_strip(self) -> int:
-        """Messages that a strip is sent in."""
-        return self.shapes.contracted // (self.box[1] * self.boxes_per_message)
+    def messages_per_plane(self) -> int:
+        """Messages that each plane of a shard is sent in."""
+        return self._messages(self.shapes.rows)
 
     @property
     def messages(self) -> int:
         """Messages that a shard is sent in."""
-        return self.shapes.planes * self.strips * self.messages_per_strip
+        return self.shapes.planes * self.messages_per_plane
 
     @property
-    def strips_per_group(self) -> int:
-        """Strips whose messages are counted together: about as high as a tile."""
-        return min(self.strips, max(1, self.tiles.rows // self.box[0]))
+    def rows_per_group(self) -> int:
+        """Rows whose messages are counted together: about as many as a tile has."""
+        return min(self.shapes.rows, self.tiles.rows // self.box[0] * self.box[0])
+
+    @property
+    def messages_per_group(self) -> int:
+        """Messages that such rows are sent in; the last of a plane may be fewer."""
+        return self._messages(self.rows_per_group)
 
     @property
     def groups(self) -> int:
-        """Groups of strips in each plane of a shard."""
-        return math.ceil(self.strips / self.strips_per_group)
+        """Groups of rows in each plane of a shard."""
+        return math.ceil(self.shapes.rows / self.rows_per_group)
+
+    def _messages(self, rows: int) -> int:
+        return rows * self.shapes.contracted // (math.prod(self.box) * self.boxes_per_message)
 
     @property
     def down(self) -> int:
@@ -154,13 +159,12 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
     plans = _plans(shapes, multiprocessors) or _plans(padded, multiprocessors)
 
     def vary(plan: Plan) -> list[Plan]:
-        sizes = {
-            _boxes_per_message(plan.shapes, plan.box, messages * multiprocessors)
-            for messages in _OTHER_MESSAGES_PER_BLOCK
-        }
+        counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
+        # Where boxes are few, several counts come to the same.
+        sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
         others = swept(plan.tiles, plan.across, plan.down)
         return [
-            *(replace(plan, boxes_per_message=size) for size in sizes - {plan.boxes_per_message}),
+            *(other for other in sent if other != plan),
             *(replace(plan, tiles=tiles) for tiles in others),
         ]
 
@@ -169,28 +173,30 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
 
 
 def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
-    box = _box(shapes.rows, shapes.contracted)
-    if box is None:
+    if shapes.contracted % _COLUMN_MULTIPLE:
         return []
+    box = _box(shapes)
     most = SHARED_MEMORY_BYTES - ITEMSIZE * math.prod(box) * BUFFERS
 
     def fits(problem: Problem, tiles: Tiles) -> bool:
         return tiles.shared_memory_bytes <= most and _swizzles(problem, tiles)
 
-    boxes_per_message = _boxes_per_message(shapes, box, _MESSAGES_PER_BLOCK * multiprocessors)
-    return [
-        # Rows arrive in order: those of one height are multiplied before the next.
-        Plan(shapes, replace(tiles, sweep="columns"), joins, box, boxes_per_message)
+    # Rows arrive in order: those of one height are multiplied before the next.
+    plans = (
+        Plan(shapes, replace(tiles, sweep="columns"), joins, box, 1)
         for joins in (False, True)
         for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
-    ]
+    )
+    return [_sent_in(plan, _MESSAGES_PER_BLOCK * multiprocessors) for plan in plans]
 
 
-def _boxes_per_message(shapes: Shapes, box: tuple[int, int], messages: int) -> int:
-    """Boxes side by side in each of at least so many messages, where there are so many boxes."""
-    across = shapes.contracted // box[1]
-    boxes = shapes.planes * (shapes.rows // box[0]) * across
-    return _largest_divisor(across, max(1, boxes // messages))
+def _sent_in(plan: Plan, messages: int) -> Plan:
+    """The same, sent in as few messages as may be, but in so many if there are so many boxes."""
+    boxed = replace(plan, boxes_per_message=1)
+    # No message is of two groups.
+    whole = math.gcd(boxed.messages_per_group, boxed.messages_per_plane)
+    size = _largest_divisor(whole, max(1, boxed.messages // messages))
+    return replace(plan, boxes_per_message=size)
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
@@ -242,19 +248,15 @@ def _swizzles(problem: Problem, tiles: Tiles) -> bool:
     return whole and problem.swizzles(tiles)
 
 
-def _box(rows: int, columns: int) -> tuple[int, int] | None:
-    """The largest box, as wide as possible, that fills a shard without a rest."""
-    for wide in filter(lambda wide: ITEMSIZE * wide % 16 == 0, _divisors(columns, _BOX_COLUMNS)):
-        for high in _divisors(rows, _BOX_BYTES // (ITEMSIZE * wide)):
-            if ITEMSIZE * high * wide % _ALIGNMENT == 0:
-                return high, wide
-    return None
+def _box(shapes: Shapes) -> tuple[int, int]:
+    """The largest box that fills planes without a rest."""
+    rows, columns = shapes.rows, shapes.contracted
+    most = min(_BOX_BYTES // ITEMSIZE, shapes.planes * rows * columns // _BOXES)
+    if columns <= most:
+        return _largest_divisor(rows, most // columns), columns
+    parts = columns // _COLUMN_MULTIPLE
+    return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, max(1, most // _COLUMN_MULTIPLE))
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    return _divisors(number, most)[0]
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    """Those that are not more than `most`, the largest first."""
-    return [d for d in range(min(number, most), 0, -1) if number % d == 0]
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)

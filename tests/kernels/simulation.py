@@ -146,8 +146,10 @@ class Simulation:
         box: Reference,
         barrier: tuple[Barriers, int],
         collective_axes: str | None = None,
+        oob_mode: Any = None,
     ) -> None:
-        del collective_axes  # Every block loads all that it needs.
+        # Every block loads all that it needs, and regions end where their arrays do.
+        del collective_axes, oob_mode
         self.here().wait()
         self.copies.append(Copy(source, box, functools.partial(_count, *barrier)))
 
@@ -212,6 +214,7 @@ class Simulation:
                 "semaphore_wait": self.await_semaphore,
             },
             "plgpu": {
+                "OOBFillMode": SimpleNamespace(PROMISE_IN_BOUNDS=None),
                 "ACC": lambda shape, dtype: Reference.to(np.zeros(shape, dtype)),
                 "nd_loop": self.walk,
                 "planar_snake": _snake,

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax import ShapeDtypeStruct, lax
 from jax.experimental import pallas
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
@@ -93,7 +94,7 @@ CALLS = {
     "minor axis of two": Call(mesh=(("data", 2), (AXIS, 2))),
     "few rows": Call(leading=(16,), contracted=4096),
     "few rows, kept": Call(leading=(64,), contracted=4096, columns=(14336,), keep=True),
-    "ragged": Call(leading=(4000,), contracted=96, columns=(384,)),
+    "ragged": Call(leading=(4000,), contracted=192, columns=(384,)),
     "rows that are padded": Call(leading=(400,), keep=True),
     "a row for each device": Call(leading=(4,), keep=True),
 }
@@ -113,11 +114,30 @@ def test_it_lowers(call: Call, make_mesh: MeshFactory) -> None:
 
 @needs_warps
 @pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize("name", ["plain", "several weights", "few rows, kept"])
+def test_only_the_gpu_looks_up_where_peers_arrays_are(
+    name: str, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host looks up is as old as the CUDA graph that the kernel is launched by."""
+    on_host = []
+    to_remote = mosaic.LaunchContext.to_remote
+
+    def look_up(context: Any, *operands: Any, **options: Any) -> Any:
+        on_host.append(options.get("on_host", False))
+        return to_remote(context, *operands, **options)
+
+    monkeypatch.setattr(mosaic.LaunchContext, "to_remote", look_up)
+    CALLS[name].lowered(make_mesh)
+    assert on_host and not any(on_host)
+
+
+@needs_warps
+@pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"dtype": "float32"}, "dtypes"),
-        ({"contracted": 36}, "multiples of 32"),
+        ({"contracted": 96}, "multiple of 64"),
         ({"leading": (0,)}, "without elements"),
         ({"mesh": ((AXIS, 1),)}, "nothing to communicate"),
     ],
@@ -139,10 +159,10 @@ def test_other_machines_have_no_kernel() -> None:
 LOW = Tiles(64, 128, stages=3, strips=1, split="columns", share=None, sweep="columns")
 HIGH = Tiles(128, 128, stages=3, strips=1, share="w", sweep="columns", sweep_width=2)
 PLANS = {
-    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, (24, 64), 1),
+    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, (24, 192), 1),
     "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, (8, 128), 1),
-    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, (16, 64), 2),
-    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, (12, 64), 1),
+    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, (1, 64), 4),
+    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, (12, 128), 1),
 }
 
 

@@ -108,15 +108,15 @@ LOW = Tiles(64, 64, split="columns", swizzle=64, share=None, sweep="columns", sw
 HIGH = replace(LOW, rows=128, columns=128, split="rows", share="w")
 
 PLANS = {
-    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, (16, 32), 1),
-    "messages of several boxes": Plan(Shapes(3, 1, 136, 128, (192,)), LOW, False, (8, 32), 2),
-    "clusters, strips across groups": Plan(
+    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, (16, 64), 1),
+    "messages of several boxes": Plan(Shapes(3, 1, 72, 128, (192,)), LOW, False, (1, 64), 4),
+    "clusters, groups smaller than tiles": Plan(
         Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, (40, 64), 1
     ),
     "clusters along the columns": Plan(
         Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, (8, 64), 1
     ),
-    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, (4, 32), 2),
+    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, (1, 32), 2),
     "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, (16, 64), 1),
     "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, (8, 64), 1),
 }

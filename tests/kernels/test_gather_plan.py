@@ -6,20 +6,24 @@ import math
 
 import pytest
 
-from collective_matmul.kernels.gather_plan import BUFFERS, Shapes, make_plan
+from collective_matmul.kernels.gather_plan import BUFFERS, Shapes, candidates, make_plan
 from collective_matmul.kernels.tiles import ITEMSIZE, SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("rows", [4, 8, 24, 100, 128, 1000, 2048])
-@pytest.mark.parametrize("contracted", [64, 96, 640, 4096, 28672])
+@pytest.mark.parametrize("contracted", [64, 192, 640, 4096, 28672])
 def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
     shapes = Shapes(4, 2, rows, contracted, (1024,))
-    plan = make_plan(shapes)
-    assert plan is not None
-    high, wide = plan.box
-    boxes = plan.messages * plan.boxes_per_message
-    assert boxes * high * wide == shapes.planes * rows * contracted
-    assert plan.groups * plan.strips_per_group >= plan.strips
+    for plan in candidates(shapes):
+        high, wide = plan.box
+        assert wide == contracted or high == 1, "it is in several pieces"
+        boxes = plan.messages * plan.boxes_per_message
+        assert boxes * high * wide == shapes.planes * rows * contracted
+        # Every group, the last one too, begins and ends with a message.
+        size = high * wide * plan.boxes_per_message
+        groups = {plan.rows_per_group, rows - (plan.groups - 1) * plan.rows_per_group}
+        assert all(0 < group <= plan.tiles.rows for group in groups)
+        assert not any(group * contracted % size for group in groups)
 
 
 @pytest.mark.parametrize("rows", [256, 1024])
