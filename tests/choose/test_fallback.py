@@ -188,9 +188,9 @@ def test_only_newer_versions_gather(
 @pytest.mark.parametrize(
     ("op", "contracted", "columns", "possible"),
     [
-        ("all_gather_matmul", 96, 96, True),
-        ("all_gather_matmul", 80, 96, False),
-        ("all_gather_matmul", 96, 80, False),
+        ("all_gather_matmul", 192, 96, True),
+        ("all_gather_matmul", 160, 96, False),
+        ("all_gather_matmul", 192, 80, False),
         ("matmul_reduce_scatter", 96, 192, True),
         ("matmul_reduce_scatter", 80, 192, False),
         ("matmul_reduce_scatter", 96, 160, False),
