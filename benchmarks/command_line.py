@@ -9,7 +9,8 @@ from typing import Any
 
 import tyro
 
-from benchmarks import block, fused, fused_tiles, ops, pictures, stack, train
+from benchmarks import block, ops, pictures, stack, train
+from benchmarks.fused import kernels, plans
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
@@ -22,8 +23,8 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
 #: These say and write by themselves what they find.
 _OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "picture": (pictures.Picture, pictures.run),
-    "fused": (fused.Fused, fused.run),
-    "fused_tiles": (fused_tiles.FusedTiles, fused_tiles.run),
+    "fused": (kernels.Fused, kernels.run),
+    "plans": (plans.Plans, plans.run),
 }
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,12 +25,17 @@ _GPU_FIELDS = (
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch")
 
 
-def describe(command: str) -> dict[str, Any]:
-    """The machine, the versions, and the command that was given."""
+def describe(command: str, devices: Sequence[str] | None = None) -> dict[str, Any]:
+    """The machine, the versions, and the command that was given.
+
+    Args:
+      command: the one.
+      devices: their kinds; of all that JAX finds if not given, which has it take their memory.
+    """
     return {
         "command": command,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "devices": [device.device_kind for device in jax.devices()],
+        "devices": devices or [device.device_kind for device in jax.devices()],
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "variables": {
@@ -37,6 +43,12 @@ def describe(command: str) -> dict[str, Any]:
         },
         "gpus": gpu_state(),
     }
+
+
+def device_kinds(platform: str, devices: int) -> list[str]:
+    """Of so many devices, or of all there are for 0, without JAX."""
+    names = [gpu["name"] for gpu in gpu_state()] if platform == "gpu" else ["cpu"] * devices
+    return names[: devices or None]
 
 
 def gpu_state() -> list[dict[str, str]]:

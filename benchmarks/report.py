@@ -41,11 +41,20 @@ class Report:
     Args:
       benchmark: its name.
       settings: what it was told.
+      devices: their kinds, where JAX must not look for them in this process.
+      own: its tables, if its cases have no contenders.
     """
 
-    def __init__(self, benchmark: str, settings: Settings):
+    def __init__(
+        self,
+        benchmark: str,
+        settings: Settings,
+        devices: Sequence[str] | None = None,
+        own: Sequence[Section] | None = None,
+    ):
         self.folder = settings.output or default_folder(benchmark)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._own = own
         self._started = time.monotonic()
         self._limit = settings.limit_seconds
         # Where the results lie says nothing about them.
@@ -53,7 +62,7 @@ class Report:
         command = shlex.join([Path(sys.executable).name, "-m", "benchmarks", *arguments])
         self.content: dict[str, Any] = {
             "benchmark": benchmark,
-            "environment": environment.describe(command),
+            "environment": environment.describe(command, devices),
             "settings": _plain(dataclasses.asdict(settings) | dict.fromkeys(_PLACES)),
             "cases": [],
         }
@@ -102,11 +111,16 @@ class Report:
                 self.say(f"{case}: {_sentence(contender, added['contenders'][contender])}")
         self.write()
 
+    def write_cases(self, cases: Sequence[dict[str, Any]]) -> None:
+        """Writes these in place of the cases there are."""
+        self.content["cases"] = _plain(list(cases))
+        self.write()
+
     def write(self) -> None:
         """Writes report.json and report.md; a reader never sees half of one."""
         for name, text in (
             ("report.json", json.dumps(self.content, indent=1, allow_nan=False) + "\n"),
-            ("report.md", markdown(self.content)),
+            ("report.md", markdown(self.content, self._own)),
         ):
             part = self.folder / f"{name}.part"
             part.write_text(text)
@@ -122,10 +136,16 @@ def with_times(result: Result) -> dict[str, Any]:
     return content
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """The tables of a report."""
+def markdown(content: dict[str, Any], own: Sequence[Section] | None = None) -> str:
+    """The tables of a report; `own` instead of those that tell of contenders."""
+    sections: list[Section] = [tables.title, tables.environment]
+    written = [section(content) for section in [*sections, *(own or _of_contenders(content))]]
+    return "\n\n".join(section for section in written if section) + "\n"
+
+
+def _of_contenders(content: dict[str, Any]) -> list[Section]:
     if content["benchmark"] == "ops":
-        own = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
+        own: list[Section] = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
     else:
         own = [
             tables.times,
@@ -133,12 +153,10 @@ def markdown(content: dict[str, Any]) -> str:
             tables.over_ceiling,
             tables.memory,
             tables.compilation,
+            tables.options_tried,
+            tables.decisions,
         ]
-        own += [tables.options_tried, tables.decisions]
-    sections: list[Section] = [tables.title, tables.environment, *own]
-    sections += [tables.stand_ins, tables.failures]
-    written = [section(content) for section in sections]
-    return "\n\n".join(section for section in written if section) + "\n"
+    return [*own, tables.stand_ins, tables.failures]
 
 
 def _sentence(name: str, result: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What the plans of all fused kernels share: the cuts they try, in which order, and measured ones.
 
-A kernel has many feasible plans. A model puts them in order; `python -m benchmarks fused_tiles`
+A kernel has many feasible plans. A model puts them in order; `python -m benchmarks plans`
 measures the likeliest, and tuned_plans.jsonl keeps the fastest.
 """
 

@@ -8,21 +8,21 @@ process goes on with the next case.
 from __future__ import annotations
 
 import functools
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.apart import HUNG, Said, run_apart
-from benchmarks.fused_cases import Case, Checks, Model, Op, chain, random_arrays, way_of
-from benchmarks.report import default_folder
+from benchmarks import environment
+from benchmarks.fused.apart import HUNG, Said, run_apart
+from benchmarks.fused.cases import Case, Checks, Model, Op, chain, random_arrays, way_of
+from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
 from benchmarks.tables import table
 from collective_matmul.choose.measure import measure
@@ -91,6 +91,12 @@ class Outcome:
     """Quartiles in microseconds per op, or why there are none, by contender."""
     hung: str = ""
     """The step that took too long."""
+    gpus: list[dict[str, str]] = field(default_factory=list)
+    """Their power and clocks after the last step."""
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.case.name, **asdict(self)}
 
 
 def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, Callable]]:
@@ -126,18 +132,17 @@ def work(cases: Sequence[Case], settings: Fused, ends: float, connection: Connec
                     return
 
 
-def run(settings: Fused) -> list[Outcome]:
-    """Runs all cases; prints what happens as it does, and the table last. Both are in its report.
+def run(settings: Fused) -> Report:
+    """Runs all cases; prints what happens as it does, and the table last; returns the report.
 
     Raises:
       ValueError: for settings that nothing can be measured with.
     """
     check(settings)
     check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
-    if settings.output is None:
-        settings = replace(settings, output=default_folder("fused"))
-    started = time.time()
-    ends = started + settings.limit_seconds
+    kinds = environment.device_kinds(settings.platform, settings.devices)
+    report = Report("fused", settings, kinds, [checks_and_times])
+    ends = time.time() + settings.limit_seconds
     cases = [Case(o, m, r) for o in settings.ops for m in settings.models for r in settings.rows]
     outcomes: dict[Case, Outcome] = {}
 
@@ -146,14 +151,15 @@ def run(settings: Fused) -> list[Outcome]:
         return (left, settings, ends) if left and time.time() < ends else None
 
     def note(said: Said) -> None:
-        add(said, outcomes.setdefault(said.case, Outcome(said.case)))
-        seconds = time.time() - started
-        print(f"{seconds:6.1f} s  {said.case.name}: {said.step[1]}: {said.result}", flush=True)
-        _save(settings, outcomes)
+        outcome = outcomes.setdefault(said.case, Outcome(said.case))
+        add(said, outcome)
+        outcome.gpus = environment.gpu_state()
+        report.say(f"{said.case.name}: {said.step[1]}: {said.result}")
+        report.write_cases([outcome.as_json for outcome in outcomes.values()])
 
     run_apart(work, arguments, settings.step_seconds, note)
-    print(markdown(list(outcomes.values())), flush=True)
-    return list(outcomes.values())
+    print(checks_and_times(report.content), flush=True)
+    return report
 
 
 def add(said: Said, outcome: Outcome) -> None:
@@ -166,25 +172,17 @@ def add(said: Said, outcome: Outcome) -> None:
         getattr(outcome, kind).update(result)
 
 
-def _save(settings: Fused, outcomes: dict[Case, Outcome]) -> None:
-    assert settings.output is not None
-    settings.output.mkdir(parents=True, exist_ok=True)
-    found = [*outcomes.values()]
-    text = json.dumps([asdict(outcome) for outcome in found], indent=1)
-    (settings.output / "report.json").write_text(text + "\n")
-    (settings.output / "report.md").write_text(markdown(found) + "\n")
-
-
-def markdown(outcomes: Sequence[Outcome]) -> str:
+def checks_and_times(content: dict[str, Any]) -> str:
     """A table of what was wrong, and of medians in microseconds per op."""
-    names = list(dict.fromkeys(name for o in outcomes for name in o.times))
+    cases = content["cases"]
+    names = list(dict.fromkeys(name for case in cases for name in case["times"]))
     rows = []
-    for outcome in outcomes:
-        wrong = ", ".join(f"{name} {str(v)[:40]}" for name, v in outcome.checks.items())
+    for case in cases:
+        wrong = ", ".join(f"{name} {str(v)[:40]}" for name, v in case["checks"].items())
         medians = [
             f"{value[1]:.1f}" if isinstance(value, list) else "-"
-            for value in (outcome.times.get(name) for name in names)
+            for value in (case["times"].get(name) for name in names)
         ]
-        hung = f"{outcome.hung} hung or died" if outcome.hung else ""
-        rows.append([outcome.case.name, ", ".join(filter(None, (wrong, hung))), *medians])
-    return table(["case", "wrong", *names], rows)
+        hung = f"{case['hung']} hung or died" if case["hung"] else ""
+        rows.append([case["name"], ", ".join(filter(None, (wrong, hung))), *medians])
+    return table(["µs per op", "wrong", *names], rows)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command_line, fused_tiles, fused_trials
-from benchmarks.apart import HUNG, Said
+from benchmarks import command_line
 from benchmarks.communication import AXIS
-from benchmarks.fused_cases import Case, Op, way_of
-from benchmarks.fused_operands import Operands
-from benchmarks.fused_tiles import Outcome, Step, add, markdown
-from benchmarks.fused_trials import (
+from benchmarks.fused import plans
+from benchmarks.fused.apart import HUNG, Said
+from benchmarks.fused.cases import Case, Op, way_of
+from benchmarks.fused.operands import Operands
+from benchmarks.fused.plans import Outcome, Step, add, fastest
+from benchmarks.fused.trials import (
     Bench,
     call_of,
     kind_of,
@@ -81,7 +82,7 @@ def test_a_wrong_row_counts(
             lambda x, w: right(x, w).at[2].set(jnp.nan),
         ][plans.index(plan)]
 
-    monkeypatch.setattr(fused_trials, "way_by", way)
+    monkeypatch.setattr("benchmarks.fused.trials.way_by", way)
     with ThreadPoolExecutor(2) as pool:
         operands = Operands(Case(op, "tiny", 32), layers, mesh, jnp.bfloat16)
         trials = start(case, call, plans, (), operands, pool)
@@ -122,27 +123,28 @@ def test_what_is_wrong_is_no_reason_to_leave_out_others() -> None:
     assert outcome.wrong == {plan: "17 wrong"} and not failed
     add(Said(case, Step(), HUNG), outcome, failed)
     assert outcome.done
-    assert f"| {case.name} |" in markdown([outcome]) and HUNG in markdown([outcome])
+    table = fastest({"cases": [outcome.as_json]})
+    assert f"| {case.name} |" in table and HUNG in table
 
 
 def test_a_run_leaves_a_table(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """Of the package's plans and those it found, in a process of its own."""
     arguments = (
-        "fused_tiles --platform cpu --devices 2 --ops all_gather_matmul --models tiny --rows 16 32"
+        "plans --platform cpu --devices 2 --ops all_gather_matmul --models tiny --rows 16 32"
         " --candidates 2 --layers 2 --groups 1 --group-seconds 0.001 --lead-seconds 0.001"
         " --contenders bulk --compile-threads 2 --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
-    found = json.loads((tmp_path / "report.json").read_text())
+    found = json.loads((tmp_path / "report.json").read_text())["cases"]
     lines = [outcome["line"] for outcome in found]
     assert len(lines) == 2
-    table = fused_tiles.tuned_plans() + "".join(f"{line}\n" for line in lines)
-    assert (tmp_path / "tuned_plans.jsonl").read_text() == fused_tiles.merged(table)
+    table = plans.tuned_plans() + "".join(f"{line}\n" for line in lines)
+    assert (tmp_path / "tuned_plans.jsonl").read_text() == plans.merged(table)
     for outcome in found:
         assert not outcome["wrong"] and not outcome["failure"]
-        plans = {name: times[1] for name, times in outcome["times"].items() if name != "bulk"}
-        assert len(plans) == len(outcome["times"]) - 1 == 2
-        assert outcome["best"] == min(plans, key=plans.__getitem__)
+        medians = {name: times[1] for name, times in outcome["times"].items() if name != "bulk"}
+        assert len(medians) == len(outcome["times"]) - 1 == 2
+        assert outcome["best"] == min(medians, key=medians.__getitem__)
         assert json.loads(outcome["line"])["plan"] == json.loads(outcome["best"])
     assert "all_gather_matmul tiny M=16: predicted " in capfd.readouterr().out
 
@@ -160,5 +162,5 @@ def test_settings_that_nothing_can_be_measured_with(
     option: str, sentence: str, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command_line.main(["fused_tiles", *option.split()])
+        command_line.main(["plans", *option.split()])
     assert sentence in capsys.readouterr().err

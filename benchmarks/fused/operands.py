@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.communication import AXIS
-from benchmarks.fused_cases import Case, random_arrays, whole_numbers
+from benchmarks.fused.cases import Case, random_arrays, whole_numbers
 
 # Layers take turns with so many weights when they are checked.
 _CHECKED = 2

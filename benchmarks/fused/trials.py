@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from benchmarks.communication import AXIS
-from benchmarks.fused_cases import FEATURES, Case, Way, chain, lowered_chain, way_of
-from benchmarks.fused_operands import Operands, Rows
+from benchmarks.fused.cases import FEATURES, Case, Way, chain, lowered_chain, way_of
+from benchmarks.fused.operands import Operands, Rows
 from collective_matmul.choose.measure import Timing, measure
 from collective_matmul.kernels import device, fused_gather, fused_scatter, gather_plan, scatter_plan
 from collective_matmul.kernels.fused_plans import Call, lasting

@@ -1,4 +1,4 @@
-"""``python -m benchmarks fused_tiles``: the fastest plan of each fused kernel, found by measuring.
+"""``python -m benchmarks plans``: the fastest plan of each fused kernel, found by measuring.
 
 Of each case the plans that a model takes for the likeliest are compiled, checked and timed in
 turns. While they run, XLA compiles those of the next cases. Nothing is traced meanwhile: Python
@@ -18,16 +18,17 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from benchmarks.apart import Said, run_apart
-from benchmarks.fused_cases import Case, Model, Op
-from benchmarks.fused_operands import Operands
-from benchmarks.fused_trials import (
+from benchmarks import environment
+from benchmarks.fused.apart import Said, run_apart
+from benchmarks.fused.cases import Case, Model, Op
+from benchmarks.fused.operands import Operands
+from benchmarks.fused.trials import (
     Bench,
     Plan,
     Trials,
@@ -39,7 +40,7 @@ from benchmarks.fused_trials import (
     start,
     text_of,
 )
-from benchmarks.report import default_folder
+from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
 from benchmarks.tables import table
 from collective_matmul.kernels.fused_plans import merged, tuned_plans
@@ -49,7 +50,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedTiles(Settings):
+class Plans(Settings):
     """Tunes the plans of the fused kernels: adds the fastest to a copy of the package's table."""
 
     ops: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -88,6 +89,7 @@ class Outcome:
       times: quartiles in microseconds per op, by plan or contender.
       wrong: why a plan was left out.
       failure: why there is no best.
+      gpus: their power and clocks at the end.
     """
 
     case: Case
@@ -97,6 +99,11 @@ class Outcome:
     times: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     failure: str = ""
+    gpus: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.case.name, **asdict(self)}
 
     @property
     def done(self) -> bool:
@@ -118,7 +125,7 @@ class Step(NamedTuple):
 def work(
     cases: Sequence[Case],
     failed: frozenset[str],
-    settings: FusedTiles,
+    settings: Plans,
     ends: float,
     connection: Connection,
 ) -> None:
@@ -150,7 +157,7 @@ def work(
 def _start_all(
     cases: Sequence[Case],
     failed: frozenset[str],
-    settings: FusedTiles,
+    settings: Plans,
     mesh: Mesh,
     pool: Executor,
     connection: Connection,
@@ -194,7 +201,7 @@ def _checked(
 
 
 def _times(
-    trials: Trials, bench: Bench, right: dict[Plan, Any], settings: FusedTiles
+    trials: Trials, bench: Bench, right: dict[Plan, Any], settings: Plans
 ) -> dict[str, Any] | str:
     """What is new in a case's `Outcome`, or why nothing is."""
     if not right:
@@ -209,7 +216,7 @@ def _times(
     }
 
 
-def run(settings: FusedTiles) -> list[Outcome]:
+def run(settings: Plans) -> Report:
     """Tunes all cases; prints what happens as it does. The table and all times are in its report.
 
     Raises:
@@ -223,10 +230,9 @@ def run(settings: FusedTiles) -> list[Outcome]:
         if not getattr(settings, name) > 0:
             raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
     check_names("contenders", settings.contenders, ["bulk", "ceiling"])
-    if settings.output is None:
-        settings = replace(settings, output=default_folder("fused-tiles"))
-    began = time.time()
-    ends = began + settings.limit_seconds
+    kinds = environment.device_kinds(settings.platform, settings.devices)
+    report = Report("plans", settings, kinds, [fastest])
+    ends = time.time() + settings.limit_seconds
     cases = [Case(o, m, r) for m in settings.models for o in settings.ops for r in settings.rows]
     found = {case: Outcome(case) for case in cases}
     failed: set[str] = set()
@@ -236,13 +242,14 @@ def run(settings: FusedTiles) -> list[Outcome]:
         return (left, frozenset(failed), settings, ends) if left and time.time() < ends else None
 
     def note(said: Said) -> None:
-        text = add(said, found[said.case], failed)
-        if text:
-            print(f"{time.time() - began:6.1f} s  {said.case.name}: {text}", flush=True)
-            _save(settings, [*found.values()])
+        outcome = found[said.case]
+        if text := add(said, outcome, failed):
+            outcome.gpus = environment.gpu_state() if outcome.done else []
+            report.say(f"{said.case.name}: {text}")
+            _save(report, [*found.values()])
 
     run_apart(work, arguments, settings.step_seconds, note)
-    return [*found.values()]
+    return report
 
 
 def add(said: Said, outcome: Outcome, failed: set[str]) -> str:
@@ -262,15 +269,16 @@ def add(said: Said, outcome: Outcome, failed: set[str]) -> str:
         return f"traced in {result['traced']:.1f} s"
     for name, value in result.items():
         setattr(outcome, name, value)
-    medians = (f"{what} {outcome.times[n][1]:.1f} µs" for what, n in _columns(outcome).items())
+    columns = _columns(outcome.as_json)
+    medians = (f"{what} {outcome.times[n][1]:.1f} µs" for what, n in columns.items())
     return f"{', '.join(medians)}: {brief(outcome.best)}"
 
 
-def _columns(outcome: Outcome) -> dict[str, str]:
+def _columns(case: dict[str, Any]) -> dict[str, str]:
     """What is worth a column, by what to call it."""
-    plans = {"predicted": outcome.predicted, "tuned": outcome.best}
-    contenders = {name: name for name in outcome.times if not name.startswith("{")}
-    return {what: name for what, name in (plans | contenders).items() if name in outcome.times}
+    plans = {"predicted": case["predicted"], "tuned": case["best"]}
+    contenders = {name: name for name in case["times"] if not name.startswith("{")}
+    return {what: name for what, name in (plans | contenders).items() if name in case["times"]}
 
 
 def brief(plan: str) -> str:
@@ -282,26 +290,21 @@ def brief(plan: str) -> str:
     return ", ".join(f"{name} {value}" for name, value in told.items())
 
 
-def _save(settings: FusedTiles, found: Sequence[Outcome]) -> None:
+def _save(report: Report, found: Sequence[Outcome]) -> None:
     """Writes all that is known by now."""
-    assert settings.output is not None
-    settings.output.mkdir(parents=True, exist_ok=True)
+    report.write_cases([outcome.as_json for outcome in found])
     lines = "".join(f"{outcome.line}\n" for outcome in found if outcome.line)
-    for name, text in {
-        "tuned_plans.jsonl": merged(tuned_plans(), lines),
-        "report.json": json.dumps([asdict(outcome) for outcome in found], indent=1) + "\n",
-        "report.md": markdown(found) + "\n",
-    }.items():
-        (settings.output / name).write_text(text)
+    (report.folder / "tuned_plans.jsonl").write_text(merged(tuned_plans(), lines))
 
 
-def markdown(found: Sequence[Outcome]) -> str:
+def fastest(content: dict[str, Any]) -> str:
     """A table of medians in microseconds per op."""
-    names = list(dict.fromkeys(what for outcome in found for what in _columns(outcome)))
+    cases = content["cases"]
+    names = list(dict.fromkeys(what for case in cases for what in _columns(case)))
     rows = []
-    for outcome in found:
-        columns = _columns(outcome)
-        times = [f"{outcome.times[columns[n]][1]:.1f}" if n in columns else "-" for n in names]
-        best = brief(outcome.best) if outcome.best else outcome.failure
-        rows.append([outcome.case.name, *times, str(len(outcome.wrong)), best])
-    return table(["case", *names, "left out", "fastest"], rows)
+    for case in cases:
+        columns, times = _columns(case), case["times"]
+        medians = [f"{times[columns[n]][1]:.1f}" if n in columns else "-" for n in names]
+        best = brief(case["best"]) if case["best"] else case["failure"]
+        rows.append([case["name"], *medians, str(len(case["wrong"])), best])
+    return table(["µs per op", *names, "left out", "fastest"], rows)

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command_line, fused
-from benchmarks.apart import HUNG, Said, listen, run_apart
+from benchmarks import command_line
 from benchmarks.communication import AXIS
-from benchmarks.fused_cases import Case, Checks, Op, chain, way_of
+from benchmarks.fused import kernels
+from benchmarks.fused.apart import HUNG, Said, listen, run_apart
+from benchmarks.fused.cases import Case, Checks, Op, chain, way_of
 from tests.conftest import MeshFactory
 
 every_op = pytest.mark.parametrize("op", get_args(Op))
@@ -56,14 +57,15 @@ def test_the_ceiling_does_the_same_work(op: Op, make_mesh: MeshFactory) -> None:
 def test_a_step_that_hangs_is_noted() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     case = Case("all_gather_matmul", "tiny", 16)
-    outcome = fused.Outcome(case)
+    outcome = kernels.Outcome(case)
     sender.send(Said(case, ("checks", "exact")))
     sender.send(Said(case, ("checks", "exact"), 0))
     sender.send(Said(case, ("checks", "delayed")))
-    listen(receiver, 0.01, lambda said: fused.add(said, outcome))
+    listen(receiver, 0.01, lambda said: kernels.add(said, outcome))
     assert outcome.checks == {"exact": 0}
     assert outcome.hung == "delayed"
-    assert "delayed hung or died" in fused.markdown([outcome])
+    table = kernels.checks_and_times({"cases": [outcome.as_json]})
+    assert "delayed hung or died" in table
 
 
 def test_the_rest_is_done_by_another_process(capfd: pytest.CaptureFixture) -> None:
@@ -88,11 +90,15 @@ def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> 
         " --groups 1 --group-seconds 0.001 --contenders bulk ring --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
-    (case,) = json.loads((tmp_path / "report.json").read_text())
+    content = json.loads((tmp_path / "report.json").read_text())
+    (case,) = content["cases"]
     assert not case["hung"] and set(case["times"]) == {"bulk", "ring"}
-    assert (tmp_path / "report.md").read_text() in capfd.readouterr().out
-    lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[2].startswith("| all_gather_matmul tiny M=16 |")
+    assert content["environment"]["versions"]["jax"] == jax.__version__
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# fused: 2 × cpu\n") and "-m benchmarks " in text
+    *_, row = text.splitlines()
+    assert row.startswith("| all_gather_matmul tiny M=16 |")
+    assert row in capfd.readouterr().out
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture) -> None:
