@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import block, ops, pictures, stack, train
+from benchmarks import block, ops, pictures, stack, tiles, train
 from benchmarks.fused import kernels, plans
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
@@ -25,6 +25,7 @@ _OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "picture": (pictures.Picture, pictures.run),
     "fused": (kernels.Fused, kernels.run),
     "plans": (plans.Plans, plans.run),
+    "tiles": (tiles.ChunkTiles, tiles.run),
 }
 
 

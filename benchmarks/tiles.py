@@ -1,20 +1,19 @@
-"""Finds the best tiles of the chunk kernel for each problem, on one GPU, beside XLA's own matmul.
+"""``python -m benchmarks tiles --output FILE``: the best tiles of the chunk kernel, on one GPU.
 
-``python -m benchmarks.tiles --output tiles.jsonl``: every problem is measured with every candidate
-of a coarse grid, and the best few with other orders of the tiles. The lines of the output are those
-of collective_matmul/kernels/tuned_tiles.jsonl.
+Every problem is measured with every candidate of a coarse grid, and the best few with other orders
+of the tiles, beside XLA's own matmul. The lines of the output are those of
+collective_matmul/kernels/tuned_tiles.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,17 @@ from collective_matmul.kernels.tiles import (
     predicted_microseconds,
 )
 
+Model = Literal["8B", "70B", "small"]
 # Width, key and value width, feed-forward width.
-MODELS = {"8B": (4096, 1024, 14336), "70B": (8192, 1024, 28672), "small": (8192, 0, 8192)}
-ROWS = {"8B": 8192, "70B": 8192, "small": 4096}
+MODELS: dict[Model, tuple[int, int, int]] = {
+    "8B": (4096, 1024, 14336),
+    "70B": (8192, 1024, 28672),
+    "small": (8192, 0, 8192),
+}
+ROWS: dict[Model, int] = {"8B": 8192, "70B": 8192, "small": 4096}
 
 
-def problems(model: str, devices: int) -> list[Problem]:
+def problems(model: Model, devices: int) -> list[Problem]:
     """The chunk matmuls of a layer, forward and backward."""
     width, key_width, hidden = MODELS[model]
     rows, hidden = ROWS[model] // devices, hidden // devices
@@ -218,42 +222,58 @@ def search(bench: Bench, pool: ThreadPoolExecutor, count: int, finalists: int) -
                 print(f"  {tiles}: {wrong}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--devices", default="4,2", help="sizes of the rings that cut the chunks")
-    parser.add_argument("--limit-seconds", type=float, default=500)
-    parser.add_argument("--candidates", type=int, default=9, help="tried of those predicted best")
-    parser.add_argument("--lead-seconds", type=float, default=0.3, help="untimed, per candidate")
-    parser.add_argument("--timed-seconds", type=float, default=0.1, help="per candidate")
-    parser.add_argument("--finalists", type=int, default=1, help="varied in the order of tiles")
-    parser.add_argument("--part", default="0/1", help="i/n measures every n-th problem from i on")
-    options = parser.parse_args(arguments)
-    part, parts = map(int, options.part.split("/"))
-    everything = [
-        problem
-        for devices in map(int, options.devices.split(","))
-        for model in options.models.split(",")
-        for problem in problems(model, devices)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkTiles:
+    """Tunes the tiles of the chunk kernel, problem by problem, on the first GPU."""
+
+    output: Path
+    """File for the table's lines; what it holds is replaced."""
+    models: tuple[Model, ...] = ("8B", "70B", "small")
+    """Widths."""
+    rings: tuple[int, ...] = (4, 2)
+    """Sizes of the rings that cut the chunks."""
+    limit_seconds: float = 500.0
+    """No further problem begins after this many seconds."""
+    candidates: int = 9
+    """Tried of those predicted best."""
+    finalists: int = 1
+    """Varied in the order of tiles."""
+    lead_seconds: float = 0.3
+    """Untimed, per candidate."""
+    timed_seconds: float = 0.1
+    """Per candidate."""
+    part: tuple[int, int] = (0, 1)
+    """i n: every n-th problem from i on."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Those of this part."""
+        everything = [
+            problem
+            for devices in self.rings
+            for model in self.models
+            for problem in problems(model, devices)
+        ]
+        part, parts = self.part
+        return list(dict.fromkeys(everything))[part::parts]
+
+
+def run(settings: ChunkTiles) -> None:
+    """Measures all problems; writes a line for each as it is done."""
     start, lines = time.monotonic(), []
+    duration = Duration(settings.lead_seconds, settings.timed_seconds)
     with ThreadPoolExecutor(8) as pool:
-        for problem in list(dict.fromkeys(everything))[part::parts]:
-            if time.monotonic() - start > options.limit_seconds:
+        for problem in settings.problems:
+            if time.monotonic() - start > settings.limit_seconds:
                 print(f"out of time before {problem}")
                 break
-            bench = Bench(problem, Duration(options.lead_seconds, options.timed_seconds))
-            search(bench, pool, options.candidates, options.finalists)
+            bench = Bench(problem, duration)
+            search(bench, pool, settings.candidates, settings.finalists)
             if not bench.times:
                 print(f"{problem}: no candidate worked")
                 continue
             lines.append(bench.line())
-            options.output.write_text("\n".join(lines) + "\n")
+            settings.output.write_text("\n".join(lines) + "\n")
             print(f"{time.monotonic() - start:4.0f} s {problem} library {bench.library * 1e6:.1f}")
             for tiles in bench.best(4):
                 print(f"      {bench.times[tiles] * 1e6:.1f} {tiles}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
