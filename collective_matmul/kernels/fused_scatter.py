@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
@@ -20,7 +21,7 @@ from collective_matmul.kernels import device
 from collective_matmul.kernels.peers import Array, obstacle
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import Plan, Shapes, make_plan
-from collective_matmul.kernels.tiles import ROW_MULTIPLE
+from collective_matmul.kernels.tiles import ITEMSIZE, ROW_MULTIPLE
 
 
 def matmul_reduce_scatter(
@@ -183,25 +184,44 @@ def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any
       ``launch(xs, ws) -> y``: xs [planes, all rows, K_p], ws [1, K_p, N] or [1, N, K_p], and y
       [planes, owned rows, N], or for "two_step" [planes * D, owned rows, N].
     """
-    shapes = plan.shapes
+    shapes, width = plan.shapes, plan.tiles.strip_columns
+    blocked = shapes.columns // width, shapes.rows, width
 
     @sequential_vmap
     def launch(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
         axes = frozenset().union(*map(varying_axes, (*xs, *ws)))
-        tracked = {axis_name} & axes
+        replicated = axes - {axis_name}
 
-        def empty(planes: int, axes: frozenset[str]) -> jax.Array:
-            array = lax.empty((planes, shapes.rows, shapes.columns), xs[0].dtype)
-            return vary_over(array, axes)
+        def empty(axes: frozenset[str], *shape: int) -> jax.Array:
+            return vary_over(lax.empty(shape, xs[0].dtype), axes)
 
-        scatters = shapes.kind == "scatter"
-        y = empty(
-            shapes.planes * (shapes.devices if shapes.kind == "two_step" else 1),
-            axes if scatters else axes - tracked,
-        )
-        partials = empty(shapes.planes * plan.sources, axes)
+        if shapes.kind == "two_step":
+            y = empty(replicated, shapes.planes * shapes.devices, *blocked)
+        else:
+            y_axes = axes if shapes.kind == "scatter" else replicated
+            y = empty(y_axes, shapes.planes, shapes.rows, shapes.columns)
+        partials = empty(axes, shapes.planes * plan.sources, *blocked)
         work = Scattering(plan, axis_name, delays, xs, ws)
         kernel = work.kernel([y, partials], f"matmul_{shapes.kind}", target.multiprocessors)
-        return kernel(*xs, *ws)[0]
+        y = kernel(*xs, *ws)[0]
+        return in_rows(y, plan.tiles.swizzle) if shapes.kind == "two_step" else y
 
     return jax.jit(launch)
+
+
+def in_rows(blocks: jax.Array, swizzle: int) -> jax.Array:
+    """Images of swizzled shared memory, [planes, strips, rows, columns of a strip], put in order.
+
+    There, groups of 8 rows are cut into tiles of `swizzle` bytes across, in which 16 bytes at a
+    time have changed places within their row.
+
+    Returns:
+      [planes, rows, columns].
+    """
+    planes, strips, rows, width = blocks.shape
+    unit = 16 // ITEMSIZE
+    tiles = rows // 8, width * ITEMSIZE // swizzle, 8, swizzle // 16, unit
+    row, column = np.ogrid[:8, : swizzle // 16]
+    y = blocks.reshape(planes, strips, *tiles).at[..., row, column ^ (row * swizzle // 128), :]
+    y = y.get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return y.transpose(0, 2, 4, 1, 3, 5, 6).reshape(planes, rows, strips * width)

@@ -126,8 +126,13 @@ class Work:
         return {
             "x_slices": stages(self.xs[0], tiles.rows),
             "w_slices": stages(self.ws[0][0], tiles.columns),
-            "strips": swizzled(tiles.strip_columns * ITEMSIZE, CONSUMERS, tiles.strips, *strip),
+            "strips": swizzled(self.strip_swizzle, CONSUMERS, tiles.strips, *strip),
         }
+
+    @property
+    def strip_swizzle(self) -> int:
+        """Bytes over which strips are swizzled: their whole rows."""
+        return self.tiles.strip_columns * ITEMSIZE
 
     def barriers(self) -> dict[str, Any]:
         """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""

@@ -24,6 +24,11 @@ sums are stored in the results of all devices. A small one takes one shot: every
 rows, and sends its rounded products to all devices, itself included. All add them in the order of
 the devices, so that their sums are the same bits.
 
+What goes to peers goes in contiguous blocks, images of swizzled shared memory: their copies take
+plain addresses, which the device reads from memory that XLA renews before each launch. Copies of
+other boxes take descriptors, which the host makes, and a CUDA graph would keep those of its first
+launch, with peers' arrays where they were then.
+
 No device waits at the start. Before the launch XLA holds all devices of the mesh until each has
 come to it: their buffers are free then, and the semaphores, which every launch gets anew, zero. No
 kernel ends before all stores to its device have been counted. Nobody waits for a tile whose sender
@@ -44,7 +49,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.kernels.peers import block, peer, random_delay
 from collective_matmul.kernels.scatter_plan import Plan
-from collective_matmul.kernels.scatter_walk import OwnersWalk
+from collective_matmul.kernels.scatter_walk import OwnersWalk, Strips
 from collective_matmul.kernels.tiles import CONSUMERS
 
 # Its annotations are narrower than what it takes and exports.
@@ -60,6 +65,9 @@ class Scattering(OwnersWalk):
     def __init__(self, plan: Plan, axis_name: str, delays: bool, xs, ws):
         super().__init__(plan, axis_name, xs, ws)
         self.delays = delays
+        # What refers to devices and memory is found in `run`.
+        self.peers: list[dict[str, Any]] = []
+        self.x_image: Any = None
         first = 0 if plan.shapes.kind == "one_shot" else 1
         self.receivers = range(first, plan.shapes.devices)
 
@@ -72,13 +80,28 @@ class Scattering(OwnersWalk):
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
-        # Computed once, for there is one descriptor of copies for every place they are computed.
+        # Computed once: the device reads from memory which one it is.
         self.peers = [peer(self.axis_name, offset) for offset in range(self.shapes.devices)]
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
+            scratch["x_slices"], self.x_image = scratch["x_slices"]
+            scratch["strips"] = Strips(*scratch["strips"])
             operands, results = (xs, partials, arrived), (y, partials, arrived)
             self.play(indices, operands, ws, results, scratch)
+
+    def shared_memory(self, dtype: Any) -> dict[str, Any]:
+        """That of a matmul; also the images of what goes to peers and of what comes from them."""
+        memory = super().shared_memory(dtype)
+        for name in ("x_slices", "strips"):
+            image = plgpu.SMEM(memory[name].shape, dtype)
+            memory[name] = plgpu.RefUnion(memory[name], image)
+        return memory
+
+    @property
+    def strip_swizzle(self) -> int:
+        """That of the stages, which images of strips are loaded to."""
+        return self.tiles.swizzle
 
     # The producer.
 
@@ -106,7 +129,7 @@ class Scattering(OwnersWalk):
     def load_partials(self, partials, arrived, stages, turn, batch, row, across) -> None:
         """Copies the partial products of an own tile, slice by slice, as `collect` takes them."""
         plan, tiles = self.plan, self.tiles
-        x_slices, _, filled, consumed = stages
+        _, _, filled, consumed = stages
         me = lax.axis_index(self.axis_name)
         # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
         here = self.owns(me, row)
@@ -129,18 +152,18 @@ class Scattering(OwnersWalk):
             source = lax.rem(lax.div(step, plan.halves), plan.sources)
             chunk = lax.div(step, plan.halves * plan.sources)
             column = self.column(across) + half * tiles.part[1] + chunk * tiles.contracted
-            plane = partials.at[source * plan.shapes.planes + batch]
+            plane = source * plan.shapes.planes + batch
+            blocks = partials.at[plane, lax.div(column, tiles.contracted)]
 
             @pl.when(here)
             def _():
-                rows, place = tiles.rows, x_slices.at[slot]
+                rows, place = tiles.rows, self.x_image.at[slot]
                 if self.shapes.kind != "one_shot" and self.shapes.rows < rows:
                     # The stage keeps what it had in the rows of other owners: they are not stored.
                     rows = self.shapes.rows
                     place = place.at[pl.ds(first - row, rows)]
                 start = jnp.maximum(row - first, 0)
-                slice_ = plane.at[pl.ds(start, rows), pl.ds(column, tiles.contracted)]
-                plgpu.copy_gmem_to_smem(slice_, place, filled.at[slot])
+                plgpu.copy_gmem_to_smem(blocks.at[pl.ds(start, rows)], place, filled.at[slot])
 
             @pl.when(jnp.logical_not(here))
             def _():
@@ -151,11 +174,6 @@ class Scattering(OwnersWalk):
 
     # The consumers.
 
-    @property
-    def in_boxes(self) -> bool:
-        """Whether a part of a tile has rows of several owners, each in a box of its own."""
-        return self.shapes.kind != "one_shot" and self.shapes.rows < self.tiles.part[0]
-
     def consume(self, indices, consumer, stages, strips, results) -> None:
         """Multiplies this consumer's part of each tile; sends it to its owners or sums it up."""
         del indices
@@ -164,7 +182,7 @@ class Scattering(OwnersWalk):
         below = consumer * rows if self.tiles.split == "rows" else 0
         right = consumer * columns if self.tiles.split == "columns" else 0
         y, partials, arrived = results
-        strips = strips.at[consumer]
+        strips = strips.select(consumer)
         parts = pl.ds(below, rows), pl.ds(right, columns)
         storing = min(_STORING_STEPS, self.steps)
 
@@ -211,31 +229,18 @@ class Scattering(OwnersWalk):
                 else:
                     source = devices - offset - 1
                 there = plgpu.remote_ref(partials, owner).at[source * planes + batch]
-                yield self.box(strip, there, owner[self.axis_name], row, column)
+                yield from self.blocks(strip, there, owner[self.axis_name], row, column)
 
         self.store_strips(product, column, strips, 0, places)
-
-    def box(self, strip, plane, owner, row, column) -> tuple[Any, Any, Any]:
-        """What of a strip an owner gets, where in its plane that goes, and whether there is any."""
-        first, rows = self.first_row(owner), self.tiles.part[0]
-        columns = pl.ds(column, self.tiles.strip_columns)
-        # Left to the copy engine, columns beyond the end would be stored if there is one strip.
-        within = column < self.shapes.columns
-        if self.in_boxes:
-            within &= (first >= row) & (first < row + rows)
-            box = strip.at[pl.ds(jnp.where(within, first - row, 0), self.shapes.rows)]
-            return box, plane.at[pl.ds(0, self.shapes.rows), columns], within
-        within &= (row >= first) & (row < first + self.shapes.rows)
-        start = jnp.where(within, row - first, 0)
-        return strip, plane.at[pl.ds(start, rows), columns], within
 
     def store_strips(self, value, column, strips, first: int, places) -> None:
         """Rounds a value and stores it in several places, strip by strip; `first` is its number."""
         width = self.tiles.strip_columns
         for i in range(value.shape[1] // width):
-            strip = strips.at[(first + i) % self.tiles.strips]
+            strip = strips.select((first + i) % self.tiles.strips)
             plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
-            strip[...] = value[:, i * width : (i + 1) * width].astype(strip.dtype)
+            rounded = value[:, i * width : (i + 1) * width].astype(strip.swizzled.dtype)
+            strip.swizzled[...] = rounded
             plgpu.commit_smem()
             boxes = list(places(strip, column + i * width))
             for number, (box, place, has_it) in enumerate(boxes, start=1):
@@ -272,12 +277,12 @@ class Scattering(OwnersWalk):
 
         def places(strip, column):
             if self.shapes.kind != "two_step":
-                yield self.box(strip, y.at[batch], me, row, column)
+                yield self.box(strip.swizzled, y.at[batch], row, column)
                 return
             plane = batch * self.shapes.devices + me
             for offset in (0, *self.receivers):
                 there = plgpu.remote_ref(y, self.peers[offset]) if offset else y
-                yield self.box(strip, there.at[plane], me, row, column)
+                yield from self.blocks(strip, there.at[plane], me, row, column)
 
         for chunk in range(plan.chunks):
             value = product[:, chunk * width : (chunk + 1) * width]

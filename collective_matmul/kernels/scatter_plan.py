@@ -144,7 +144,7 @@ class Plan:
 
     def fits(self) -> bool:
         """Whether the kernel can be cut so."""
-        part_rows, part_columns = self.tiles.part
+        part_rows, _ = self.tiles.part
         rows, height = self.shapes.rows, self.cluster_rows
         # Several devices walk over a shared tile in the same order only if it is all they own.
         if self.shapes.kind != "one_shot" and rows % height and height % rows:
@@ -152,7 +152,8 @@ class Plan:
         # The rows of one owner are whole parts, or in one part.
         if self.shapes.kind != "one_shot" and rows % part_rows and part_rows % rows:
             return False
-        if part_columns % self.tiles.contracted:
+        # A strip at its sender is a slice at its owner.
+        if self.tiles.strip_columns != self.tiles.contracted:
             return False
         return (
             self.shapes.problem.swizzles(self.tiles)

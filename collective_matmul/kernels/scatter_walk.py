@@ -6,11 +6,13 @@ own, then those that have some. `scatter_kernel` says what it does at each.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.kernels.matmul_kernel import BLOCK_AXES, Work
@@ -19,6 +21,17 @@ from collective_matmul.kernels.scatter_plan import Plan
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
+
+
+class Strips(NamedTuple):
+    """Shared memory seen in two ways: swizzled, and as it lies there, in rows of the same size."""
+
+    swizzled: Any
+    image: Any
+
+    def select(self, number: Any) -> Strips:
+        """Of the first dimension."""
+        return Strips(self.swizzled.at[number], self.image.at[number])
 
 
 class OwnersWalk(Work):
@@ -88,3 +101,40 @@ class OwnersWalk(Work):
         """Where a tile begins."""
         across = self.tiles.cluster[1] * across + lax.axis_index(BLOCK_AXES[1])
         return across * self.tiles.columns
+
+    # What owners have of a consumer's part of a tile, which begins at a row and column.
+
+    @property
+    def in_boxes(self) -> bool:
+        """Whether a part of a tile has rows of several owners, each in a box of its own."""
+        return self.shapes.kind != "one_shot" and self.shapes.rows < self.tiles.part[0]
+
+    def blocks(self, strip, plane, owner, row, column) -> Iterator[tuple[Any, Any, Any]]:
+        """What an owner may get of a strip's image, where in its plane, and whether it gets that.
+
+        A copy's size is fixed when it is compiled. So there is one for each number of rows that an
+        owner may get: all of the part's, or what whole parts leave of its own.
+        """
+        rows, part = self.shapes.rows, self.tiles.part[0]
+        first = self.first_row(owner)
+        above, below = jnp.maximum(first - row, 0), jnp.maximum(row - first, 0)
+        count = jnp.minimum(rows - below, part - above)
+        place = plane.at[lax.div(column, self.tiles.strip_columns)]
+        for height in (part if rows >= part else 0, rows % part):
+            if height:
+                block, there = strip.image.at[pl.ds(above, height)], place.at[pl.ds(below, height)]
+                yield block, there, (count == height) & (column < self.shapes.columns)
+
+    def box(self, strip, plane, row, column) -> tuple[Any, Any, Any]:
+        """What of a strip this device owns, where in its plane of the result that goes, or not."""
+        first, rows = self.first_row(lax.axis_index(self.axis_name)), self.tiles.part[0]
+        columns = pl.ds(column, self.tiles.strip_columns)
+        # Left to the copy engine, columns beyond the end would be stored if there is one strip.
+        within = column < self.shapes.columns
+        if self.in_boxes:
+            within &= (first >= row) & (first < row + rows)
+            box = strip.at[pl.ds(jnp.where(within, first - row, 0), self.shapes.rows)]
+            return box, plane.at[pl.ds(0, self.shapes.rows), columns], within
+        within &= (row >= first) & (row < first + self.shapes.rows)
+        start = jnp.where(within, row - first, 0)
+        return strip, plane.at[pl.ds(start, rows), columns], within

@@ -51,6 +51,11 @@ class Reference:
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
+    def is_within(self) -> bool:
+        """Whether it ends within the array."""
+        ends = (start + size for start, size in zip(self.starts, self.sizes, strict=True))
+        return all(end <= size for end, size in zip(ends, self.array.shape, strict=True))
+
     def _within(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """What of the region is in the array: there, and in a value of the region."""
         bounds = [
@@ -81,6 +86,43 @@ class Reference:
 
     def __setitem__(self, index: Any, value: np.ndarray) -> None:
         (self if index is ... else self.region(index)).write(value)
+
+
+class Image(Reference):
+    """Slices of swizzled shared memory as they lie there; elements have 2 bytes, as on GPUs.
+
+    Groups of 8 rows are cut into tiles of `swizzle` bytes across. There, units of 16 bytes change
+    places by the bits of their address that tell apart what lies 128 bytes apart.
+    """
+
+    swizzle: int
+
+    @classmethod
+    def of(cls, slices: Reference, swizzle: int) -> Image:
+        image = cls(slices.array, slices.starts, slices.sizes, slices.kept)
+        image.swizzle = swizzle
+        return image
+
+    def region(self, index: Any) -> Image:
+        return Image.of(super().region(index), self.swizzle)
+
+    def _order(self) -> np.ndarray:
+        """Which element of a group of rows is at each place of its memory."""
+        width = self.array.shape[-1]
+        assert self.starts[-2] % 8 == self.sizes[-2] % 8 == 0 and self.sizes[-1] == width
+        address = np.arange(8 * width) * 2
+        tile, row = address // (8 * self.swizzle), address // self.swizzle % 8
+        column = (address ^ (address // 128 % 8 * 16)) % self.swizzle
+        return row * width + (tile * self.swizzle + column) // 2
+
+    def read(self) -> np.ndarray:
+        value = super().read()
+        order = self._order()
+        return value.reshape(-1, order.size)[:, order].reshape(value.shape)
+
+    def write(self, value: np.ndarray) -> None:
+        order = self._order()
+        super().write(value.reshape(-1, order.size)[:, np.argsort(order)].reshape(value.shape))
 
 
 class Barriers:

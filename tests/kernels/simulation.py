@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.kernels.matmul_kernel import BLOCK_AXES
 from collective_matmul.kernels.tiles import Tiles
-from tests.kernels.simulated_memory import Barriers, Copy, Reference
+from tests.kernels.simulated_memory import Barriers, Copy, Image, Reference
 
 AXIS = "ring"
 
@@ -160,6 +160,8 @@ class Simulation:
         if predicate:
             # The copy engine may not see an end of the columns.
             assert place.starts[-1] < place.array.shape[-1]
+            # Nor is there one for what is copied as it lies there.
+            assert not isinstance(box, Image) or place.is_within()
             copy = Copy(box, place)
             self.copies.append(copy)
             self.here().groups[-1].append(copy)

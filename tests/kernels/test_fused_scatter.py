@@ -93,7 +93,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_lowers_to_one_launch(call: Call, make_mesh: MeshFactory, _for_hopper: None) -> None:
+def test_lowers_to_one_launch(
+    call: Call, make_mesh: MeshFactory, _for_hopper: None, host_lookups: list[bool]
+) -> None:
     text, result = call.lowered(make_mesh)
     leading = list(call.leading)
     assert result.shape == (*leading, call.columns)
@@ -102,6 +104,7 @@ def test_lowers_to_one_launch(call: Call, make_mesh: MeshFactory, _for_hopper: N
     # Nothing but the kernel multiplies, sums or communicates.
     others = "dot_general|add|reduce|reduce_scatter|all_reduce|collective_permute|all_gather"
     assert not re.findall(rf"stablehlo\.(?:{others})\b", text)
+    assert host_lookups and not any(host_lookups)
 
 
 @pytest.mark.parametrize("kind", ["scatter", "two_step", "one_shot"])

@@ -7,14 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from collective_matmul.kernels import matmul_kernel, peers, scatter_kernel, scatter_walk
+from collective_matmul.kernels.fused_scatter import in_rows
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import Plan, Shapes
+from collective_matmul.kernels.scatter_walk import Strips
 from collective_matmul.kernels.tiles import CONSUMERS, Tiles
-from tests.kernels.simulated_memory import Barriers, Reference
+from tests.kernels.simulated_memory import Barriers, Image, Reference
 from tests.kernels.simulation import AXIS, Simulation
 
 MODULES = scatter_kernel, scatter_walk, matmul_kernel, peers
@@ -40,11 +43,15 @@ class ScatterSimulation(Simulation):
                 (1, lambda k: (k, shapes.columns)[:: 1 if shapes.w_contracted == 1 else -1]),
             )
         )
-        results = shapes.planes * (shapes.devices if shapes.kind == "two_step" else 1)
-        self.ys, self.partials = (
-            self.allocate(NEVER, planes, shapes.rows, shapes.columns, dtype=np.float32)
-            for planes in (results, shapes.planes * plan.sources)
-        )
+        width = plan.tiles.strip_columns
+        blocked = shapes.columns // width, shapes.rows, width
+        if shapes.kind == "two_step":
+            results = shapes.planes * shapes.devices, *blocked
+        else:
+            results = shapes.planes, shapes.rows, shapes.columns
+        self.ys = self.allocate(NEVER, *results, dtype=np.float32)
+        sources = shapes.planes * plan.sources
+        self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
         self.semaphores = self.allocate(0, plan.own_tiles + 1, dtype=int)
         # The results, as they were when each kernel ended.
         self.kept: dict[int, np.ndarray] = {}
@@ -68,12 +75,15 @@ class ScatterSimulation(Simulation):
             consumed,
         )
         strips = memory(CONSUMERS, tiles.strips, tiles.part[0], tiles.strip_columns)
+        strips = Strips(strips, Image.of(strips, tiles.swizzle))
         xs, ws = ([Reference.to(a) for a in arrays[device]] for arrays in (self.xs, self.ws))
         results = self.ys, self.partials, self.semaphores
         y, partials, arrived = (Reference.to(arrays[device]) for arrays in results)
 
         def work() -> Scattering:
             made = Scattering(self.plan, AXIS, False, self.xs[device], self.ws[device])
+            # What is made in `run`.
+            made.x_image = Image.of(stages[0], tiles.swizzle)
             made.peers = [peers.peer(AXIS, offset) for offset in range(shapes.devices)]
             return made
 
@@ -93,7 +103,11 @@ class ScatterSimulation(Simulation):
         expected = plan.sources * CONSUMERS
         assert set(self.semaphores[device][: plan.own_tiles]) <= {0, expected}
         self.partials[device][...] = NEVER
-        self.kept[device] = self.ys[device].copy()
+        y = self.ys[device]
+        blocked = plan.shapes.kind == "two_step"
+        self.kept[device] = (
+            np.array(in_rows(jnp.asarray(y), plan.tiles.swizzle)) if blocked else y.copy()
+        )
         self.ys[device][...] = NEVER
 
     def expected(self, device: int) -> np.ndarray:
@@ -136,6 +150,13 @@ PLANS = {
     "a strip beyond the end": Plan(Shapes("scatter", 2, 1, 8, (64,), 64), WIDE),
     "two steps": Plan(Shapes("two_step", 3, 1, 128, (64,), 192), WIDE),
     "two steps, shared tiles": Plan(Shapes("two_step", 3, 1, 32, (64,), 128), LOW),
+    "two steps, half a swizzle": Plan(
+        Shapes("two_step", 2, 1, 64, (96,), 128), replace(WIDE, swizzle=64)
+    ),
+    "shared tiles, half a swizzle": Plan(
+        Shapes("scatter", 4, 1, 16, (96,), 128), replace(LOW, swizzle=64)
+    ),
+    "one shot, few rows": Plan(Shapes("one_shot", 3, 1, 24, (64,), 128), LOW),
     "one shot": Plan(Shapes("one_shot", 3, 1, 72, (64,), 192), WIDE),
     "one shot, several tiles, clusters": Plan(
         Shapes("one_shot", 2, 1, 136, (64,), 128), replace(LOW, share="w")
