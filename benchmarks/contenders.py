@@ -81,7 +81,8 @@ def make(
             return Contender(name, Rewritten(), {"overlap": overlap_jit})
         case _:
             communication = CollectiveMatmul(None if name == "auto" else name)
-            return Contender(name, communication, {"overlap_jit": overlap_jit})
+            jit = functools.partial(overlap_jit, fused=name == "fused")
+            return Contender(name, communication, {"overlap_jit": jit})
     sets = {key: chosen for key, chosen in sets.items() if key not in skip_options}
     if not try_options:
         sets = dict([next(iter(sets.items()))])

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 
 from collective_matmul.log import say_once
-from collective_matmul.peer_access import launched_one_by_one, peer_access_obstacle
+from collective_matmul.peer_access import kernels_may_address_peers, peer_access_obstacle
 
 _PERMUTE_MODE = "xla_gpu_collective_permute_mode"
-_IN_GRAPHS = "xla_gpu_enable_command_buffer"
 
-#: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs, and kernels
-#: may address peers' memory. Each is ignored by compilers for other platforms.
+#: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs. Each is
+#: ignored by compilers for other platforms.
 OVERLAP_OPTIONS = MappingProxyType(
     {
         # A permute is a copy between peers, on a copy engine: it takes no multiprocessor from the
@@ -28,17 +27,31 @@ OVERLAP_OPTIONS = MappingProxyType(
         "xla_gpu_dot_merger_threshold_mb": "0",
         # A backward ring carries an accumulator and an operand at once.
         "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+    }
+)
+
+#: Those under which kernels may address peers' memory: see
+#: `collective_matmul.peer_access.program_obstacle`.
+FUSED_OPTIONS = MappingProxyType(
+    {
         # What may be in a CUDA graph: all that may by default but custom calls, as our kernels are.
-        # See `collective_matmul.peer_access.replay_obstacle`.
-        _IN_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN",
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
+        # All collectives that NCCL's kernels carry out wait for ours, and ours for them.
+        "xla_gpu_disable_async_collectives": (
+            "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
+        ),
     }
 )
 
 
 def overlap_jit(
-    fun: Callable, *, compiler_options: Mapping[str, Any] | None = None, **kwargs: Any
+    fun: Callable,
+    *,
+    fused: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> OverlapJit:
-    """`jax.jit` with the compiler options that rings and kernels need; harmless beside GPUs.
+    """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
 
     For the outermost function alone, since options are of a whole program: differentiate inside it,
     ``overlap_jit(jax.grad(loss))``. JAX refuses ``jax.grad(overlap_jit(loss))``.
@@ -49,8 +62,10 @@ def overlap_jit(
 
     Args:
       fun: the function to compile.
-      compiler_options: further options; they win over ours. Without ours on CUDA graphs, fused
-        kernels are not used.
+      fused: whether the program may use fused kernels, where they are requested or were measured
+        to be fastest. XLA then runs no other collective beside anything, and takes kernels out of
+        CUDA graphs. Inference gains by that, at 512 rows and more; training seldom does.
+      compiler_options: further options; they win over ours.
       **kwargs: handed to `jax.jit`.
 
     Returns:
@@ -60,26 +75,37 @@ def overlap_jit(
     Raises:
       RuntimeError: at compilation, by XLA, for an option it does not know.
       ValueError, TypeError: by `jax.jit`, for keywords that do not fit.
+      ValueError: for options of the user's in place of those without which fused kernels are wrong.
     """
-    return OverlapJit(fun, compiler_options or {}, kwargs)
+    users = compiler_options or {}
+    if fused and (taken := sorted(FUSED_OPTIONS.keys() & users)):
+        raise ValueError(
+            f"compiler_options: {', '.join(taken)}: fused kernels need our value; leave it out, or"
+            " fused=True"
+        )
+    return OverlapJit(fun, users, fused, kwargs)
 
 
 class OverlapJit:
     """A function compiled by `jax.jit`, with options that depend on the devices it finds."""
 
-    def __init__(self, fun: Callable, users: Mapping[str, Any], kwargs: Mapping[str, Any]):
+    def __init__(
+        self, fun: Callable, users: Mapping[str, Any], fused: bool, kwargs: Mapping[str, Any]
+    ):
         self._jit = functools.partial(jax.jit, fun, **kwargs)
         self._users_options = users
+        self._fused = fused
         self._jit()  # Refuses what does not fit where it is written, not where it is first used.
         functools.update_wrapper(self, fun, updated=())
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        return self._jit(compiler_options=_options(self._users_options))
+        ours = FUSED_OPTIONS if self._fused else {}
+        return self._jit(compiler_options=_options({**ours, **self._users_options}))
 
     def _tracing(self) -> contextlib.AbstractContextManager:
         """Tells what is traced how it will be compiled."""
-        return launched_one_by_one(_IN_GRAPHS not in self._users_options)
+        return kernels_may_address_peers(self._fused)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As an attribute of a class, a method."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from collective_matmul.choose.decision import Decision, record_decisions, traced_anew
 from collective_matmul.listing import Line, line_of, listing
-from collective_matmul.peer_access import launched_one_by_one
+from collective_matmul.peer_access import kernels_may_address_peers
 from collective_matmul.rewrite import FoundSite, find_sites
 
 
@@ -34,7 +34,7 @@ class Explanation:
         return "\n".join([listing(lines), *_totals(self.decisions), *_totals_of_plain(self.plain)])
 
 
-def explain(fun: Callable) -> Callable[..., Explanation]:
+def explain(fun: Callable, *, fused: bool = False) -> Callable[..., Explanation]:
     """What carries out every collective matmul of a function, and why: ``explain(fun)(*args)``.
 
     The function is traced for the shapes of its arguments, and neither compiled nor run; it may be
@@ -52,12 +52,13 @@ def explain(fun: Callable) -> Callable[..., Explanation]:
     place. Where that was not asked for, the line says that it is not replaced and what `overlap`
     would use; and of those that `overlap` leaves alone, why.
 
-    Decisions are those for `overlap_jit` and the devices of the mesh. For others than those here,
-    give `shard_map` a `jax.sharding.AbstractMesh` with the `AbstractDevice` of another kind, as
+    Decisions are those for the devices of the mesh. For others than those here, give `shard_map` a
+    `jax.sharding.AbstractMesh` with the `jax.sharding.AbstractDevice` of another kind, as
     ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
 
     Args:
       fun: to be explained.
+      fused: whether it is to be compiled by `overlap_jit` with ``fused=True``.
 
     Returns:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
@@ -68,7 +69,7 @@ def explain(fun: Callable) -> Callable[..., Explanation]:
         decisions: list[Decision] = []
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with traced_anew(), launched_one_by_one(True), record_decisions() as taken:
+            with traced_anew(), kernels_may_address_peers(fused), record_decisions() as taken:
                 result = fun(*args, **kwargs)
             decisions.extend(taken)
             return result

@@ -15,22 +15,23 @@ from typing import Any
 import jax
 import numpy as np
 
-#: Whether the program that is traced will be compiled by `collective_matmul.overlap_jit`, which has
-#: XLA launch kernels one by one.
-launched_one_by_one = jax.make_user_context(False)
+#: Whether the program that is traced will be compiled by ``overlap_jit(..., fused=True)``.
+kernels_may_address_peers = jax.make_user_context(False)
 
 
-def replay_obstacle() -> str | None:
-    """Why a kernel must not address peers' memory in the program that is traced, or None.
+def program_obstacle() -> str | None:
+    """Why no kernel may address peers' memory in the program that is traced, or None.
 
     XLA replays launches from CUDA graphs with the arguments of their first time, addresses on peers
     among them. It renews them when arrays of the GPU itself have moved, but not for those of peers.
+    And such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that
+    XLA runs at the same time may hold those that a peer's kernel waits for, and wait for this one.
     """
-    if launched_one_by_one.value:
+    if kernels_may_address_peers.value:
         return None
     return (
-        "a kernel in a CUDA graph would write to where peers' arrays were before; compile with"
-        " collective_matmul.overlap_jit instead of jax.jit, which keeps it out of graphs"
+        "CUDA graphs and collectives at the same time, as this program is compiled, allow no kernel"
+        " to address peers' memory; compile with collective_matmul.overlap_jit(..., fused=True)"
     )
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from collective_matmul import OVERLAP_OPTIONS, compiler, log, overlap_jit
-from collective_matmul.peer_access import replay_obstacle
+from collective_matmul.peer_access import program_obstacle
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
 
-IN_GRAPHS = "xla_gpu_enable_command_buffer"
 PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 
@@ -88,35 +87,42 @@ class Recorded:
         self.obstacles: list[str | None] = []
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        self.obstacles.append(replay_obstacle())
+        self.obstacles.append(program_obstacle())
         return x
 
 
 @pytest.mark.parametrize("use", ["__call__", "lower", "trace", "eval_shape"])
-def test_what_is_traced_knows_how_it_is_compiled(use: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_traced_knows_how_it_is_compiled(use: str, fused: bool) -> None:
     recorded = Recorded()
-    getattr(overlap_jit(recorded), use)(1.0)
-    assert recorded.obstacles == [None]
+    getattr(overlap_jit(recorded, fused=fused), use)(1.0)
+    (obstacle,) = recorded.obstacles
+    assert (obstacle is None) == fused
 
 
 def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
     recorded = Recorded()
     inner = jax.jit(recorded)
-    for jit in (jax.jit, overlap_jit):
-        jit(lambda x: inner(x))(1.0)
+    for fused in (False, True):
+        overlap_jit(lambda x: inner(x), fused=fused)(1.0)
     plain, ours = recorded.obstacles
-    assert "compile with collective_matmul.overlap_jit" in str(plain)
+    assert "compile with collective_matmul.overlap_jit(..., fused=True)" in str(plain)
     assert ours is None
 
 
-def test_graphs_of_the_users_own_choice_may_replay() -> None:
-    recorded = Recorded()
-    overlap_jit(recorded, compiler_options={IN_GRAPHS: "CUSTOM_CALL"})(1.0)
-    assert "CUDA graph" in str(recorded.obstacles)
+def test_options_of_fused_kernels(options: Callable) -> None:
+    assert options(fused=True) == {**OVERLAP_OPTIONS, **compiler.FUSED_OPTIONS}
+    assert "CUSTOM_CALL" not in compiler.FUSED_OPTIONS["xla_gpu_enable_command_buffer"].split(",")
+    assert overlap_jit(jnp.sin, fused=True)(0.0) == 0  # XLA knows them.
 
 
-def test_kernels_stay_out_of_graphs() -> None:
-    assert "CUSTOM_CALL" not in OVERLAP_OPTIONS[IN_GRAPHS].split(",")
+@pytest.mark.parametrize("option", compiler.FUSED_OPTIONS)
+def test_no_fused_kernels_with_other_options(option: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^compiler_options: {option}: fused kernels need our value; "
+    ):
+        overlap_jit(jnp.sin, fused=True, compiler_options={option: "CUSTOM_CALL"})
+    overlap_jit(jnp.sin, compiler_options={option: ""})(0.0)
 
 
 def test_all_that_jit_offers() -> None:
@@ -153,7 +159,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     fresh = functools.cache(log.say_once.__wrapped__)
     monkeypatch.setattr(compiler, "say_once", fresh)
 
-    def given(**users: Any) -> dict[str, Any]:
+    def given(fused: bool = False, **users: Any) -> dict[str, Any]:
         taken: list[dict[str, Any]] = []
 
         def jit(fun: Callable, *, compiler_options: dict[str, Any] | None = None) -> Callable:
@@ -163,7 +169,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "jit", jit)
-            overlap_jit(lambda: None, compiler_options=users)()
+            overlap_jit(lambda: None, fused=fused, compiler_options=users)()
         return taken[0]
 
     return given

@@ -47,9 +47,9 @@ def arguments(rows: int = 8, features: int = 4, hidden: int = 12, dtype: Any = n
     return shape(rows, features), [(shape(features, hidden), shape(hidden, features))] * 2
 
 
-def lines_of(fun, *args) -> list[list[str]]:
+def lines_of(fun, *args, **options) -> list[list[str]]:
     """The cells of every line of the table, without its head and its totals."""
-    _, *lines, _ = str(explain(fun)(*args)).splitlines()
+    _, *lines, _ = str(explain(fun, **options)(*args)).splitlines()
     return [re.split(r"  +", line) for line in lines]
 
 
@@ -115,7 +115,7 @@ def test_what_is_carried_out_in_place_of_a_fused_kernel(dtype: Any, can: bool) -
     """The gather's kernel needs a newer JAX than the sum's."""
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
     fun = on(mesh, implementation="fused")
-    gather, scatter = lines_of(fun, *arguments(512, 256, 4096, dtype=dtype))
+    gather, scatter = lines_of(fun, *arguments(512, 256, 4096, dtype=dtype), fused=True)
     if can:
         assert scatter[5] == "fused" and scatter[-1] == "requested"
     else:
@@ -150,7 +150,7 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
         einsum, mesh=mesh, in_specs=(P(None, AXIS), P()), out_specs=out, check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2, 64, 256), w)]
-    (decision,) = explain(sharded)(*shapes).decisions
+    (decision,) = explain(sharded, fused=True)(*shapes).decisions
     assert (decision.site.dimension, decision.site.transpose_w) == (dimension, transpose_w)
     if dimension is None:
         assert decision.implementation != "fused"

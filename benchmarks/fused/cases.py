@@ -169,7 +169,7 @@ class Checks:
 
         sharded = jax.shard_map(loop, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
         seeds = jnp.arange(self.turns, dtype=jnp.uint32)
-        compiled = overlap_jit(sharded).lower(seeds).compile()
+        compiled = overlap_jit(sharded, fused=True).lower(seeds).compile()
         return lambda: int(compiled(seeds))
 
 
@@ -208,7 +208,7 @@ def lowered_chain(
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(case.shapes, specs[:2], strict=True)
     )
-    return overlap_jit(sharded).lower(x, [w] * layers)
+    return overlap_jit(sharded, fused=True).lower(x, [w] * layers)
 
 
 def random_arrays(

@@ -18,7 +18,7 @@ from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
 from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
 from collective_matmul.log import say_once
-from collective_matmul.peer_access import launched_one_by_one, transport_obstacle
+from collective_matmul.peer_access import program_obstacle, transport_obstacle
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,8 @@ def traced_anew() -> contextlib.AbstractContextManager:
 
 
 def decisions_of(fun: Callable, *args: Any, **kwargs: Any) -> list[Decision]:
-    """Every decision for a function, which is traced for these arguments, and not compiled.
-
-    They are those of a program that is compiled by `collective_matmul.overlap_jit`.
-    """
-    with traced_anew(), launched_one_by_one(True), record_decisions() as decisions:
+    """Every decision for a function, which is traced for these arguments, and not compiled."""
+    with traced_anew(), record_decisions() as decisions:
         jax.eval_shape(fun, *args, **kwargs)
     return decisions
 
@@ -95,15 +92,18 @@ def choose(site: Site, requested: str | None) -> str:
 
     The fastest by measurement, of this kind of device or of one that can stand in for it; by the
     cost model, for GPUs that it is of, where nothing near was measured. Bulk wherever nothing else
-    gains more over it than measurement or model may be wrong by. The fastest of the others too
-    where "fused" is requested and no kernel can do it, which is said once.
+    gains more over it than measurement or model may be wrong by. Of fused kernels only in programs
+    that may have them. The fastest of the others too where "fused" is requested and no kernel can
+    do it, which is said once.
 
     Raises:
       ValueError: if another implementation requested by name cannot carry out the site.
     """
     prediction = _predict(site)
     if requested is None:
-        choice = _decide(site, prediction)
+        # Programs that have no fused kernels need not hear what those would gain.
+        allowed = prediction and (prediction.without("fused") if program_obstacle() else prediction)
+        choice = _decide(site, allowed)
     elif (obstacle := obstacle_of(site, requested)) is None:
         choice = _Choice(requested, "requested")
     elif requested == "fused":

@@ -7,7 +7,7 @@ import jax
 from collective_matmul.choose.site import Site
 from collective_matmul.implementations import RINGS
 from collective_matmul.kernels import fused_gather, fused_scatter
-from collective_matmul.peer_access import peer_access_obstacle, replay_obstacle
+from collective_matmul.peer_access import peer_access_obstacle, program_obstacle
 
 
 def obstacle_of(site: Site, implementation: str) -> str | None:
@@ -48,4 +48,4 @@ def _obstacle_of_kernels(site: Site) -> str | None:
             reason = fused_gather.why_not(xs[0], ws, site.axis_size, **lie)
         else:
             reason = fused_scatter.why_not_reduce_scatter(xs, ws, site.axis_size, **lie)
-    return reason or peer_access_obstacle() or replay_obstacle()
+    return reason or peer_access_obstacle() or program_obstacle()

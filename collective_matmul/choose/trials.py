@@ -105,7 +105,8 @@ class Trial:
 
     def _compile(self, name: str, pool: Executor) -> None:
         """Lowers the program here, where JAX traces one at a time, and has the pool compile it."""
-        lowered = overlap_jit(self._stack.program(name)).lower(self._stack.operands(name))
+        jitted = overlap_jit(self._stack.program(name), fused=name == "fused")
+        lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 
     def _start(self, name: str, operands: Operands, runs: dict[str, Callable[[], Any]]) -> None:

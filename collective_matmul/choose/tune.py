@@ -22,7 +22,7 @@ from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import CEILING, Entry, Run, Table, cache_path, files
 from collective_matmul.choose.trials import Measure, Trial, trials
 from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.peer_access import launched_one_by_one
+from collective_matmul.peer_access import kernels_may_address_peers
 
 
 def tune(
@@ -87,7 +87,7 @@ def tune(
         limit_seconds=limit_seconds,
         run=_describe(found),
     )
-    with launched_one_by_one(True):  # As all that is compiled to be timed.
+    with kernels_may_address_peers(True):  # As in what is compiled to time them.
         return tuner.tune(sites, again)
 
 

@@ -117,7 +117,11 @@ class Call:
 
     def compile(self) -> Any:
         operands, results = self.problem.shardings
-        fun = overlap_jit(self.problem.function(self.implementation), out_shardings=results)
+        fun = overlap_jit(
+            self.problem.function(self.implementation),
+            fused=self.implementation == "fused",
+            out_shardings=results,
+        )
         return fun.lower(*described(jax.eval_shape(self.problem.draw), operands)).compile()
 
 

@@ -91,7 +91,7 @@ class Case:
     def compile(self, way: Callable[..., Any], *, results: int = 1) -> Callable[..., Any]:
         """A program of global arrays, from a function of local x [1, ...] and w."""
         sharded, shardings = self.sharded(way, results=results)
-        return overlap_jit(sharded, in_shardings=shardings)
+        return overlap_jit(sharded, fused=True, in_shardings=shardings)
 
     def sharded(self, way: Callable[..., Any], *, results: int = 1) -> tuple[Any, Any]:
         """The same to be compiled, and how its arguments are laid out."""
@@ -173,7 +173,7 @@ def test_gradients(case: Case) -> None:
     x, w, dy = case.arrays()
     op, shardings = case.sharded(lambda x, w: (op_of(case)(x, w),))
 
-    @overlap_jit
+    @functools.partial(overlap_jit, fused=True)
     def gradients(x, w, dy):
         x, w = lax.with_sharding_constraint((x, w), tuple(shardings))
         return jax.vjp(lambda x, w: op(x, w)[0], x, w)[1](dy)

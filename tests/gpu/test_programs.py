@@ -42,7 +42,8 @@ class Forward:
     def compile(self) -> Any:
         x, ws, _ = jax.eval_shape(self.problem.draw)
         x_sharding, w_shardings, _ = self.problem.shardings[0]
-        fun = overlap_jit(self.problem.sharded(self.implementation))
+        sharded = self.problem.sharded(self.implementation)
+        fun = overlap_jit(sharded, fused=self.implementation == "fused")
         return fun.lower(described(x, x_sharding), described(ws, w_shardings)).compile()
 
 

@@ -179,7 +179,7 @@ def test_ops_vmap_and_gradients(op: Any, make_mesh: MeshFactory, _for_hopper: No
         return sharded(xs, w).astype(jnp.float32).sum()
 
     xs, w = (ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 64, 256), (256, 128)))
-    traced = overlap_jit(jax.value_and_grad(loss, (0, 1))).trace(xs, w)
+    traced = overlap_jit(jax.value_and_grad(loss, (0, 1)), fused=True).trace(xs, w)
     assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
