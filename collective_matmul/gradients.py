@@ -120,7 +120,7 @@ def _gather_matmul_backward(call: Call, residuals, cotangents):
     chosen = _implementation_of(gathered)
     dws = chosen.weight_gradients(gathered, dys, dimension=call.dimension)
     dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
-    return _together(gathered, dx, dws)
+    return together(gathered, dx, dws)
 
 
 def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[Any, Any]:
@@ -184,7 +184,7 @@ def _matmul_scatter_backward(call: Call, residuals, dy):
         keep_gathered=True,
     )
     dws = [weight_gradient(x, gathered, dimension, transpose_w) for x in xs]
-    return _together(gathered, tuple(dxs), tuple(dws))
+    return together(gathered, tuple(dxs), tuple(dws))
 
 
 matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
@@ -217,8 +217,36 @@ matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward
 def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -> jax.Array:
     """``xᵀ dy`` [K, N], or ``dyᵀ x`` [N, K] for transposed weights; either may be in chunks."""
     first, second = (dy, x) if transpose_w else (x, dy)
-    chosen = _implementation_of(first if isinstance(first, Gathered) else second)
-    return chosen.weight_gradients(first, (second,), dimension=dimension)[0]
+    return _contracted(first, (second,), dimension)[0]
+
+
+@_custom_vjp
+def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
+    """``xᵀ y`` [K, N] for each y, in one launch; x or the only y may be in chunks.
+
+    For programs with gradients in them, which may be differentiated again.
+    """
+    return _contracted(x, ys, dimension)
+
+
+def _weight_gradients_forward(x, ys, dimension: int | None):
+    return weight_gradients(x, ys, dimension), (x, ys)
+
+
+def _weight_gradients_backward(dimension: int, operands, dws):
+    def contract(x, ys):
+        x, *ys = (whole_of(array, dimension) for array in (x, *ys))
+        return tuple(contract_rows(x, y) for y in ys)
+
+    return jax.vjp(contract, *operands)[1](dws)
+
+
+weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
+
+
+def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
+    chosen = _implementation_of(x if isinstance(x, Gathered) else ys[0])
+    return chosen.weight_gradients(x, ys, dimension=dimension)
 
 
 def whole_of(gathered: Kept, dimension: int) -> jax.Array:
@@ -248,15 +276,15 @@ def _whole_cotangent(gathered: Kept, cotangent: Any, dimension: int) -> jax.Arra
     return Gathered([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
 
 
-def _together(gathered: Kept, *gradients: Any) -> tuple[Any, ...]:
-    """The gradients as they are, none to be used before all are there if they took chunks.
+def together(gathered: Kept, *results: Any) -> tuple[Any, ...]:
+    """Results as they are, none to be used before all are there if they took chunks.
 
     XLA puts off weight gradients, since nothing waits for them, and the chunks they are made of
     would take memory until then.
     """
     if not isinstance(gathered, Gathered):
-        return gradients
-    return lax.optimization_barrier(gradients)
+        return results
+    return lax.optimization_barrier(results)
 
 
 def _implementation_of(gathered: Kept) -> Any:

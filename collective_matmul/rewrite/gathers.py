@@ -84,6 +84,7 @@ class GatherMatch:
     Attributes:
       index: of the gather.
       root: what is gathered, once all that commutes with the gather is done before it.
+      view: of the root.
       uses: the dots that multiply as the chunks arrive; all their x are one array.
       later: dots that contract the rows, for which the ring keeps what it gathers.
       chain: equations from the gather to the root.
@@ -95,6 +96,7 @@ class GatherMatch:
     index: int
     collective: Collective
     root: Var
+    view: View
     uses: list[Use]
     later: list[Use]
     chain: tuple[int, ...]
@@ -116,7 +118,7 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
         return view
     (root,) = graph.equations[chain[-1]].outvars
     between: list[int] = []
-    found = list(_uses(graph, root, view, devices, between))
+    found = list(uses_of(graph, root, view, devices, between))
     uses = [use for use in found if isinstance(use, Use)]
     reasons = [use for use in found if isinstance(use, str)]
     products = [use for use in uses if not use.sums_rows]
@@ -128,6 +130,7 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
         index,
         collective,
         root,
+        view,
         uses=[use for use in products if use.view == chosen],
         later=[use for use in uses if use.view == chosen and use.sums_rows],
         chain=chain,
@@ -163,7 +166,7 @@ def follow(graph: Graph, index: int, collective: Collective) -> tuple[tuple[int,
     return (*chain,), view
 
 
-def _uses(
+def uses_of(
     graph: Graph, var: Var, view: View, devices: int, between: list[int]
 ) -> Iterator[Use | str]:
     """All uses of what was gathered: dots, or why something is none; notes what lies between."""
@@ -184,7 +187,7 @@ def _uses(
             yield following
         else:
             between.append(index)
-            yield from _uses(graph, equation.outvars[0], following, devices, between)
+            yield from uses_of(graph, equation.outvars[0], following, devices, between)
 
 
 def _use(graph: Graph, index: int, var: Var, view: View) -> Use | str:

@@ -97,12 +97,14 @@ def _is_returned(graph: Graph, var: Var) -> bool:
 
 
 def _can_open(equation: JaxprEqn) -> bool:
-    """Whether it is a call that asks for nothing but to be carried out."""
-    if equation.primitive.name not in ("jit", "pjit"):
+    return is_plain_call(equation) and not equation.params["jaxpr"].consts
+
+
+def is_plain_call(equation: JaxprEqn) -> bool:
+    """Whether it is a call of `jax.jit` that asks for nothing but to be carried out."""
+    if equation.primitive.name not in ("jit", "pjit") or is_named(equation):
         return False
     parameters = equation.params
-    if parameters["jaxpr"].consts or is_named(equation):
-        return False
     shardings = (*parameters["in_shardings"], *parameters["out_shardings"])
     specified = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
     return not (specified or parameters["compiler_options_kvs"])

@@ -104,6 +104,19 @@ class Matmul:
         x = _transpose(x, self.free + self.contracted)
         return lax.reshape(x, (*x.shape[: len(self.free)], self.depth))
 
+    def contraction(self, product: jax.Array, transposed: bool) -> jax.Array:
+        """The dot's result from xᵀ w [free, N] of an x whose rows it contracts, or from [N, free].
+
+        A transpose stands last, where it may cancel with one that follows the dot.
+        """
+        if not transposed:
+            return self.result(product, self.free_shape)
+        product = lax.reshape(product, (*self.columns_shape, *self.free_shape))
+        if self.x_side == 1:
+            return product
+        columns = len(self.columns_shape)
+        return _transpose(product, (*range(columns, product.ndim), *range(columns)))
+
     def result(self, y: jax.Array, free_shape: Shape) -> jax.Array:
         """The dot's result from y [..., N], where x's free dimensions have `free_shape`."""
         y = lax.reshape(y, (*free_shape, *self.columns_shape))

@@ -25,6 +25,7 @@ from collective_matmul.rewrite.report import (
     replaced_by,
     source_of,
 )
+from collective_matmul.rewrite.residuals import Crossing, Residual, residuals_of
 from collective_matmul.rewrite.rules import rewritten_rules
 from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
 from collective_matmul.rewrite.sites import (
@@ -64,31 +65,38 @@ class Rewriter:
         self._shard_maps: tuple = ()
         self._done: dict[tuple, tuple[Any, Any]] = {}
         self._traced: dict[tuple, Tracing] = {}
+        #: Of the jaxprs that were made, by their ids.
+        self._residuals: dict[int, list[Residual]] = {}
+        self._crossed: dict[tuple, Any] = {}
 
     def rewritten(self, jaxpr: Any) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object where there are none."""
         key = id(jaxpr), self._shard_maps
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
-            new = self._rewritten(inner) if any(collectives_in([inner])) else inner
+            new, residuals = inner, []
+            if any(collectives_in([inner])):
+                new, residuals = self._rewritten(inner)
             if new is inner:
                 new = jaxpr
             elif inner is not jaxpr:
                 new = jaxpr.replace(jaxpr=new)
             # The original is kept, so that its id stays its own.
             self._done[key] = jaxpr, new
+            self._residuals[id(new)] = residuals
         return self._done[key][1]
 
-    def _rewritten(self, original: Jaxpr) -> Jaxpr:
+    def _rewritten(self, original: Jaxpr) -> tuple[Jaxpr, list[Residual]]:
         graph = Graph(original)
         if self._axis_sizes:
             graph = self._brought_together(graph)
-        equations = [self._inside(equation) for equation in graph.equations]
+        equations = self._insides(graph)
         sites = self._sites(graph) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
-            return graph.jaxpr
-        return splice(graph, equations, sites)
+            return graph.jaxpr, []
+        jaxpr = splice(graph, equations, sites)
+        return jaxpr, residuals_of(graph, sites, jaxpr)
 
     def _brought_together(self, graph: Graph) -> Graph:
         """With calls opened or entered, if that makes more matmuls meet their collectives."""
@@ -112,6 +120,17 @@ class Rewriter:
             elif kind_of(equation) is not None and not is_ours(equation):
                 number += not isinstance(self._match(graph, index), str)
         return number
+
+    def _insides(self, graph: Graph) -> list[JaxprEqn]:
+        """The equations with the jaxprs that they carry out rewritten."""
+        crossing = Crossing(graph, self._crossed)
+        equations = []
+        for index, equation in enumerate(graph.equations):
+            equation = self._inside(crossing.receiving(index, equation))
+            inner = id(equation.params.get("jaxpr"))
+            crossing.offer(index, equation, self._residuals.get(inner, ()))
+            equations.append(equation)
+        return [crossing.returning(*numbered) for numbered in enumerate(equations)]
 
     def _inside(self, equation: JaxprEqn) -> JaxprEqn:
         """The equation with the jaxprs that it carries out rewritten."""
@@ -183,7 +202,7 @@ class Rewriter:
             else:
                 plan.accept(site.placed)
                 sites.append(site)
-                reports[match.index] = replaced_by(equation, match.matmuls, site.decision)
+                reports[match.index] = replaced_by(equation, match.matmuls, site.decisions[0])
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
@@ -207,21 +226,23 @@ class Rewriter:
         obstacle = _obstacle(placed, self._implementation)
         if obstacle:
             return obstacle
-        replacements = self._replacements(placed.match, equation, source)
-        key = self._shard_maps, source, signature(placed.match, replacements)
+        replacements = self._replacements(placed, equation, source)
+        key = self._shard_maps, source, signature(placed, replacements)
         if key not in self._traced:
             self._traced[key] = trace(replacements)
         site = put_in_place(placed, replacements, self._traced[key], equation)
-        if site.decision.implementation == "bulk" and moves_layout(match):
-            return f"arrays would be transposed for nothing ({site.decision.reason})"
+        decision = site.decisions[0]
+        if decision.implementation == "bulk" and moves_layout(match):
+            return f"arrays would be transposed for nothing ({decision.reason})"
         return site
 
     def _replacements(
-        self, match: Match, equation: JaxprEqn, source: Source | None
+        self, placed: Placed, equation: JaxprEqn, source: Source | None
     ) -> Sequence[Replacement]:
+        match = placed.match
         if isinstance(match, GatherMatch):
             (shard,) = equation.invars
-            return gather_replacements(match, shard, self._implementation, source)
+            return gather_replacements(placed, shard, self._implementation, source)
         if isinstance(match, EinsumMatch):
             return [einsum_replacement(match, equation.invars[0], self._implementation, source)]
         return [sum_replacement(match, equation.outvars[0], self._implementation, source)]

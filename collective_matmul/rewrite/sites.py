@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,17 @@ from collective_matmul.gradients import (
     gather_matmul,
     matmul_all_reduce,
     matmul_scatter,
+    together,
     vary_together,
-    weight_gradient,
+    weight_gradients,
     whole_of,
 )
 from collective_matmul.rewrite.einsums import EinsumMatch
-from collective_matmul.rewrite.gathers import GatherMatch, Use
+from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.launches import Launch
 from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.plan import Match
+from collective_matmul.rewrite.plan import Match, Placed
 from collective_matmul.rewrite.steps import Step, divided
 from collective_matmul.rewrite.sums import SumMatch
 
@@ -56,55 +58,88 @@ class Replacement:
 
 
 def gather_replacements(
-    match: GatherMatch, shard: Atom, implementation: str | None, source: Source | None
+    placed: Placed, shard: Atom, implementation: str | None, source: Source | None
 ) -> list[Replacement]:
-    """The gather with all its matmuls at once, then each matmul that contracts the rows."""
+    """The gather with all matmuls that it can have, those that come later, and the whole if needed.
+
+    No product is used before the weight gradients beside it are there, as in the ops' backwards.
+    """
+    match = placed.match
+    assert isinstance(match, GatherMatch)
     collective, uses = match.collective, match.uses
     view = uses[0].view
+    later = bool(placed.launches) or match.keeps_root
     call = Call(
         collective.axis_name,
         view.dimension,
         implementation,
         transpose_w=all(use.matmul.w_lies_transposed for use in uses),
-        keep_gathered=bool(match.later) or match.keeps_root,
+        keep_gathered=later or bool(placed.beside),
         source=source,
         replaces=collective.kind,
     )
     handle = Handle(match.index)
+    beside = [use for launch in placed.beside for use in launch.uses]
 
-    def all_gather_matmul(shard: jax.Array, *ws: jax.Array) -> tuple:
-        x = replay(view.steps, shard)
+    def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
+        x, ws, others = (
+            replay(view.steps, shard),
+            operands[: len(uses)],
+            iter(operands[len(uses) :]),
+        )
         matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
         ys, gathered = gather_matmul(x, tuple(matrices), call)
+        products = [dw for launch in placed.beside for dw in _products(launch, gathered, others)]
+        if products:
+            *ys, products = together(gathered, *ys, products)
         results: list[Any] = [
             use.matmul.result(y, use.matmul.free_shape) for use, y in zip(uses, ys, strict=True)
         ]
-        if match.later:
-            results.append(gathered)
-        if match.keeps_root:
-            results.append(
-                lax.reshape(whole_of(gathered, view.dimension), type_of(match.root).shape)
-            )
-        return tuple(results)
+        return (*results, *products, *[gathered] * later)
 
-    outputs = [use.result for use in uses]
-    outputs += [handle] * bool(match.later) + [match.root] * match.keeps_root
-    inputs = [shard, *(use.matmul.w for use in uses)]
-    first = Replacement(None, inputs, outputs, all_gather_matmul)
-    return [first, *(_weight_gradient(use, handle, call) for use in match.later)]
+    inputs = [shard, *(use.matmul.w for use in (*uses, *beside))]
+    outputs = [*(use.result for use in (*uses, *beside)), *[handle] * later]
+    replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
+    replacements += launched(placed.launches, handle)
+    if match.keeps_root:
+        shape = type_of(match.root).shape
+
+        def whole(gathered: Kept) -> tuple[jax.Array]:
+            return (lax.reshape(whole_of(gathered, view.dimension), shape),)
+
+        replacements.append(Replacement(None, [handle], [match.root], whole))
+    return replacements
 
 
-def _weight_gradient(use: Use, handle: Handle, call: Call) -> Replacement:
-    """A matmul that contracts the rows of what was gathered with those of another array."""
-    matmul, view = use.matmul, use.view
+def launched(launches: Sequence[Launch], handle: Handle) -> list[Replacement]:
+    """Matmuls that contract the rows of what was gathered with those of other arrays."""
 
-    def weight_gradients(gathered: Kept, other: jax.Array) -> tuple[jax.Array]:
-        rows = matmul.weight(other, transposed=False)
-        rows = lax.reshape(rows, (*view.base[:-1], matmul.columns))
-        product = weight_gradient(gathered, rows, call.dimension, transpose_w=matmul.x_side == 1)
-        return (lax.reshape(product, type_of(use.result).shape),)
+    def replacement(launch: Launch) -> Replacement:
+        def weight_gradients(gathered: Kept, *others: jax.Array) -> tuple[jax.Array, ...]:
+            return (*_products(launch, gathered, iter(others)),)
 
-    return Replacement(use.index, [handle, matmul.w], [use.result], weight_gradients)
+        inputs = [handle, *(use.matmul.w for use in launch.uses)]
+        outputs = [use.result for use in launch.uses]
+        return Replacement(launch.position, inputs, outputs, weight_gradients)
+
+    return list(map(replacement, launches))
+
+
+def _products(launch: Launch, gathered: Kept, others: Iterator[jax.Array]) -> list[jax.Array]:
+    """The results of the dots of a launch, which takes its other operands."""
+    view, matmuls = launch.uses[0].view, [use.matmul for use in launch.uses]
+    rows = []
+    for matmul in matmuls:
+        matrix = matmul.weight(next(others), transposed=False)
+        rows.append(lax.reshape(matrix, (*view.base[:-1], matmul.columns)))
+    if launch.gathered_first:
+        products = weight_gradients(gathered, (*rows,), view.dimension)
+    else:
+        products = weight_gradients(rows[0], (gathered,), view.dimension)
+    return [
+        matmul.contraction(product, transposed=not launch.gathered_first)
+        for matmul, product in zip(matmuls, products, strict=True)
+    ]
 
 
 def sum_replacement(
@@ -171,8 +206,9 @@ def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
     return array
 
 
-def signature(match: Match, replacements: Sequence[Replacement]) -> tuple:
+def signature(placed: Placed, replacements: Sequence[Replacement]) -> tuple:
     """Equal for sites that the same equations can replace, but for their variables."""
+    match = placed.match
     types = tuple(
         type_of(item)
         for replacement in replacements
@@ -183,8 +219,16 @@ def signature(match: Match, replacements: Sequence[Replacement]) -> tuple:
         return match.collective, match.einsum, match.shape, match.steps, types
     if isinstance(match, SumMatch):
         return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
-    uses = tuple((u.view, u.sums_rows, _dimensions(u.matmul)) for u in (*match.uses, *match.later))
-    return match.collective, match.keeps_root, types, uses
+    launches = (*placed.beside, *placed.launches)
+    uses = (*match.uses, *(use for launch in launches for use in launch.uses))
+    return (
+        match.collective,
+        match.keeps_root,
+        types,
+        tuple((use.view, use.sums_rows, _dimensions(use.matmul)) for use in uses),
+        len(placed.beside),
+        tuple((len(launch.uses), launch.gathered_first) for launch in launches),
+    )
 
 
 def _dimensions(matmul: Matmul) -> tuple:

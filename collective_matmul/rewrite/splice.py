@@ -24,30 +24,36 @@ class Tracing:
     Attributes:
       jaxprs: one for each replacement.
       trees: for each, the pytrees of its results.
-      decision: taken on the way.
+      decisions: taken on the way.
     """
 
     jaxprs: tuple[Jaxpr, ...]
     trees: tuple[tuple[Any, ...], ...]
-    decision: Decision
+    decisions: tuple[Decision, ...]
 
 
 @dataclass(frozen=True)
 class TracedSite:
-    """A site's new equations, by the position at which they come, and what they decided."""
+    """A site's new equations, by the position at which they come, and what they decided.
+
+    Attributes:
+      kept: what was gathered, its variables in a `Kept`; None if it is not kept.
+    """
 
     placed: Placed
     equations: dict[int, list[JaxprEqn]]
     renamed: dict[Var, Atom]
-    decision: Decision
+    decisions: tuple[Decision, ...]
+    kept: Any
 
 
-def trace(replacements: Sequence[Replacement]) -> Tracing:
+def trace(replacements: Sequence[Replacement], kept: dict[Handle, Any] | None = None) -> Tracing:
     """Traces replacements, within the shard_map that their site stands in.
 
     Each is one call: equal sites share its jaxpr, whose gradients and lowering JAX makes once.
+    `kept` are the types of what an earlier site gathered.
     """
-    kept: dict[Handle, Any] = {}
+    kept = {**(kept or {})}
     jaxprs, trees = [], []
     with record_decisions(hidden=True) as decisions:
         for replacement in replacements:
@@ -64,19 +70,28 @@ def trace(replacements: Sequence[Replacement]) -> Tracing:
                 made = jax.tree.unflatten(tree, [next(types) for _ in range(tree.num_leaves)])
                 if isinstance(item, Handle):
                     kept[item] = made
-    return Tracing(tuple(jaxprs), tuple(trees), decisions[0])
+    return Tracing(tuple(jaxprs), tuple(trees), tuple(decisions))
 
 
 def put_in_place(
-    placed: Placed, replacements: Sequence[Replacement], tracing: Tracing, like: JaxprEqn
+    placed: Placed,
+    replacements: Sequence[Replacement],
+    tracing: Tracing,
+    like: JaxprEqn,
+    kept: dict[Handle, Any] | None = None,
 ) -> TracedSite:
-    """The new equations of a site, said to come from where `like` comes from."""
+    """The new equations of a site, said to come from where `like` comes from.
+
+    `kept` are the variables of what an earlier site gathered.
+    """
     source = like.source_info.replace(name_stack=like.source_info.name_stack.extend(NAME))
-    kept: dict[Handle, list[Atom]] = {}
+    kept = {**(kept or {})}
     renamed: dict[Var, Atom] = {}
     equations: dict[int, list[JaxprEqn]] = {}
     for replacement, jaxpr, trees in zip(replacements, tracing.jaxprs, tracing.trees, strict=True):
-        atoms = [atom for item in replacement.inputs for atom in kept.get(item, [item])]
+        atoms = [
+            atom for item in replacement.inputs for atom in jax.tree.leaves(kept.get(item, item))
+        ]
         new, results = _renewed(jaxpr, atoms, source)
         where = placed.position if replacement.position is None else replacement.position
         equations.setdefault(where, []).extend(new)
@@ -84,10 +99,11 @@ def put_in_place(
         for item, tree in zip(replacement.outputs, trees, strict=True):
             leaves = [next(made) for _ in range(tree.num_leaves)]
             if isinstance(item, Handle):
-                kept[item] = leaves
+                kept[item] = jax.tree.unflatten(tree, leaves)
             else:
                 (renamed[item],) = leaves
-    return TracedSite(placed, equations, renamed, tracing.decision)
+    gathered = next(iter(kept.values()), None)
+    return TracedSite(placed, equations, renamed, tracing.decisions, gathered)
 
 
 def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
@@ -110,10 +126,14 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
         names |= site.renamed
     moved: dict[int, set[int]] = defaultdict(set)
     new: dict[int, list[JaxprEqn]] = defaultdict(list)
+    waiting: dict[int, int] = {}
     for site in sites:
         moved[site.placed.position].update(site.placed.moved)
         for position, made in site.equations.items():
             new[position] += made
+        for launch in site.placed.launches:
+            for index in launch.put_off:
+                waiting[index] = max(launch.position, waiting.get(index, 0))
     old = list(equations)
     for index in {index for var in names for index in graph.users(var)}:
         old[index] = _reading(old[index], names)
@@ -126,7 +146,8 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
             done.update(before)
         if index in new:
             result += (_reading(made, names) for made in new[index])
-        if index not in done:
+        result += [old[i] for i in sorted(waiting) if waiting[i] == index]
+        if index not in done and index not in waiting:
             result.append(equation)
     jaxpr = graph.jaxpr
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))

@@ -87,7 +87,8 @@ def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | st
     found = _terms(graph, operand, start, collective.devices)
     if isinstance(found, str):
         return found
-    terms, paths = zip(*found, strict=True)
+    # A gradient adds up what comes from each use, the last first: in the order of the uses.
+    terms, paths = zip(*reversed(found), strict=True)
     first = replace(paths[0], consumed=())
     if any(replace(path, consumed=()) != first for path in paths[1:]):
         return "the matmuls added up are cast, scaled or shaped differently"
