@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 from collective_matmul.rewrite.collectives import kind_of
 from collective_matmul.rewrite.gathers import Use
-from collective_matmul.rewrite.graph import Graph, is_pure
+from collective_matmul.rewrite.graph import Graph, is_pure, variables
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _joined(graph: Graph, launch: Launch, use: Use, fixed: Collection[int]) -> L
     put_off = []
     for index in range(launch.uses[-1].index + 1, use.index + 1):
         equation = graph.equations[index]
-        if index in consumed or made.isdisjoint(equation.invars):
+        if index in consumed or made.isdisjoint(variables(equation.invars)):
             continue
         if index == use.index or index in fixed or not _can_wait(graph, index):
             return None
