@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import jaxprs_in_params
 
 from collective_matmul.rewrite.collectives import kind_of
 from collective_matmul.rewrite.gathers import Use
 from collective_matmul.rewrite.graph import Graph, is_pure, variables
+from collective_matmul.rewrite.steps import passage
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,25 @@ class Launch:
       uses: the dots, the last first: one, unless gathered_first. Gradients are made in the reverse
         order of what they are gradients of.
       gathered_first: whether the products are computed as [K, N] or as [N, K].
-      put_off: equations that need the products, and come after the last dot instead of before.
+      put_off: equations that need the products, and wait until they are ready.
+      tied: a sum over devices, neither of whose result nor of the products is used before the
+        other is there; None for no such sum.
     """
 
     uses: tuple[Use, ...]
     gathered_first: bool
     put_off: tuple[int, ...] = ()
+    tied: int | None = None
 
     @property
     def position(self) -> int:
         """It comes before the equation of this index."""
         return self.uses[0].index
+
+    @property
+    def ready(self) -> int:
+        """The products are ready before the equation of this index."""
+        return self.position if self.tied is None else self.tied + 1
 
 
 def launches_of(graph: Graph, uses: Sequence[Use], fixed: Collection[int]) -> list[Launch]:
@@ -60,20 +69,59 @@ def beside(graph: Graph, uses: Sequence[Use]) -> list[Launch]:
     return [Launch(firsts, True), *others] if firsts else others
 
 
+def tied(graph: Graph, launch: Launch) -> Launch:
+    """The launch tied to the sum over devices of products of the same operands, if there is one.
+
+    Those are the gradients of one gather's matmuls, which the ops tie for the same reason: XLA puts
+    off weight gradients, since nothing waits for them, and what they need takes memory until then.
+    """
+    for index in graph.users(launch.uses[0].matmul.w):
+        summed = _sum_of(graph, index)
+        if summed is None or summed < launch.position:
+            continue
+        put_off = _waiting(graph, launch.uses, summed, ())
+        if put_off is not None:
+            return replace(launch, put_off=put_off, tied=summed)
+    return launch
+
+
+def _sum_of(graph: Graph, index: int) -> int | None:
+    """The sum over devices that alone needs the product of a dot, or a sum that it is part of."""
+    equation = graph.equations[index]
+    if equation.primitive.name != "dot_general":
+        return None
+    while (user := graph.only_user(equation.outvars[0])) is not None:
+        equation = graph.equations[user]
+        if kind_of(equation) == "reduce_scatter":
+            return user
+        added = equation.primitive.name in ("add", "add_any")
+        if not added and passage(graph, equation) is None:
+            return None
+    return None
+
+
 def _joined(graph: Graph, launch: Launch, use: Use, fixed: Collection[int]) -> Launch | None:
     """The launch with one more dot; None if what needs its products cannot wait for that."""
-    made = {earlier.result for earlier in launch.uses}
-    consumed = {index for earlier in launch.uses for index in (earlier.index, *earlier.casts)}
+    put_off = _waiting(graph, launch.uses, use.index, fixed)
+    return None if put_off is None else Launch((use, *launch.uses), True, put_off)
+
+
+def _waiting(
+    graph: Graph, uses: Sequence[Use], last: int, fixed: Collection[int]
+) -> tuple[int, ...] | None:
+    """What needs the products and stands before the equation `last`; None if it cannot wait."""
+    made = {use.result for use in uses}
+    consumed = {index for use in uses for index in (use.index, *use.casts)}
     put_off = []
-    for index in range(launch.uses[-1].index + 1, use.index + 1):
+    for index in range(uses[-1].index + 1, last + 1):
         equation = graph.equations[index]
         if index in consumed or made.isdisjoint(variables(equation.invars)):
             continue
-        if index == use.index or index in fixed or not _can_wait(graph, index):
+        if index == last or index in fixed or not _can_wait(graph, index):
             return None
         put_off.append(index)
         made.update(equation.outvars)
-    return Launch((use, *launch.uses), True, tuple(put_off))
+    return tuple(put_off)
 
 
 def _can_wait(graph: Graph, index: int) -> bool:

@@ -65,7 +65,7 @@ class Plan:
         self._needed.update(index for index in makers if index is not None)
         for launch in placed.launches:
             later = [*launch.put_off, *(i for use in launch.uses for i in (use.index, *use.casts))]
-            self._put_off |= dict.fromkeys(later, launch.position + 1)
+            self._put_off |= dict.fromkeys(later, launch.ready + 1)
 
     def place(self, match: Match) -> Placed | str:
         """Where a match can be carried out beside those accepted, or why it cannot."""

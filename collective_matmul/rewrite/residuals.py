@@ -17,7 +17,7 @@ from collective_matmul.implementations.chunks import Gathered
 from collective_matmul.rewrite.gathers import GatherMatch, Use, uses_of
 from collective_matmul.rewrite.graph import Graph, is_pure, type_of
 from collective_matmul.rewrite.inlining import is_plain_call
-from collective_matmul.rewrite.launches import launches_of
+from collective_matmul.rewrite.launches import launches_of, tied
 from collective_matmul.rewrite.plan import Placed, consumed_by
 from collective_matmul.rewrite.sites import Handle, launched
 from collective_matmul.rewrite.splice import TracedSite, put_in_place, splice, trace
@@ -179,16 +179,27 @@ def _taking(jaxpr: Jaxpr, place: int, residual: Residual) -> Jaxpr | None:
         uses.append(use)
     if not uses:
         return None
-    handle, leaves = Handle(place), jax.tree.leaves(residual.chunks)
-    chunks = [Var(type_of(leaf)) for leaf in leaves]
-    tree = jax.tree.structure(residual.chunks)
-    launches = launches_of(graph, uses, fixed=())
-    replacements = launched(launches, handle)
-    placed = Placed(
-        match, consumed_by(graph, between, uses), launches[0].position, launches=(*launches,)
-    )
-    tracing = trace(replacements, {handle: tree.unflatten(map(type_of, leaves))})
-    like = graph.equations[uses[0].index]
-    site = put_in_place(placed, replacements, tracing, like, {handle: tree.unflatten(chunks)})
-    made = splice(graph, graph.equations, [site])
-    return made.replace(invars=[*jaxpr.invars[:place], *chunks, *jaxpr.invars[place + 1 :]])
+    first, *others = launches_of(graph, uses, fixed=())
+    launches = tied(graph, first), *others
+    equations, sums = _tied_sums(graph, launches[0].tied)
+    handle, types = Handle(place), jax.tree.map(type_of, residual.chunks)
+    chunks = jax.tree.map(Var, types)
+    replacements = launched(launches, handle, sums)
+    consumed = consumed_by(graph, between, uses)
+    placed = Placed(match, consumed, first.position, launches=launches)
+    tracing = trace(replacements, {handle: types})
+    like = graph.equations[first.position]
+    site = put_in_place(placed, replacements, tracing, like, {handle: chunks})
+    invars = [*jaxpr.invars[:place], *jax.tree.leaves(chunks), *jaxpr.invars[place + 1 :]]
+    return splice(graph, equations, [site]).replace(invars=invars)
+
+
+def _tied_sums(graph: Graph, index: int | None) -> tuple[list[JaxprEqn], dict]:
+    """The equations, with a variable of its own for a sum's result until its launch is done too."""
+    equations = list(graph.equations)
+    if index is None:
+        return equations, {}
+    (read,) = equations[index].outvars
+    summed = Var(type_of(read))
+    equations[index] = equations[index].replace(outvars=[summed])
+    return equations, {index: ([summed], [read])}

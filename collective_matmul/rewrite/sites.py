@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,15 @@ from collective_matmul.rewrite.sums import SumMatch
 
 @dataclass(frozen=True)
 class Handle:
-    """Stands for what a site keeps as its ring gathered it, where a variable would stand."""
+    """Stands for what a site keeps, where a variable would stand: a pytree of arrays.
+
+    Attributes:
+      index: of the gather, or of the launch.
+      name: "gathered" or "products".
+    """
 
     index: int
+    name: str = "gathered"
 
 
 @dataclass
@@ -82,25 +88,23 @@ def gather_replacements(
     beside = [use for launch in placed.beside for use in launch.uses]
 
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
-        x, ws, others = (
-            replay(view.steps, shard),
-            operands[: len(uses)],
-            iter(operands[len(uses) :]),
-        )
+        ws, others = operands[: len(uses)], iter(operands[len(uses) :])
         matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
-        ys, gathered = gather_matmul(x, tuple(matrices), call)
-        products = [dw for launch in placed.beside for dw in _products(launch, gathered, others)]
+        ys, gathered = gather_matmul(replay(view.steps, shard), tuple(matrices), call)
+        products = [_products(launch, gathered, others) for launch in placed.beside]
         if products:
             *ys, products = together(gathered, *ys, products)
         results: list[Any] = [
             use.matmul.result(y, use.matmul.free_shape) for use, y in zip(uses, ys, strict=True)
         ]
-        return (*results, *products, *[gathered] * later)
+        for launch, made in zip(placed.beside, products, strict=True):
+            results += _results(launch, made)
+        return (*results, *[gathered] * later)
 
     inputs = [shard, *(use.matmul.w for use in (*uses, *beside))]
     outputs = [*(use.result for use in (*uses, *beside)), *[handle] * later]
     replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
-    replacements += launched(placed.launches, handle)
+    replacements += launched(placed.launches, handle, {})
     if match.keeps_root:
         shape = type_of(match.root).shape
 
@@ -111,34 +115,62 @@ def gather_replacements(
     return replacements
 
 
-def launched(launches: Sequence[Launch], handle: Handle) -> list[Replacement]:
-    """Matmuls that contract the rows of what was gathered with those of other arrays."""
+def launched(
+    launches: Sequence[Launch],
+    handle: Handle,
+    sums: Mapping[int | None, tuple[Sequence[Var], Sequence[Var]]],
+) -> list[Replacement]:
+    """Matmuls that contract the rows of what was gathered with those of other arrays.
 
-    def replacement(launch: Launch) -> Replacement:
-        def weight_gradients(gathered: Kept, *others: jax.Array) -> tuple[jax.Array, ...]:
-            return (*_products(launch, gathered, iter(others)),)
-
+    `sums` has, of those over devices that launches are tied to, the result and what is read in its
+    place; each is one variable.
+    """
+    replacements = []
+    for launch in launches:
+        products = Handle(launch.position, "products")
         inputs = [handle, *(use.matmul.w for use in launch.uses)]
         outputs = [use.result for use in launch.uses]
-        return Replacement(launch.position, inputs, outputs, weight_gradients)
+        summed, read = sums.get(launch.tied, ((), ()))
+        replacements += [
+            Replacement(launch.position, inputs, [products], _contracting(launch)),
+            Replacement(launch.ready, [products, *summed], [*read, *outputs], _finishing(launch)),
+        ]
+    return replacements
 
-    return list(map(replacement, launches))
+
+def _contracting(launch: Launch) -> Callable[..., tuple]:
+    def weight_gradients(gathered: Kept, *others: jax.Array) -> tuple:
+        return (_products(launch, gathered, iter(others)),)
+
+    return weight_gradients
+
+
+def _finishing(launch: Launch) -> Callable[..., tuple]:
+    def weight_gradients_as_they_lie(products: list[jax.Array], *sums: jax.Array) -> tuple:
+        if sums:
+            sums, products = lax.optimization_barrier((sums, products))
+        return (*sums, *_results(launch, products))
+
+    return weight_gradients_as_they_lie
 
 
 def _products(launch: Launch, gathered: Kept, others: Iterator[jax.Array]) -> list[jax.Array]:
-    """The results of the dots of a launch, which takes its other operands."""
+    """What a launch computes: matrices. It takes its other operands."""
     view, matmuls = launch.uses[0].view, [use.matmul for use in launch.uses]
     rows = []
     for matmul in matmuls:
         matrix = matmul.weight(next(others), transposed=False)
         rows.append(lax.reshape(matrix, (*view.base[:-1], matmul.columns)))
     if launch.gathered_first:
-        products = weight_gradients(gathered, (*rows,), view.dimension)
-    else:
-        products = weight_gradients(rows[0], (gathered,), view.dimension)
+        return list(weight_gradients(gathered, (*rows,), view.dimension))
+    return list(weight_gradients(rows[0], (gathered,), view.dimension))
+
+
+def _results(launch: Launch, products: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of the dots, from their products."""
     return [
-        matmul.contraction(product, transposed=not launch.gathered_first)
-        for matmul, product in zip(matmuls, products, strict=True)
+        use.matmul.contraction(product, transposed=not launch.gathered_first)
+        for use, product in zip(launch.uses, products, strict=True)
     ]
 
 

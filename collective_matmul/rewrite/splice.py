@@ -120,38 +120,50 @@ def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[Jax
 
 def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
     """The jaxpr with `equations` for its own, but for those that sites replace."""
-    consumed = frozenset[int]().union(*(site.placed.consumed for site in sites))
     names: dict[Var, Atom] = {}
+    new: dict[int, list[JaxprEqn]] = defaultdict(list)
     for site in sites:
         names |= site.renamed
-    moved: dict[int, set[int]] = defaultdict(set)
-    new: dict[int, list[JaxprEqn]] = defaultdict(list)
-    waiting: dict[int, int] = {}
-    for site in sites:
-        moved[site.placed.position].update(site.placed.moved)
         for position, made in site.equations.items():
             new[position] += made
-        for launch in site.placed.launches:
-            for index in launch.put_off:
-                waiting[index] = max(launch.position, waiting.get(index, 0))
     old = list(equations)
     for index in {index for var in names for index in graph.users(var)}:
         old[index] = _reading(old[index], names)
+    placed = [site.placed for site in sites]
+    moved, waiting = _moved(placed), _waiting(placed)
     result: list[JaxprEqn] = []
-    done = set(consumed)
-    for index, equation in enumerate(old):
-        if index in moved:
-            before = [i for i in sorted(moved[index]) if i not in done]
-            result += map(old.__getitem__, before)
-            done.update(before)
-        if index in new:
-            result += (_reading(made, names) for made in new[index])
-        result += [old[i] for i in sorted(waiting) if waiting[i] == index]
-        if index not in done and index not in waiting:
-            result.append(equation)
+    done = {index for site in placed for index in site.consumed}.union(*waiting.values())
+    for index in range(len(old) + 1):
+        before = [i for i in moved[index] if i not in done]
+        result += map(old.__getitem__, before)
+        done.update(before)
+        result += (_reading(made, names) for made in new[index])
+        result += map(old.__getitem__, waiting[index])
+        if index < len(old) and index not in done:
+            result.append(old[index])
     jaxpr = graph.jaxpr
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
+
+
+def _moved(placed: Sequence[Placed]) -> dict[int, list[int]]:
+    """By index, the equations that come before it and before what takes its place."""
+    moved: dict[int, set[int]] = defaultdict(set)
+    for site in placed:
+        moved[site.position].update(site.moved)
+    return defaultdict(list, {index: sorted(found) for index, found in moved.items()})
+
+
+def _waiting(placed: Sequence[Placed]) -> dict[int, list[int]]:
+    """By index, the equations that come before it and after what takes its place."""
+    last: dict[int, int] = {}
+    for launch in (launch for site in placed for launch in site.launches):
+        for index in launch.put_off:
+            last[index] = max(launch.ready, last.get(index, 0))
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for index in sorted(last):
+        waiting[last[index]].append(index)
+    return waiting
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:

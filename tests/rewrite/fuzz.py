@@ -233,12 +233,15 @@ def mismatch(seed: int) -> str | None:
     generator = Generator(random.Random(seed))
     program = generator.program()
     devices = generator.random.choice(DEVICES)
-    differentiated = generator.random.choice(("not", "before", "after"))
+    differentiated = generator.random.choice(("not", "inside", "before", "after"))
+    if differentiated == "inside":
+        program = program.gradients()
     check_vma = generator.sometimes(0.5)
     fun = program.sharded(_mesh(devices), check_vma)
     count = len(program.shapes)
     plain, rewritten = {
         "not": lambda: (fun, ring(fun)),
+        "inside": lambda: (fun, ring(fun)),
         "before": lambda: (gradients_of(fun, count), ring(gradients_of(fun, count))),
         "after": lambda: (gradients_of(fun, count), gradients_of(ring(fun), count)),
     }[differentiated]()

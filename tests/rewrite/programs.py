@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,6 +57,11 @@ class Program:
             out_specs=self.out_specs,
             check_vma=check_vma,
         )
+
+    def gradients(self) -> Program:
+        """The gradients of `loss_of` of each device's results, taken inside `shard_map`."""
+        body = gradients_of(self.body, len(self.shapes))
+        return replace(self, body=body, out_specs=tuple(self.in_specs))
 
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
         generator = np.random.default_rng(seed)

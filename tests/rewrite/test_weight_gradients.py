@@ -6,17 +6,17 @@ On CPUs the kernel that takes chunks is not there; XLA's matmuls play its part, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from collective_matmul import all_gather_matmul, kernels, matmul_reduce_scatter
-from collective_matmul.implementations.arithmetic import contract_rows
+from collective_matmul.implementations.arithmetic import add, contract_rows
 from collective_matmul.implementations.chunks import read
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[Shapes]:
             [contract_rows(read(x, dimension), read(y, dimension)) for y in term]
             for x, term in zip(xs, ys, strict=True)
         ]
-        return tuple(map(sum, zip(*products, strict=True)))
+        return tuple(add(*terms) for terms in zip(*products, strict=True))
 
     monkeypatch.setattr(kernels, "contract_chunks", contract_chunks)
     return counter
@@ -88,18 +88,19 @@ def stacked(layer: Callable, wrap: Callable) -> Program:
     return Program(gradients, [x, *weights], [of_x, *specs], (of_x, *specs))
 
 
-def names(fun: Callable, *arguments: Any) -> Counter[str]:
-    """Of the calls in a function's jaxpr, at any depth."""
-    counter: Counter[str] = Counter()
+def calls(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Those of `jax.jit` in a jaxpr, at any depth."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in ("jit", "pjit"):
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from calls(inner)
 
-    def walk(jaxpr: Any) -> None:
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            counter[equation.params.get("name", "")] += 1
-            for inner in jaxprs_in_params(equation.params):
-                walk(inner)
 
-    walk(jax.make_jaxpr(fun)(*arguments))
-    return counter
+def joins(fun: Callable, *arguments: Any) -> int:
+    """How often what a ring gathered is joined, in a function's jaxpr."""
+    jaxpr = jax.make_jaxpr(fun)(*arguments)
+    return sum(call.params["name"] == "whole" for call in calls(jaxpr))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_launches_are_those_of_the_ops(
     mesh, program = make_mesh({AXIS: 2}), stacked(plain, wrap)
     # Small weights: a stack that amplifies its values does so with their rounding.
     fun, arguments = program.sharded(mesh), [array / 4 for array in program.arguments()]
-    assert names(ring(fun), *arguments)["whole"] == 0
+    assert joins(ring(fun), *arguments) == 0
     found = set(launches)
     launches.clear()
     jax.make_jaxpr(stacked(by_hand, wrap).sharded(mesh))(*arguments)
@@ -172,9 +173,26 @@ def test_a_residual_is_joined_only_for_others(
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     assert any(site.replaced for site in sites(fun, *arguments))
     launches.clear()
-    assert names(ring(fun), *arguments)["whole"] == (name in JOINED)
+    assert joins(ring(fun), *arguments) == (name in JOINED)
     assert bool(launches) == (name in TAKEN)
     assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
+
+
+def test_the_input_gradient_waits_for_those_of_the_weights(
+    launches: Counter[Shapes], make_mesh: MeshFactory
+) -> None:
+    """What the chunks take of memory is free then, as with the ops."""
+    program = _gradients(two)
+    jaxpr = jax.make_jaxpr(ring(program.sharded(make_mesh({AXIS: 2}))))(*program.arguments())
+    barriers = [
+        [var.aval.shape for var in equation.outvars]
+        for call in calls(jaxpr)
+        if call.params["name"] == "weight_gradients_as_they_lie"
+        for equation in call.params["jaxpr"].eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    assert barriers == [[(2, 2, 4), (4, 3), (4, 3)]]
+    assert launches
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -218,6 +236,6 @@ def test_a_residual_of_two_calls_is_joined(
 
     program = gathering(body, out_specs=(COLUMNS, COLUMNS))
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
-    assert names(ring(fun), *arguments)["whole"] == 1
+    assert joins(ring(fun), *arguments) == 1
     assert not launches
     assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
