@@ -34,8 +34,9 @@ def overlap(
     of a `jax.jit` or `jax.checkpoint`. A matmul that alone uses what is gathered may contract the
     gathered dimension, and may have batch dimensions. What else needs the gathered array gets it
     from the same ring: weight gradients, which contract its rows, take the chunks as they came, one
-    launch for all weights where the program allows, and only for others are they joined. Programs may be differentiated before, so that their own backwards are
-    rewritten, or afterwards: then the gradients are those of the ops.
+    launch for all weights where the program allows, and only for others are they joined. Programs
+    may be differentiated before, so that their own backwards are rewritten, or afterwards: then the
+    gradients are those of the ops.
 
     Each matmul keeps the dtypes of its operands and result, and accumulates in float32; sums
     between devices are in the same dtype as before. A product that is scaled by a constant and then
