@@ -35,7 +35,7 @@ def describe(command: str, devices: Sequence[str] | None = None) -> dict[str, An
     return {
         "command": command,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "devices": devices or [device.device_kind for device in jax.devices()],
+        "devices": [d.device_kind for d in jax.devices()] if devices is None else list(devices),
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "variables": {
@@ -47,8 +47,8 @@ def describe(command: str, devices: Sequence[str] | None = None) -> dict[str, An
 
 def device_kinds(platform: str, devices: int) -> list[str]:
     """Of so many devices, or of all there are for 0, without JAX."""
-    names = [gpu["name"] for gpu in gpu_state()] if platform == "gpu" else ["cpu"] * devices
-    return names[: devices or None]
+    names = [gpu["name"] for gpu in gpu_state()] if platform == "gpu" else ["cpu"] * (devices or 1)
+    return (names or ["unknown GPU"])[: devices or None]
 
 
 def gpu_state() -> list[dict[str, str]]:

@@ -51,6 +51,18 @@ def check(settings: Settings) -> None:
             raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
 
 
+def check_numbers(
+    settings: object, *, positive: Sequence[str] = (), whole: Sequence[str] = ()
+) -> None:
+    """Raises ValueError for a setting named by `positive` that is not above 0, or `whole` below."""
+    for name in positive:
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
+    for name in whole:
+        if getattr(settings, name) < 0:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected 0 or more")
+
+
 def choose_platform(settings: Settings) -> None:
     """Tells JAX which devices there are to be; must come before it looks for them."""
     if settings.platform == "cpu":

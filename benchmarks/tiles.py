@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.settings import check_numbers
 from collective_matmul.kernels import device
 from collective_matmul.kernels.chunks import shared_launch
 from collective_matmul.kernels.tiles import (
@@ -258,8 +259,28 @@ class ChunkTiles:
         return list(dict.fromkeys(everything))[part::parts]
 
 
+def _check(settings: ChunkTiles) -> None:
+    check_numbers(
+        settings, positive=("candidates", "lead_seconds", "timed_seconds", "limit_seconds")
+    )
+    check_numbers(settings, whole=("finalists",))
+    part, parts = settings.part
+    if not 0 <= part < parts:
+        raise ValueError(f"part={part} {parts}: expected a number, and a larger one that divides")
+    if not settings.output.parent.is_dir():
+        raise ValueError(f"output={settings.output}: there is no folder {settings.output.parent}")
+    if device.target() is None:
+        kind = jax.devices()[0].device_kind
+        raise ValueError(f"device {kind!r}: the kernel runs on Hopper GPUs; run this on one")
+
+
 def run(settings: ChunkTiles) -> None:
-    """Measures all problems; writes a line for each as it is done."""
+    """Measures all problems; writes a line for each as it is done.
+
+    Raises:
+      ValueError: for settings that nothing can be measured with, or a device without the kernel.
+    """
+    _check(settings)
     start, lines = time.monotonic(), []
     duration = Duration(settings.lead_seconds, settings.timed_seconds)
     with ThreadPoolExecutor(8) as pool:

@@ -69,13 +69,14 @@ def explain(fun: Callable, *, fused: bool = False) -> Callable[..., Explanation]
         decisions: list[Decision] = []
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with traced_anew(), kernels_may_address_peers(fused), record_decisions() as taken:
+            with traced_anew(), record_decisions() as taken:
                 result = fun(*args, **kwargs)
             decisions.extend(taken)
             return result
 
         # Sites are found when the function is traced already: what is decided then is not recorded.
-        plain = find_sites(recorded)(*args, **kwargs)
+        with kernels_may_address_peers(fused):
+            plain = find_sites(recorded)(*args, **kwargs)
         return Explanation(tuple(decisions), tuple(plain))
 
     return explanation

@@ -233,7 +233,7 @@ def _weight_gradients_forward(x, ys, dimension: int | None):
     return weight_gradients(x, ys, dimension), (x, ys)
 
 
-def _weight_gradients_backward(dimension: int, operands, dws):
+def _weight_gradients_backward(dimension: int | None, operands, dws):
     def contract(x, ys):
         x, *ys = (whole_of(array, dimension) for array in (x, *ys))
         return tuple(contract_rows(x, y) for y in ys)
@@ -249,10 +249,13 @@ def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax
     return chosen.weight_gradients(x, ys, dimension=dimension)
 
 
-def whole_of(gathered: Kept, dimension: int) -> jax.Array:
-    """What was gathered as one array."""
+def whole_of(gathered: Kept, dimension: int | None) -> jax.Array:
+    """What was gathered as one array; `dimension` is that of its chunks, if it is in chunks."""
     assert gathered is not None
-    return gathered.whole(dimension) if isinstance(gathered, Gathered) else gathered
+    if not isinstance(gathered, Gathered):
+        return gathered
+    assert dimension is not None
+    return gathered.whole(dimension)
 
 
 def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:

@@ -22,10 +22,11 @@ kernels_may_address_peers = jax.make_user_context(False)
 def program_obstacle() -> str | None:
     """Why no kernel may address peers' memory in the program that is traced, or None.
 
-    XLA replays launches from CUDA graphs with the arguments of their first time, addresses on peers
-    among them. It renews them when arrays of the GPU itself have moved, but not for those of peers.
-    And such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that
-    XLA runs at the same time may hold those that a peer's kernel waits for, and wait for this one.
+    Such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that XLA
+    runs at the same time may hold those that a peer's kernel waits for, and wait for this one. And
+    CUDA graphs, from which XLA replays launches, were seen to keep addresses of peers' arrays that
+    had moved since. XLA renews a graph when arrays of its own GPU have moved; it does not ask the
+    peers. The kernels look addresses up on the GPU by now, which was not tried in graphs yet.
     """
     if kernels_may_address_peers.value:
         return None

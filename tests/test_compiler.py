@@ -116,13 +116,13 @@ def test_options_of_fused_kernels(options: Callable) -> None:
     assert overlap_jit(jnp.sin, fused=True)(0.0) == 0  # XLA knows them.
 
 
-@pytest.mark.parametrize("option", compiler.FUSED_OPTIONS)
+@pytest.mark.parametrize("option", [*compiler.FUSED_OPTIONS, PERMUTE_MODE])
 def test_no_fused_kernels_with_other_options(option: str) -> None:
     with pytest.raises(
         ValueError, match=f"^compiler_options: {option}: fused kernels need our value; "
     ):
         overlap_jit(jnp.sin, fused=True, compiler_options={option: "CUSTOM_CALL"})
-    overlap_jit(jnp.sin, compiler_options={option: ""})(0.0)
+    overlap_jit(jnp.sin, compiler_options={option: "CUSTOM_CALL"})
 
 
 def test_all_that_jit_offers() -> None:

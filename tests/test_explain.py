@@ -208,6 +208,22 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     ]
 
 
+@pytest.mark.parametrize(("fused", "chosen"), [(False, "bulk"), (True, "fused")])
+def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool, chosen: str) -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+    def down(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x @ w, AXIS, tiled=True)
+
+    sharded = jax.shard_map(
+        down, mesh=mesh, in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS), check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2048, 14336), (14336, 4096))]
+    (site,) = explain(sharded, fused=fused)(*shapes).plain
+    assert site.decision is not None
+    assert site.decision.implementation == chosen
+
+
 def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
     overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
     for fun in (overlapped, jax.jit(overlapped), overlap(overlapped)):

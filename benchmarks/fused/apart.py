@@ -42,28 +42,46 @@ def run_apart(
       arguments: gives those of the next process: what is left; or None to end.
       step_seconds: a step, or a silence between steps, that takes longer hangs.
       note: called for every result, that of a step that hung included.
+
+    Raises:
+      ValueError: as `work` does.
+      RuntimeError: if nothing comes of a process and something is left to do.
     """
     context = multiprocessing.get_context("spawn")
     before = None
-    while (given := arguments()) not in (None, before):
+    while (given := arguments()) is not None:
+        if given == before:
+            raise RuntimeError("a process ended, or took too long, before the first of its steps")
         before = given
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(*given, sender), daemon=True)
+        process = context.Process(target=_carry_out, args=(work, given, sender), daemon=True)
         process.start()
         sender.close()
-        listen(receiver, step_seconds, note)
-        process.kill()
-        process.join()
+        try:
+            listen(receiver, step_seconds, note)
+        finally:
+            process.kill()
+            process.join()
+
+
+def _carry_out(work: Callable[..., None], given: tuple[Any, ...], connection: Connection) -> None:
+    """Sends the error that settings are refused with to where they were given."""
+    try:
+        work(*given, connection)
+    except ValueError as error:
+        connection.send(error)
 
 
 def listen(receiver: Connection, step_seconds: float, note: Callable[[Said], None]) -> None:
-    """Notes what a process says, until it ends, or hangs."""
+    """Notes what a process says, until it ends, or hangs; raises what it raised."""
     doing = None
     while receiver.poll(step_seconds):
         try:
-            said: Said = receiver.recv()
+            said: Said | ValueError = receiver.recv()
         except EOFError:
             break
+        if isinstance(said, ValueError):
+            raise said
         doing = said if said.result is None else None
         if said.result is not None:
             note(said)

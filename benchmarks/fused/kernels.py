@@ -23,7 +23,14 @@ from benchmarks import environment
 from benchmarks.fused.apart import HUNG, Said, run_apart
 from benchmarks.fused.cases import Case, Checks, Model, Op, chain, random_arrays, way_of
 from benchmarks.report import Report
-from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
+from benchmarks.settings import (
+    Settings,
+    check,
+    check_names,
+    check_numbers,
+    choose_platform,
+    make_mesh,
+)
 from benchmarks.tables import table
 from collective_matmul.choose.measure import measure
 from collective_matmul.implementations import IMPLEMENTATIONS
@@ -139,6 +146,7 @@ def run(settings: Fused) -> Report:
       ValueError: for settings that nothing can be measured with.
     """
     check(settings)
+    check_numbers(settings, positive=("step_seconds",), whole=("repeats", "layers"))
     check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("fused", settings, kinds, [checks_and_times])

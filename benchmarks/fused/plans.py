@@ -41,7 +41,14 @@ from benchmarks.fused.trials import (
     text_of,
 )
 from benchmarks.report import Report
-from benchmarks.settings import Settings, check, check_names, choose_platform, make_mesh
+from benchmarks.settings import (
+    Settings,
+    check,
+    check_names,
+    check_numbers,
+    choose_platform,
+    make_mesh,
+)
 from benchmarks.tables import table
 from collective_matmul.kernels.fused_plans import merged, tuned_plans
 
@@ -223,12 +230,8 @@ def run(settings: Plans) -> Report:
       ValueError: for settings that nothing can be measured with.
     """
     check(settings)
-    for name in ("candidates", "layers"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
-    for name in ("lead_seconds", "step_seconds"):
-        if not getattr(settings, name) > 0:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
+    positive = ("candidates", "layers", "compile_threads", "lead_seconds", "step_seconds")
+    check_numbers(settings, positive=positive)
     check_names("contenders", settings.contenders, ["bulk", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("plans", settings, kinds, [fastest])

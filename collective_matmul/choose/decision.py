@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,11 +99,11 @@ def choose(site: Site, requested: str | None) -> str:
     Raises:
       ValueError: if another implementation requested by name cannot carry out the site.
     """
-    prediction = _predict(site)
+    # A program that may have no fused kernels need not hear what those would gain.
+    left_out = ("fused",) if requested is None and program_obstacle() else ()
+    prediction = _predict(site, left_out)
     if requested is None:
-        # Programs that have no fused kernels need not hear what those would gain.
-        allowed = prediction and (prediction.without("fused") if program_obstacle() else prediction)
-        choice = _decide(site, allowed)
+        choice = _decide(site, prediction)
     elif (obstacle := obstacle_of(site, requested)) is None:
         choice = _Choice(requested, "requested")
     elif requested == "fused":
@@ -129,12 +129,12 @@ class _Choice(NamedTuple):
     missed: str | None = None
 
 
-def _predict(site: Site) -> Prediction | None:
+def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
     """Seconds by table or model; None where neither knows, or there is nothing to choose."""
     if site.axis_size == 1 or site.flops == 0:
         return None
     kind = _device().device_kind
-    if found := tables.look_up(site, tables.known(kind)):
+    if found := tables.look_up(site, tables.known(kind), left_out):
         return found
     return cost_model.predict(site) if kind in cost_model.DEVICE_KINDS else None
 

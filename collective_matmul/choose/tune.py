@@ -75,7 +75,8 @@ def tune(
     timed({}, groups=groups)  # Refuses its settings before anything is compiled.
     found = jax.devices() if devices is None else list(devices)
     names = tuple(IMPLEMENTATIONS) if implementations is None else tuple(implementations)
-    sites = _sites(target, args)
+    with kernels_may_address_peers(True):  # As in what is compiled to time them.
+        sites = _sites(target, args)
     _check(sites, found, names)
     kind = found[0].device_kind
     tuner = _Tuner(
@@ -87,7 +88,7 @@ def tune(
         limit_seconds=limit_seconds,
         run=_describe(found),
     )
-    with kernels_may_address_peers(True):  # As in what is compiled to time them.
+    with kernels_may_address_peers(True):
         return tuner.tune(sites, again)
 
 

@@ -24,8 +24,8 @@ the device sends its shard to itself too, so that a tile lies in one array, and 
 receivers at once, as they are so few.
 
 A box is one piece of memory: its copies need an address and no more. The kernel looks up the peers'
-when it sends, in a table that XLA keeps on the GPU, so they may change from one launch to the next,
-of a CUDA graph too. A region of several pieces would need a descriptor, made by the host before.
+when it sends, in a table that XLA keeps on the GPU and renews before every launch. A region of
+several pieces would need a descriptor, made by the host before.
 
 No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
 each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,

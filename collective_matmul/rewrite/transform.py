@@ -50,7 +50,7 @@ def overlap(
 
     Returns:
       A function of the same arguments and results. It traces `fun` whenever it is called:
-      ``jax.jit(overlap(fun))`` does so once for each shape.
+      ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
       ValueError: when called, if fewer sites than `require` were replaced, with a table of them;

@@ -280,6 +280,22 @@ def test_the_order_of_weights_does_not_matter() -> None:
     assert found.basis == "measured (here)"
 
 
+def test_a_table_may_have_weights_in_any_order() -> None:
+    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
+    site = Site("all_gather_matmul", ((x, small), (x, large)), BFLOAT16, "", 4)
+    read = Table.read(Table(KIND, {site: entry(bulk=10.0)}).text())
+    assert [*read.entries] == [site.flat]
+
+
+def test_what_is_left_out_hides_nothing_else() -> None:
+    """Below the only entry, a gain of its own would tell nothing of smaller sites."""
+    entries = [(layer(1024), entry(bulk=200.0, ring=250.0, fused=150.0))]
+    tables_ = [("here", table_of(*entries))]
+    assert look_up(layer(600), tables_) is None
+    found = look_up(layer(600), tables_, left_out=("fused",))
+    assert found is not None and set(found.seconds) == {"bulk", "ring"}
+
+
 @pytest.mark.parametrize(("fused", "believed"), [(99.0, False), (101.0, True)])
 def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) -> None:
     entries = [(layer(rows), entry(bulk=200.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from collective_matmul.choose.site import Site
@@ -55,7 +55,9 @@ class Prediction:
         return best if gain >= self.margin else "bulk"
 
 
-def look_up(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+def look_up(
+    site: Site, tables: Sequence[tuple[str, Table]], left_out: Collection[str] = ()
+) -> Prediction | None:
     """What measurements tell of a site, or None.
 
     Its own entry if there is one. Else two near entries must agree, one of no less work and one of
@@ -65,19 +67,29 @@ def look_up(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | Non
     Args:
       site: what is to be predicted.
       tables: each with where it is from, best first.
+      left_out: implementations that nothing is asked of.
     """
-    return _own_entry(site.flat, tables) or _near_entries(site.flat, tables)
+    choosable = functools.partial(_choosable, left_out=left_out)
+    return _own_entry(site.flat, tables, choosable) or _near_entries(site.flat, tables, choosable)
 
 
-def _own_entry(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+#: An entry's seconds of what can be chosen.
+Choosable = Callable[[Entry], dict[str, float]]
+
+
+def _own_entry(
+    site: Site, tables: Sequence[tuple[str, Table]], choosable: Choosable
+) -> Prediction | None:
     for origin, table in tables:
         if site in table.entries:
-            seconds = _of_implementations(table.entries[site])
+            seconds = choosable(table.entries[site])
             return Prediction(seconds, MARGIN, f"measured ({origin})")
     return None
 
 
-def _near_entries(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction | None:
+def _near_entries(
+    site: Site, tables: Sequence[tuple[str, Table]], choosable: Choosable
+) -> Prediction | None:
     found = {
         other: (entry, origin)
         for origin, table in reversed(tables)
@@ -89,7 +101,8 @@ def _near_entries(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction
     larger = next((other for other in near if other.flops >= site.flops), None)
     if not near:
         return None
-    gains = _smallest_gains([found[other][0] for other in (smaller, larger) if other is not None])
+    around = [found[other][0] for other in (smaller, larger) if other is not None]
+    gains = _smallest_gains([choosable(entry) for entry in around])
     if smaller is None and max(gains.values()) >= 1 + MARGIN:
         return None
     entry, origin = found[near[0]]
@@ -98,20 +111,20 @@ def _near_entries(site: Site, tables: Sequence[tuple[str, Table]]) -> Prediction
     return Prediction(seconds, MARGIN, f"near what was measured ({origin})")
 
 
-def _of_implementations(entry: Entry) -> dict[str, float]:
+def _choosable(entry: Entry, left_out: Collection[str]) -> dict[str, float]:
     """Seconds of all that can be chosen for what an entry says."""
-    seconds = {name: value for name, value in entry.seconds.items() if name != CEILING}
+    excluded = {CEILING, *left_out}
+    seconds = {name: value for name, value in entry.seconds.items() if name not in excluded}
     if seconds.get("fused", LEAST_FUSED_SECONDS) < LEAST_FUSED_SECONDS:
         del seconds["fused"]
     return seconds
 
 
-def _smallest_gains(entries: Sequence[Entry]) -> dict[str, float]:
-    """By implementation that all entries have, its smallest gain over bulk."""
-    names = set.intersection(*(set(_of_implementations(entry)) for entry in entries))
+def _smallest_gains(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By implementation that all entries' seconds have, its smallest gain over bulk."""
+    names = set.intersection(*map(set, entries))
     return {
-        name: min(entry.seconds["bulk"] / entry.seconds[name] for entry in entries)
-        for name in sorted(names)
+        name: min(seconds["bulk"] / seconds[name] for seconds in entries) for name in sorted(names)
     }
 
 

@@ -138,7 +138,7 @@ def _entry_from(line: dict[str, Any], runs: list[Run]) -> tuple[Site, Entry]:
     seconds = {name: 1e-6 * float(value) for name, value in line["microseconds"].items()}
     if not all(value > 0 for value in (seconds["bulk"], *seconds.values(), *_sizes(site))):
         raise ValueError(f"sizes and times that are not above zero: {line}")
-    return site, Entry(seconds, runs[line["run"]])
+    return site.flat, Entry(seconds, runs[line["run"]])
 
 
 def _sizes(site: Site) -> Iterator[int]:

@@ -76,6 +76,24 @@ def test_the_rest_is_done_by_another_process(capfd: pytest.CaptureFixture) -> No
     assert found == [Said("dies", "step", HUNG), Said("ends", "step", 1)]
 
 
+def test_nothing_comes_of_a_process(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="before the first of its steps"):
+        run_apart(_ends, lambda: (), 60.0, lambda said: pytest.fail(str(said)))
+
+
+def _ends(connection: Connection) -> None:
+    del connection
+
+
+def test_settings_are_refused_here(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match="devices=99: there are 8"):
+        run_apart(_refuses, lambda: (), 60.0, lambda said: pytest.fail(str(said)))
+
+
+def _refuses(connection: Connection) -> None:
+    raise ValueError("devices=99: there are 8")
+
+
 def _dies_or_ends(what: str, connection: Connection) -> None:
     connection.send(Said(what, "step"))
     if what == "dies":
@@ -95,10 +113,31 @@ def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> 
     assert not case["hung"] and set(case["times"]) == {"bulk", "ring"}
     assert content["environment"]["versions"]["jax"] == jax.__version__
     text = (tmp_path / "report.md").read_text()
-    assert text.startswith("# fused: 2 × cpu\n") and "-m benchmarks " in text
+    assert text.startswith("# fused: 2 × cpu\n") and "-m benchmarks" in text
     *_, row = text.splitlines()
     assert row.startswith("| all_gather_matmul tiny M=16 |")
     assert row in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("fused --step-seconds 0", "step_seconds=0.0: expected more than 0"),
+        ("fused --repeats -1", "repeats=-1: expected 0 or more"),
+        ("tiles --output tiles.jsonl --part 1 1", "part=1 1: expected a number, and a larger one"),
+        (
+            "tiles --output nowhere/tiles.jsonl",
+            "output=nowhere/tiles.jsonl: there is no folder nowhere",
+        ),
+        ("tiles --output tiles.jsonl", "the kernel runs on Hopper GPUs; run this on one"),
+    ],
+)
+def test_settings_that_nothing_can_be_measured_with(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(arguments.split())
+    assert sentence in capsys.readouterr().err
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture) -> None:
