@@ -36,14 +36,14 @@ class Graph:
         """The equation that makes it; None for an argument, a constant or a literal."""
         return None if isinstance(atom, Literal) else self._producer.get(atom)
 
-    def users(self, var: Var) -> list[int]:
-        """The equations that read it, each once, in order."""
-        return self._users.get(var, [])
+    def users(self, atom: Atom) -> list[int]:
+        """The equations that read it, each once, in order; of a literal, none."""
+        return [] if isinstance(atom, Literal) else self._users.get(atom, [])
 
-    def only_user(self, var: Var) -> int | None:
+    def only_user(self, atom: Atom) -> int | None:
         """The one equation that reads it, if nothing else needs it."""
-        users = self.users(var)
-        return users[0] if len(users) == 1 and var not in self.results else None
+        users = self.users(atom)
+        return users[0] if len(users) == 1 and atom not in self.results else None
 
     def constant(self, atom: Atom) -> Any | None:
         """The value of a scalar that is the same wherever it is read, or was broadcast from one."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -293,3 +294,27 @@ def test_sharding_constraints(constrained: str, make_mesh: MeshFactory) -> None:
 
 def test_the_public_name() -> None:
     assert collective_matmul.overlap is overlap
+
+
+@pytest.mark.parametrize("collective", ["psum", "psum_scatter"])
+def test_a_constant_that_is_summed(collective: str, make_mesh: MeshFactory) -> None:
+    """As the cotangent of a loss that is summed over the devices is."""
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return lax.psum(jnp.sum(jnp.tanh(lax.all_gather(x, AXIS, tiled=True) @ w)), AXIS)
+
+        ones = jnp.ones(4) if collective == "psum_scatter" else 1.0
+        dx, dw = jax.grad(loss, (0, 1))(x, w)
+        tiled = {"tiled": True} if collective == "psum_scatter" else {}
+        return dx, dw * jnp.sum(getattr(lax, collective)(ones, AXIS, **tiled))
+
+    specs = P(AXIS), P(None, AXIS)
+    plain = jax.shard_map(
+        body, mesh=make_mesh({AXIS: 4}), in_specs=specs, out_specs=specs, check_vma=False
+    )
+    draw = np.random.default_rng(0)
+    x, w = (draw.standard_normal(shape).astype(np.float32) for shape in ((8, 6), (6, 8)))
+    expected, actual = jax.jit(plain)(x, w), jax.jit(overlap(plain, require=2))(x, w)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
