@@ -125,12 +125,17 @@ class Rewriter:
         """The equations with the jaxprs that they carry out rewritten."""
         crossing = Crossing(graph, self._crossed)
         equations = []
+        calls = []
         for index, equation in enumerate(graph.equations):
-            equation = self._inside(crossing.receiving(index, equation))
-            inner = id(equation.params.get("jaxpr"))
-            crossing.offer(index, equation, self._residuals.get(inner, ()))
+            if _has_jaxprs(equation):
+                calls.append(index)
+                equation = self._inside(crossing.receiving(index, equation))
+                inner = id(equation.params.get("jaxpr"))
+                crossing.offer(index, equation, self._residuals.get(inner, ()))
             equations.append(equation)
-        return [crossing.returning(*numbered) for numbered in enumerate(equations)]
+        for index in calls:
+            equations[index] = crossing.returning(index, equations[index])
+        return equations
 
     def _inside(self, equation: JaxprEqn) -> JaxprEqn:
         """The equation with the jaxprs that it carries out rewritten."""
@@ -283,6 +288,18 @@ def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -
     )
     jax.make_jaxpr(sharded)()
     return results[0]
+
+
+def _has_jaxprs(equation: JaxprEqn) -> bool:
+    """Whether it carries out jaxprs. Most do not, and large programs have many: no generators."""
+    for value in equation.params.values():
+        if isinstance(value, tuple):
+            for inner in value:
+                if _is_jaxpr(inner):
+                    return True
+        elif _is_jaxpr(value):
+            return True
+    return False
 
 
 def _is_jaxpr(value: Any) -> bool:

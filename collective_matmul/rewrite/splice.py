@@ -134,11 +134,14 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
     result: list[JaxprEqn] = []
     done = {index for site in placed for index in site.consumed}.union(*waiting.values())
     for index in range(len(old) + 1):
-        before = [i for i in moved[index] if i not in done]
-        result += map(old.__getitem__, before)
-        done.update(before)
-        result += (_reading(made, names) for made in new[index])
-        result += map(old.__getitem__, waiting[index])
+        if index in moved:
+            before = [i for i in moved[index] if i not in done]
+            result += map(old.__getitem__, before)
+            done.update(before)
+        if index in new:
+            result += (_reading(made, names) for made in new[index])
+        if index in waiting:
+            result += map(old.__getitem__, waiting[index])
         if index < len(old) and index not in done:
             result.append(old[index])
     jaxpr = graph.jaxpr
@@ -151,7 +154,7 @@ def _moved(placed: Sequence[Placed]) -> dict[int, list[int]]:
     moved: dict[int, set[int]] = defaultdict(set)
     for site in placed:
         moved[site.position].update(site.moved)
-    return defaultdict(list, {index: sorted(found) for index, found in moved.items()})
+    return {index: sorted(found) for index, found in moved.items()}
 
 
 def _waiting(placed: Sequence[Placed]) -> dict[int, list[int]]:
