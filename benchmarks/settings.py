@@ -41,26 +41,25 @@ class Settings:
 
 def check(settings: Settings) -> None:
     """Raises ValueError for numbers that nothing can be measured with."""
-    for name in ("groups", "compile_cases", "compile_threads"):
-        if getattr(settings, name, 1) < 1:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected at least 1")
+    counts = ("groups", "compile_cases", "compile_threads")
+    check_least(settings, 1, *(name for name in counts if hasattr(settings, name)))
     if settings.devices < 0:
         raise ValueError(f"devices={settings.devices}: expected a number of devices, or 0 for all")
-    for name in ("group_seconds", "limit_seconds"):
-        if not getattr(settings, name) > 0:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
+    check_positive(settings, "group_seconds", "limit_seconds")
 
 
-def check_numbers(
-    settings: object, *, positive: Sequence[str] = (), whole: Sequence[str] = ()
-) -> None:
-    """Raises ValueError for a setting named by `positive` that is not above 0, or `whole` below."""
-    for name in positive:
+def check_least(settings: object, least: int, *names: str) -> None:
+    """Raises ValueError for the first setting named that is below `least`."""
+    for name in names:
+        if getattr(settings, name) < least:
+            raise ValueError(f"{name}={getattr(settings, name)}: expected at least {least}")
+
+
+def check_positive(settings: object, *names: str) -> None:
+    """Raises ValueError for the first setting named that is not above 0."""
+    for name in names:
         if not getattr(settings, name) > 0:
             raise ValueError(f"{name}={getattr(settings, name)}: expected more than 0")
-    for name in whole:
-        if getattr(settings, name) < 0:
-            raise ValueError(f"{name}={getattr(settings, name)}: expected 0 or more")
 
 
 def choose_platform(settings: Settings) -> None:

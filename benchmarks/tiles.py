@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.settings import check_numbers
+from benchmarks.settings import check_least, check_positive
 from collective_matmul.kernels import device
 from collective_matmul.kernels.chunks import shared_launch
 from collective_matmul.kernels.tiles import (
@@ -260,10 +260,9 @@ class ChunkTiles:
 
 
 def _check(settings: ChunkTiles) -> None:
-    check_numbers(
-        settings, positive=("candidates", "lead_seconds", "timed_seconds", "limit_seconds")
-    )
-    check_numbers(settings, whole=("finalists",))
+    check_least(settings, 1, "candidates")
+    check_least(settings, 0, "finalists")
+    check_positive(settings, "lead_seconds", "timed_seconds", "limit_seconds")
     part, parts = settings.part
     if not 0 <= part < parts:
         raise ValueError(f"part={part} {parts}: expected a number, and a larger one that divides")

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.communication import AXIS
 from benchmarks.peers import mosaic_example
 from collective_matmul import overlap_jit
+from collective_matmul.choose.measure import Timing
 from collective_matmul.implementations import IMPLEMENTATIONS
 from collective_matmul.implementations.arithmetic import matmul
 from collective_matmul.kernels import fused_gather
@@ -209,6 +210,12 @@ def lowered_chain(
         for shape, spec in zip(case.shapes, specs[:2], strict=True)
     )
     return overlap_jit(sharded, fused=True).lower(x, [w] * layers)
+
+
+def quartiles(timing: Timing, layers: int) -> list[float]:
+    """In microseconds per op, of a chain's times."""
+    first, third = timing.quartiles
+    return [1e6 * seconds / layers for seconds in (first, timing.median, third)]
 
 
 def random_arrays(

@@ -21,13 +21,23 @@ from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import environment
 from benchmarks.fused.apart import HUNG, Said, run_apart
-from benchmarks.fused.cases import Case, Checks, Model, Op, chain, random_arrays, way_of
+from benchmarks.fused.cases import (
+    Case,
+    Checks,
+    Model,
+    Op,
+    chain,
+    quartiles,
+    random_arrays,
+    way_of,
+)
 from benchmarks.report import Report
 from benchmarks.settings import (
     Settings,
     check,
+    check_least,
     check_names,
-    check_numbers,
+    check_positive,
     choose_platform,
     make_mesh,
 )
@@ -82,8 +92,7 @@ def times(case: Case, mesh: Mesh, settings: Fused) -> dict[str, Any]:
     for name, timing in measure(
         runs, groups=settings.groups, seconds_per_group=settings.group_seconds
     ).items():
-        first, third = timing.quartiles
-        found[name] = [1e6 * t / settings.layers for t in (first, timing.median, third)]
+        found[name] = quartiles(timing, settings.layers)
     return found
 
 
@@ -146,7 +155,8 @@ def run(settings: Fused) -> Report:
       ValueError: for settings that nothing can be measured with.
     """
     check(settings)
-    check_numbers(settings, positive=("step_seconds",), whole=("repeats", "layers"))
+    check_least(settings, 0, "repeats", "layers")
+    check_positive(settings, "step_seconds")
     check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("fused", settings, kinds, [checks_and_times])

@@ -44,8 +44,9 @@ from benchmarks.report import Report
 from benchmarks.settings import (
     Settings,
     check,
+    check_least,
     check_names,
-    check_numbers,
+    check_positive,
     choose_platform,
     make_mesh,
 )
@@ -230,8 +231,8 @@ def run(settings: Plans) -> Report:
       ValueError: for settings that nothing can be measured with.
     """
     check(settings)
-    positive = ("candidates", "layers", "compile_threads", "lead_seconds", "step_seconds")
-    check_numbers(settings, positive=positive)
+    check_least(settings, 1, "candidates", "layers")
+    check_positive(settings, "lead_seconds", "step_seconds")
     check_names("contenders", settings.contenders, ["bulk", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("plans", settings, kinds, [fastest])

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from benchmarks.communication import AXIS
-from benchmarks.fused.cases import FEATURES, Case, Way, chain, lowered_chain, way_of
+from benchmarks.fused.cases import FEATURES, Case, Way, chain, lowered_chain, quartiles, way_of
 from benchmarks.fused.operands import Operands, Rows
-from collective_matmul.choose.measure import Timing, measure
+from collective_matmul.choose.measure import measure
 from collective_matmul.kernels import device, fused_gather, fused_scatter, gather_plan, scatter_plan
 from collective_matmul.kernels.fused_plans import Call, lasting
 
@@ -173,11 +173,6 @@ class Bench:
         numbered = dict(zip(map(str, itertools.count()), runs.values(), strict=False))
         timings = measure(numbered, groups=groups, seconds_per_group=group_seconds)
         return {
-            name: _quartiles(timing, len(ws))
+            name: quartiles(timing, len(ws))
             for name, timing in zip(runs, timings.values(), strict=True)
         }
-
-
-def _quartiles(timing: Timing, layers: int) -> list[float]:
-    first, third = timing.quartiles
-    return [1e6 * seconds / layers for seconds in (first, timing.median, third)]

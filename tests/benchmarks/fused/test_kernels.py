@@ -123,7 +123,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> 
     ("arguments", "sentence"),
     [
         ("fused --step-seconds 0", "step_seconds=0.0: expected more than 0"),
-        ("fused --repeats -1", "repeats=-1: expected 0 or more"),
+        ("fused --repeats -1", "repeats=-1: expected at least 0"),
         ("tiles --output tiles.jsonl --part 1 1", "part=1 1: expected a number, and a larger one"),
         (
             "tiles --output nowhere/tiles.jsonl",

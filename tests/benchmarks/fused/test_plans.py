@@ -153,8 +153,8 @@ def test_a_run_leaves_a_table(tmp_path: Path, capfd: pytest.CaptureFixture) -> N
     ("option", "sentence"),
     [
         ("--contenders ring", "contenders: 'ring' is unknown; expected bulk, ceiling"),
-        ("--candidates 0", "candidates=0: expected more than 0"),
-        ("--layers 0", "layers=0: expected more than 0"),
+        ("--candidates 0", "candidates=0: expected at least 1"),
+        ("--layers 0", "layers=0: expected at least 1"),
         ("--lead-seconds 0", "lead_seconds=0.0: expected more than 0"),
     ],
 )
