@@ -34,8 +34,6 @@ OVERLAP_OPTIONS = MappingProxyType(
 #: `collective_matmul.peer_access.program_obstacle`.
 FUSED_OPTIONS = MappingProxyType(
     {
-        # What may be in a CUDA graph: all that may by default but custom calls, as our kernels are.
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
         # All collectives that NCCL's kernels carry out wait for ours, and ours for them.
         "xla_gpu_disable_async_collectives": (
             "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
@@ -63,8 +61,8 @@ def overlap_jit(
     Args:
       fun: the function to compile.
       fused: whether the program may use fused kernels, where they are requested or were measured
-        to be fastest. XLA then runs no other collective beside anything, and takes kernels out of
-        CUDA graphs. Inference gains by that, from about 1024 rows on; training seldom does.
+        to be fastest. XLA then runs no other collective beside anything. Inference gains by that,
+        training seldom does.
       compiler_options: further options; they win over ours.
       **kwargs: handed to `jax.jit`.
 

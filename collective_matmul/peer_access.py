@@ -23,16 +23,13 @@ def program_obstacle() -> str | None:
     """Why no kernel may address peers' memory in the program that is traced, or None.
 
     Such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that XLA
-    runs at the same time may hold those that a peer's kernel waits for, and wait for this one. And
-    CUDA graphs, from which XLA replays launches, were seen to keep addresses of peers' arrays that
-    had moved since. XLA renews a graph when arrays of its own GPU have moved; it does not ask the
-    peers. The kernels look addresses up on the GPU by now, which was not tried in graphs yet.
+    runs at the same time may hold those that a peer's kernel waits for, and wait for this one.
     """
     if kernels_may_address_peers.value:
         return None
     return (
-        "CUDA graphs and collectives at the same time, as this program is compiled, allow no kernel"
-        " to address peers' memory; compile with collective_matmul.overlap_jit(..., fused=True)"
+        "collectives at the same time, as this program is compiled, allow no kernel to address"
+        " peers' memory; compile with collective_matmul.overlap_jit(..., fused=True)"
     )
 
 

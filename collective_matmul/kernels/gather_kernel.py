@@ -25,7 +25,7 @@ receivers at once, as they are so few.
 
 A box is one piece of memory: its copies need an address and no more. The kernel looks up the peers'
 when it sends, in a table that XLA keeps on the GPU and renews before every launch. A region of
-several pieces would need a descriptor, made by the host before.
+several pieces would need a descriptor, which the host makes once for all replays of a CUDA graph.
 
 No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
 each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,

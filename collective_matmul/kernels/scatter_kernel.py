@@ -26,7 +26,7 @@ the devices, so that their sums are the same bits.
 
 What goes to peers goes in contiguous blocks, images of swizzled shared memory: their copies take
 plain addresses, which the device reads from memory that XLA renews before each launch. Copies of
-other boxes take descriptors, which the host makes before.
+other boxes take descriptors, which the host makes once for all replays of a CUDA graph.
 
 No device waits at the start. Before the launch XLA holds all devices of the mesh until each has
 come to it: their buffers are free then, and the semaphores, which every launch gets anew, zero. No

@@ -153,8 +153,8 @@ def test_the_mesh_says_whether_there_are_kernels(
 def test_kernels_are_of_programs_that_may_have_them(op: Op, on_h200: None, said: Callable) -> None:
     """In others it is said of those that are requested, and auto chooses among the rest."""
     why = (
-        "fused is not possible: CUDA graphs and collectives at the same time, as this program is"
-        " compiled, allow no kernel to address peers' memory; compile with"
+        "fused is not possible: collectives at the same time, as this program is compiled, allow no"
+        " kernel to address peers' memory; compile with"
         " collective_matmul.overlap_jit(..., fused=True)"
     )
     measured = "measured: 4 µs bulk, 2 µs ring_direct"
