@@ -1,4 +1,4 @@
-"""Tables: their files, which of them speak for a device, and what they say of a site."""
+"""Tables: their text, their files, and which of them speak for a device."""
 
 from __future__ import annotations
 
@@ -16,25 +16,11 @@ import pytest
 
 from collective_matmul.choose import decision, tables
 from collective_matmul.choose.site import Site
-from collective_matmul.choose.tables import Entry, Run, Table, cache_path, files, look_up
+from collective_matmul.choose.tables import Run, Table, cache_path, files, look_up
 from collective_matmul.log import say_once
 from tests.choose.sites import BFLOAT16, site_of
+from tests.choose.tables import KIND, RUN, entry, layer, table_of
 from tests.reference import AXIS
-
-RUN = Run("2026-11-21", "0.11.2", "4 × NVIDIA H200")
-KIND = "NVIDIA H200"
-
-
-def entry(run: Run = RUN, **microseconds: float) -> Entry:
-    return Entry({name: 1e-6 * value for name, value in microseconds.items()}, run)
-
-
-def table_of(*entries: tuple[Site, Entry]) -> Table:
-    return Table(KIND, {site.flat: entry for site, entry in entries})
-
-
-def layer(rows: int, columns: int = 14336) -> Site:
-    return site_of("all_gather_matmul", rows, 4096, columns)
 
 
 @pytest.fixture
@@ -48,9 +34,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_shipped", lambda kind: None)
-
-
-# Files.
 
 
 def some_sites() -> list[Site]:
@@ -83,6 +66,13 @@ def test_one_line_for_each_entry_in_an_order_of_its_own() -> None:
     text = table_of(*entries).text()
     assert text == table_of(*reversed(entries)).text()
     assert len(text.splitlines()) == 1 + len(entries)
+
+
+def test_a_table_may_have_weights_in_any_order() -> None:
+    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
+    site = Site("all_gather_matmul", ((x, small), (x, large)), BFLOAT16, "", 4)
+    read = Table.read(Table(KIND, {site: entry(bulk=10.0)}).text())
+    assert [*read.entries] == [site.flat]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +148,6 @@ def test_saving_keeps_what_is_there(cache: Path) -> None:
         new: pytest.approx(20e-6),
     }
     assert set(replaced.entries) == {old, new}
-
-
-# Which tables speak.
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -242,155 +229,6 @@ def test_a_table_that_changes_is_read_again(cache: Path, nothing_ships: None) ->
         files.save(cache, KIND, {layer(rows).flat: entry(bulk=10.0)})
         ((_, table),) = tables.known(KIND)
         assert layer(rows).flat in table.entries
-
-
-# What they say of a site.
-
-
-def says(site: Site, *entries: tuple[Site, Entry]) -> tables.Prediction | None:
-    return look_up(site, [("a table", table_of(*entries))])
-
-
-def test_its_own_entry_decides_whatever_is_near() -> None:
-    prediction = says(
-        layer(4096), (layer(4096), entry(bulk=10, ring=8, ceiling=7)), (layer(4104), entry(bulk=1))
-    )
-    assert prediction is not None
-    assert prediction.seconds == pytest.approx({"bulk": 10e-6, "ring": 8e-6})
-    assert prediction.fastest({"ring", "ceiling"}) == "ring"
-
-
-def test_leading_dimensions_and_the_name_of_the_axis_do_not_matter() -> None:
-    (x, w), *_ = layer(4096).operands
-    shaped = Site("all_gather_matmul", (((2, x[0] // 2, x[1]), w),), BFLOAT16, "other", 4)
-    prediction = says(shaped, (layer(4096), entry(bulk=10, ring=8)))
-    assert prediction is not None
-    assert prediction.basis.startswith("measured")
-
-
-def test_the_order_of_weights_does_not_matter() -> None:
-    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
-    facts = ("all_gather_matmul", BFLOAT16, AXIS, 4)
-    one, other = (
-        Site(facts[0], tuple((x, w) for w in weights), *facts[1:])
-        for weights in ((large, small, small), (small, large, small))
-    )
-    found = look_up(other, [("here", table_of((one, entry(bulk=10.0, ring=8.0))))])
-    assert found is not None
-    assert found.basis == "measured (here)"
-
-
-def test_a_table_may_have_weights_in_any_order() -> None:
-    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
-    site = Site("all_gather_matmul", ((x, small), (x, large)), BFLOAT16, "", 4)
-    read = Table.read(Table(KIND, {site: entry(bulk=10.0)}).text())
-    assert [*read.entries] == [site.flat]
-
-
-def test_what_is_left_out_hides_nothing_else() -> None:
-    """Below the only entry, a gain of its own would tell nothing of smaller sites."""
-    entries = [(layer(1024), entry(bulk=200.0, ring=250.0, fused=150.0))]
-    tables_ = [("here", table_of(*entries))]
-    assert look_up(layer(600), tables_) is None
-    found = look_up(layer(600), tables_, left_out=("fused",))
-    assert found is not None and set(found.seconds) == {"bulk", "ring"}
-
-
-@pytest.mark.parametrize(("fused", "believed"), [(99.0, False), (101.0, True)])
-def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) -> None:
-    entries = [(layer(rows), entry(bulk=200.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
-    for rows in (1024, 1500, 2048):
-        found = look_up(layer(rows), [("here", table_of(*entries))])
-        assert found is not None
-        assert ("fused" in found.seconds) == believed
-        assert "ring" in found.seconds
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        site_of("matmul_reduce_scatter", 4096, 4096, 14336),
-        site_of("all_gather_matmul", 4096, 4096, 14336, devices=2),
-        site_of("all_gather_matmul", 4096, 4096, 14336, keep_gathered=True),
-        site_of("all_gather_matmul", 4096, 4096, 14336, rider=(8, 8)),
-        Site("all_gather_matmul", layer(4096).operands, np.dtype("float32"), AXIS, 4),
-    ],
-)
-def test_entries_of_another_kind_say_nothing(other: Site) -> None:
-    assert says(layer(4096), (other, entry(bulk=10, ring=1))) is None
-
-
-def test_between_two_entries_both_must_gain() -> None:
-    gain, loss = entry(bulk=12, ring=10), entry(bulk=10, ring=12)
-    for low, high, name in ((gain, gain, "ring"), (loss, gain, "bulk"), (gain, loss, "bulk")):
-        prediction = says(layer(3000), (layer(2048), low), (layer(4096), high))
-        assert prediction is not None
-        assert prediction.fastest({"ring"}) == name
-        assert prediction.basis == "near what was measured (a table)"
-
-
-def test_the_smaller_gain_is_predicted() -> None:
-    prediction = says(
-        layer(3072),
-        (layer(2048), entry(bulk=100, ring=80)),
-        (layer(4096), entry(bulk=200, ring=190)),
-    )
-    assert prediction is not None
-    # 4096 rows are nearer than 2048: bulk takes three quarters of its time there.
-    assert prediction.seconds == pytest.approx({"bulk": 150e-6, "ring": 150e-6 * 0.95})
-
-
-def test_a_gain_is_believed_of_larger_sites_only() -> None:
-    gain, loss = entry(bulk=12, ring=10), entry(bulk=10, ring=12)
-    above = says(layer(6000), (layer(4096), gain))
-    assert above is not None
-    assert above.fastest({"ring"}) == "ring"
-    assert says(layer(3000), (layer(4096), gain)) is None
-    below = says(layer(3000), (layer(4096), loss))
-    assert below is not None
-    assert below.fastest({"ring"}) == "bulk"
-
-
-def test_one_fused_weight_is_as_several_of_one_gather() -> None:
-    x = (1024, 4096)
-    split = Site("all_gather_matmul", ((x, (4096, 1792)), (x, (4096, 1792))), BFLOAT16, AXIS, 4)
-    prediction = says(layer(4096), (split, entry(bulk=12, ring=10)))
-    assert prediction is not None
-    assert prediction.seconds == pytest.approx({"bulk": 12e-6, "ring": 10e-6})
-
-
-def test_of_two_tables_with_a_near_entry_the_better_one_is_asked() -> None:
-    mine, other = (table_of((layer(4096), entry(bulk=12, ring=ring))) for ring in (10, 14))
-    for first, name in ((mine, "ring"), (other, "bulk")):
-        second = other if first is mine else mine
-        prediction = look_up(layer(4100), [("the first", first), ("the second", second)])
-        assert prediction is not None
-        assert prediction.basis == "near what was measured (the first)"
-        assert prediction.fastest({"ring"}) == name
-
-
-@pytest.mark.parametrize(
-    ("site", "near"),
-    [
-        (layer(8192), True),
-        (layer(8200), False),
-        (layer(4096, columns=20000), True),
-        (layer(4096, columns=21000), False),
-        (site_of("all_gather_matmul", 4096, 5792, 14336), True),
-        (site_of("all_gather_matmul", 4096, 5888, 14336), False),
-    ],
-)
-def test_how_near_is_near(site: Site, near: bool) -> None:
-    found = says(site, (layer(4096), entry(bulk=12, ring=10)))
-    assert (found is not None) == near
-
-
-def test_implementations_that_one_neighbour_lacks_are_left_out() -> None:
-    prediction = says(
-        layer(3000), (layer(2048), entry(bulk=12, new=1)), (layer(4096), entry(bulk=12, ring=10))
-    )
-    assert prediction is not None
-    assert set(prediction.seconds) == {"bulk"}
 
 
 def test_the_users_table_decides_on_a_cpu(cache: Path) -> None:
