@@ -99,20 +99,19 @@ def choose(site: Site, requested: str | None) -> str:
     Raises:
       ValueError: if another implementation requested by name cannot carry out the site.
     """
-    # A program that may have no fused kernels need not hear what those would gain.
-    left_out = ("fused",) if requested is None and program_obstacle() else ()
-    prediction = _predict(site, left_out)
-    if requested is None:
-        choice = _decide(site, prediction)
-    elif (obstacle := obstacle_of(site, requested)) is None:
-        choice = _Choice(requested, "requested")
-    elif requested == "fused":
-        choice = _decide(site, prediction and prediction.without(requested))
-        both = f"fused is not possible: {obstacle}", choice.missed
-        choice = choice._replace(missed="; ".join(filter(None, both)))
-    else:
+    obstacle = None if requested is None else obstacle_of(site, requested)
+    if obstacle and requested != "fused":
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
+    # Of kernels that cannot be chosen no gain need be heard, nor decide what else is known.
+    left_out = ("fused",) if obstacle or program_obstacle() else ()
+    prediction = _predict(site, left_out)
+    if requested is None or obstacle:
+        choice = _decide(site, prediction)
+    else:
+        choice = _Choice(requested, "requested")
     name, reason, missed = choice
+    if obstacle:
+        missed = "; ".join(filter(None, (f"fused is not possible: {obstacle}", missed)))
     if missed:
         say_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))

@@ -18,6 +18,7 @@ from collective_matmul.choose.site import Op
 from collective_matmul.implementations import RINGS
 from collective_matmul.log import say_once
 from tests.choose.sites import H200, site_of
+from tests.choose.tables import entry, layer, table_of
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case
 
@@ -165,6 +166,18 @@ def test_an_implementation_that_is_gone_is_not_chosen(on_gpus: None, monkeypatch
     prediction = tables.Prediction({"bulk": 3e-6, "ring": 2e-6, "gone": 1e-6}, 0.02, "measured")
     monkeypatch.setattr(tables, "look_up", lambda *args: prediction)
     assert decide(site_of("all_gather_matmul", 8, 8, 8)).implementation == "ring"
+
+
+@pytest.mark.parametrize("requested", [None, "fused", "bulk"])
+def test_what_cannot_be_chosen_hides_nothing_that_can(
+    requested: str | None, on_gpus: None, nothing_said: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the only entry, its gain of a kernel would tell nothing, not of rings either."""
+    measured = table_of((layer(1024), entry(bulk=200.0, ring=250.0, fused=150.0)))
+    monkeypatch.setattr(tables, "known", lambda kind: [("a table", measured)])
+    taken = decide(layer(512), requested)
+    assert taken.implementation == "bulk"
+    assert taken.bulk_seconds == pytest.approx(100e-6)
 
 
 def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:

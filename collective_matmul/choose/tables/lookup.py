@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
 
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables.table import CEILING, Entry, Table
@@ -42,13 +42,8 @@ class Prediction:
     margin: float
     basis: str
 
-    def without(self, implementation: str) -> Prediction:
-        """What is known of the others."""
-        others = {k: v for k, v in self.seconds.items() if k != implementation}
-        return replace(self, seconds=others)
-
     def fastest(self, allowed: Container[str]) -> str:
-        """The fastest implementation of those allowed, if its gain is beyond the margin."""
+        """The fastest implementation of those allowed; bulk if its gain is below the margin."""
         names = [name for name in self.seconds if name == "bulk" or name in allowed]
         best = min(names, key=self.seconds.__getitem__)
         gain = self.seconds["bulk"] / self.seconds[best] - 1
@@ -67,28 +62,23 @@ def look_up(
     Args:
       site: what is to be predicted.
       tables: each with where it is from, best first.
-      left_out: implementations that nothing is asked of.
+      left_out: implementations that nothing is asked of, and that entries need not agree on.
     """
-    choosable = functools.partial(_choosable, left_out=left_out)
-    return _own_entry(site.flat, tables, choosable) or _near_entries(site.flat, tables, choosable)
-
-
-#: An entry's seconds of what can be chosen.
-Choosable = Callable[[Entry], dict[str, float]]
+    return _own_entry(site.flat, tables, left_out) or _near_entries(site.flat, tables, left_out)
 
 
 def _own_entry(
-    site: Site, tables: Sequence[tuple[str, Table]], choosable: Choosable
+    site: Site, tables: Sequence[tuple[str, Table]], left_out: Collection[str]
 ) -> Prediction | None:
     for origin, table in tables:
         if site in table.entries:
-            seconds = choosable(table.entries[site])
+            seconds = _choosable(table.entries[site], left_out)
             return Prediction(seconds, MARGIN, f"measured ({origin})")
     return None
 
 
 def _near_entries(
-    site: Site, tables: Sequence[tuple[str, Table]], choosable: Choosable
+    site: Site, tables: Sequence[tuple[str, Table]], left_out: Collection[str]
 ) -> Prediction | None:
     found = {
         other: (entry, origin)
@@ -102,7 +92,7 @@ def _near_entries(
     if not near:
         return None
     around = [found[other][0] for other in (smaller, larger) if other is not None]
-    gains = _smallest_gains([choosable(entry) for entry in around])
+    gains = _smallest_gains([_choosable(entry, left_out) for entry in around])
     if smaller is None and max(gains.values()) >= 1 + MARGIN:
         return None
     entry, origin = found[near[0]]
