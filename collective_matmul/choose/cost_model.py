@@ -68,12 +68,12 @@ def ring_seconds(site: Site) -> float:
     """
     permutes = site.axis_size - 1
     permutes_per_step = 1 if site.rider is None else 2
-    bytes_per_permute = site.bytes_communicated
+    bytes_sent = site.bytes_communicated
     after = 0.0
     if site.op == "matmul_all_reduce":
-        bytes_per_permute //= 2
-        after = COLLECTIVE_SECONDS + bytes_per_permute / COLLECTIVE_BYTES_PER_SECOND
-    copy = COPY_SECONDS + bytes_per_permute / max(permutes, 1) / COPY_BYTES_PER_SECOND
+        bytes_sent //= 2
+        after = COLLECTIVE_SECONDS + bytes_sent / COLLECTIVE_BYTES_PER_SECOND
+    copy = COPY_SECONDS + bytes_sent / max(permutes, 1) / COPY_BYTES_PER_SECOND
     multiply = _matmuls(site, site.product_rows // site.axis_size)
     steps = permutes * max(multiply, copy) + multiply
     device = steps + _passes(site) + _weight_gradient(site)
