@@ -150,6 +150,15 @@ def test_saving_keeps_what_is_there(cache: Path) -> None:
     assert set(replaced.entries) == {old, new}
 
 
+def test_a_table_is_of_one_kind_of_device(cache: Path) -> None:
+    files.save(cache, KIND, {layer(512).flat: entry(bulk=10.0)})
+    before = cache.read_text()
+    message = f"^path='{cache}': a table of {KIND}, expected one of cpu; give another path"
+    with pytest.raises(ValueError, match=message):
+        files.save(cache, "cpu", {layer(1024).flat: entry(bulk=10.0)})
+    assert cache.read_text() == before
+
+
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

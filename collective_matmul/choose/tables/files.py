@@ -84,12 +84,21 @@ def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
 
     Processes that save at the same time wait for each other. What is there and cannot be read stays
     beside the table under another name.
+
+    Raises:
+      ValueError: if the table there is of another kind of device.
+      OSError: if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
         present = read_users(path)
         if present is None and path.exists():
             path.rename(_free_name(path))
+        if present is not None and present.device_kind != device_kind:
+            raise ValueError(
+                f"path={str(path)!r}: a table of {present.device_kind}, expected one of"
+                f" {device_kind}; give another path"
+            )
         table = Table(device_kind, {**(present.entries if present else {}), **entries})
         table.write(path)
     return table
