@@ -53,12 +53,12 @@ def measure(
       seconds_per_group: how long to time one contender in one group.
 
     Raises:
-      ValueError: for fewer than 1 group, or a time that is not positive.
+      ValueError: for fewer than 1 group, or a time that is not positive and finite.
     """
     if groups < 1:
         raise ValueError(f"groups={groups}: expected at least 1")
-    if not seconds_per_group > 0:
-        raise ValueError(f"seconds_per_group={seconds_per_group}: expected more than 0")
+    if not 0 < seconds_per_group < math.inf:
+        raise ValueError(f"seconds_per_group={seconds_per_group}: expected more than 0, and finite")
     calls = {}
     for name, run in contenders.items():
         jax.block_until_ready(run())

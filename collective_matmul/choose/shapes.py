@@ -66,18 +66,20 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 
 
 def sites(
-    names: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
+    shapes: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
 ) -> Iterator[Site]:
-    """Every layer of the names in `LAYERS`, in all its passes, at each number of global rows.
+    """Every layer of `shapes`, names in `LAYERS`, in all its passes, at each number of global rows.
 
     Raises:
-      ValueError: for a name that there is not, or sizes that the devices do not divide.
+      ValueError: for an unknown name, fewer than 1 device, or sizes that devices do not divide.
     """
-    for name in names:
+    if devices < 1:
+        raise ValueError(f"devices={devices}: expected at least 1")
+    for name in shapes:
         if name not in LAYERS:
             raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
     for m in rows:
-        for name in names:
+        for name in shapes:
             for layer in LAYERS[name]:
                 yield from _passes(layer, m, devices, jnp.dtype(dtype))
 
@@ -92,8 +94,8 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
     for size in divided:
         if size % devices or size < 1:
             raise ValueError(
-                f"layer {layer.name!r} with {rows} rows: size {size} is no multiple of {devices}"
-                " devices; choose other rows, shapes or devices"
+                f"layer {layer.name!r} with {rows} rows: size {size} is no positive multiple of"
+                f" {devices} devices; choose other rows, shapes or devices"
             )
     shard = rows // devices
     if layer.kind == "gather":

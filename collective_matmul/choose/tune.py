@@ -65,8 +65,9 @@ def tune(
 
     Raises:
       ValueError: for names that are no implementations, a function without collective matmuls,
-        fewer devices than a site has, devices of different kinds, several processes, or numbers
-        that nothing can be measured with.
+        arguments without a function, fewer devices than a site has, devices of different kinds, a
+        table at `path` of another kind, several processes, or numbers that nothing can be measured
+        with.
       OSError: if the table cannot be written.
     """
     if not limit_seconds > 0:
@@ -93,12 +94,21 @@ def tune(
 
 
 def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
-    if callable(target):
-        target = [decision.site for decision in decisions_of(target, *args)]
-        if not target:
-            raise ValueError("target: a function that calls no collective matmul; nothing to tune")
-    distinct = dict.fromkeys(site.flat for site in target)
+    if args and not callable(target):
+        raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
+    found = _sites_in(target, args) if callable(target) else target
+    distinct = dict.fromkeys(site.flat for site in found)
     return [s for s in distinct if s.axis_size > 1 and s.flops > 0 and s.einsum is None]
+
+
+def _sites_in(fun: Callable, args: tuple) -> list[Site]:
+    found = [decision.site for decision in decisions_of(fun, *args)]
+    if not found:
+        raise ValueError(
+            f"target={fun!r}: calls no collective matmul; give a function that does, such as what"
+            " collective_matmul.overlap makes of it"
+        )
+    return found
 
 
 def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) -> None:

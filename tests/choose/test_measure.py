@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -80,6 +81,9 @@ def test_medians_and_quartiles() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^groups=0: expected at least 1"):
         measure({}, groups=0)
-    with pytest.raises(ValueError, match=r"^seconds_per_group=0: expected more than 0"):
-        measure({}, seconds_per_group=0)
+    for seconds in (0, math.inf, math.nan):
+        with pytest.raises(
+            ValueError, match=rf"^seconds_per_group={seconds}: expected more than 0"
+        ):
+            measure({}, seconds_per_group=seconds)
     assert measure({}) == {}

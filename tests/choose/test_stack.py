@@ -169,9 +169,13 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
 
 
 def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^layer 'up' with 9 rows: size 9 is no multiple of 2"):
+    with pytest.raises(
+        ValueError, match=r"^layer 'up' with 9 rows: size 9 is no positive multiple"
+    ):
         list(shapes.sites(["tiny"], [9], 2))
-    with pytest.raises(ValueError, match=r"size -8 is no multiple"):
+    with pytest.raises(ValueError, match=r"size -8 is no positive multiple of 2"):
         list(shapes.sites(["tiny"], [-8], 2))
     with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, "):
         list(shapes.sites(["gpt"], [8], 2))
+    with pytest.raises(ValueError, match=r"^devices=-2: expected at least 1"):
+        list(shapes.sites(["tiny"], [8], -2))
