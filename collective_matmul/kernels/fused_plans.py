@@ -26,6 +26,7 @@ _SIZES = (
     Tiles(128, 192, split="rows"),
     Tiles(128, 128, split="rows"),
     Tiles(128, 64, split="rows"),
+    Tiles(128, 32, split="rows"),
     Tiles(64, 256, split="columns"),
     Tiles(64, 128, split="columns"),
     Tiles(64, 64, split="columns"),
@@ -33,14 +34,17 @@ _SIZES = (
 # Four blocks of a cluster do not all fit into what pairs leave of an odd number of pairs.
 _SHARES: tuple[Literal["w", "x"] | None, ...] = (None, "w", "x")
 _SWIZZLES: tuple[Literal[128, 64], ...] = (128, 64)
-_STAGES = (8, 7, 6, 5, 4, 3)
+_STAGES = (8, 7, 6, 5, 4, 3, 2)
+# Long slices have fewer steps. Only of small tiles do several fit.
+_CONTRACTED = (64, 128, 256)
+_LARGEST_WITH_LONG_SLICES = 128 * 128
 # How many tiles wide a sweep may be.
 _SWEEP_WIDTHS = (8, 4, 16)
 
 #: By so much less is hoped of a plan for each one of the same sizes that comes before it.
 DOUBT = 1.08
 # How far a measured plan may be from what it is taken for, in doublings of the rows.
-_REACH = 2.0
+_REACH = 1.0
 # What follows from the number of rows: the other choices carry over to nearly as many.
 _BY_ROWS = frozenset({"stages", "strips", "swizzle", "boxes_per_message", "owned_rows"})
 
@@ -60,9 +64,12 @@ P = TypeVar("P", bound=Plan)
 def cuts(fits: Callable[[Tiles], bool]) -> list[Tiles]:
     """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit."""
     found = []
-    for sizes, share in itertools.product(_SIZES, _SHARES):
+    for sizes, share, contracted in itertools.product(_SIZES, _SHARES, _CONTRACTED):
+        if contracted > _CONTRACTED[0] and sizes.rows * sizes.columns > _LARGEST_WITH_LONG_SLICES:
+            continue
+        cut = replace(sizes, share=share, contracted=contracted)
         staged = (
-            replace(sizes, share=share, swizzle=swizzle, stages=stages, strips=strips)
+            replace(cut, swizzle=swizzle, stages=stages, strips=strips)
             for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, (2, 1))
             if strips <= sizes.all_strips
         )

@@ -55,6 +55,9 @@ class Work:
         self.batch = batch
         self.contracted_planes = contracted_planes
         self.tiles = tiles
+        # Of a tile's rows, those that there are. The copy engine takes longer to fill in others, of
+        # which no result is stored.
+        self.x_rows = min(tiles.rows, xs[0].array.shape[1]) if xs[0].free == 1 else tiles.rows
         self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiles.contracted) for x in xs]
         self.steps = contracted_planes * sum(self.plane_steps)
         # What a cluster covers together counts as one tile of the walk.
@@ -192,13 +195,13 @@ class Work:
     def load_tile(self, operands, stages, turn, batch, row, across) -> None:
         """Copies all slices that a tile is the product of."""
         indices, xs, ws = operands
-        rows, columns = self.tiles.rows, self.tiles.columns
+        columns = self.tiles.columns
 
         def load_terms(q, column):
             first = self.first_step(turn)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
-                read_x = reader(xs[p], x, indices, batch, pl.ds(row, rows))
+                read_x = reader(xs[p], x, indices, batch, pl.ds(row, self.x_rows))
                 read_w = reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
                 self.load(first, steps, read_x, read_w, stages)
                 first += self.contracted_planes * steps
@@ -230,9 +233,12 @@ class Work:
                 axis if blocks > 1 else None
                 for axis, blocks in zip(BLOCK_AXES, tiles.cluster, strict=True)
             )
-            for read, slices, axis in ((read_x, x_slices, x_axis), (read_w, w_slices, w_axis)):
+            x_place, w_place = x_slices.at[slot], w_slices.at[slot]
+            if self.x_rows < tiles.rows:
+                x_place = x_place.at[pl.ds(0, self.x_rows)]
+            for read, place, axis in ((read_x, x_place, x_axis), (read_w, w_place, w_axis)):
                 plgpu.copy_gmem_to_smem(
-                    read(plane, along), slices.at[slot], filled.at[slot], collective_axes=axis
+                    read(plane, along), place, filled.at[slot], collective_axes=axis
                 )
 
     def turns(self) -> Any:

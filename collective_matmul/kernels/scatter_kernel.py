@@ -54,8 +54,8 @@ from collective_matmul.kernels.tiles import CONSUMERS
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# Steps of the next tile in which the stores of a tile should end.
-_STORING_STEPS = 8
+# How much of the next tile is contracted until the stores of a tile should have ended.
+_STORING_CONTRACTED = 512
 
 
 class Scattering(OwnersWalk):
@@ -66,7 +66,8 @@ class Scattering(OwnersWalk):
         self.delays = delays
         # What refers to devices and memory is found in `run`.
         self.peers: list[dict[str, Any]] = []
-        self.x_image: Any = None
+        # The memory of x's stages as strips of partial products, which the first of each comes in.
+        self.incoming = Strips(None, None)
         first = 0 if plan.shapes.kind == "one_shot" else 1
         self.receivers = range(first, plan.shapes.devices)
 
@@ -84,18 +85,27 @@ class Scattering(OwnersWalk):
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
-            scratch["x_slices"], self.x_image = scratch["x_slices"]
+            scratch["x_slices"], *incoming = scratch["x_slices"]
+            self.incoming = Strips(*incoming)
             scratch["strips"] = Strips(*scratch["strips"])
             operands, results = (xs, partials, arrived), (y, partials, arrived)
             self.play(indices, operands, ws, results, scratch)
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
         """That of a matmul; also the images of what goes to peers and of what comes from them."""
-        memory = super().shared_memory(dtype)
-        for name in ("x_slices", "strips"):
-            image = plgpu.SMEM(memory[name].shape, dtype)
-            memory[name] = plgpu.RefUnion(memory[name], image)
-        return memory
+        memory, tiles = super().shared_memory(dtype), self.tiles
+        strip = tiles.rows, tiles.strip_columns
+        incoming = tiles.stages, tiles.contracted // tiles.strip_columns, *strip
+        x_slices, strips = memory["x_slices"], memory["strips"]
+
+        def image(shape: tuple[int, ...]) -> Any:
+            return plgpu.SMEM(shape, dtype)
+
+        swizzled = plgpu.SMEM(incoming, dtype, transforms=strips.transforms)
+        return memory | {
+            "x_slices": plgpu.RefUnion(x_slices, swizzled, image(incoming)),
+            "strips": plgpu.RefUnion(strips, image(strips.shape)),
+        }
 
     @property
     def strip_swizzle(self) -> int:
@@ -128,6 +138,7 @@ class Scattering(OwnersWalk):
     def load_partials(self, partials, arrived, stages, turn, batch, row, across) -> None:
         """Copies the partial products of an own tile, slice by slice, as `collect` takes them."""
         plan, tiles = self.plan, self.tiles
+        width = tiles.strip_columns
         _, _, filled, consumed = stages
         me = lax.axis_index(self.axis_name)
         # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
@@ -150,15 +161,15 @@ class Scattering(OwnersWalk):
             half = lax.rem(step, plan.halves)
             source = lax.rem(lax.div(step, plan.halves), plan.sources)
             chunk = lax.div(step, plan.halves * plan.sources)
-            column = self.column(across) + half * tiles.part[1] + chunk * tiles.contracted
+            column = self.column(across) + half * tiles.part[1] + chunk * width
             plane = source * plan.shapes.planes + batch
-            blocks = partials.at[plane, lax.div(column, tiles.contracted)]
+            blocks = partials.at[plane, lax.div(column, width)]
 
             @pl.when(here)
             def _():
-                rows, place = tiles.rows, self.x_image.at[slot]
-                if self.shapes.kind != "one_shot" and self.shapes.rows < rows:
-                    # The stage keeps what it had in the rows of other owners: they are not stored.
+                rows, place = tiles.rows, self.incoming.image.at[slot, 0]
+                if self.shapes.rows < rows:
+                    # The stage keeps what it had in all other rows: they are not stored.
                     rows = self.shapes.rows
                     place = place.at[pl.ds(first - row, rows)]
                 start = jnp.maximum(row - first, 0)
@@ -183,7 +194,7 @@ class Scattering(OwnersWalk):
         y, partials, arrived = results
         strips = strips.select(consumer)
         parts = pl.ds(below, rows), pl.ds(right, columns)
-        storing = min(_STORING_STEPS, self.steps)
+        storing = min(_STORING_CONTRACTED // self.tiles.contracted, self.steps)
 
         def visit(turn, batch, row, across):
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
@@ -270,8 +281,8 @@ class Scattering(OwnersWalk):
 
     def collect(self, product, y, turn, consumer, rows, batch, row, column, stages, strips) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
-        plan, width = self.plan, self.tiles.contracted
-        x_slices, _, filled, consumed = stages
+        plan, width = self.plan, self.tiles.strip_columns
+        _, _, filled, consumed = stages
         me = lax.axis_index(self.axis_name)
 
         def places(strip, column):
@@ -291,12 +302,11 @@ class Scattering(OwnersWalk):
                 for slot in slots:
                     plgpu.barrier_wait(filled.at[slot])
                 mine = self.slot(turn, step + (consumer if plan.halves > 1 else 0))
-                partial = x_slices[mine, rows, :].astype(jnp.float32)
+                partial = self.incoming.swizzled[mine, 0, rows, :].astype(jnp.float32)
                 starts = self.shapes.kind == "one_shot" and source == 0
                 value = partial if starts else value + partial
                 # What is copied here next must not overtake the reads of this warpgroup.
                 plgpu.commit_smem()
                 for slot in slots:
                     plgpu.barrier_arrive(consumed.at[slot])
-            strips_before = chunk * (width // self.tiles.strip_columns)
-            self.store_strips(value, column + chunk * width, strips, strips_before, places)
+            self.store_strips(value, column + chunk * width, strips, chunk, places)

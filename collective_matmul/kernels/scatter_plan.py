@@ -113,8 +113,8 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Slices, as wide as a stage, of a part's columns."""
-        return self.tiles.part[1] // self.tiles.contracted
+        """Strips of a part's columns. A stage brings one of a partial product."""
+        return self.tiles.all_strips
 
     @property
     def partial_steps(self) -> int:
@@ -152,8 +152,8 @@ class Plan:
         # The rows of one owner are whole parts, or in one part.
         if self.shapes.kind != "one_shot" and rows % part_rows and part_rows % rows:
             return False
-        # A strip at its sender is a slice at its owner.
-        if self.tiles.strip_columns != self.tiles.contracted:
+        # A strip at its sender is swizzled as the slices are in whose memory its owner gets it.
+        if self.tiles.strip_columns * ITEMSIZE % self.tiles.swizzle:
             return False
         return (
             self.shapes.problem.swizzles(self.tiles)

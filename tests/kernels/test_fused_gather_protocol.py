@@ -74,7 +74,7 @@ class GatherSimulation(Simulation):
             def visit(turn, batch, row, across):
                 def load(first, steps, read_x, read_w, stages):
                     plane = work.out_plane(None, batch)
-                    rows = expected[plane, row : row + self.plan.tiles.rows]
+                    rows = expected[plane, row : row + work.x_rows]
                     self.here().wait()
                     x = read_x(0, slice(0, self.plan.shapes.contracted))
                     np.testing.assert_array_equal(x.read(), rows)

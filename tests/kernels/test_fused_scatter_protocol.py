@@ -74,6 +74,8 @@ class ScatterSimulation(Simulation):
             Barriers(tiles.stages, 2),
             consumed,
         )
+        strip = tiles.rows, tiles.strip_columns
+        incoming = Reference.to(stages[0].array.reshape(tiles.stages, -1, *strip))
         strips = memory(CONSUMERS, tiles.strips, tiles.part[0], tiles.strip_columns)
         strips = Strips(strips, Image.of(strips, tiles.swizzle))
         xs, ws = ([Reference.to(a) for a in arrays[device]] for arrays in (self.xs, self.ws))
@@ -83,7 +85,7 @@ class ScatterSimulation(Simulation):
         def work() -> Scattering:
             made = Scattering(self.plan, AXIS, False, self.xs[device], self.ws[device])
             # What is made in `run`.
-            made.x_image = Image.of(stages[0], tiles.swizzle)
+            made.incoming = Strips(incoming, Image.of(incoming, tiles.swizzle))
             made.peers = [peers.peer(AXIS, offset) for offset in range(shapes.devices)]
             return made
 
@@ -157,6 +159,13 @@ PLANS = {
         Shapes("scatter", 4, 1, 16, (96,), 128), replace(LOW, swizzle=64)
     ),
     "one shot, few rows": Plan(Shapes("one_shot", 3, 1, 24, (64,), 128), LOW),
+    "long slices": Plan(
+        Shapes("scatter", 2, 1, 64, (320,), 128), replace(LOW, contracted=128, stages=2)
+    ),
+    "long slices, narrow strips": Plan(
+        Shapes("one_shot", 2, 1, 40, (320,), 192),
+        replace(LOW, columns=64, contracted=128, stages=2, swizzle=64),
+    ),
     "one shot": Plan(Shapes("one_shot", 3, 1, 72, (64,), 192), WIDE),
     "one shot, several tiles, clusters": Plan(
         Shapes("one_shot", 2, 1, 136, (64,), 128), replace(LOW, share="w")
