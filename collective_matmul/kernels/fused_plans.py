@@ -26,7 +26,6 @@ _SIZES = (
     Tiles(128, 192, split="rows"),
     Tiles(128, 128, split="rows"),
     Tiles(128, 64, split="rows"),
-    Tiles(128, 32, split="rows"),
     Tiles(64, 256, split="columns"),
     Tiles(64, 128, split="columns"),
     Tiles(64, 64, split="columns"),
@@ -34,12 +33,13 @@ _SIZES = (
 # Four blocks of a cluster do not all fit into what pairs leave of an odd number of pairs.
 _SHARES: tuple[Literal["w", "x"] | None, ...] = (None, "w", "x")
 _SWIZZLES: tuple[Literal[128, 64], ...] = (128, 64)
-_STAGES = (8, 7, 6, 5, 4, 3, 2)
-# Long slices have fewer steps. Only of small tiles do several fit.
-_CONTRACTED = (64, 128, 256)
-_LARGEST_WITH_LONG_SLICES = 128 * 128
+_STAGES = (8, 7, 6, 5, 4, 3)
 # How many tiles wide a sweep may be.
 _SWEEP_WIDTHS = (8, 4, 16)
+
+#: Of an H200: what the copy engine of a multiprocessor reads out of the L2 cache, by the swizzle: a
+#: row of it each nanosecond.
+READ_BYTES_PER_MICROSECOND = {128: 1.2e5, 64: 6e4}
 
 #: By so much less is hoped of a plan for each one of the same sizes that comes before it.
 DOUBT = 1.08
@@ -64,12 +64,9 @@ P = TypeVar("P", bound=Plan)
 def cuts(fits: Callable[[Tiles], bool]) -> list[Tiles]:
     """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit."""
     found = []
-    for sizes, share, contracted in itertools.product(_SIZES, _SHARES, _CONTRACTED):
-        if contracted > _CONTRACTED[0] and sizes.rows * sizes.columns > _LARGEST_WITH_LONG_SLICES:
-            continue
-        cut = replace(sizes, share=share, contracted=contracted)
+    for sizes, share in itertools.product(_SIZES, _SHARES):
         staged = (
-            replace(cut, swizzle=swizzle, stages=stages, strips=strips)
+            replace(sizes, share=share, swizzle=swizzle, stages=stages, strips=strips)
             for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, (2, 1))
             if strips <= sizes.all_strips
         )

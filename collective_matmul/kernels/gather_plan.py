@@ -7,7 +7,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from collective_matmul.kernels.fused_plans import Call, cuts, in_order, swept
+from collective_matmul.kernels.fused_plans import (
+    READ_BYTES_PER_MICROSECOND,
+    Call,
+    cuts,
+    in_order,
+    swept,
+)
 from collective_matmul.kernels.tiles import (
     CONSUMERS,
     ITEMSIZE,
@@ -33,9 +39,7 @@ _OTHER_MESSAGES_PER_BLOCK = (2, 8)
 _LINK_BYTES_PER_MICROSECOND = 3.8e5
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
-# What one multiprocessor reads out of that, and moves into and out of its shared memory: 128 bytes
-# each cycle.
-_READ_BYTES_PER_MICROSECOND = 9e4
+# What one multiprocessor moves into and out of its shared memory: 128 bytes each cycle.
 _SHARED_BYTES_PER_MICROSECOND = 2.2e5
 # Rows of one multiply (wgmma), which reads both its operands from shared memory.
 _MULTIPLY_ROWS = 64
@@ -237,7 +241,7 @@ def _copying_microseconds(
     moved = tiles.rows + tiles.columns + multiplied
     line_bytes = waves * ITEMSIZE * sum(problem.contracted)
     return (
-        line_bytes * read / _READ_BYTES_PER_MICROSECOND,
+        line_bytes * read / READ_BYTES_PER_MICROSECOND[tiles.swizzle],
         line_bytes * moved / _SHARED_BYTES_PER_MICROSECOND,
     )
 

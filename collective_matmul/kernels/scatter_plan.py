@@ -7,7 +7,14 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from collective_matmul.kernels.fused_plans import DOUBT, Call, cuts, in_order, swept
+from collective_matmul.kernels.fused_plans import (
+    DOUBT,
+    READ_BYTES_PER_MICROSECOND,
+    Call,
+    cuts,
+    in_order,
+    swept,
+)
 from collective_matmul.kernels.tiles import (
     ITEMSIZE,
     ROW_MULTIPLE,
@@ -231,9 +238,8 @@ def _fits(shapes: Shapes, tiles: Tiles) -> bool:
     return Plan(shapes, tiles).fits()
 
 
-# Of an H200: what its matmul reads from memory, and what a multiprocessor reads from the cache.
+# What the matmul of an H200 reads from memory.
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
-_MULTIPROCESSOR_BYTES_PER_MICROSECOND = 5e4
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
@@ -246,10 +252,11 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     w_readers = min(tiles.cluster[0], math.ceil(shapes.all_rows / tiles.rows))
     rows = min(tiles.rows, shapes.all_rows) / tiles.cluster[1]
     step_bytes = ITEMSIZE * tiles.contracted * (rows + tiles.columns / w_readers)
-    reading = waves * steps * step_bytes / _MULTIPROCESSOR_BYTES_PER_MICROSECOND
+    read_rate = READ_BYTES_PER_MICROSECOND[tiles.swizzle]
+    reading = waves * steps * step_bytes / read_rate
     weights = ITEMSIZE * sum(shapes.contracted) * shapes.columns / _MEMORY_BYTES_PER_MICROSECOND
     computing = predicted_microseconds(shapes.problem, tiles, multiprocessors)
     own_waves = waves * plan.own_down / plan.down
     partial_bytes = ITEMSIZE * tiles.rows * tiles.columns * plan.sources
-    adding = own_waves * partial_bytes / _MULTIPROCESSOR_BYTES_PER_MICROSECOND
+    adding = own_waves * partial_bytes / read_rate
     return max(computing, reading, weights) + adding

@@ -119,8 +119,6 @@ class Problem:
 # Microseconds in which one multiprocessor of an H200 multiplies a tile's slices of 64, when all of
 # them are busy, by the tile's area in units of 128 × 128.
 _STEP_MICROSECONDS = 0.365
-# However small the tile: what its warpgroups tell each other through barriers.
-_SHORTEST_STEP_MICROSECONDS = 0.32
 _TILE_MICROSECONDS = 1.5
 _LAUNCH_MICROSECONDS = 4.0
 _MEMORY_BYTES_PER_MICROSECOND = 3.5e6
@@ -147,8 +145,7 @@ def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int 
         math.ceil(size / tiles.contracted) for size in problem.contracted
     )
     area = tiles.rows * tiles.columns * tiles.contracted / (128 * 128 * 64)
-    step = max(area * _STEP_MICROSECONDS, _SHORTEST_STEP_MICROSECONDS)
-    return _LAUNCH_MICROSECONDS + waves * (steps * step + _TILE_MICROSECONDS)
+    return _LAUNCH_MICROSECONDS + waves * (steps * area * _STEP_MICROSECONDS + _TILE_MICROSECONDS)
 
 
 def candidates(problem: Problem) -> list[Tiles]:

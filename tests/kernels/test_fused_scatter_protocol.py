@@ -159,12 +159,8 @@ PLANS = {
         Shapes("scatter", 4, 1, 16, (96,), 128), replace(LOW, swizzle=64)
     ),
     "one shot, few rows": Plan(Shapes("one_shot", 3, 1, 24, (64,), 128), LOW),
-    "long slices": Plan(
-        Shapes("scatter", 2, 1, 64, (320,), 128), replace(LOW, contracted=128, stages=2)
-    ),
-    "long slices, narrow strips": Plan(
-        Shapes("one_shot", 2, 1, 40, (320,), 192),
-        replace(LOW, columns=64, contracted=128, stages=2, swizzle=64),
+    "narrow strips": Plan(
+        Shapes("one_shot", 2, 1, 40, (320,), 192), replace(LOW, columns=64, swizzle=64)
     ),
     "one shot": Plan(Shapes("one_shot", 3, 1, 72, (64,), 192), WIDE),
     "one shot, several tiles, clusters": Plan(
