@@ -102,17 +102,17 @@ def in_order(
       plans: in any order.
       predicted: what each should take.
       sizes: by which plans differ most. The best of each comes early: models err about them.
-      vary: variations of the best.
+      vary: variations of a plan.
     """
     alike: dict[Hashable, list[P]] = {}
     for plan in sorted(plans, key=predicted):
         alike.setdefault(sizes(plan), []).append(plan)
-    ranked = [
+    hopes = [
         (predicted(plan) * DOUBT**number, plan)
-        for best, *others in alike.values()
-        for number, plan in enumerate((best, *others, *vary(best)))
+        for ranked in alike.values()
+        for number, plan in enumerate(itertools.chain(ranked, *map(vary, ranked)))
     ]
-    return tuple(plan for _, plan in sorted(ranked, key=lambda found: found[0]))
+    return tuple(plan for _, plan in sorted(hopes, key=lambda found: found[0]))
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _no_plan(plan: Plan | None, xs: Sequence[Array], ws: Sequence[Array]) -> str
     if plan is not None:
         return None
     terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
-    return f"{terms}: the fused kernel wants every K to be a multiple of 32 and N of 64; pad them"
+    return f"{terms}: the fused kernel wants every K, and N, to be a multiple of 32; pad them"
 
 
 def _scatter_plan(

@@ -197,12 +197,12 @@ def test_only_newer_versions_gather(
         ("all_gather_matmul", 192, 96, True),
         ("all_gather_matmul", 160, 96, False),
         ("all_gather_matmul", 192, 80, False),
-        ("matmul_reduce_scatter", 96, 192, True),
+        ("matmul_reduce_scatter", 96, 160, True),
         ("matmul_reduce_scatter", 80, 192, False),
-        ("matmul_reduce_scatter", 96, 160, False),
-        ("matmul_all_reduce", 96, 192, True),
+        ("matmul_reduce_scatter", 96, 144, False),
+        ("matmul_all_reduce", 96, 160, True),
         ("matmul_all_reduce", 80, 192, False),
-        ("matmul_all_reduce", 96, 160, False),
+        ("matmul_all_reduce", 96, 144, False),
     ],
 )
 @pytest.mark.parametrize("transpose_w", [False, True])

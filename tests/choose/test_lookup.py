@@ -54,7 +54,7 @@ def test_what_is_left_out_hides_nothing_else() -> None:
     assert found is not None and set(found.seconds) == {"bulk", "ring"}
 
 
-@pytest.mark.parametrize(("fused", "believed"), [(99.0, False), (101.0, True)])
+@pytest.mark.parametrize(("fused", "believed"), [(49.0, False), (51.0, True)])
 def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) -> None:
     entries = [(layer(rows), entry(bulk=200.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
     for rows in (1024, 1500, 2048):

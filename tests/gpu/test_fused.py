@@ -154,12 +154,15 @@ SIZES = {
 }
 TWO_AXES = (((OTHER, 2), (AXIS, 2)), ((AXIS, 2), (OTHER, 2)), ((AXIS, 2),))
 
-EVERY = [Case(op, sizes) for op in OPS for sizes in SIZES.values()]
+ALONE = ((AXIS, 4),), ((AXIS, 2),)
+EVERY = [Case(op, sizes, mesh) for mesh in ALONE for op in OPS for sizes in SIZES.values()]
+# Sums of 32 columns more than whole swizzles.
+NARROW = [Case(op, (64, 512, 160), mesh) for mesh in ALONE for op in OPS[1:]]
 SOME = [Case(op, SIZES[name]) for op in OPS for name in ("decode", "several waves")]
 ON_TWO = [Case(op, (512, 512, 512), mesh, "float16") for op in OPS for mesh in TWO_AXES]
 
 
-@pytest.mark.parametrize("case", [*EVERY, *ON_TWO], ids=str)
+@pytest.mark.parametrize("case", [*EVERY, *NARROW, *ON_TWO], ids=str)
 def test_values(case: Case, _with_kernels: None) -> None:
     skip_without(case.devices)
     x, w, _ = case.arrays()

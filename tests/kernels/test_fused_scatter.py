@@ -139,8 +139,8 @@ def test_owners_share_all_their_tiles_or_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"contracted": (50,)}, "wants every K to be a multiple of 32"),
-        ({"columns": 100}, "and N of 64"),
+        ({"contracted": (50,)}, "wants every K, and N, to be a multiple of 32"),
+        ({"columns": 100}, "every K, and N, to be a multiple of 32"),
         ({"dtype": "float32"}, "take bfloat16, or float16, for all"),
         ({"mesh": ((AXIS, 1),)}, "axis of size 1"),
         ({"leading": (0,)}, "without elements"),

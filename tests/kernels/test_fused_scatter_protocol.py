@@ -162,6 +162,9 @@ PLANS = {
     "narrow strips": Plan(
         Shapes("one_shot", 2, 1, 40, (320,), 192), replace(LOW, columns=64, swizzle=64)
     ),
+    "narrow strips, half a tile beyond the end": Plan(
+        Shapes("scatter", 2, 1, 32, (64,), 160), replace(LOW, columns=64, swizzle=64)
+    ),
     "one shot": Plan(Shapes("one_shot", 3, 1, 72, (64,), 192), WIDE),
     "one shot, several tiles, clusters": Plan(
         Shapes("one_shot", 2, 1, 136, (64,), 128), replace(LOW, share="w")

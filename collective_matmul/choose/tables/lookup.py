@@ -22,10 +22,10 @@ REACH = 1.0
 #: how much there is to communicate for each operation, which rows change alike.
 WEIGHT_OF_K_AND_N = 2.0
 
-#: A fused kernel that took less was not waited for by the GPU but by the host, which has 60 to 80
-#: microseconds to do for each launch of one. In a stack of nothing else the host keeps up with what
-#: takes a little longer; beside other work it does not, and a gain of 15 % was seen to be a loss.
-LEAST_FUSED_SECONDS = 1e-4
+#: A fused kernel that took less was not waited for by the GPU but by the host, which has some 40
+#: microseconds to do for each launch of one, also out of a CUDA graph. In a stack of nothing else the
+#: host keeps up with what takes a little longer; beside other work it does not.
+LEAST_FUSED_SECONDS = 5e-5
 
 
 @dataclass(frozen=True)
