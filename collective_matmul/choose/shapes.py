@@ -11,8 +11,11 @@ import numpy as np
 
 from collective_matmul.choose.site import Site
 
-#: Rows, most telling first: crossings lie between 1024 and 4096, training above.
-ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768)
+#: Rows, most telling first: crossings lie between 1024 and 4096, training above, decoding below.
+ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768, 256, 128, 64, 32, 16)
+
+#: So few rows are decoded. There is no backward, and with no sequence to scatter, layers sum whole.
+DECODED_ROWS = 256
 
 _HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
 
@@ -68,7 +71,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 def sites(
     shapes: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
 ) -> Iterator[Site]:
-    """Every layer of `shapes`, names in `LAYERS`, in all its passes, at each number of global rows.
+    """Every layer of `shapes`, names in `LAYERS`, in its passes, at each number of global rows.
 
     Raises:
       ValueError: for an unknown name, fewer than 1 device, or sizes that devices do not divide.
@@ -88,7 +91,8 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
     """A layer's op, and the op of its backward; for a gather in two ways.
 
     Our own gather is gathered again in the backward. One that `collective_matmul.overlap` finds in
-    a program differentiated by JAX is kept for that instead.
+    a program differentiated by JAX is kept for that instead. Where few rows are decoded, both ways
+    to sum a product.
     """
     divided = (rows, *(layer.columns if layer.kind == "gather" else (layer.contracted,)))
     for size in divided:
@@ -103,6 +107,8 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
         forward = tuple(((shard, layer.contracted), w) for w in ws)
         backward = tuple(((rows, n), (n, k)) for k, n in ws)
         yield Site("all_gather_matmul", forward, dtype, "", devices)
+        if rows <= DECODED_ROWS:
+            return
         rider = (shard, layer.contracted)
         yield Site("matmul_reduce_scatter", backward, dtype, "", devices, rider=rider)
         yield Site("all_gather_matmul", forward, dtype, "", devices, keep_gathered=True)
@@ -111,4 +117,7 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
         k, (n,) = layer.contracted // devices, layer.columns
         forward, backward = ((rows, k), (k, n)), ((shard, n), (n, k))
         yield Site("matmul_reduce_scatter", (forward,), dtype, "", devices)
+        if rows <= DECODED_ROWS:
+            yield Site("matmul_all_reduce", (forward,), dtype, "", devices)
+            return
         yield Site("all_gather_matmul", (backward,), dtype, "", devices, keep_gathered=True)

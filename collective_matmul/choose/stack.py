@@ -31,7 +31,7 @@ from collective_matmul.implementations.arithmetic import add, matmul
 _AXIS = "tensor"
 
 #: So much work in one call hides what the call itself costs; more would take longer to compile.
-_SECONDS_PER_CALL, _REPETITIONS = 0.01, (2, 8)
+_SECONDS_PER_CALL, _REPETITIONS = 0.01, (2, 16)
 
 
 class Operands(NamedTuple):

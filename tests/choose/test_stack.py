@@ -146,7 +146,7 @@ def test_long_sites_are_repeated_less() -> None:
         site = next(shapes.sites(["llama3-405b"], [rows], DEVICES))
         return Stack(site.flat, jax.devices()).repetitions
 
-    assert [repetitions(rows) for rows in (64, 32768)] == [8, 2]
+    assert [repetitions(rows) for rows in (64, 32768)] == [16, 2]
 
 
 # Shapes.
@@ -166,6 +166,18 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
     # A backward has the operations of its forward.
     assert gate_and_up.flops == riding.flops
     assert down.flops == keeping.flops
+
+
+def test_few_rows_are_decoded() -> None:
+    found = [*shapes.sites(["square"], [256], 4)]
+    product = (((256, 2048), (2048, 8192)),)
+    assert [(site.op, site.keep_gathered) for site in found] == [
+        ("all_gather_matmul", False),
+        ("matmul_reduce_scatter", False),
+        ("matmul_all_reduce", False),
+    ]
+    assert found[1].operands == found[2].operands == product
+    assert len([*shapes.sites(["square"], [512], 4)]) == 6
 
 
 def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
