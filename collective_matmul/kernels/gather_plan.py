@@ -235,10 +235,11 @@ def _copying_microseconds(
     count *= sum(math.ceil(n / (tiles.columns * across)) for n in problem.columns)
     waves = math.ceil(count / (multiprocessors // (down * across)))
     # Rows beyond the last are not read.
-    read = min(tiles.rows, problem.rows) / across + tiles.columns / down
+    rows_read = min(tiles.rows, problem.rows)
+    read = rows_read / across + tiles.columns / down
     rows, columns = tiles.part
     multiplied = CONSUMERS * (rows + columns * rows // _MULTIPLY_ROWS)
-    moved = tiles.rows + tiles.columns + multiplied
+    moved = rows_read + tiles.columns + multiplied
     line_bytes = waves * ITEMSIZE * sum(problem.contracted)
     return (
         line_bytes * read / READ_BYTES_PER_MICROSECOND[tiles.swizzle],

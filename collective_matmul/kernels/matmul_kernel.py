@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.kernels.operands import Operand, reader
-from collective_matmul.kernels.tiles import CONSUMERS, ITEMSIZE, Tiles
+from collective_matmul.kernels.tiles import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiles
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -56,8 +56,11 @@ class Work:
         self.contracted_planes = contracted_planes
         self.tiles = tiles
         # Of a tile's rows, those that there are. The copy engine takes longer to fill in others, of
-        # which no result is stored.
-        self.x_rows = min(tiles.rows, xs[0].array.shape[1]) if xs[0].free == 1 else tiles.rows
+        # which no result is stored. Blocks that share x each copy as many whole swizzles of it.
+        self.x_rows = tiles.rows
+        if xs[0].free == 1:
+            multiple = ROW_MULTIPLE * tiles.cluster[1]
+            self.x_rows = min(tiles.rows, pl.cdiv(xs[0].array.shape[1], multiple) * multiple)
         self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiles.contracted) for x in xs]
         self.steps = contracted_planes * sum(self.plane_steps)
         # What a cluster covers together counts as one tile of the walk.
@@ -306,10 +309,14 @@ class Work:
         for i in range(self.tiles.all_strips):
             strip = strips.at[i % self.tiles.strips]
             value = product[:, i * width : (i + 1) * width]
-            plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
+            self.await_strip(i)
             strip[...] = value.astype(strip.dtype)
             plgpu.commit_smem()
             self.store_strip(strip, plane, row, column + i * width)
+
+    def await_strip(self, number: int) -> None:
+        """Waits until the memory of a part's strip is free: the first may follow on any of them."""
+        plgpu.wait_smem_to_gmem(min(number, self.tiles.strips - 1), wait_read_only=True)
 
     def store_strip(self, strip, plane, row, column) -> None:
         """Starts to copy a strip to where it belongs; what lies beyond the end is left out."""

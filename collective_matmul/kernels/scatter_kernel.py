@@ -248,7 +248,7 @@ class Scattering(OwnersWalk):
         width = self.tiles.strip_columns
         for i in range(value.shape[1] // width):
             strip = strips.select((first + i) % self.tiles.strips)
-            plgpu.wait_smem_to_gmem(self.tiles.strips - 1, wait_read_only=True)
+            self.await_strip(first + i)
             rounded = value[:, i * width : (i + 1) * width].astype(strip.swizzled.dtype)
             strip.swizzled[...] = rounded
             plgpu.commit_smem()

@@ -162,6 +162,9 @@ class Plan:
         # A strip at its sender is swizzled as the slices are in whose memory its owner gets it.
         if self.tiles.strip_columns * ITEMSIZE % self.tiles.swizzle:
             return False
+        # And it fits into one.
+        if self.tiles.contracted % self.tiles.strip_columns:
+            return False
         return (
             self.shapes.problem.swizzles(self.tiles)
             and self.tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
@@ -257,6 +260,6 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     weights = ITEMSIZE * sum(shapes.contracted) * shapes.columns / _MEMORY_BYTES_PER_MICROSECOND
     computing = predicted_microseconds(shapes.problem, tiles, multiprocessors)
     own_waves = waves * plan.own_down / plan.down
-    partial_bytes = ITEMSIZE * tiles.rows * tiles.columns * plan.sources
+    partial_bytes = ITEMSIZE * min(tiles.rows, shapes.rows) * tiles.columns * plan.sources
     adding = own_waves * partial_bytes / read_rate
     return max(computing, reading, weights) + adding

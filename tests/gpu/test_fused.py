@@ -149,6 +149,8 @@ SIZES = {
     "decode": (16, 512, 256),
     "a row for each device": (4, 256, 128),
     "64 rows for each": (256, 512, 512),
+    "24 rows": (24, 1792, 8192),
+    "48 rows": (48, 1792, 8192),
     "ragged": (400, 640, 384),
     "several waves": (4096, 1024, 2048),
 }

@@ -149,7 +149,10 @@ class Simulation:
         oob_mode: Any = None,
     ) -> None:
         # Every block loads all that it needs, and regions end where their arrays do.
-        del collective_axes, oob_mode
+        del oob_mode
+        if collective_axes is not None:
+            # In truth each loads a part for all of them, of whole swizzles.
+            assert box.shape[0] % (8 * self.sizes[collective_axes]) == 0
         self.here().wait()
         self.copies.append(Copy(source, box, functools.partial(_count, *barrier)))
 

@@ -93,6 +93,9 @@ CALLS = {
     "minor axis of two": Call(mesh=(("data", 2), (AXIS, 2))),
     "few rows": Call(leading=(16,), contracted=4096),
     "few rows, kept": Call(leading=(64,), contracted=4096, columns=(14336,), keep=True),
+    "few rows, an odd number of swizzles": Call(
+        mesh=((AXIS, 2), ("data", 4)), leading=(48,), contracted=1792, columns=(8192,)
+    ),
     "ragged": Call(leading=(4000,), contracted=192, columns=(384,)),
     "rows that are padded": Call(leading=(400,), keep=True),
     "a row for each device": Call(leading=(4,), keep=True),

@@ -69,15 +69,17 @@ class GatherSimulation(Simulation):
         def act() -> None:
             work = self.work()
             ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(work.results)]
-            expected = Reference.to(self.expected)
+            tile, within = self.plan.tiles.rows, self.expected.shape[1]
 
             def visit(turn, batch, row, across):
                 def load(first, steps, read_x, read_w, stages):
                     plane = work.out_plane(None, batch)
-                    rows = expected[plane, row : row + work.x_rows]
+                    # All rows of the tile that there are.
+                    count = max(0, min(tile, within - row))
+                    rows = self.expected[plane, row : row + count]
                     self.here().wait()
                     x = read_x(0, slice(0, self.plan.shapes.contracted))
-                    np.testing.assert_array_equal(x.read(), rows)
+                    np.testing.assert_array_equal(x.read()[:count], rows)
                     w = read_w(0, slice(0, 1))
                     self.multiplied[device][plane, row, w.array.shape[2] - 1, w.starts[2]] += 1
 

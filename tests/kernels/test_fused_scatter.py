@@ -86,6 +86,9 @@ CALLS = {
     ),
     "an outer axis, untracked": Call(TWO_AXES[::-1], (256,), dtype="float16", check_vma=False),
     "eight devices": Call(((AXIS, 8),), (2048,), delays=True),
+    "reduced, an odd number of swizzles": Call(
+        ((AXIS, 2), ("data", 4)), (24,), contracted=(4096,), columns=1024, dimension=None
+    ),
     "reduced in one shot": Call(leading=(3, 5), dimension=None, delays=True),
     "reduced in two steps": Call(TWO_AXES, (1001,), dimension=None, dtype="float16"),
     "reduced by eight, untracked": Call(((AXIS, 8),), (640,), dimension=None, check_vma=False),
