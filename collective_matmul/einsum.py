@@ -19,7 +19,7 @@ from collective_matmul.choose import Einsum, Site, choose
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.source import calling_source
 from collective_matmul.equation import Equation, parse
-from collective_matmul.gradients import Call, vary_together
+from collective_matmul.gradients import Call, ReverseMode, vary_together
 from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
 from collective_matmul.ops import named
 
@@ -109,7 +109,7 @@ def collective_einsum(
 
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
-_custom_vjp: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2, 3))
 
 
 @_custom_vjp

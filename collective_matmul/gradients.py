@@ -78,8 +78,28 @@ class Call:
         return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
 
 
+class ReverseMode(jax.custom_vjp):
+    """`jax.custom_vjp` that says what to use instead where a program asks for forward mode.
+
+    JAX says it of programs that it compiles. Of others it would name what it cannot hash.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; raises TypeError in forward mode."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as error:
+            if not any(text in str(error) for text in ("forward-mode", "'Unhashable'")):
+                raise
+            raise TypeError(
+                "forward-mode differentiation of a collective matmul, as by jax.jvp, jax.jacfwd or"
+                " jax.hessian: the ops define reverse mode alone; use jax.vjp, jax.grad or"
+                " jax.jacrev"
+            ) from error
+
+
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
-_custom_vjp: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
 def gather_matmul(

@@ -18,7 +18,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, matmul_reduce_scatter
+from collective_matmul import (
+    CHECKPOINT_NAME,
+    all_gather_matmul,
+    collective_einsum,
+    matmul_reduce_scatter,
+)
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case, poisoned_results, reference
 
@@ -236,3 +241,35 @@ def test_rings_over_two_axes_in_one_program(check_vma: bool, make_mesh: MeshFact
     assert_same(
         result_and_gradients(joined(sharded), *operands), result_and_gradients(unsharded, *operands)
     )
+
+
+def _einsum(x: jax.Array, w: jax.Array) -> jax.Array:
+    return collective_einsum("bd,df->fb", x, w, AXIS, gather="b", implementation="bulk")
+
+
+@pytest.mark.parametrize(
+    "forward_mode",
+    [
+        lambda fun, x, w: jax.jvp(fun, (x, w), (x, w)),
+        lambda fun, x, w: jax.jacfwd(fun)(x, w),
+        lambda fun, x, w: jax.hessian(lambda x: fun(x, w).sum())(x),
+    ],
+    ids=["jvp", "jacfwd", "hessian"],
+)
+@pytest.mark.parametrize(
+    ("fun", "x_spec", "out_spec"),
+    [
+        (functools.partial(all_gather_matmul, axis_name=AXIS), P(AXIS), P(None, AXIS)),
+        (_einsum, P(AXIS), P(AXIS)),
+    ],
+    ids=["op", "einsum"],
+)
+def test_forward_mode_is_refused_with_what_to_use_instead(
+    forward_mode: Callable, fun: Callable, x_spec: P, out_spec: P, make_mesh: MeshFactory
+) -> None:
+    """Outside of `jax.jit` too, where JAX would speak of a type that cannot be hashed."""
+    sharded = jax.shard_map(
+        fun, mesh=make_mesh({AXIS: 2}), in_specs=(x_spec, P(None, AXIS)), out_specs=out_spec
+    )
+    with pytest.raises(TypeError, match=r"^forward-mode .* jax\.jvp.* use jax\.vjp, jax\.grad"):
+        forward_mode(sharded, np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
