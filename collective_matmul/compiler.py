@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,8 +51,10 @@ def overlap_jit(
 ) -> OverlapJit:
     """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
 
-    For the outermost function alone, since options are of a whole program: differentiate inside it,
-    ``overlap_jit(jax.grad(loss))``. JAX refuses ``jax.grad(overlap_jit(loss))``.
+    For the outermost function alone, since options are of a whole program: differentiate and
+    overlap inside it, ``overlap_jit(jax.grad(overlap(loss)))``. Inside of what JAX traces it is
+    refused. ``jax.grad(overlap_jit(loss))`` is so before jax 0.12; since then it is two programs,
+    and inside `jax.jit` refused still.
 
     Where GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
     names the GPUs once. In programs of several processes XLA chooses for each ring: copies between
@@ -74,6 +76,7 @@ def overlap_jit(
       RuntimeError: at compilation, by XLA, for an option it does not know.
       ValueError, TypeError: by `jax.jit`, for keywords that do not fit.
       ValueError: for options of the user's in place of those without which fused kernels are wrong.
+      ValueError: when called inside another function that JAX traces.
     """
     users = compiler_options or {}
     if fused and (taken := sorted(users.keys() & {*FUSED_OPTIONS, _PERMUTE_MODE})):
@@ -111,7 +114,7 @@ class OverlapJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        with self._tracing():
+        with self._tracing(), _refusing_to_be_inside():
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -132,6 +135,21 @@ class OverlapJit:
     def clear_cache(self) -> None:
         """As of `jax.jit`."""
         self._jitted.clear_cache()
+
+
+@contextlib.contextmanager
+def _refusing_to_be_inside() -> Iterator[None]:
+    """Names the remedy where JAX refuses options of a function that others are traced around."""
+    try:
+        yield
+    except ValueError as error:
+        if "can only be passed to top-level" not in str(error):
+            raise
+        raise ValueError(
+            "overlap_jit: called inside a function that JAX traces, and its compiler options are of"
+            " a whole program; make it the outermost: write overlap_jit(overlap(f)),"
+            " overlap_jit(jax.grad(f)), explain(f)"
+        ) from error
 
 
 def _options(users: Mapping[str, Any]) -> dict[str, Any]:

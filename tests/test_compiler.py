@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul import OVERLAP_OPTIONS, compiler, log, overlap_jit
+from collective_matmul import OVERLAP_OPTIONS, compiler, explain, log, overlap, overlap_jit
 from collective_matmul.peer_access import program_obstacle
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
@@ -138,6 +138,33 @@ def test_all_that_jit_offers() -> None:
     assert jax.export.export(double)(jnp.float32(1)).call(jnp.float32(1)) == 2
     double.clear_cache()
     assert double(1.0) == 2
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        overlap,
+        jax.jit,
+        overlap_jit,
+        explain,
+        lambda fun: jax.jit(jax.grad(fun)),
+        lambda fun: overlap(jax.grad(fun)),
+    ],
+    ids=["overlap", "jit", "overlap_jit", "explain", "jit(grad)", "overlap(grad)"],
+)
+def test_inside_another_function_it_names_the_order_that_works(around: Callable) -> None:
+    with pytest.raises(ValueError, match=r"^overlap_jit: .* write overlap_jit\(overlap\(f\)\), "):
+        around(overlap_jit(jnp.sin))(1.0)
+
+
+def test_gradients_of_what_is_compiled_are_right_or_refused() -> None:
+    """Right since jax 0.12: programs of their own, with the same options."""
+    gradient = jax.grad(overlap_jit(jnp.sin))
+    if jax.__version_info__ >= (0, 12):
+        np.testing.assert_allclose(gradient(0.0), 1.0)
+    else:
+        with pytest.raises(ValueError, match=r"overlap_jit\(jax\.grad\(f\)\)"):
+            gradient(0.0)
 
 
 def test_methods() -> None:
