@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks.communication import AXIS
 
+#: As many as the node has that most reports are of; one would have nothing to communicate with.
+_SIMULATED = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -22,7 +26,7 @@ class Settings:
     platform: Literal["gpu", "cpu"] = "gpu"
     """cpu simulates the devices: it shows that a benchmark runs, its times mean nothing."""
     devices: int = 0
-    """Devices on the axis; 0 takes all there are."""
+    """Devices on the axis; 0 takes all there are, and simulates 4 where no number was said."""
     output: Path | None = None
     """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
     groups: int = 7
@@ -66,8 +70,11 @@ def choose_platform(settings: Settings) -> None:
     """Tells JAX which devices there are to be; must come before it looks for them."""
     if settings.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        if settings.devices and jax.config.values["jax_num_cpu_devices"] < settings.devices:
-            jax.config.update("jax_num_cpu_devices", settings.devices)
+        simulated = jax.config.values["jax_num_cpu_devices"]  # -1 where it was not said.
+        said = simulated >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        wanted = settings.devices or (0 if said else _SIMULATED)
+        if wanted and simulated < wanted:
+            jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def make_mesh(settings: Settings) -> Mesh:
