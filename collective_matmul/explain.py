@@ -99,7 +99,8 @@ def _totals(decisions: Sequence[Decision]) -> list[str]:
     seconds, bulk = map(sum, zip(*known, strict=True))
     return [
         f"{len(decisions)} collective matmuls; of {len(known)} the times are predicted:"
-        f" {seconds * 1e3:.2f} ms, {bulk * 1e3:.2f} ms in bulk ({bulk / seconds:.2f}×)"
+        f" {seconds * 1e3:.2f} ms, {bulk * 1e3:.2f} ms in bulk ({bulk / seconds:.2f}×), each"
+        " counted as often as it was traced, not as it runs"
     ]
 
 

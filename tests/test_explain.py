@@ -106,7 +106,8 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     )
     assert table.splitlines()[-1] == (
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
-        f" {bulk * 1e3:.2f} ms in bulk ({bulk / total:.2f}×)"
+        f" {bulk * 1e3:.2f} ms in bulk ({bulk / total:.2f}×), each counted as often as it was"
+        " traced, not as it runs"
     )
 
 
