@@ -16,11 +16,14 @@ from rich.table import Table
 from collective_matmul import explain
 from train.config import Config, check
 from train.mesh import make_abstract_mesh
+from train.metrics import Device
 from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
 from train.step import BATCH_SPEC, sharded_step
 
 #: What is decided for where there is no GPU, since it is not there that a model is trained.
 _ELSEWHERE = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+#: H200 Tensor Core GPU data sheet.
+_MEMORY_ELSEWHERE = 141 * 10**9
 
 
 def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
@@ -45,18 +48,53 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
         f"{config.preset}: {model.parameter_count:,} parameters on data={data} × tensor={tensor},"
         f" {config.batch_size} sequences of {config.sequence_length} tokens per step"
     )
+    sizes = {
+        "parameters": _bytes_per_device(state["params"], specs["params"], mesh),
+        "optimizer state": _bytes_per_device(state["opt_state"], specs["opt_state"], mesh),
+        "gradients": _bytes_per_device(state["params"], specs["params"], mesh),
+        f"activations and {config.compute_dtype} weights, saved for the backward": saved,
+    }
+    total = sum(sizes.values())
+    _print_bytes({**sizes, "total": total}, console)
+    verdict = verdict_here(total, jax.local_devices()[0]) if device is None else _elsewhere(total)
+    console.print(verdict, highlight=False, soft_wrap=True)
+    where = "here" if device is None else f"on {device.device_kind}"
+    console.print(
+        f"collective matmuls, as carried out {where}, by how often each is traced; what layers"
+        " share, or a loop repeats, runs more often:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(str(explanation), highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_bytes(sizes: dict[str, int], console: Console) -> None:
     table = Table("bytes per device", "", box=None)
-    for name, size in (
-        ("parameters", _bytes_per_device(state["params"], specs["params"], mesh)),
-        ("optimizer state", _bytes_per_device(state["opt_state"], specs["opt_state"], mesh)),
-        ("gradients", _bytes_per_device(state["params"], specs["params"], mesh)),
-        (f"activations and {config.compute_dtype} weights, saved for the backward", saved),
-    ):
+    for name, size in sizes.items():
         table.add_row(name, f"{size:,}")
     console.print(table)
-    where = "here" if device is None else f"on {device.device_kind}"
-    console.print(f"collective matmuls, as carried out {where}; what a loop repeats counts once:")
-    console.print(str(explanation), highlight=False, soft_wrap=True, markup=False)
+
+
+def verdict_here(total: int, device: Device) -> str:
+    """Whether so many bytes fit into what JAX may use of the device, in words."""
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    if memory is None:
+        return f"how much memory JAX may use of {device.device_kind} is not known: see if it fits"
+    return _verdict(total, memory, f"that JAX may use of {device.device_kind}")
+
+
+def _elsewhere(total: int) -> str:
+    return _verdict(total, _MEMORY_ELSEWHERE, f"of {_ELSEWHERE.device_kind}")
+
+
+def _verdict(total: int, memory: int, whose: str) -> str:
+    if total <= memory:
+        spare = f"{memory - total:,} are left for what the compiler computes in between"
+        return f"fits into the {memory:,} bytes {whose}: {spare}"
+    return (
+        f"does not fit into the {memory:,} bytes {whose}, by {total - memory:,}: more --mesh.tensor"
+        " divides all of it further, more --accumulate or --remat full saves less"
+    )
 
 
 def _abstract_batch(config: Config, sequences: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,6 +11,7 @@ import pytest
 
 from train import compare
 from train.command_line import main, parse
+from train.dry_run import verdict_here
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
@@ -104,8 +105,43 @@ def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
     assert lines["parameters"] == f"{parameter_bytes:,}"
     # Two moments like the parameters, and AdamW's and its schedule's step counts.
     assert lines["optimizer state"] == f"{2 * parameter_bytes + 8:,}"
+    *parts, total = (int(size.replace(",", "")) for size in lines.values())
+    assert total == sum(parts)
+    assert (
+        f"\nfits into the 141,000,000,000 bytes of NVIDIA H200: {141 * 10**9 - total:,} " in output
+    )
     assert "[2,512,4096]@[4096,512]" in output
     assert "[2,4096,1792]@[1792,4096]" in output
+
+
+def test_dry_run_says_what_makes_too_large_a_model_smaller(capsys):
+    arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 1 --batch-size 128"
+    output = printed(
+        capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
+    )
+    assert re.search(
+        r"\ndoes not fit into the 141,000,000,000 bytes of NVIDIA H200, by [\d,]+:.* --accumulate",
+        output,
+    )
+
+
+@pytest.mark.parametrize(
+    ("statistics", "sentence"),
+    [
+        ({"bytes_limit": 1000}, "fits into the 1,000 bytes that JAX may use of NVIDIA X: 100 are"),
+        ({"bytes_limit": 800}, "does not fit into the 800 bytes that JAX may use of NVIDIA X,"),
+        ({}, "how much memory JAX may use of NVIDIA X is not known"),
+        (None, "how much memory JAX may use of NVIDIA X is not known"),
+    ],
+)  # fmt: skip
+def test_whether_it_fits_is_said_of_the_devices_that_are_there(statistics, sentence):
+    class Device:
+        device_kind = "NVIDIA X"
+
+        def memory_stats(self):
+            return statistics
+
+    assert verdict_here(900, Device()).startswith(sentence)
 
 
 def test_dry_run_of_a_plain_model_says_what_overlap_does_with_it(capsys):
@@ -116,6 +152,8 @@ def test_dry_run_of_a_plain_model_says_what_overlap_does_with_it(capsys):
         "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
     }  # fmt: skip
     assert "10 collective matmuls; of 10 the times are predicted" in output
+    # Their sum is no step's time: layers share what is traced once.
+    assert "each counted as often as it was traced, not as it runs" in output
     assert re.search(r"in embed .* left alone .* comes from gather, not from a matmul", output)
 
 
