@@ -37,6 +37,11 @@ def main(arguments: Sequence[str]) -> None:
             metavar="FIELD=VALUE",
             help="what this variant sets, as in: overlap=ring mesh.tensor=4",
         )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print every step of both runs, and what each trains on what",
+    )
     variants, shared = parser.parse_known_args(arguments)
     console = Console()
     with refusing():
@@ -52,11 +57,24 @@ def main(arguments: Sequence[str]) -> None:
         curves = []
         for name, config, changes in (("a", a, variants.a), ("b", b, variants.b)):
             console.rule(f"{name}: {' '.join(changes)}")
-            setup = prepare(config)
-            announce(setup, console)
-            curves.append(train(setup, console))
+            curves.append(_curve(name, config, console, variants.verbose))
     console.rule("comparison")
     console.print(describe(*curves), highlight=False)
+
+
+def _curve(name: str, config: Config, console: Console, verbose: bool) -> list[Record]:
+    """Trains, and returns every step; prints all of it, or a line at each of the log intervals."""
+    setup = prepare(dataclasses.replace(config, log_interval=1))
+    if verbose:
+        announce(setup, console)
+        return train(setup, console)
+
+    def progress(record: Record) -> None:
+        if record.step % config.log_interval == 0:
+            line = f"{name}: step {record.step} of {config.steps}, loss {record.loss:.4f}"
+            console.print(line, highlight=False)
+
+    return train(setup, Console(quiet=True), progress)
 
 
 def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
@@ -75,7 +93,7 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
             raise ValueError(
                 f"{name}={getattr(config, name)!r}: comparing keeps no files; leave it out"
             )
-    return dataclasses.replace(config, log_interval=1)
+    return config
 
 
 def describe(a: Sequence[Record], b: Sequence[Record]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -28,8 +29,15 @@ class NonFiniteError(ArithmeticError):
     """A loss, a gradient or parameters that are infinite or not numbers."""
 
 
-def train(setup: Setup, console: Console) -> list[Record]:
+def train(
+    setup: Setup, console: Console, listener: Callable[[Record], object] | None = None
+) -> list[Record]:
     """Trains to the last step, and waits for the last checkpoint.
+
+    Args:
+      setup: what to train, on what.
+      console: where the log goes.
+      listener: is given each record too, as it comes.
 
     Returns:
       What was logged.
@@ -48,7 +56,7 @@ def train(setup: Setup, console: Console) -> list[Record]:
         with Reporter(
             console, config.log_file, first_step=first_step, steps=config.steps
         ) as reporter:
-            ending = _StepEnd(setup, reporter)
+            ending = _StepEnd(setup, reporter, listener)
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
                 batch = jax.device_put(ending.meter.read(batches), setup.batch_sharding)
@@ -74,8 +82,10 @@ def train(setup: Setup, console: Console) -> list[Record]:
 class _StepEnd:
     """Waits for a step's metrics, counts the step, logs it if an interval ends with it."""
 
-    def __init__(self, setup: Setup, reporter: Reporter):
-        self.setup, self.reporter = setup, reporter
+    def __init__(
+        self, setup: Setup, reporter: Reporter, listener: Callable[[Record], object] | None
+    ):
+        self.setup, self.reporter, self.listener = setup, reporter, listener
         self.pending: tuple[int, Metrics] | None = None
         config, model = setup.config, setup.config.model
         self.meter = Meter(
@@ -102,7 +112,10 @@ class _StepEnd:
         interval_ends = number % self.setup.config.log_interval == 0
         first_or_last = not self.reporter.records or number == self.setup.config.steps
         if interval_ends or first_or_last or not finite:
-            self.reporter.report(self.meter.record(number, loss, grad_norm))
+            record = self.meter.record(number, loss, grad_norm)
+            self.reporter.report(record)
+            if self.listener is not None:
+                self.listener(record)
         if not finite:
             self._stop(number, f"loss {loss} and gradient norm {grad_norm} are not both finite")
 

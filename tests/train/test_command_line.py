@@ -238,13 +238,26 @@ def test_profile_writes_the_steps_asked_for(capsys, tmp_path):
 
 
 def test_compare_prints_how_far_two_curves_part(capsys):
-    compare.main([*TINY, "--steps", "3", "--a", "overlap=bulk", "--b", "mesh.tensor=4"])
-    output = capsys.readouterr().out
-    found = re.search(r"largest difference in loss: (\S+) nats, at step \d of 3", output)
+    arguments = [*TINY, "--steps", "4", "--a", "overlap=bulk", "--b", "mesh.tensor=4"]
+    compare.main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"largest difference in loss: (\S+) nats, at step \d of 4", lines[-3])
     assert found is not None
     assert 0 < float(found[1]) < 0.01
+    # And no more than a heading for each run, and how far it is at each log interval.
+    steps = [re.sub(r"\d\.\d{4}$", "?", line) for line in lines if "─" not in line]
+    assert steps[:-3] == [
+        f"{name}: step {step} of 4, loss ?" for name in ("a", "b") for step in (2, 4)
+    ]
+    assert len(lines) == 10
+
+
+def test_compare_prints_everything_if_asked(capsys):
+    compare.main([*TINY, "--steps", "3", "--verbose", "--a", "seed=0", "--b", "mesh.tensor=4"])
+    output = capsys.readouterr().out
     assert "tensor=2 of" in output
     assert "tensor=4 of" in output
+    assert re.findall(r"^ +(\d+) +\d\.\d{4} .*n/a", output, re.MULTILINE) == [*"123123"]
 
 
 @pytest.mark.parametrize(
