@@ -173,7 +173,17 @@ def _fastest(site: Site, prediction: Prediction | None) -> _Choice:
             why_not[name] = f"{name} would hide nothing: {transport}"
     best = prediction.fastest(IMPLEMENTATIONS)
     name = prediction.fastest(IMPLEMENTATIONS.keys() - why_not.keys())
-    return _Choice(name, _comparison(prediction, name), why_not.get(best))
+    reasons = filter(None, (_comparison(prediction, name), _why_not_fused(site, prediction)))
+    return _Choice(name, "; ".join(reasons), why_not.get(best))
+
+
+def _why_not_fused(site: Site, prediction: Prediction) -> str | None:
+    """Why nothing is predicted of kernels that could carry out a site; None if they could not."""
+    if "fused" in prediction.seconds or obstacle_of(site, "fused"):
+        return None
+    if "fused" in prediction.unbelieved:
+        return f"fused took under {tables.LEAST_FUSED_SECONDS * 1e6:.0f} µs: no gain is believed"
+    return "fused was not measured here"
 
 
 def _comparison(prediction: Prediction, name: str) -> str:

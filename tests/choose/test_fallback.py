@@ -180,6 +180,31 @@ def test_kernels_are_not_divided_over_automatic_axes(op: Op, size: int) -> None:
     assert found is None or "automatic mesh axes" in found
 
 
+@every_op
+@pytest.mark.parametrize(
+    ("unbelieved", "why"),
+    [
+        ((), "fused was not measured here"),
+        (("fused",), "fused took under 50 µs: no gain is believed"),
+    ],
+)
+def test_of_kernels_that_can_and_are_not_predicted_it_is_said_why(
+    op: Op, unbelieved: Collection[str], why: str, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    """Where they cannot, nobody misses a measurement."""
+    seconds = {name: value for name, value in SECONDS.items() if name != "fused"}
+    found = Prediction(seconds, 0.02, "measured", unbelieved)
+    monkeypatch.setattr(decision.tables, "look_up", lambda *args: found)
+    without = "measured: 4 µs bulk, 2 µs ring_direct"
+    assert decide(layer(op), None) == ("ring_direct", f"{without}; {why}")
+    float32 = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    assert decide(float32, None) == ("ring_direct", without)
+    assert decide(layer(op), "ring") == ("ring", "requested")
+    with kernels_may_address_peers(False):
+        assert decide(layer(op), None) == ("ring_direct", without)
+    assert said() == []
+
+
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
 def test_only_newer_versions_gather(
     version: tuple[int, ...], on_h200: None, monkeypatch: Patch

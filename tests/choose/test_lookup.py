@@ -61,7 +61,17 @@ def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) 
         found = look_up(layer(rows), [("here", table_of(*entries))])
         assert found is not None
         assert ("fused" in found.seconds) == believed
+        assert ("fused" in found.unbelieved) == (not believed)
         assert "ring" in found.seconds
+
+
+def test_a_loss_is_believed_however_short() -> None:
+    entries = [(layer(rows), entry(bulk=45.0, ring=250.0, fused=49.0)) for rows in (1024, 2048)]
+    for rows in (1024, 1500):
+        found = look_up(layer(rows), [("here", table_of(*entries))])
+        assert found is not None
+        assert "fused" in found.seconds and not found.unbelieved
+        assert found.fastest({"ring", "fused"}) == "bulk"
 
 
 @pytest.mark.parametrize(

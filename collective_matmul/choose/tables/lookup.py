@@ -36,11 +36,13 @@ class Prediction:
       seconds: by the name of the implementation.
       margin: the gain over bulk, as a fraction, from which on it is believed.
       basis: what the seconds rest on.
+      unbelieved: implementations that were measured to gain, in less time than can be believed.
     """
 
     seconds: Mapping[str, float]
     margin: float
     basis: str
+    unbelieved: Collection[str] = ()
 
     def fastest(self, allowed: Container[str]) -> str:
         """The fastest implementation of those allowed; bulk if its gain is below the margin."""
@@ -72,8 +74,9 @@ def _own_entry(
 ) -> Prediction | None:
     for origin, table in tables:
         if site in table.entries:
-            seconds = _choosable(table.entries[site], left_out)
-            return Prediction(seconds, MARGIN, f"measured ({origin})")
+            entry = table.entries[site]
+            seconds, basis = _choosable(entry, left_out), f"measured ({origin})"
+            return Prediction(seconds, MARGIN, basis, _unbelieved(entry))
     return None
 
 
@@ -98,16 +101,20 @@ def _near_entries(
     entry, origin = found[near[0]]
     bulk = entry.seconds["bulk"] * site.flops / near[0].flops
     seconds = {name: bulk / gain for name, gain in gains.items()}
-    return Prediction(seconds, MARGIN, f"near what was measured ({origin})")
+    unbelieved = set().union(*map(_unbelieved, around))
+    return Prediction(seconds, MARGIN, f"near what was measured ({origin})", unbelieved)
 
 
 def _choosable(entry: Entry, left_out: Collection[str]) -> dict[str, float]:
     """Seconds of all that can be chosen for what an entry says."""
-    excluded = {CEILING, *left_out}
-    seconds = {name: value for name, value in entry.seconds.items() if name not in excluded}
-    if seconds.get("fused", LEAST_FUSED_SECONDS) < LEAST_FUSED_SECONDS:
-        del seconds["fused"]
-    return seconds
+    excluded = {CEILING, *left_out, *_unbelieved(entry)}
+    return {name: value for name, value in entry.seconds.items() if name not in excluded}
+
+
+def _unbelieved(entry: Entry) -> Collection[str]:
+    """Of what an entry says, implementations whose gain the host may not keep up with."""
+    most = min(LEAST_FUSED_SECONDS, entry.seconds["bulk"] / (1 + MARGIN))
+    return {"fused"} if entry.seconds.get("fused", math.inf) < most else ()
 
 
 def _smallest_gains(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
