@@ -102,7 +102,8 @@ def choose(site: Site, requested: str | None) -> str:
     obstacle = None if requested is None else obstacle_of(site, requested)
     if obstacle and requested != "fused":
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
-    # Of kernels that cannot be chosen no gain need be heard, nor decide what else is known.
+    # Of kernels that the program forbids, or that are requested in vain, no gain need be heard, nor
+    # decide what else is known. Of those that cannot do the site it is, to say what is missed.
     left_out = ("fused",) if obstacle or program_obstacle() else ()
     prediction = _predict(site, left_out)
     if requested is None or obstacle:

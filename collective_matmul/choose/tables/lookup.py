@@ -23,8 +23,8 @@ REACH = 1.0
 WEIGHT_OF_K_AND_N = 2.0
 
 #: A fused kernel that took less was not waited for by the GPU but by the host, which has about 40
-#: microseconds to do for each launch, also out of a CUDA graph. In a stack of nothing else it
-#: keeps up with what takes a little longer; beside other work it does not.
+#: microseconds to do for each launch, also when a CUDA graph launches it. In a stack of nothing
+#: else it keeps up with what takes a little longer; beside other work it does not.
 LEAST_FUSED_SECONDS = 5e-5
 
 
