@@ -34,18 +34,20 @@ def trials(
 ) -> Iterator[Trial]:
     """A trial for each site, in order.
 
-    Compiling takes most of the time, so several sites are compiled at once. XLA tries kernels on
-    the devices meanwhile: nothing compiles while the caller has a trial in hand.
+    Compiling takes most of the time, so several sites are compiled at once: few at first, since who
+    has little time should have measured something. XLA tries kernels on the devices meanwhile:
+    nothing compiles while the caller has a trial in hand.
     """
     threads = min(_THREADS, os.cpu_count() or 1)
-    sites_at_once = max(1, 4 * threads // (len(implementations) + 2))
-    for start in range(0, len(sites), sites_at_once):
+    most = max(1, 4 * threads // (len(implementations) + 2))
+    start, count = 0, min(2, most)
+    while start < len(sites):
         with ThreadPoolExecutor(threads) as pool:
             compiling = [
-                Trial(site, devices, implementations, pool)
-                for site in sites[start : start + sites_at_once]
+                Trial(site, devices, implementations, pool) for site in sites[start : start + count]
             ]
         yield from compiling
+        start, count = start + count, min(2 * count, most)
 
 
 class Trial:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, tune
 from collective_matmul.choose import Einsum, Site, shapes
+from collective_matmul.choose import trials as trying
 from collective_matmul.choose import tune as tuning
 from collective_matmul.choose.measure import Timing
 from collective_matmul.choose.tables import CEILING, Table, cache_path
@@ -91,6 +93,16 @@ def test_times_are_of_one_repetition_and_what_fails_is_told() -> None:
     # A ring that takes twice as long needs no further group.
     assert measured == [(1, ["bulk", "ring", CEILING]), (5, ["bulk", CEILING])]
     assert trial.failures == {"ring_direct": "RuntimeError: out of memory"}
+
+
+def test_few_sites_are_compiled_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(trying, "Trial", lambda site, *_: made.append(site) or site)
+    monkeypatch.setattr(trying.os, "cpu_count", lambda: 4)
+    sites: Any = range(16)
+    before = [len(made) for _ in trials(sites, [], ["bulk", "ring"])]
+    assert before == 2 * [2] + 4 * [6] + 4 * [10] + 4 * [14] + 2 * [16]
+    assert made == [*sites]
 
 
 def test_what_cannot_carry_out_a_site_is_not_compiled() -> None:
