@@ -233,6 +233,14 @@ def test_saving_keeps_damaged_tables_beside_the_new_one(cache: Path) -> None:
     assert len(Table.read(cache.read_text()).entries) == 1
 
 
+def test_a_table_prints_as_one_line(cache: Path) -> None:
+    saved = files.save(cache, KIND, {layer(512).flat: entry(bulk=10.0)})
+    for table in (saved, files.read_users(cache)):
+        assert str(table) == f"table of NVIDIA H200: 1 entry, in {cache}"
+        assert len(repr(table)) < 100 + len(str(cache))
+    assert str(Table(KIND)) == "table of NVIDIA H200: 0 entries"
+
+
 def test_a_table_that_changes_is_read_again(cache: Path, nothing_ships: None) -> None:
     for rows in (512, 1024):
         files.save(cache, KIND, {layer(rows).flat: entry(bulk=10.0)})

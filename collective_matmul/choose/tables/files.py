@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import itertools
@@ -70,7 +71,7 @@ def read_users(path: Path) -> Table | None:
 @functools.lru_cache(maxsize=8)
 def _read(path: Path, modified: int) -> Table:
     del modified  # Another time is another file.
-    return Table.read(path.read_text(encoding="utf-8"))
+    return dataclasses.replace(Table.read(path.read_text(encoding="utf-8")), path=path)
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
                 f"path={str(path)!r}: a table of {present.device_kind}, expected one of"
                 f" {device_kind}; give another path"
             )
-        table = Table(device_kind, {**(present.entries if present else {}), **entries})
+        table = Table(device_kind, {**(present.entries if present else {}), **entries}, path)
         table.write(path)
     return table
 

@@ -58,10 +58,16 @@ class Entry:
 
 @dataclass
 class Table:
-    """Entries of one kind of device by `Site.flat`."""
+    """Entries of one kind of device by `Site.flat`; and the file they are in, if they are in one."""
 
     device_kind: str
-    entries: dict[Site, Entry] = field(default_factory=dict)
+    entries: dict[Site, Entry] = field(default_factory=dict, repr=False)
+    path: Path | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        entries = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
+        where = f", in {self.path}" if self.path else ""
+        return f"table of {self.device_kind}: {entries}{where}"
 
     @classmethod
     def read(cls, text: str) -> Table:
