@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass
 class Table:
-    """Entries of one kind of device by `Site.flat`; and the file they are in, if they are in one."""
+    """Entries of one kind of device by `Site.flat`, and the file they are in, if any."""
 
     device_kind: str
     entries: dict[Site, Entry] = field(default_factory=dict, repr=False)
