@@ -74,10 +74,13 @@ def sites(
     """Every layer of `shapes`, names in `LAYERS`, in its passes, at each number of global rows.
 
     Raises:
-      ValueError: for an unknown name, fewer than 1 device, or sizes that devices do not divide.
+      ValueError: for an unknown name, fewer than 2 devices, or sizes that devices do not divide.
     """
-    if devices < 1:
-        raise ValueError(f"devices={devices}: expected at least 1")
+    if devices < 2:
+        raise ValueError(
+            f"devices={devices}: expected at least 2, since one communicates with nobody;"
+            f" give --devices; {how_to_simulate(4)}"
+        )
     for name in shapes:
         if name not in LAYERS:
             raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
@@ -85,6 +88,12 @@ def sites(
         for name in shapes:
             for layer in LAYERS[name]:
                 yield from _passes(layer, m, devices, jnp.dtype(dtype))
+
+
+def how_to_simulate(devices: int) -> str:
+    """What to do where there are fewer devices, as part of a sentence."""
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
 
 
 def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:

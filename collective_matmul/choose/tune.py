@@ -18,6 +18,7 @@ import jax
 from collective_matmul.choose.decision import decisions_of
 from collective_matmul.choose.measure import measure
 from collective_matmul.choose.obstacles import obstacle_of
+from collective_matmul.choose.shapes import how_to_simulate
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import CEILING, Entry, Run, Table, cache_path, files
 from collective_matmul.choose.trials import Measure, Trial, trials
@@ -127,7 +128,7 @@ def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) 
         if site.axis_size > len(devices):
             raise ValueError(
                 f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
-                " the site out"
+                f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
             )
 
 

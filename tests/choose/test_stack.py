@@ -189,5 +189,5 @@ def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
         list(shapes.sites(["tiny"], [-8], 2))
     with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, "):
         list(shapes.sites(["gpt"], [8], 2))
-    with pytest.raises(ValueError, match=r"^devices=-2: expected at least 1"):
-        list(shapes.sites(["tiny"], [8], -2))
+    with pytest.raises(ValueError, match=r"^devices=1: expected at least 2, .*give --devices"):
+        list(shapes.sites(["tiny"], [8], 1))

@@ -258,7 +258,7 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
             SITES, implementations=["fast"]
         ),
         r"^devices: of kinds \[\]; expected at least one": lambda: tune(SITES, devices=[]),
-        "^devices: 1, and all_gather_matmul .* needs 2; give more": lambda: tune(
+        "^devices: 1, .* needs 2; give more, .*--devices.*device_count=2 simulates 2": lambda: tune(
             SITES, devices=jax.devices()[:1]
         ),
         "^groups=0: expected at least 1": lambda: tune(SITES, groups=0),
@@ -317,3 +317,8 @@ def test_the_command_ends_with_a_sentence(
     with pytest.raises(SystemExit):
         command.main(["tune", "--shapes", "gpt"])
     assert "shapes='gpt': expected one of llama3-8b" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--shapes", "tiny", "--devices", "1"])
+    simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
+    assert "devices=1: expected at least 2" in (error := capsys.readouterr().err)
+    assert "--devices" in error and simulated in error
