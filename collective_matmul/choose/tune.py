@@ -159,6 +159,7 @@ class _Tuner:
     limit_seconds: float
     run: Run
     started: float = field(default_factory=lambda: time.monotonic())
+    said: set[str] = field(default_factory=set)
 
     def tune(self, sites: Sequence[Site], again: bool) -> Table:
         present = files.read_users(self.path)
@@ -187,7 +188,7 @@ class _Tuner:
         """Adds one site to the table, if it runs at least in bulk."""
         seconds = trial.seconds(self.measure, self.groups)
         for name, reason in trial.failures.items():
-            self._say(f"{trial.site}: {name} is left out: {reason}")
+            self._say_once(f"{name} is left out: {reason}")
         if "bulk" not in seconds:
             return None
         shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
@@ -199,6 +200,12 @@ class _Tuner:
 
     def _say(self, sentence: str) -> None:
         print(f"[{self._seconds_passed():6.1f} s] {sentence}", flush=True)
+
+    def _say_once(self, sentence: str) -> None:
+        """Most of what is left out is so at every site."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            self._say(f"{sentence} (said once)")
 
     def _seconds_passed(self) -> float:
         return time.monotonic() - self.started
