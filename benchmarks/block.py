@@ -25,6 +25,7 @@ from benchmarks.programs import Direction, Operands, Program, layers_program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
 from models import rotary
+from models.attention import causal_attention
 from models.config import PRESETS, LlamaConfig
 
 
@@ -160,11 +161,7 @@ def _attention(
     query, key, value = (y.reshape(1, len(y), -1, config.head_dim) for y in projections)
     frequencies = rotary.frequencies(config)
     query, key = (rotary.rotate(heads, frequencies) for heads in (query, key))
-    half = query.dtype != jnp.float32 and jax.default_backend() == "gpu"
-    attended = jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, implementation="cudnn" if half else "xla"
-    )
-    attended = attended.reshape(len(projections[0]), -1)
+    attended = causal_attention(query, key, value).reshape(len(projections[0]), -1)
     return communication.add(x, communication.matmul_reduce_scatter(attended, weights.output))
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
 from collective_matmul import layers as collective
 from models import plain, rotary, vocabulary
+from models.attention import causal_attention
 from models.config import LlamaConfig
 
 Remat = Literal["none", "dots", "full"]
@@ -68,10 +69,7 @@ class Attention(nnx.Module):
         query, key, value = self.projection(x)
         frequencies = rotary.frequencies(self.config)
         query, key = (rotary.rotate(heads, frequencies) for heads in (query, key))
-        attended = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=_attention_implementation(query)
-        )
-        return self.output(attended)
+        return self.output(causal_attention(query, key, value))
 
 
 class Block(nnx.Module):
@@ -181,11 +179,3 @@ def _rematerialize(fun, remat: Remat):
     names = CHECKPOINT_NAME, plain.CHECKPOINT_NAME
     policy = policies.save_only_these_names(*names) if remat == "dots" else None
     return jax.checkpoint(fun, policy=policy)
-
-
-def _attention_implementation(query: jax.Array) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernel where it runs: on GPUs, half precision, head sizes it knows."""
-    half = query.dtype in (jnp.bfloat16, jnp.float16)
-    head_dim = query.shape[-1]
-    on_gpu = jax.default_backend() == "gpu"
-    return "cudnn" if on_gpu and half and head_dim % 8 == 0 and head_dim <= 128 else "xla"

@@ -1,0 +1,64 @@
+"""Attention that is only traced for GPUs: the same values, and no more kept than there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from models import attention
+from models.attention import causal_attention
+
+SHAPES = (2, 256, 8, 64), (2, 256, 2, 64), (2, 256, 2, 64)
+
+
+def kept_bytes(device: AbstractDevice | None, dtype: Any) -> int:
+    """What the forward leaves for the backward, traced for a device that need not be here."""
+    kept = 0
+
+    def forward(*heads):
+        nonlocal kept
+        attended, transpose = jax.vjp(causal_attention, *heads)
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(transpose)}.values()
+        kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        return attended
+
+    mesh = AbstractMesh((1,), ("tensor",), abstract_device=device)
+    traced = jax.shard_map(forward, mesh=mesh, in_specs=P(), out_specs=P())
+    jax.eval_shape(traced, *(jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES))
+    return kept
+
+
+def test_scores_are_not_kept_where_gpus_do_not_keep_them() -> None:
+    h200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    heads = 2 * sum(map(math.prod, SHAPES))
+    batch, sequence, count, _ = SHAPES[0]
+    result, logarithms = 2 * math.prod(SHAPES[0]), 4 * batch * sequence * count
+    assert kept_bytes(h200, jnp.bfloat16) == heads + result + logarithms
+    scores = batch * count * sequence**2
+    assert kept_bytes(None, jnp.bfloat16) > 2 * scores
+    # cuDNN knows half precision alone.
+    assert kept_bytes(h200, jnp.float32) > 4 * scores
+
+
+def test_the_values_are_those_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    *heads, cotangent = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, (*SHAPES, SHAPES[0]), strict=True)
+    )
+
+    def values() -> list[jax.Array]:
+        attended, transpose = jax.vjp(causal_attention, *heads)
+        return [attended, *transpose(cotangent)]
+
+    expected = values()
+    monkeypatch.setattr(attention, "_for_gpus", lambda: True)
+    for actual, value in zip(values(), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
