@@ -93,7 +93,7 @@ class Problem(ABC):
         judge = functools.partial(jax.tree.map, self.judge)
         return Prepared(
             # The reference runs once: trying which matmul is fastest would take longer.
-            drawn.compile({"xla_gpu_autotune_level": 0}),
+            drawn.compile({"xla_gpu_autotune_level": "0"}),
             jax.jit(judge).lower(actual, expected).compile(),
         )
 
