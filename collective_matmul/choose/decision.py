@@ -180,7 +180,8 @@ def _fastest(site: Site, prediction: Prediction | None) -> _Choice:
 
 def _why_not_fused(site: Site, prediction: Prediction) -> str | None:
     """Why nothing is predicted of kernels that could carry out a site; None if they could not."""
-    if "fused" in prediction.seconds or obstacle_of(site, "fused"):
+    # What the program forbids is known at once; what a site allows takes milliseconds of planning.
+    if "fused" in prediction.seconds or program_obstacle() or obstacle_of(site, "fused"):
         return None
     if "fused" in prediction.unbelieved:
         return f"fused took under {tables.LEAST_FUSED_SECONDS * 1e6:.0f} µs: no gain is believed"
