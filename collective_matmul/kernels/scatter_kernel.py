@@ -54,8 +54,8 @@ from collective_matmul.kernels.tiles import CONSUMERS
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# How much of the next tile is contracted until the stores of a tile should have ended.
-_STORING_CONTRACTED = 512
+# Steps of the next tile in which the stores of a tile should end.
+_STORING_STEPS = 8
 
 
 class Scattering(OwnersWalk):
@@ -194,7 +194,7 @@ class Scattering(OwnersWalk):
         y, partials, arrived = results
         strips = strips.select(consumer)
         parts = pl.ds(below, rows), pl.ds(right, columns)
-        storing = min(_STORING_CONTRACTED // self.tiles.contracted, self.steps)
+        storing = min(_STORING_STEPS, self.steps)
 
         def visit(turn, batch, row, across):
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
