@@ -166,6 +166,18 @@ def test_kernels_are_of_programs_that_may_have_them(op: Op, on_h200: None, said:
 
 
 @every_op
+def test_no_kernel_is_planned_for_programs_that_may_have_none(
+    op: Op, on_h200: None, monkeypatch: Patch
+) -> None:
+    asked = []
+    monkeypatch.setattr(decision, "obstacle_of", lambda site, name: asked.append(name))
+    for may_have, planned in ((False, False), (True, True)):
+        with kernels_may_address_peers(may_have):
+            decide(layer(op), None)
+        assert ("fused" in asked) == planned
+
+
+@every_op
 def test_kernels_are_of_one_process(op: Op, on_h200: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert str(obstacle_of(layer(op), "fused")).startswith("2 processes: ")
