@@ -1,31 +1,39 @@
 """Seconds that bulk and ring take by prediction, for sites that no measurement is near to.
 
 The constants are of Hopper GPUs joined by NVLink and NVSwitch, measured inside compiled stacks of
-bfloat16 layers on four H200, and of few rows on two. There the chip is limited by its power:
-whatever lets the tensor cores rest lets the next matmul run faster. So a pass over memory, or a
-collective, adds less to a stack than it takes alone, and a full wave of tiles runs faster than
-matmuls do in the long run. Of few rows the host decides, which launches everything.
+bfloat16 layers on two and on four H200. There the chip is limited by its power: whatever lets the
+tensor cores rest lets the next matmul run faster. So a pass over memory, or a collective, adds less
+to a stack than it takes alone, and a full wave of tiles runs faster than matmuls do in the long
+run. Of few rows the host decides, which launches everything.
 
-Only the ring of XLA's own matmuls is modelled. Kernels that save it passes make it faster than
-predicted; whether they do is for a table to say.
+The ring is the one-way one, as it is carried out: by the kernels that multiply chunks where they
+lie or, where those cannot, by XLA's matmuls with passes that cut chunks out and put them in place.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
+from collective_matmul._compat import partly_automatic
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
+from collective_matmul.kernels.tiles import Problem, choose_tiles
 
 #: As JAX names the GPUs that the constants are true of.
 DEVICE_KINDS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
-#: A ring must be predicted to gain this much over bulk: by so much the model was seen to overrate
-#: rings where it was compared with measurements. One that waits for its host must gain twice as
-#: much: hosts were seen to take from 0.8 to 1.5 times what is predicted.
-MARGIN = 0.05
+#: A ring must be predicted to gain this much over bulk: of aligned ones that were measured to be
+#: slower, and not for want of their host, no more than half as much was predicted, 4 %. Rings that
+#: do gain are overrated by more, by up to a sixth.
+MARGIN = 0.08
+#: The same where the ring waits for its host, which takes from 0.7 to 1.4 times what is predicted:
+#: of rings that were slower than bulk up to 22 % are predicted. And of unaligned matmuls, which XLA
+#: carries out in ways that differ from shape to shape.
+UNSURE_MARGIN = 0.25
 
 MULTIPROCESSORS = 132
 #: Rows and columns of a tile of a matmul, and its share of the peak rate.
@@ -35,61 +43,63 @@ SUSTAINED_FLOPS_PER_SECOND = 6.2e14
 OPERAND_BYTES_PER_SECOND = 4.0e12
 KERNEL_SECONDS = 4e-6
 
-COLLECTIVE_SECONDS = 28e-6
-COLLECTIVE_BYTES_PER_SECOND = 4.6e11
-#: XLA runs part of a backward's collectives under the matmul of the weight gradient.
-COLLECTIVE_EXPOSED_IN_BACKWARD = 0.5
+#: Where rows of an array start at other than multiples of so many bytes, no copy engine brings them
+#: to the tensor cores, and a matmul takes about so many times as long.
+ALIGNMENT_BYTES = 16
+UNALIGNED_SLOWDOWN = 2.0
 
+#: Of a GPU's links, in one direction: copies and collectives alike.
+LINK_BYTES_PER_SECOND = 3.76e11
+COLLECTIVE_SECONDS = 28e-6
 COPY_SECONDS = 10e-6
-COPY_BYTES_PER_SECOND = 3.76e11
 PASS_BYTES_PER_SECOND = 6.5e12
-#: What the host takes for an op, however it is carried out; and for each permute, at which the
-#: threads that drive the devices meet, on top: no ring gains where bulk too waits for the host.
+#: What the host takes for an op, however it is carried out; on top for each permute, at which the
+#: threads that drive the devices meet; and in each of these steps for each x and w but the first.
 HOST_SECONDS = 40e-6
-HOST_SECONDS_PER_PERMUTE = 45e-6
+HOST_SECONDS_PER_PERMUTE = 50e-6
+HOST_SECONDS_PER_OPERAND = 12e-6
 
 
 def predict(site: Site) -> Prediction:
-    """What the model says of bulk and of the ring."""
-    seconds = {"bulk": bulk_seconds(site), "ring": ring_seconds(site)}
-    waits_for_host = _ring_on_host(site) > _ring_on_device(site)
-    return Prediction(seconds, 2 * MARGIN if waits_for_host else MARGIN, "cost model")
+    """What the model says of bulk and of the ring, which is limited by its GPU or by its host.
+
+    An all-reduce is a ring for its first half; the gather that follows is a collective.
+    """
+    on_device, on_host = _ring_on_device(site), _ring_on_host(site)
+    after = 0.0
+    if site.op == "matmul_all_reduce":
+        after = COLLECTIVE_SECONDS + _bytes_sent_by_ring(site) / LINK_BYTES_PER_SECOND
+    ring = max(on_device, on_host)
+    seconds = {"bulk": bulk_seconds(site), "ring": ring + after}
+    margin = MARGIN if _is_aligned(site) else UNSURE_MARGIN
+    at_most = max((1 + margin) * on_device, (1 + UNSURE_MARGIN) * on_host)
+    return Prediction(seconds, at_most / ring - 1, "cost model")
 
 
 def bulk_seconds(site: Site) -> float:
     """Predicted seconds of the collectives and the matmuls, one after the other, or of the host."""
-    exposed = COLLECTIVE_EXPOSED_IN_BACKWARD if site.has_weight_gradient else 1.0
     collectives = 1 if site.rider is None else 2
     communication = (
-        collectives * COLLECTIVE_SECONDS + site.bytes_communicated / COLLECTIVE_BYTES_PER_SECOND
+        collectives * COLLECTIVE_SECONDS + site.bytes_communicated / LINK_BYTES_PER_SECOND
     )
     multiplication = _matmuls(site, site.product_rows) + _weight_gradient(site)
-    return max(multiplication + exposed * communication, HOST_SECONDS)
-
-
-def ring_seconds(site: Site) -> float:
-    """Predicted seconds of a one-way ring: of its steps and passes, or of its host if that is more.
-
-    An all-reduce is a ring for its first half; the gather that follows is a collective.
-    """
-    after = 0.0
-    if site.op == "matmul_all_reduce":
-        after = COLLECTIVE_SECONDS + _bytes_sent_by_ring(site) / COLLECTIVE_BYTES_PER_SECOND
-    return max(_ring_on_device(site), _ring_on_host(site)) + after
+    return max(multiplication + communication, HOST_SECONDS)
 
 
 def _ring_on_device(site: Site) -> float:
     permutes = site.axis_size - 1
     bytes_at_once = _bytes_sent_by_ring(site) / max(permutes, 1)
-    copy = COPY_SECONDS + bytes_at_once / COPY_BYTES_PER_SECOND
+    copy = COPY_SECONDS + bytes_at_once / LINK_BYTES_PER_SECOND
     multiply = _matmuls(site, site.product_rows // site.axis_size)
     steps = permutes * max(multiply, copy) + multiply
     return steps + _passes(site) + _weight_gradient(site)
 
 
 def _ring_on_host(site: Site) -> float:
-    permutes_per_step = 1 if site.rider is None else 2
-    return HOST_SECONDS + (site.axis_size - 1) * permutes_per_step * HOST_SECONDS_PER_PERMUTE
+    permutes = 1 if site.rider is None else 2
+    operands = len(site.operands) - 1
+    step = permutes * HOST_SECONDS_PER_PERMUTE + operands * HOST_SECONDS_PER_OPERAND
+    return HOST_SECONDS + (site.axis_size - 1) * step
 
 
 def _bytes_sent_by_ring(site: Site) -> int:
@@ -120,38 +130,78 @@ def _waves(tiles: int) -> float:
 
 def _matmuls(site: Site, rows: int) -> float:
     """Seconds of the site's matmuls on so many rows of every x."""
-    itemsize = np.dtype(site.dtype).itemsize
-    # Half-precision rates; wider numbers take as much longer as they are wider, or more.
-    return (itemsize / 2) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
+    return _slowdown(site) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
 
 
 def _weight_gradient(site: Site) -> float:
     if not site.has_weight_gradient:
         return 0.0
-    itemsize = np.dtype(site.dtype).itemsize
-    return (itemsize / 2) * sum(
+    return _slowdown(site) * sum(
         matmul_seconds(k, site.product_rows, n) for _, (k, n) in site.operands
     )
 
 
+def _slowdown(site: Site) -> float:
+    """How many times as long matmuls take as aligned ones in half precision.
+
+    Wider numbers take as much longer as they are wider, or more.
+    """
+    return np.dtype(site.dtype).itemsize / 2 * (1.0 if _is_aligned(site) else UNALIGNED_SLOWDOWN)
+
+
+def _is_aligned(site: Site) -> bool:
+    itemsize = np.dtype(site.dtype).itemsize
+    return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in site.operands for size in w)
+
+
 def _passes(site: Site) -> float:
     """Seconds of the passes over memory that a ring makes and bulk does not."""
-    product = site.product_rows * site.columns
+    elements, kernels = (0, 0) if _multiplies_in_place(site) else _copies(site)
+    if site.op != "all_gather_matmul":
+        # What arrives is added to all chunks but the first.
+        steps = site.axis_size - 1
+        product = site.product_rows * site.columns
+        elements, kernels = elements + 3 * product * steps // site.axis_size, kernels + steps
+    moved = elements * np.dtype(site.dtype).itemsize
+    return kernels * KERNEL_SECONDS / 2 + moved / PASS_BYTES_PER_SECOND
+
+
+def _copies(site: Site) -> tuple[int, int]:
+    """Elements read and written by copies between chunks and whole arrays, in so many kernels."""
     chunks = site.axis_size
-    itemsize = np.dtype(site.dtype).itemsize
     if site.op == "all_gather_matmul":
         # Every chunk of the product is read again and written into its place.
-        elements, kernels = 2 * product, chunks * len(site.operands)
+        elements, kernels = 2 * site.product_rows * site.columns, chunks * len(site.operands)
         if site.einsum is not None and site.einsum.accumulates:
             # Every chunk's product is as large as the result, and added to it in float32.
-            elements = 2 * chunks * site.contracted * site.columns * 4 // itemsize
-        if site.keep_gathered:
-            elements, kernels = elements + 2 * site.product_rows * site.contracted, kernels + chunks
+            in_float32 = 4 // np.dtype(site.dtype).itemsize
+            elements = 2 * chunks * site.contracted * site.columns * in_float32
+        gathered = site.product_rows * site.contracted
     else:
-        # Every chunk of x is cut out; what arrives is added to all but the first.
-        added = 3 * product * (chunks - 1) // chunks
-        elements, kernels = 2 * site.rows * site.contracted + added, 2 * chunks - 1
-        if site.rider is not None:
-            elements, kernels = elements + 2 * chunks * math.prod(site.rider), kernels + chunks
-    moved = elements * itemsize
-    return kernels * KERNEL_SECONDS / 2 + moved / PASS_BYTES_PER_SECOND
+        # Every chunk of x is cut out.
+        elements, kernels = 2 * site.rows * site.contracted, chunks
+        gathered = chunks * math.prod(site.rider or (0,))
+    if site.has_weight_gradient:
+        elements, kernels = elements + 2 * gathered, kernels + chunks
+    return elements, kernels
+
+
+def _multiplies_in_place(site: Site) -> bool:
+    """Whether the ring's matmuls are the kernels', which read and write chunks where they lie."""
+    half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
+    if site.einsum is not None or not half_precision or partly_automatic():
+        return False
+    x, _ = site.operands[0]
+    planes = math.prod(x[: site.dimension or 0])
+    ks, ns = zip(*(w for _, w in site.operands), strict=True)
+    if site.op == "all_gather_matmul":
+        rows, ks = site.rows, ks[:1]
+    else:
+        rows, ns = site.rows // site.axis_size, ns[:1]
+    w_contracted = 2 if site.transpose_w else 1
+    return _has_kernel(Problem(planes, rows // planes, ks, ns, w_contracted=w_contracted))
+
+
+@functools.cache
+def _has_kernel(problem: Problem) -> bool:
+    return choose_tiles(problem) is not None

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.choose import Decision, Site, choose, decision, record_decisions, tables
-from collective_matmul.choose.cost_model import bulk_seconds, ring_seconds
+from collective_matmul.choose.cost_model import predict
 from collective_matmul.choose.site import Op
 from collective_matmul.implementations import RINGS
 from collective_matmul.log import say_once
@@ -146,7 +146,8 @@ def test_the_cpu_has_nothing_to_run_under_a_matmul(op: Op) -> None:
 
 def test_the_reason_is_the_prediction(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
-    bulk, ring = bulk_seconds(site), ring_seconds(site)
+    predicted = predict(site).seconds
+    bulk, ring = predicted["bulk"], predicted["ring"]
     taken = decide(site)
     assert (taken.implementation, taken.seconds, taken.bulk_seconds) == ("ring", ring, bulk)
     assert taken.reason == f"cost model: {bulk * 1e6:.0f} µs bulk, {ring * 1e6:.0f} µs ring"
@@ -183,7 +184,8 @@ def test_what_cannot_be_chosen_hides_nothing_that_can(
 def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
     taken = decide(site, "ring")
-    assert (taken.seconds, taken.bulk_seconds) == (ring_seconds(site), bulk_seconds(site))
+    predicted = predict(site).seconds
+    assert (taken.seconds, taken.bulk_seconds) == (predicted["ring"], predicted["bulk"])
     assert decide(site, "ring_direct").seconds is None
 
 
