@@ -282,6 +282,18 @@ def test_a_ring_makes_copies_where_no_kernel_multiplies(
     assert ring_of(site) == copying
 
 
+@pytest.mark.parametrize(
+    ("site", "facts"), [(GATHER, {"keep_gathered": True}), (SCATTER, {"rider": (2048, 4096)})]
+)
+def test_what_is_gathered_beside_the_product_is_copied_too(site: Site, facts: dict) -> None:
+    def copies(site: Site) -> float:
+        return ring_of(replace(site, einsum=EINSUM)) - ring_of(site)
+
+    moved = 2 * 2 * 8192 * 4096 / cost_model.PASS_BYTES_PER_SECOND
+    more = copies(replace(site, **facts)) - copies(site)
+    assert more == pytest.approx(moved + 4 * cost_model.KERNEL_SECONDS / 2)
+
+
 def test_a_ring_is_no_faster_than_its_copies() -> None:
     """One column per device: next to nothing to multiply."""
     site = site_of("all_gather_matmul", 1 << 18, 8192, 4)
