@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from collective_matmul.choose.stack import filler
 
 
 @dataclass(frozen=True)
@@ -42,29 +44,24 @@ def abstract(arguments: Any) -> Any:
 def compile_maker(arguments: Sequence[Any]) -> Maker:
     """Compiles what makes every array that any of the arguments has."""
     leaves = dict.fromkeys(jax.tree.leaves(arguments))
-    # Seeds are operands, so that XLA compiles one kernel for all arrays of a shape.
-    seeds = np.array([leaf.seed for leaf in leaves], np.uint32)
-
-    def make(seeds: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(
-            jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype) * leaf.scale
-            for seed, leaf in zip(seeds, leaves, strict=True)
-        )
-
-    jitted = jax.jit(make, out_shardings=tuple(leaf.sharding for leaf in leaves))
-    return Maker(list(leaves), jitted.lower(seeds).compile(), seeds)
+    jitted = {leaf: filler(abstract(leaf), leaf.scale) for leaf in leaves}
+    # Arrays that differ by their seeds alone are made by the same executable.
+    compiled = {fill: fill.lower(np.uint32(0)).compile() for fill in set(jitted.values())}
+    return Maker({leaf: compiled[fill] for leaf, fill in jitted.items()})
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes arrays on the devices that keep them."""
+    """Makes arrays on the devices that keep them.
 
-    leaves: list[RandomArray]
-    compiled: Any
-    seeds: np.ndarray
+    Attributes:
+      compiled: for every array what makes it of its seed.
+    """
+
+    compiled: Mapping[RandomArray, Callable[[np.uint32], jax.Array]]
 
     def __call__(self) -> Arrays:
-        return Arrays(dict(zip(self.leaves, self.compiled(self.seeds), strict=True)))
+        return Arrays({leaf: fill(np.uint32(leaf.seed)) for leaf, fill in self.compiled.items()})
 
 
 @dataclass(frozen=True)

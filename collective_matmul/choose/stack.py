@@ -107,22 +107,21 @@ class Stack:
         return jax.ShapeDtypeStruct(shape, self.site.dtype, sharding=sharding)
 
 
-def filler(described: Any) -> Any:
-    """What makes a tree of arrays as they are described, out of a seed for each, to be compiled.
+@functools.cache
+def filler(described: jax.ShapeDtypeStruct, scale: float = 1.0) -> Any:
+    """What makes an array as it is described out of a seed, a uint32: to be compiled.
 
-    They are normally distributed. Numbers that repeat, zeros above all, take less power to multiply
-    than those of a program do.
+    Normally distributed of this scale. Numbers that repeat, zeros above all, take less power to
+    multiply than those of a program do.
+
+    A program for each array, that those alike can share: in one program of many XLA would compile
+    every one for itself, a second for each.
     """
-    leaves, tree = jax.tree.flatten(described)
 
-    def fill(seeds: jax.Array) -> Any:
-        arrays = [
-            jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
-            for seed, leaf in zip(seeds, leaves, strict=True)
-        ]
-        return tree.unflatten(arrays)
+    def fill(seed: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), described.shape, described.dtype) * scale
 
-    return jax.jit(fill, out_shardings=tree.unflatten([leaf.sharding for leaf in leaves]))
+    return jax.jit(fill, out_shardings=described.sharding)
 
 
 def _repetition(

@@ -77,15 +77,16 @@ class Trial:
                 self.failures[name] = obstacle
             else:
                 self._attempt(name, self._compile, pool)
-        described = self._stack.operands("bulk"), self._stack.operands(CEILING)
-        # The ceiling has the weights of the others.
-        self._described = described[0], described[1]._replace(weights=())
-        self._seeds = np.arange(len(jax.tree.leaves(self._described)), dtype=np.uint32)
-        self._fill = pool.submit(filler(self._described).lower(self._seeds).compile)
+        bulk, ceiling = map(self._stack.operands, ("bulk", CEILING))
+        self._described = bulk, ceiling._replace(weights=())
+        self._fillers = {
+            leaf: pool.submit(filler(leaf).lower(np.uint32(0)).compile)
+            for leaf in dict.fromkeys(jax.tree.leaves(self._described))
+        }
 
     def seconds(self, measure: Measure, groups: int) -> dict[str, float]:
         """Median seconds of the site by implementation, for all that run."""
-        operands, gathered = self._fill.result()(self._seeds)
+        operands, gathered = self._fill()
         gathered = gathered._replace(weights=operands.weights)
         runs: dict[str, Callable[[], Any]] = {}
         for name in self._compiling:
@@ -96,6 +97,12 @@ class Trial:
         # Bulk is what every gain is counted from.
         timings |= measure(close | {n: runs[n] for n in ("bulk",) if n in runs}, groups=groups)
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
+
+    def _fill(self) -> tuple[Operands, Operands]:
+        """Arrays for the implementations, and for the ceiling all but its weights."""
+        leaves, tree = jax.tree.flatten(self._described)
+        arrays = [self._fillers[leaf].result()(np.uint32(i)) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(tree, arrays)
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
         """Carries out a step for one implementation; if that fails, the others still count."""

@@ -126,9 +126,9 @@ def expected_products(site: Site) -> list:
 def test_operands_differ_from_each_other_and_have_no_zeros() -> None:
     stack = Stack(SITES["gather"], jax.devices())
     described = stack.operands("bulk")
-    seeds = np.arange(len(jax.tree.leaves(described)), dtype=np.uint32)
-    arrays = jax.tree.leaves(filler(described)(seeds))
-    assert [a.shape for a in arrays] == [leaf.shape for leaf in jax.tree.leaves(described)]
+    arrays = [filler(d)(np.uint32(i)) for i, d in enumerate(jax.tree.leaves(described))]
+    for array, leaf in zip(arrays, jax.tree.leaves(described), strict=True):
+        assert (array.shape, array.dtype, array.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
     leaves = [np.asarray(array).ravel() for array in arrays]
     assert len({float(leaf[0]) for leaf in leaves}) == len(leaves)
     assert all(np.all(leaf != 0) for leaf in leaves)
