@@ -43,9 +43,7 @@ SUSTAINED_FLOPS_PER_SECOND = 6.2e14
 OPERAND_BYTES_PER_SECOND = 4.0e12
 KERNEL_SECONDS = 4e-6
 
-#: Where rows of an array start at other than multiples of so many bytes, no copy engine brings them
-#: to the tensor cores, and a matmul takes about so many times as long.
-ALIGNMENT_BYTES = 16
+#: A matmul whose rows no copy engine brings to the tensor cores takes about so many times as long.
 UNALIGNED_SLOWDOWN = 2.0
 
 #: Of a GPU's links, in one direction: copies and collectives alike.
@@ -71,7 +69,7 @@ def predict(site: Site) -> Prediction:
         after = COLLECTIVE_SECONDS + _bytes_sent_by_ring(site) / LINK_BYTES_PER_SECOND
     ring = max(on_device, on_host)
     seconds = {"bulk": bulk_seconds(site), "ring": ring + after}
-    margin = MARGIN if _is_aligned(site) else UNSURE_MARGIN
+    margin = MARGIN if site.is_aligned else UNSURE_MARGIN
     at_most = max((1 + margin) * on_device, (1 + UNSURE_MARGIN) * on_host)
     return Prediction(seconds, at_most / ring - 1, "cost model")
 
@@ -146,12 +144,7 @@ def _slowdown(site: Site) -> float:
 
     Wider numbers take as much longer as they are wider, or more.
     """
-    return np.dtype(site.dtype).itemsize / 2 * (1.0 if _is_aligned(site) else UNALIGNED_SLOWDOWN)
-
-
-def _is_aligned(site: Site) -> bool:
-    itemsize = np.dtype(site.dtype).itemsize
-    return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in site.operands for size in w)
+    return np.dtype(site.dtype).itemsize / 2 * (1.0 if site.is_aligned else UNALIGNED_SLOWDOWN)
 
 
 def _passes(site: Site) -> float:

@@ -13,6 +13,10 @@ from collective_matmul.choose.source import Source
 Direction = Literal["forward", "backward"]
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
+#: Where rows of an array start at other than multiples of so many bytes, no copy engine of a GPU
+#: brings them to the tensor cores.
+ALIGNMENT_BYTES = 16
+
 
 @dataclass(frozen=True)
 class Einsum:
@@ -125,6 +129,12 @@ class Site:
         The matmul of that gradient is as large as those of the op.
         """
         return self.keep_gathered or self.rider is not None
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether copy engines can bring what its matmuls multiply to the tensor cores."""
+        itemsize = np.dtype(self.dtype).itemsize
+        return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in self.operands for size in w)
 
     @property
     def bytes_communicated(self) -> int:

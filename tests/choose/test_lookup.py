@@ -146,6 +146,8 @@ def test_of_two_tables_with_a_near_entry_the_better_one_is_asked() -> None:
         (layer(4096, columns=21000), False),
         (site_of("all_gather_matmul", 4096, 5792, 14336), True),
         (site_of("all_gather_matmul", 4096, 5888, 14336), False),
+        (site_of("all_gather_matmul", 4096, 4104, 14336), True),
+        (site_of("all_gather_matmul", 4096, 4100, 14336), False),  # Rows of 8200 bytes.
     ],
 )
 def test_how_near_is_near(site: Site, near: bool) -> None:

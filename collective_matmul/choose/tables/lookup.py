@@ -138,4 +138,6 @@ def _doublings(site: Site, other: Site) -> float:
 def _kind(site: Site) -> tuple:
     rides = site.rider is not None
     is_matmul = site.einsum is None
-    return site.op, site.axis_size, site.dtype.itemsize, rides, site.keep_gathered, is_matmul
+    work = site.op, site.axis_size, rides, site.keep_gathered, is_matmul
+    # What is not aligned takes longer to multiply, which the gains of what is say nothing of.
+    return *work, site.dtype.itemsize, site.is_aligned
