@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--implementations", type=names, help=f"{commas}; all if not given")
     add("--output", type=Path, help="of the table; in the user's cache if not given")
     add("--groups", type=int, default=5, help="timed groups for each site")
-    add("--seconds-per-group", type=float, default=0.03, help="for each implementation")
+    add("--seconds-per-group", type=float, default=0.05, help="for each implementation")
     add("--limit-seconds", type=float, default=math.inf, help="begin no further site after that")
     add("--again", action="store_true", help="measure too what the table has already")
     return parser

@@ -33,7 +33,7 @@ def tune(
     implementations: Sequence[str] | None = None,
     path: str | os.PathLike | None = None,
     groups: int = 5,
-    seconds_per_group: float = 0.03,
+    seconds_per_group: float = 0.05,
     limit_seconds: float = math.inf,
     again: bool = False,
 ) -> Table:
