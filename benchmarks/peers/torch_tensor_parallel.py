@@ -282,7 +282,8 @@ def captured(run: Run) -> Run:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = run()
 
-    def replay() -> list[Tensor]:
+    def replay(kept: Run = run) -> list[Tensor]:
+        del kept  # With it the arguments, which the graph reads where they lie.
         graph.replay()
         return results
 
