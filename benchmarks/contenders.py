@@ -27,6 +27,10 @@ from collective_matmul.implementations import IMPLEMENTATIONS
 Jit = Callable[..., Any]
 
 
+#: The library's own choice, and the same where fused kernels may be chosen.
+AUTO = ("auto", "auto_fused")
+
+
 @dataclass(frozen=True)
 class Contender:
     """A way to communicate, and by name the ways to compile it, of which the fastest counts."""
@@ -43,7 +47,7 @@ def names() -> tuple[str, ...]:
         "windowed",
         "mosaic_example",
         *IMPLEMENTATIONS,
-        "auto",
+        *AUTO,
         "rewrite",
         "ceiling",
     )
@@ -80,9 +84,11 @@ def make(
         case "rewrite":
             return Contender(name, Rewritten(), {"overlap": overlap_jit})
         case _:
-            communication = CollectiveMatmul(None if name == "auto" else name)
-            jit = functools.partial(overlap_jit, fused=name == "fused")
-            return Contender(name, communication, {"overlap_jit": jit})
+            communication = CollectiveMatmul(None if name in AUTO else name)
+            if name in ("fused", "auto_fused"):
+                jit = functools.partial(overlap_jit, fused=True)
+                return Contender(name, communication, {"overlap_jit(fused=True)": jit})
+            return Contender(name, communication, {"overlap_jit": overlap_jit})
     sets = {key: chosen for key, chosen in sets.items() if key not in skip_options}
     if not try_options:
         sets = dict([next(iter(sets.items()))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.contenders import AUTO
 from benchmarks.tables import Content, contender_names, implementations, speed_up, table
 
 #: Of bulk's speed. Less is a loss.
@@ -12,32 +13,38 @@ LOSS = 0.99
 
 
 def wins_by_rows(content: Content) -> str:
-    """Auto against bulk, by M and direction."""
+    """Auto against bulk, by M and direction; and the same with fused kernels, if both took part."""
+    sections = (_wins_of(content, name) for name in AUTO)
+    return "\n\n".join(filter(None, sections))
+
+
+def _wins_of(content: Content, name: str) -> str:
     rows = []
     for direction in dict.fromkeys(case["direction"] for case in content["cases"]):
         for m in sorted({case["rows"] for case in content["cases"]}):
             cases = [c for c in content["cases"] if (c["rows"], c["direction"]) == (m, direction)]
-            if row := _summary(cases):
+            if row := _summary(cases, name):
                 rows.append([f"{m} {direction}", *row])
-    total = _summary(content["cases"])
+    total = _summary(content["cases"], name)
     if total is None:
         return ""
     header = ["M", "cases", "not bulk", "wins", "losses", "least", "mean", "most", "of ceiling"]
     return (
-        "## Auto against bulk\n\nBulk's time over auto's: least, geometric mean and most of the"
-        f" cases. A loss is less than {LOSS}, a win more than {2 - LOSS:.2f}; where auto chooses"
-        " bulk for every op, the program is the same and the ratio 1. Of ceiling: the ceiling's"
-        " time over auto's, geometric mean.\n\n" + table(header, [*rows, ["all", *total]])
+        f"## {name.capitalize()} against bulk\n\nBulk's time over {name}'s: least, geometric mean"
+        f" and most of the cases. A loss is less than {LOSS}, a win more than {2 - LOSS:.2f}; where"
+        " auto has bulk for every op, the program is the same and the ratio 1. Of ceiling: the"
+        f" ceiling's time over {name}'s, geometric mean.\n\n"
+        + table(header, [*rows, ["all", *total]])
     )
 
 
-def _summary(cases: Sequence[Content]) -> list[str] | None:
-    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, "auto", "bulk"))]
+def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
+    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, name, "bulk"))]
     if not compared:
         return None
     ratios = [ratio for _, ratio in compared]
-    other = [case for case, _ in compared if not _same_as_bulk(case)]
-    ceilings = [ratio for case, _ in compared if (ratio := speed_up(case, "auto", "ceiling"))]
+    other = [case for case, _ in compared if not _is_bulk(case, name)]
+    ceilings = [ratio for case, _ in compared if (ratio := speed_up(case, name, "ceiling"))]
     return [
         str(len(compared)),
         str(len(other)),
@@ -50,8 +57,8 @@ def _summary(cases: Sequence[Content]) -> list[str] | None:
     ]
 
 
-def _same_as_bulk(case: Content) -> bool:
-    return case["contenders"]["auto"]["same_program_as"] == "bulk"
+def _is_bulk(case: Content, name: str) -> bool:
+    return set(implementations(case["contenders"][name])) == {"bulk"}
 
 
 def noise(content: Content) -> str:
@@ -74,9 +81,7 @@ def every_op(content: Content) -> str:
         ratio = speed_up(case, name, "bulk")
         if ratio is None:
             return ""
-        chosen = (
-            f" {', '.join(implementations(case['contenders'][name]))}" if name == "auto" else ""
-        )
+        chosen = f" {', '.join(implementations(case['contenders'][name]))}" if name in AUTO else ""
         return f"{ratio:.3f}{chosen}"
 
     def bulk(case: Content) -> str:

@@ -70,6 +70,12 @@ def test_the_sweep_is_wide_and_any_beginning_of_it_is_mixed():
     assert {case.rows for case in chosen} >= set(ops.Ops().rows)
 
 
+def test_few_rows_are_repeated_more_often():
+    repetitions = {case.rows: case.repetitions for case in ops.Ops(cases=0).chosen_cases()}
+    expected = {512: 16, 1024: 16, 2048: 16, 3072: 10, 4096: 8, 8192: 4, 16384: 2, 32768: 2}
+    assert repetitions == expected
+
+
 def test_a_sweep_can_be_of_some_projections():
     sweep = ops.Ops(cases=0, projections=("up", "down"), models=("8B",)).chosen_cases()
     assert {case.projection.name for case in sweep} == {"8B up", "8B down"}
@@ -91,13 +97,14 @@ def test_what_a_contender_cannot_do_is_said_and_costs_the_others_nothing(tmp_pat
 def test_a_report_compares_auto_with_bulk(tmp_path):
     arguments = (
         "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
-        " --directions forward --cases 2 --groups 2 --repetitions 1 --noise-checks 1 --output"
+        " --directions forward --cases 2 --groups 2 --repetitions 1 --noise-checks 1"
+        " --contenders bulk auto auto_fused ceiling --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     cases = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert [list(case["contenders"]) for case in cases] == [
-        ["bulk", "auto", "ceiling", "bulk again"],
-        ["bulk", "auto", "ceiling"],
+        ["bulk", "auto", "auto_fused", "ceiling", "bulk again"],
+        ["bulk", "auto", "auto_fused", "ceiling"],
     ]
     again = cases[0]["contenders"]["bulk again"]
     assert again["samples"] != cases[0]["contenders"]["bulk"]["samples"]
