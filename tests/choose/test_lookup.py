@@ -161,3 +161,14 @@ def test_implementations_that_one_neighbour_lacks_are_left_out() -> None:
     )
     assert prediction is not None
     assert set(prediction.seconds) == {"bulk"}
+
+
+def test_an_entry_without_anything_to_choose_says_nothing() -> None:
+    few = (layer(1024), entry(bulk=100, fused=80, ceiling=70))
+    more = (layer(2048), entry(bulk=200, ring=250, fused=150))
+    at, near = ([("here", table_of(*entries))] for entries in ([few], [few, more]))
+    assert look_up(layer(1024), at, left_out=("fused",)) is None
+    found = look_up(layer(1500), near, left_out=("fused",))
+    assert found is not None and found.fastest({"ring"}) == "bulk"
+    assert set(found.seconds) == {"bulk", "ring"}
+    assert look_up(layer(1024), at) is not None

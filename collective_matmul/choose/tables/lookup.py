@@ -73,8 +73,8 @@ def _own_entry(
     site: Site, tables: Sequence[tuple[str, Table]], left_out: Collection[str]
 ) -> Prediction | None:
     for origin, table in tables:
-        if site in table.entries:
-            entry = table.entries[site]
+        entry = table.entries.get(site)
+        if entry is not None and _compares(entry, left_out):
             seconds, basis = _choosable(entry, left_out), f"measured ({origin})"
             return Prediction(seconds, MARGIN, basis, _unbelieved(entry))
     return None
@@ -87,6 +87,7 @@ def _near_entries(
         other: (entry, origin)
         for origin, table in reversed(tables)
         for other, entry in table.entries.items()
+        if _compares(entry, left_out)
     }
     distance = functools.partial(_doublings, site)
     near = sorted((other for other in found if distance(other) <= REACH), key=distance)
@@ -103,6 +104,11 @@ def _near_entries(
     seconds = {name: bulk / gain for name, gain in gains.items()}
     unbelieved = set().union(*map(_unbelieved, around))
     return Prediction(seconds, MARGIN, f"near what was measured ({origin})", unbelieved)
+
+
+def _compares(entry: Entry, left_out: Collection[str]) -> bool:
+    """Whether an entry tells of anything to choose but bulk: of few rows some have fused alone."""
+    return not entry.seconds.keys() <= {"bulk", CEILING, *left_out}
 
 
 def _choosable(entry: Entry, left_out: Collection[str]) -> dict[str, float]:
