@@ -86,7 +86,7 @@ def _near_entries(
     found = {
         other: (entry, origin)
         for origin, table in reversed(tables)
-        for other, entry in table.entries.items()
+        for other, entry in table.of_kind(site)
         if _compares(entry, left_out)
     }
     distance = functools.partial(_doublings, site)
@@ -132,18 +132,8 @@ def _smallest_gains(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _doublings(site: Site, other: Site) -> float:
-    """How far two flat sites are apart; infinitely if they are not of one kind."""
-    if _kind(site) != _kind(other):
-        return math.inf
+    """How far two flat sites of one kind are apart."""
     rows = math.log2(site.rows / other.rows)
     contracted = math.log2(site.contracted / other.contracted)
     columns = math.log2(site.columns / other.columns)
     return max(abs(rows), WEIGHT_OF_K_AND_N * max(abs(contracted), abs(columns)))
-
-
-def _kind(site: Site) -> tuple:
-    rides = site.rider is not None
-    is_matmul = site.einsum is None
-    work = site.op, site.axis_size, rides, site.keep_gathered, is_matmul
-    # What is not aligned takes longer to multiply, which the gains of what is say nothing of.
-    return *work, site.dtype.itemsize, site.is_aligned

@@ -12,10 +12,12 @@ Operands are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,18 @@ class Table:
         entries = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
         where = f", in {self.path}" if self.path else ""
         return f"table of {self.device_kind}: {entries}{where}"
+
+    def of_kind(self, site: Site) -> Sequence[tuple[Site, Entry]]:
+        """The sites that are comparable with one, and their entries."""
+        return self._by_kind.get(_kind(site), ())
+
+    @functools.cached_property
+    def _by_kind(self) -> Mapping[tuple, Sequence[tuple[Site, Entry]]]:
+        # Every decision asks: of all entries it would take a millisecond.
+        kinds = collections.defaultdict(list)
+        for site, entry in self.entries.items():
+            kinds[_kind(site)].append((site, entry))
+        return kinds
 
     @classmethod
     def read(cls, text: str) -> Table:
@@ -128,6 +142,15 @@ def _site_fields(site: Site) -> dict[str, Any]:
     if site.keep_gathered:
         fields["keep_gathered"] = True
     return fields
+
+
+def _kind(site: Site) -> tuple:
+    """What sites have in common that differ in sizes alone."""
+    rides = site.rider is not None
+    is_matmul = site.einsum is None
+    work = site.op, site.axis_size, rides, site.keep_gathered, is_matmul
+    # What is not aligned takes longer to multiply, which the gains of what is say nothing of.
+    return *work, site.dtype.itemsize, site.is_aligned
 
 
 def _entry_from(line: dict[str, Any], runs: list[Run]) -> tuple[Site, Entry]:
