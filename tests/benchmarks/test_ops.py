@@ -111,3 +111,5 @@ def test_a_report_compares_auto_with_bulk(tmp_path):
     table = (tmp_path / "report.md").read_text()
     # M, cases, not bulk, wins, losses, least, mean, most: the same program, so the ratio is 1.
     assert "| all | 2 | 0 | 0 | 0 | 1.000 | 1.000 | 1.000 |" in table
+    # Where fused kernels may be chosen, a program of other options.
+    assert table.count("| all | 2 | 0 |") == 2
