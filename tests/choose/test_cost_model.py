@@ -207,9 +207,10 @@ def test_unaligned_matmuls_run_at_half_the_rate(sizes: tuple[int, int, int]) -> 
     collective = site.bytes_communicated / cost_model.LINK_BYTES_PER_SECOND
     assert communication == pytest.approx(cost_model.COLLECTIVE_SECONDS + collective)
     assert predict(site).margin == pytest.approx(cost_model.UNSURE_MARGIN)
-    # Of 4 bytes, as many elements are aligned.
+    # Of 4 bytes, as many elements are aligned. Each of them takes twice as long.
     single = replace(site, dtype=np.dtype(np.float32))
     assert predict(single).margin == pytest.approx(cost_model.MARGIN)
+    assert bulk_seconds(single) == pytest.approx(bulk_seconds(site) + collective)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -294,6 +295,23 @@ def test_what_is_gathered_beside_the_product_is_copied_too(site: Site, facts: di
     moved = 2 * 2 * 8192 * 4096 / cost_model.PASS_BYTES_PER_SECOND
     more = copies(replace(site, **facts)) - copies(site)
     assert more == pytest.approx(moved + 4 * cost_model.KERNEL_SECONDS / 2)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
+def test_sums_of_chunks_are_read_and_written_in_float32(dtype: np.dtype) -> None:
+    added = replace(GATHER, einsum=replace(EINSUM, accumulates=True), dtype=dtype)
+    written = replace(added, einsum=EINSUM)
+    moved = 2 * 4 * 4 * 4096 * 3584 - 2 * 8192 * 3584 * dtype.itemsize
+    expected = moved / cost_model.PASS_BYTES_PER_SECOND
+    assert ring_of(added) - ring_of(written) == pytest.approx(expected)
+
+
+def test_a_rider_is_a_collective_of_its_own_in_bulk() -> None:
+    riding = replace(SCATTER, rider=(2048, 4096))
+    gathered = 2 * 3 * 2048 * 4096 / cost_model.LINK_BYTES_PER_SECOND
+    gradient = matmul_seconds(3584, 8192, 4096)
+    more = cost_model.COLLECTIVE_SECONDS + gathered + gradient
+    assert bulk_seconds(riding) - bulk_seconds(SCATTER) == pytest.approx(more)
 
 
 def test_a_ring_is_no_faster_than_its_copies() -> None:

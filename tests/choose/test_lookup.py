@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collective_matmul.choose.site import Site
+from collective_matmul.choose.site import Einsum, Site
 from collective_matmul.choose.tables import Entry, Prediction, look_up
 from tests.choose.sites import BFLOAT16, site_of
 from tests.choose.tables import entry, layer, table_of
 from tests.reference import AXIS
+
+EINSUM = Einsum("sd,df->sf", (), accumulates=False)
 
 
 def says(site: Site, *entries: tuple[Site, Entry]) -> Prediction | None:
@@ -148,6 +150,7 @@ def test_of_two_tables_with_a_near_entry_the_better_one_is_asked() -> None:
         (site_of("all_gather_matmul", 4096, 5888, 14336), False),
         (site_of("all_gather_matmul", 4096, 4104, 14336), True),
         (site_of("all_gather_matmul", 4096, 4100, 14336), False),  # Rows of 8200 bytes.
+        (site_of("all_gather_matmul", 4096, 4096, 14336, einsum=EINSUM), False),
     ],
 )
 def test_how_near_is_near(site: Site, near: bool) -> None:

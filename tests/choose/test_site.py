@@ -44,6 +44,23 @@ def test_costs_of_several_weights_and_a_rider() -> None:
     assert site.bytes_communicated == 2 * (2 * (2 * 2 * 5) + 2 * math.prod(rider))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "last", "aligned"),
+    [
+        (BFLOAT16, (4, 16), False),
+        (BFLOAT16, (8, 12), False),
+        (BFLOAT16, (8, 16), True),
+        (np.dtype(np.float32), (4, 12), True),
+        (np.dtype(np.float32), (6, 12), False),
+    ],
+)
+def test_every_weight_must_be_aligned(
+    dtype: np.dtype, last: tuple[int, int], aligned: bool
+) -> None:
+    operands = (((2, 8), (8, 16)), ((2, last[0]), last))
+    assert Site("matmul_reduce_scatter", operands, dtype, AXIS, 2).is_aligned == aligned
+
+
 def test_a_site_reads_well() -> None:
     x, gather = (2, 3), "all_gather_matmul"
     site = Site(gather, ((x, (3, 4)), (x, (3, 5))), BFLOAT16, AXIS, 4, keep_gathered=True)

@@ -13,9 +13,9 @@ from collective_matmul.choose.tables.table import CEILING, Entry, Table
 #: Medians of alternating groups repeat within one percent: a gain of two is no accident.
 MARGIN = 0.02
 
-#: How far an entry may be from a site, in doublings of the rows. Tables hold each layer at rows a
-#: doubling apart, so every site between two entries is near both. Over one doubling the gain of a
-#: ring can turn into a loss (0.6 to 1.1 was seen), over more nothing is known.
+#: How far an entry may be from a site, in doublings of the rows. Tables hold each layer at rows one
+#: or two doublings apart, so every site between two entries is near one at least. Over one doubling
+#: the gain of a ring can turn into a loss (0.6 to 1.1 was seen), over more nothing is known.
 REACH = 1.0
 
 #: A doubling of K or N counts as so many of the rows. They also decide how tiles fill waves, and
