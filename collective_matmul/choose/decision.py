@@ -133,10 +133,18 @@ def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
     """Seconds by table or model; None where neither knows, or there is nothing to choose."""
     if site.axis_size == 1 or site.flops == 0:
         return None
-    kind = _device().device_kind
-    if found := tables.look_up(site, tables.known(kind), left_out):
+    found = _known(site, left_out)
+    if not found or found.fastest(IMPLEMENTATIONS) != "bulk" or found.seconds.keys() & RINGS:
         return found
-    return cost_model.predict(site) if kind in cost_model.DEVICE_KINDS else None
+    # Fused kernels alone were measured, and gain nothing: a ring may.
+    rings = _known(site, {*left_out, "fused"})
+    return rings.beside(found) if rings and rings.fastest(RINGS) in RINGS else found
+
+
+def _known(site: Site, left_out: Collection[str]) -> Prediction | None:
+    kind = _device().device_kind
+    found = tables.look_up(site, tables.known(kind), left_out)
+    return cost_model.predict(site) if found is None and kind in cost_model.DEVICE_KINDS else found
 
 
 def _decide(site: Site, prediction: Prediction | None) -> _Choice:

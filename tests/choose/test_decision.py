@@ -181,6 +181,28 @@ def test_what_cannot_be_chosen_hides_nothing_that_can(
     assert taken.bulk_seconds == pytest.approx(100e-6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "fused", "chosen", "basis"),
+    [
+        (8192, 0.8, "fused", "measured"),
+        (8192, 1.1, "ring", "cost model"),
+        (64, 1.1, "bulk", "measured"),  # Too few for a ring.
+    ],
+)
+def test_where_fused_alone_was_measured_a_ring_may_gain(
+    rows: int, fused: float, chosen: str, basis: str, on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bulk = 1e6 * predict(layer(rows)).seconds["bulk"]
+    measured = table_of((layer(rows), entry(bulk=bulk, fused=fused * bulk)))
+    monkeypatch.setattr(tables, "known", lambda kind: [("here", measured)])
+    monkeypatch.setattr(decision, "obstacle_of", lambda site, implementation: None)
+    monkeypatch.setattr(decision, "program_obstacle", lambda: None)
+    taken = decide(layer(rows))
+    assert taken.implementation == chosen
+    assert taken.reason.startswith(basis)
+    assert "fused was not measured" not in taken.reason
+
+
 def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
     taken = decide(site, "ring")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables.table import CEILING, Entry, Table
@@ -50,6 +50,12 @@ class Prediction:
         best = min(names, key=self.seconds.__getitem__)
         gain = self.seconds["bulk"] / self.seconds[best] - 1
         return best if gain >= self.margin else "bulk"
+
+    def beside(self, other: Prediction) -> Prediction:
+        """This, and what another says of implementations that this says nothing of."""
+        scale = self.seconds["bulk"] / other.seconds["bulk"]
+        scaled = {name: scale * value for name, value in other.seconds.items()}
+        return replace(self, seconds=scaled | dict(self.seconds), unbelieved=other.unbelieved)
 
 
 def look_up(
