@@ -18,7 +18,7 @@ from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
 from benchmarks.contenders import Contender
 from benchmarks.measuring import Result
-from benchmarks.peers import torch_stack
+from benchmarks.peers import PEERS, torch_stack
 from benchmarks.programs import Direction, Operands, Program, layers_program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
@@ -127,12 +127,15 @@ def _add_peers(report: Report, settings: Stack) -> None:
         group_seconds=settings.group_seconds,
         limit_seconds=min(report.seconds_left, 300.0),
     )
+    names = {field.name for field in dataclasses.fields(Result)}
+    peers: dict[tuple[str, str], Result] = {}
     if ran.reason is not None:
-        report.say(f"PyTorch: {ran.reason}")
+        peers = {(case, peer): Result(failure=ran.reason) for case in cases for peer in PEERS}
     for found in ran.results:
-        names = {field.name for field in dataclasses.fields(Result)}
         result = Result(**{name: value for name, value in found.items() if name in names})
-        report.add_peer(f"{found['shape']} {found['direction']}", found["peer"], result)
+        peers[f"{found['shape']} {found['direction']}", found["peer"]] = result
+    for (case, peer), result in peers.items():
+        report.add_peer(case, peer, result)
 
 
 def build(case: StackCase, operands: Operands, contender: Contender) -> Program:

@@ -162,5 +162,7 @@ def _run(command: list[str], timeout: float) -> str | None:
     if process.returncode == 0:
         return None
     print(errors, file=sys.stderr, flush=True)
-    last = errors.strip().splitlines()[-1:] or ["it said nothing"]
-    return f"PyTorch failed with exit status {process.returncode}: {last[0]}"
+    lines = errors.strip().splitlines() or ["it said nothing"]
+    # Below an error of CUDA stands how to debug it.
+    last = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
+    return f"PyTorch failed with exit status {process.returncode}: {last}"

@@ -68,9 +68,12 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert (result.results, result.reason) == (written or [], "it broke")
 
 
-def test_a_failing_process_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
-    reason = python("import sys; print('first', file=sys.stderr); sys.exit('last')")
-    assert reason == "PyTorch failed with exit status 1: last"
+@pytest.mark.parametrize("last", ["last", "CUDA Error: illegal"])
+def test_a_failing_process_is_quoted(last: str, capfd: pytest.CaptureFixture[str]) -> None:
+    reason = python(f"import sys; print('first', file=sys.stderr); sys.exit({last!r})")
+    assert reason == f"PyTorch failed with exit status 1: {last}"
+    reason = python(f"import sys; print({last!r}, file=sys.stderr); sys.exit('hint')")
+    assert reason == f"PyTorch failed with exit status 1: {last if 'Error' in last else 'hint'}"
     assert "first" in capfd.readouterr().err
 
 

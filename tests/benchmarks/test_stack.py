@@ -133,9 +133,12 @@ def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):
     command_line.main([*arguments.split(), str(tmp_path)])
     assert asked == [(["tiny M=16 forward"], 4)]
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert list(case["contenders"]) == ["ceiling", "torch"]
+    assert list(case["contenders"]) == ["ceiling", "torch", "torch_async_tp"]
     assert case["contenders"]["torch"]["median"] == 2e-3
     assert case["contenders"]["torch"]["options"] == "eager"
+    assert case["contenders"]["torch_async_tp"]["failure"] == "stopped"
+    failures = (tmp_path / "report.md").read_text().partition("## Failures")[2]
+    assert failures.strip() == "- tiny M=16 forward, torch_async_tp: stopped"
 
 
 def test_more_devices_than_there_are():
