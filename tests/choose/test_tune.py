@@ -95,6 +95,15 @@ def test_times_are_of_one_repetition_and_what_fails_is_told() -> None:
     assert trial.failures == {"ring_direct": "RuntimeError: out of memory"}
 
 
+def test_arrays_of_one_trial_differ_and_those_of_one_shape_share_a_program() -> None:
+    site = Site("all_gather_matmul", (((2, 4), (4, 3)), ((2, 4), (4, 3))), FLOAT32, "", 2)
+    (trial,) = trials([site], jax.devices(), ["bulk"])
+    arrays = jax.tree.leaves(trial._fill())
+    assert len({float(array.ravel()[0]) for array in arrays}) == len(arrays) > 16
+    assert set(trial._fillers) == set(jax.tree.leaves(trial._described))
+    assert len(trial._fillers) == 3  # A shard of x, x gathered, and a weight.
+
+
 def test_few_sites_are_compiled_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(trying, "Trial", lambda site, *_: made.append(site) or site)
