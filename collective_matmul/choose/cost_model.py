@@ -1,4 +1,4 @@
-"""Seconds that bulk and ring take by prediction, for sites that no measurement is near to.
+"""Seconds that each implementation takes by prediction, for sites that no measurement is near to.
 
 The constants are of Hopper GPUs joined by NVLink and NVSwitch, measured inside compiled stacks of
 bfloat16 layers on two and on four H200. There the chip is limited by its power: whatever lets the
@@ -8,6 +8,7 @@ run. Of few rows the host decides, which launches everything.
 
 The ring is the one-way one, as it is carried out: by the kernels that multiply chunks where they
 lie or, where those cannot, by XLA's matmuls with passes that cut chunks out and put them in place.
+A fused kernel is as fast as its plan predicts, give or take what stacks and hosts add.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul._compat import partly_automatic
+from collective_matmul.choose.fused_kernels import planned_seconds
 from collective_matmul.choose.site import Site
-from collective_matmul.choose.tables import Prediction
+from collective_matmul.choose.tables import LEAST_FUSED_SECONDS, Prediction
 from collective_matmul.kernels.tiles import Problem, choose_tiles
 
 #: As JAX names the GPUs that the constants are true of.
@@ -34,6 +36,9 @@ MARGIN = 0.08
 #: of rings that were slower than bulk up to 22 % are predicted. And of what was not measured: wide
 #: numbers, and unaligned matmuls, which XLA carries out in ways that differ from shape to shape.
 UNSURE_MARGIN = 0.25
+
+#: The same of a fused kernel: predictions are off by a tenth, bulk's of few rows by up to a fifth.
+FUSED_MARGIN = 0.15
 
 MULTIPROCESSORS = 132
 #: Rows and columns of a tile of a matmul, and its share of the peak rate.
@@ -57,11 +62,24 @@ HOST_SECONDS = 40e-6
 HOST_SECONDS_PER_PERMUTE = 50e-6
 HOST_SECONDS_PER_OPERAND = 12e-6
 
+#: In a stack a fused kernel takes so many times what is planned, for which it runs alone on a cool
+#: GPU; and so much more to begin, and to meet its peers at the end.
+FUSED_SLOWDOWN = {
+    "all_gather_matmul": 1.1,
+    "matmul_reduce_scatter": 1.2,
+    "matmul_all_reduce": 1.2,
+}
+FUSED_SECONDS = 20e-6
 
-def predict(site: Site) -> Prediction:
+
+def predict(site: Site, fused: bool = False) -> Prediction:
     """What the model says of bulk and of the ring, which is limited by its GPU or by its host.
 
     An all-reduce is a ring for its first half; the gather that follows is a collective.
+
+    Args:
+      site: what is to be predicted.
+      fused: whether to say it of the fused kernel too, which there must be.
     """
     on_device, on_host = _ring_on_device(site), _ring_on_host(site)
     after = 0.0
@@ -69,10 +87,13 @@ def predict(site: Site) -> Prediction:
         after = COLLECTIVE_SECONDS + _bytes_sent_by_ring(site) / LINK_BYTES_PER_SECOND
     ring = max(on_device, on_host)
     seconds = {"bulk": bulk_seconds(site), "ring": ring + after}
+    if fused:
+        seconds["fused"] = fused_seconds(site)
     was_measured = site.is_aligned and site.dtype.itemsize == 2
     margin = MARGIN if was_measured else UNSURE_MARGIN
     at_most = max((1 + margin) * on_device, (1 + UNSURE_MARGIN) * on_host)
-    return Prediction(seconds, at_most / ring - 1, "cost model")
+    margins = {"fused": FUSED_MARGIN}
+    return Prediction(seconds, at_most / ring - 1, "cost model", margins=margins)
 
 
 def bulk_seconds(site: Site) -> float:
@@ -83,6 +104,20 @@ def bulk_seconds(site: Site) -> float:
     )
     multiplication = _matmuls(site, site.product_rows) + _weight_gradient(site)
     return max(multiplication + communication, HOST_SECONDS)
+
+
+def fused_seconds(site: Site) -> float:
+    """Predicted seconds of the fused kernel, which is planned for this; or of its host.
+
+    What rides is gathered by a collective before.
+    """
+    on_device = FUSED_SLOWDOWN[site.op] * planned_seconds(site) + FUSED_SECONDS
+    on_host = LEAST_FUSED_SECONDS + (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
+    riding = 0.0
+    if site.rider is not None:
+        sent = (site.axis_size - 1) * math.prod(site.rider) * site.dtype.itemsize
+        riding = COLLECTIVE_SECONDS + sent / LINK_BYTES_PER_SECOND
+    return max(on_device, on_host) + riding + _weight_gradient(site)
 
 
 def _ring_on_device(site: Site) -> float:

@@ -144,7 +144,10 @@ def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
 def _known(site: Site, left_out: Collection[str]) -> Prediction | None:
     kind = _device().device_kind
     found = tables.look_up(site, tables.known(kind), left_out)
-    return cost_model.predict(site) if found is None and kind in cost_model.DEVICE_KINDS else found
+    if found or kind not in cost_model.DEVICE_KINDS:
+        return found
+    has_kernel = "fused" not in left_out and not obstacle_of(site, "fused")
+    return cost_model.predict(site, fused=has_kernel)
 
 
 def _decide(site: Site, prediction: Prediction | None) -> _Choice:

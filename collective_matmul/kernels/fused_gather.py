@@ -16,7 +16,12 @@ from jax.extend.core import jaxpr_as_fun
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.gather_kernel import Gathering
-from collective_matmul.kernels.gather_plan import Plan, Shapes, make_plan
+from collective_matmul.kernels.gather_plan import (
+    Plan,
+    Shapes,
+    make_plan,
+    predicted_plan_microseconds,
+)
 from collective_matmul.kernels.peers import Array, obstacle
 
 
@@ -90,6 +95,15 @@ def why_not(
             " the columns of 32; pad them"
         )
     return None
+
+
+def predicted_microseconds(
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> float:
+    """What the matmul that `why_not` allows should take by its plan."""
+    target, plan = device.target(), _plan(x, ws, devices, dimension, transpose_w)
+    assert target is not None and plan is not None
+    return predicted_plan_microseconds(plan, target.multiprocessors)
 
 
 def _plan(

@@ -20,7 +20,12 @@ from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.kernels import device
 from collective_matmul.kernels.peers import Array, obstacle
 from collective_matmul.kernels.scatter_kernel import Scattering
-from collective_matmul.kernels.scatter_plan import Plan, Shapes, make_plan
+from collective_matmul.kernels.scatter_plan import (
+    Plan,
+    Shapes,
+    make_plan,
+    predicted_plan_microseconds,
+)
 from collective_matmul.kernels.tiles import ITEMSIZE, ROW_MULTIPLE
 
 
@@ -134,6 +139,29 @@ def why_not_all_reduce(x: Array, w: Array, devices: int) -> str | None:
     Of x and w, shapes and dtypes are enough.
     """
     return obstacle(devices, x, w) or _no_plan(_reduce_plan(x, w, devices), [x], [w])
+
+
+def predicted_reduce_scatter_microseconds(
+    xs: Sequence[Array],
+    ws: Sequence[Array],
+    devices: int,
+    *,
+    dimension: int,
+    transpose_w: bool,
+) -> float:
+    """What the matmul that `why_not_reduce_scatter` allows should take by its plan."""
+    return _predicted(_scatter_plan(xs, ws, devices, dimension, transpose_w))
+
+
+def predicted_all_reduce_microseconds(x: Array, w: Array, devices: int) -> float:
+    """What the matmul that `why_not_all_reduce` allows should take by its plan."""
+    return _predicted(_reduce_plan(x, w, devices))
+
+
+def _predicted(plan: Plan | None) -> float:
+    target = device.target()
+    assert target is not None and plan is not None
+    return predicted_plan_microseconds(plan, target.multiprocessors)
 
 
 def _no_plan(plan: Plan | None, xs: Sequence[Array], ws: Sequence[Array]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables.table import CEILING, Entry, Table
@@ -37,19 +37,24 @@ class Prediction:
       margin: the gain over bulk, as a fraction, from which on it is believed.
       basis: what the seconds rest on.
       unbelieved: implementations that were measured to gain, in less time than can be believed.
+      margins: of implementations that another margin holds for.
     """
 
     seconds: Mapping[str, float]
     margin: float
     basis: str
     unbelieved: Collection[str] = ()
+    margins: Mapping[str, float] = field(default_factory=dict)
 
     def fastest(self, allowed: Container[str]) -> str:
-        """The fastest implementation of those allowed; bulk if its gain is below the margin."""
-        names = [name for name in self.seconds if name == "bulk" or name in allowed]
-        best = min(names, key=self.seconds.__getitem__)
-        gain = self.seconds["bulk"] / self.seconds[best] - 1
-        return best if gain >= self.margin else "bulk"
+        """The fastest of those allowed whose gain over bulk is believed; bulk if there is none."""
+        bulk = self.seconds["bulk"]
+        believed = {
+            name: value
+            for name, value in self.seconds.items()
+            if name in allowed and bulk / value - 1 >= self.margins.get(name, self.margin)
+        }
+        return min(believed, key=believed.__getitem__, default="bulk")
 
     def beside(self, other: Prediction) -> Prediction:
         """This, and what another says of implementations that this says nothing of."""

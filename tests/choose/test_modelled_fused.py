@@ -1,0 +1,92 @@
+"""What the cost model says of fused kernels, against the table that ships."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from collective_matmul.choose import Site, choose, cost_model, record_decisions, tables
+from collective_matmul.choose.cost_model import fused_seconds, predict
+from collective_matmul.choose.fused_kernels import planned_seconds
+from collective_matmul.choose.site import Op
+from collective_matmul.choose.tables import LEAST_FUSED_SECONDS, Prediction
+from collective_matmul.peer_access import kernels_may_address_peers
+from tests.choose.sites import H200, site_of
+from tests.reference import AXIS, OPS
+
+
+@pytest.fixture(autouse=True)
+def _on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    mesh = AbstractMesh((4,), (AXIS,), (AxisType.Manual,), abstract_device=H200)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def test_the_table_that_ships() -> None:
+    """Nothing that it has slower than bulk is chosen, and of all gains most are."""
+    ((_, table),) = tables.known("NVIDIA H200")
+    gained = possible = 0.0
+    for site, entry in table.entries.items():
+        predicted = predict(site, fused="fused" in entry.seconds)
+        seconds = {name: entry.seconds[name] for name in predicted.seconds & entry.seconds.keys()}
+        chosen = predicted.fastest(seconds)
+        assert seconds[chosen] < 1.01 * seconds["bulk"], site
+        gained += math.log(seconds["bulk"] / seconds[chosen])
+        possible += math.log(seconds["bulk"] / min(seconds.values()))
+        if site.axis_size == 2 and "fused" in seconds:  # On 4, older kernels waited for the host.
+            assert 0.68 < predicted.seconds["fused"] / seconds["fused"] < 1.42, site
+    assert gained > 0.7 * possible
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_takes_longer_than_planned(op: Op) -> None:
+    site = site_of(op, 8192, 4096, 14336)
+    planned = cost_model.FUSED_SLOWDOWN[op] * planned_seconds(site)
+    assert fused_seconds(site) == pytest.approx(planned + cost_model.FUSED_SECONDS)
+
+
+def test_of_few_rows_the_host_decides() -> None:
+    site = site_of("all_gather_matmul", 16, 4096, 4096)
+    assert fused_seconds(site) == pytest.approx(LEAST_FUSED_SECONDS)
+    several = replace(site, operands=site.operands * 3)
+    more = 2 * cost_model.HOST_SECONDS_PER_OPERAND
+    assert fused_seconds(several) == pytest.approx(LEAST_FUSED_SECONDS + more)
+
+
+def test_what_rides_is_gathered_before_and_its_weight_gradient_after() -> None:
+    """The weight gradient is as large as the matmul, which is not divided."""
+    site = site_of("matmul_reduce_scatter", 8192, 14336, 4096)
+    riding = replace(site, rider=(2048, 4096))
+    gathered = 3 * 2048 * 4096 * 2 / cost_model.LINK_BYTES_PER_SECOND
+    matmul = cost_model.matmul_seconds(3584, 8192, 4096)
+    more = fused_seconds(riding) - fused_seconds(site)
+    assert more == pytest.approx(cost_model.COLLECTIVE_SECONDS + gathered + matmul)
+
+
+def test_each_must_gain_by_its_own_margin() -> None:
+    seconds = {"bulk": 1.10, "ring": 1.0, "fused": 0.99}
+    assert Prediction(seconds, 0.08, "").fastest(seconds) == "fused"
+    assert Prediction(seconds, 0.08, "", margins={"fused": 0.15}).fastest(seconds) == "ring"
+    assert Prediction(seconds, 0.2, "", margins={"fused": 0.1}).fastest(seconds) == "fused"
+    assert Prediction(seconds, 0.2, "", margins={"fused": 0.15}).fastest(seconds) == "bulk"
+    assert predict(site_of("all_gather_matmul", 64, 64, 64)).margins["fused"] == 0.15
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize(("columns", "possible"), [(14336, True), (14352, False)])
+def test_it_is_asked_of_kernels_that_may_be(
+    allowed: bool, columns: int, possible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """14352 columns over 8 are no multiple of 32."""
+    monkeypatch.setattr(tables, "known", lambda kind: [])
+    site: Site = site_of("matmul_reduce_scatter", 2048, 4096, columns, devices=8)
+    with record_decisions() as decisions, kernels_may_address_peers(allowed):
+        chosen = choose(site, None)
+    assert (chosen == "fused") == (allowed and possible)
+    assert ("fused" in decisions[0].reason) == (allowed and possible)
