@@ -111,11 +111,10 @@ def fused_seconds(site: Site) -> float:
 
     What rides is gathered by a collective before.
     """
-    riders_bytes, riding = 0, 0.0
+    riding = 0.0
     if site.rider is not None:
-        riders_bytes = (site.axis_size - 1) * math.prod(site.rider) * site.dtype.itemsize
-        riding = COLLECTIVE_SECONDS + riders_bytes / LINK_BYTES_PER_SECOND
-    sending = (site.bytes_communicated - riders_bytes) / LINK_BYTES_PER_SECOND
+        riding = COLLECTIVE_SECONDS + site.riders_bytes / LINK_BYTES_PER_SECOND
+    sending = (site.bytes_communicated - site.riders_bytes) / LINK_BYTES_PER_SECOND
     on_device = max(FUSED_SLOWDOWN[site.op] * planned_seconds(site), sending) + FUSED_SECONDS
     on_host = LEAST_FUSED_SECONDS + (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
     return max(on_device, on_host) + riding + _weight_gradient(site)

@@ -145,8 +145,12 @@ class Site:
             elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
         if self.op == "matmul_all_reduce":
             elements *= 2
-        if self.rider is not None:
-            elements += (self.axis_size - 1) * math.prod(self.rider)
+        return elements * np.dtype(self.dtype).itemsize + self.riders_bytes
+
+    @property
+    def riders_bytes(self) -> int:
+        """Those of them that are of the rider."""
+        elements = 0 if self.rider is None else (self.axis_size - 1) * math.prod(self.rider)
         return elements * np.dtype(self.dtype).itemsize
 
     @property
