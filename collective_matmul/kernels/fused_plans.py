@@ -61,13 +61,19 @@ class Plan(Protocol):
 P = TypeVar("P", bound=Plan)
 
 
-def cuts(fits: Callable[[Tiles], bool]) -> list[Tiles]:
-    """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit."""
+def cuts(fits: Callable[[Tiles], bool], all_strips: bool = False) -> list[Tiles]:
+    """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit.
+
+    Args:
+      fits: whether a cut is feasible.
+      all_strips: whether a tile leaves shared memory from as many strips as it has.
+    """
     found = []
     for sizes, share in itertools.product(_SIZES, _SHARES):
+        counts = (sizes.all_strips,) if all_strips else (2, 1)
         staged = (
             replace(sizes, share=share, swizzle=swizzle, stages=stages, strips=strips)
-            for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, (2, 1))
+            for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, counts)
             if strips <= sizes.all_strips
         )
         found += itertools.islice(filter(fits, staged), 1)

@@ -9,8 +9,9 @@ The algorithm, on device d of D, each of which owns some rows of the sum:
 1. The tiles without an own row are walked first, beginning with the rows behind the device's own,
    so that at any time every device sends to another one. Consumers round the product of a tile and
    store it in the memory of its owner, who keeps one array of partial products for each peer.
-2. While the next tile is multiplied, its stores end; then a semaphore of the tile is counted up at
-   the owner.
+2. They do so strip by strip while the first steps of the next tile are multiplied: all at once, the
+   stores would fill the links, and the producer's copies wait behind them. When they have ended, a
+   semaphore of the tile is counted up at the owner.
 3. The tiles with own rows come last. When such a tile is multiplied its producer waits until all
    peers have counted, and passes their partial products to the consumers through the same stages
    as the slices before. The consumers add them to the accumulator in float32, always in the same
@@ -39,7 +40,7 @@ as fit, and clusters of two, which fit everywhere.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -54,8 +55,31 @@ from collective_matmul.kernels.tiles import CONSUMERS
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# Steps of the next tile in which the stores of a tile should end.
-_STORING_STEPS = 8
+# Of a tile's strips, one is sent in so many steps of the next tile: in about this time all
+# multiprocessors' strips pass the links.
+_STRIP_STEPS = 12
+
+
+class Part(NamedTuple):
+    """A consumer's part of every tile, and what it goes to.
+
+    Attributes:
+      consumer: its number.
+      below: rows of the tile above the part.
+      right: columns of the tile before the part.
+      strips: the shared memory that its products and sums are sent from.
+      y: the sums.
+      partials: partial products of peers.
+      arrived: counts them.
+    """
+
+    consumer: Any
+    below: Any
+    right: Any
+    strips: Strips
+    y: Any
+    partials: Any
+    arrived: Any
 
 
 class Scattering(OwnersWalk):
@@ -191,81 +215,113 @@ class Scattering(OwnersWalk):
         rows, columns = self.tiles.part
         below = consumer * rows if self.tiles.split == "rows" else 0
         right = consumer * columns if self.tiles.split == "columns" else 0
-        y, partials, arrived = results
-        strips = strips.select(consumer)
-        parts = pl.ds(below, rows), pl.ds(right, columns)
-        storing = min(_STORING_STEPS, self.steps)
+        part = Part(consumer, below, right, strips.select(consumer), *results)
+        slices = pl.ds(below, rows), pl.ds(right, columns)
 
         def visit(turn, batch, row, across):
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
             def _(accumulator):
-                self.multiply(accumulator, turn, *parts, stages, (0, storing))
-                self.announce_sent(arrived, turn - 1)
-                self.multiply(accumulator, turn, *parts, stages, (storing, self.steps))
+                multiply = functools.partial(self.multiply, accumulator, turn, *slices, stages)
+                begun = self.send_before(turn, part, multiply)
+                multiply((begun, self.steps))
                 product = accumulator[...]
                 plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
-                place = batch, row + below, self.column(across) + right
                 own = turn >= self.foreign_turns()
 
                 @pl.when(jnp.logical_not(own) | plan.shared)
                 def _():
-                    if self.delays:
-                        random_delay(self.axis_name, turn)
-                    self.send(product, partials, *place, strips)
+                    self.keep(product, part)
 
                 @pl.when(own)
                 def _():
                     if plan.shared:
-                        self.announce(arrived, batch, row, across)
-                    self.collect(product, y, turn, consumer, parts[0], *place, stages, strips)
+                        self.send(part, batch, row, across)
+                    self.collect(product, turn, part, batch, row, across, stages)
 
         self.walk(visit)
-        self.announce_sent(arrived, self.turns() - 1)
+        self.on_foreign(self.turns() - 1, functools.partial(self.send, part))
         plgpu.wait_smem_to_gmem(0)
         if self.shapes.kind == "two_step":
             for offset in self.receivers:
-                finished = arrived.at[plan.own_tiles]
+                finished = part.arrived.at[plan.own_tiles]
                 pl.semaphore_signal(finished, device_id=self.peers[offset])
 
-    def send(self, product, partials, batch, row, column, strips) -> None:
-        """Stores a part's product, rounded, strip by strip where its owners sum it up."""
-        devices, planes = self.shapes.devices, self.shapes.planes
+    def keep(self, product, part: Part) -> None:
+        """Rounds a part's product to strips, which it is sent from."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number in range(self.tiles.all_strips):
+            self.fill(part.strips.select(number), product, number)
+        plgpu.commit_smem()
 
-        def places(strip, column):
-            for offset in self.receivers:
-                owner = self.peers[offset]
-                if self.shapes.kind == "one_shot":
-                    source = lax.axis_index(self.axis_name)
-                else:
-                    source = devices - offset - 1
-                there = plgpu.remote_ref(partials, owner).at[source * planes + batch]
-                yield from self.blocks(strip, there, owner[self.axis_name], row, column)
-
-        self.store_strips(product, column, strips, 0, places)
-
-    def store_strips(self, value, column, strips, first: int, places) -> None:
-        """Rounds a value and stores it in several places, strip by strip; `first` is its number."""
+    def fill(self, strip: Strips, value, number: int) -> None:
+        """Rounds some columns of a value to a strip."""
         width = self.tiles.strip_columns
-        for i in range(value.shape[1] // width):
-            strip = strips.select((first + i) % self.tiles.strips)
-            self.await_strip(first + i)
-            rounded = value[:, i * width : (i + 1) * width].astype(strip.swizzled.dtype)
-            strip.swizzled[...] = rounded
-            plgpu.commit_smem()
-            boxes = list(places(strip, column + i * width))
-            for number, (box, place, has_it) in enumerate(boxes, start=1):
-                last = number == len(boxes)
-                plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=last)
+        rounded = value[:, number * width : (number + 1) * width].astype(strip.swizzled.dtype)
+        strip.swizzled[...] = rounded
 
-    def announce_sent(self, arrived, turn) -> None:
-        """Announces the tile of a turn, unless it had own rows: those have been announced."""
+    def send_before(self, turn, part: Part, multiply) -> Any:
+        """Sends the tile before this one, strip by strip, while the first steps are multiplied.
+
+        All at once they would fill the links, and the copies of slices wait behind them.
+
+        Returns:
+          How many steps those are.
+        """
+        if not self.plan.foreign_tiles:
+            return 0
+        count = self.tiles.all_strips
+        pace = min(self.steps // (count + 2), _STRIP_STEPS)
+
+        @pl.loop(0, count)
+        def _(number):
+            multiply((number * pace, (number + 1) * pace))
+            self.on_foreign(turn - 1, functools.partial(self.send_strip, part, number))
+
+        multiply((count * pace, (count + 1) * pace))
+        self.on_foreign(turn - 1, functools.partial(self.announce, part))
+        return (count + 1) * pace
+
+    def on_foreign(self, turn, act) -> None:
+        """Calls `act` with the place of a turn's tile, if there is one and it has no own row."""
         if self.plan.foreign_tiles:
 
             @pl.when((turn >= 0) & (turn < self.foreign_turns()))
             def _():
-                self.announce(arrived, *self.locate(turn))
+                act(*self.locate(turn))
 
-    def announce(self, arrived, batch, row, across) -> None:
+    def send(self, part: Part, batch, row, across) -> None:
+        """Sends what is kept to the owners of a tile, and announces it."""
+
+        @pl.loop(0, self.tiles.all_strips)
+        def _(number):
+            self.send_strip(part, number, batch, row, across)
+
+        self.announce(part, batch, row, across)
+
+    def send_strip(self, part: Part, number, batch, row, across) -> None:
+        """Starts to store a strip of a tile where its owners sum it up."""
+        if self.delays:
+            random_delay(self.axis_name, number)
+        devices, planes = self.shapes.devices, self.shapes.planes
+        column = self.column(across) + part.right + number * self.tiles.strip_columns
+        boxes = []
+        for offset in self.receivers:
+            owner = self.peers[offset]
+            if self.shapes.kind == "one_shot":
+                source = lax.axis_index(self.axis_name)
+            else:
+                source = devices - offset - 1
+            there = plgpu.remote_ref(part.partials, owner).at[source * planes + batch]
+            strip, index = part.strips.select(number), owner[self.axis_name]
+            boxes += self.blocks(strip, there, index, row + part.below, column)
+        self.store_boxes(boxes)
+
+    def store_boxes(self, boxes) -> None:
+        """Starts to copy boxes to their places, if they have one, as one group."""
+        for number, (box, place, has_it) in enumerate(boxes, start=1):
+            plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=number == len(boxes))
+
+    def announce(self, part: Part, batch, row, across) -> None:
         """Counts a tile at its owners, once this consumer's part of it is stored there."""
         plgpu.wait_smem_to_gmem(0)
 
@@ -276,23 +332,14 @@ class Scattering(OwnersWalk):
 
             @pl.when(self.owns(index, row))
             def _():
-                semaphore = arrived.at[self.number(index, batch, row, across)]
+                semaphore = part.arrived.at[self.number(index, batch, row, across)]
                 pl.semaphore_signal(semaphore, device_id=owner)
 
-    def collect(self, product, y, turn, consumer, rows, batch, row, column, stages, strips) -> None:
+    def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
         plan, width = self.plan, self.tiles.strip_columns
         _, _, filled, consumed = stages
-        me = lax.axis_index(self.axis_name)
-
-        def places(strip, column):
-            if self.shapes.kind != "two_step":
-                yield self.box(strip.swizzled, y.at[batch], row, column)
-                return
-            plane = batch * self.shapes.devices + me
-            for offset in (0, *self.receivers):
-                there = plgpu.remote_ref(y, self.peers[offset]) if offset else y
-                yield from self.blocks(strip, there.at[plane], me, row, column)
+        rows = pl.ds(part.below, self.tiles.part[0])
 
         for chunk in range(plan.chunks):
             value = product[:, chunk * width : (chunk + 1) * width]
@@ -301,7 +348,7 @@ class Scattering(OwnersWalk):
                 slots = [self.slot(turn, step + half) for half in range(plan.halves)]
                 for slot in slots:
                     plgpu.barrier_wait(filled.at[slot])
-                mine = self.slot(turn, step + (consumer if plan.halves > 1 else 0))
+                mine = self.slot(turn, step + (part.consumer if plan.halves > 1 else 0))
                 partial = self.incoming.swizzled[mine, 0, rows, :].astype(jnp.float32)
                 starts = self.shapes.kind == "one_shot" and source == 0
                 value = partial if starts else value + partial
@@ -309,4 +356,21 @@ class Scattering(OwnersWalk):
                 plgpu.commit_smem()
                 for slot in slots:
                     plgpu.barrier_arrive(consumed.at[slot])
-            self.store_strips(value, column + chunk * width, strips, chunk, places)
+            strip = part.strips.select(chunk)
+            self.await_strip(chunk)
+            self.fill(strip, value, 0)
+            plgpu.commit_smem()
+            column = self.column(across) + part.right + chunk * width
+            self.store_boxes(self.sum_boxes(strip, part.y, batch, row + part.below, column))
+
+    def sum_boxes(self, strip: Strips, y, batch, row, column) -> list[tuple[Any, Any, Any]]:
+        """What of a strip of sums goes where, and whether it does."""
+        if self.shapes.kind != "two_step":
+            return [self.box(strip.swizzled, y.at[batch], row, column)]
+        me = lax.axis_index(self.axis_name)
+        plane = batch * self.shapes.devices + me
+        boxes = []
+        for offset in (0, *self.receivers):
+            there = plgpu.remote_ref(y, self.peers[offset]) if offset else y
+            boxes += self.blocks(strip, there.at[plane], me, row, column)
+        return boxes

@@ -159,6 +159,9 @@ class Plan:
         # The rows of one owner are whole parts, or in one part.
         if self.shapes.kind != "one_shot" and rows % part_rows and part_rows % rows:
             return False
+        # A tile is sent while the next one is multiplied.
+        if self.tiles.strips < self.tiles.all_strips:
+            return False
         # A strip at its sender is swizzled as the slices are in whose memory its owner gets it.
         if self.tiles.strip_columns * ITEMSIZE % self.tiles.swizzle:
             return False
@@ -223,7 +226,7 @@ def _plans(shapes: Shapes) -> list[Plan]:
     return [
         Plan(owned, tiles)
         for owned in (replace(shapes, rows=rows) for rows in heights)
-        for tiles in cuts(functools.partial(_fits, owned))
+        for tiles in cuts(functools.partial(_fits, owned), all_strips=True)
     ]
 
 

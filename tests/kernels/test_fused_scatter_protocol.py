@@ -165,11 +165,11 @@ PLANS = {
     "narrow strips, half a tile beyond the end": Plan(
         Shapes("scatter", 2, 1, 32, (64,), 160), replace(LOW, columns=64, swizzle=64)
     ),
-    "strips in turns, own tiles in a row": Plan(
-        Shapes("scatter", 2, 2, 128, (64,), 192), replace(WIDE, columns=192)
+    "three strips, own tiles in a row": Plan(
+        Shapes("scatter", 2, 2, 128, (64,), 192), replace(WIDE, columns=192, strips=3)
     ),
     "seven strips, two steps": Plan(
-        Shapes("two_step", 2, 1, 256, (64,), 448), replace(WIDE, columns=224, swizzle=64)
+        Shapes("two_step", 2, 1, 256, (64,), 448), replace(WIDE, columns=224, strips=7, swizzle=64)
     ),
     "narrow strips, two steps": Plan(
         Shapes("two_step", 3, 1, 32, (64,), 160), replace(LOW, columns=64, swizzle=64)
