@@ -46,7 +46,7 @@ DOUBT = 1.08
 # How far a measured plan may be from what it is taken for, in doublings of the rows.
 _REACH = 1.0
 # What follows from the number of rows: the other choices carry over to nearly as many.
-_BY_ROWS = frozenset({"stages", "strips", "swizzle", "boxes_per_message", "owned_rows"})
+_BY_ROWS = frozenset({"stages", "strips", "swizzle", "slabs", "boxes_per_message", "owned_rows"})
 
 
 class Plan(Protocol):

@@ -11,21 +11,25 @@ The algorithm, on device d of D:
 
 1. The senders cut the device's own shard into boxes. Each copies its share into shared memory, and
    from there into the gathered array of a peer. Whoever stored a message, one or a few boxes,
-   waits until it has arrived, and counts up the peer's semaphore of the rows it is part of. Then
+   waits until it has arrived, and counts up the peer's semaphore of what it is part of. Then
    comes the next peer, in the order in which they need the shard: to each other one device sends at
    any time, with all the bandwidth there is.
 2. The tiles of the results are walked chunk by chunk, from chunk d on, in the order of the rows in
    which all senders send. There is no boundary between chunks: one walk over all tiles.
-3. A producer waits, before its first copy from another device's rows, until all messages that they
-   are made of have been counted. Chunk d it reads from x itself.
+3. Many rows are multiplied at once, all from their first column on. So of each such group of rows
+   one slab of columns is sent after the other, and a producer waits, before it copies from a slab
+   of another device's rows, until all messages of it have been counted. If whole rows were sent
+   one after the other, tiles of the last would wait for all of a group. Chunk d a producer reads
+   from x itself.
 
 Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
 the device sends its shard to itself too, so that a tile lies in one array, and each box to all
 receivers at once, as they are so few.
 
-A box is one piece of memory: its copies need an address and no more. The kernel looks up the peers'
-when it sends, in a table that XLA keeps on the GPU and renews before every launch. A region of
-several pieces would need a descriptor, which the host makes once for all replays of a CUDA graph.
+Whole rows, or a part of one, are one piece of memory, whose copy needs an address and no more. So
+boxes are copied piece by piece. The kernel looks up the peers' addresses when it sends, in a table
+that XLA keeps on the GPU and renews before every launch. A copy of several pieces would need a
+descriptor, which the host makes once for all replays of a CUDA graph.
 
 No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
 each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,
@@ -38,7 +42,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -59,6 +63,16 @@ plgpu: Any = mosaic_gpu
 # Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
 # blocks together, about half of what the cache holds.
 _PREFETCHED_BYTES = 196_608
+
+
+class Place(NamedTuple):
+    """Where a box is in a shard: its plane, group and slab, and its first row and column."""
+
+    plane: Any
+    group: Any
+    slab: Any
+    row: Any
+    column: Any
 
 
 class Gathering(Work):
@@ -87,7 +101,7 @@ class Gathering(Work):
         """What every warpgroup of every block runs."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
         plan = self.plan
-        count = plan.shapes.planes * self.devices * plan.groups
+        count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         xs = (shard, gathered, arrived)
         # Every operand has one plane, or its planes are found without an index.
@@ -101,7 +115,7 @@ class Gathering(Work):
         """What the warpgroups of a block share, by name."""
         return super().scratch(dtype) | {
             "boxes": plgpu.SMEM((BUFFERS, *self.plan.box), dtype),
-            "loaded": plgpu.Barrier(num_barriers=BUFFERS),
+            "loaded": plgpu.Barrier(num_arrivals=self.plan.pieces, num_barriers=BUFFERS),
         }
 
     def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
@@ -134,13 +148,13 @@ class Gathering(Work):
         indices, (shard, gathered, arrived), ws = operands
         load = super().load_tile
 
-        def load_from(x, plane):
-            load((indices, [x], ws), stages, turn, plane, row, across)
+        def load_from(x, plane, in_parts=None):
+            load((indices, [x], ws), stages, turn, plane, row, across, in_parts)
 
         if self.plan.joins:
             pl.when(turn == 0)(functools.partial(self.prefetch, ws, across))
-            self.await_rows(arrived, batch * self.devices, row)
-            load_from(gathered, batch)
+            shards = batch * self.devices
+            load_from(gathered, batch, functools.partial(self.load_slabs, arrived, shards, row))
             return
         own_planes = self.plan.shapes.planes
 
@@ -151,8 +165,16 @@ class Gathering(Work):
         @pl.when(batch >= own_planes)
         def _():
             plane = self.plane(batch)
-            self.await_rows(arrived, plane, row)
-            load_from(gathered, plane)
+            load_from(gathered, plane, functools.partial(self.load_slabs, arrived, plane, row))
+
+    def load_slabs(self, arrived, plane, row, load, steps: int) -> None:
+        """Copies the slices of a tile, slab by slab, each once it has arrived."""
+        per_slab = steps // self.plan.slabs
+
+        @pl.loop(0, self.plan.slabs)
+        def _(slab):
+            self.await_slab(arrived, plane, row, slab)
+            load(slab * per_slab, (slab + 1) * per_slab)
 
     def prefetch(self, ws, across) -> None:
         """Has the weights of a tile copied into the cache, as far as there is place for all."""
@@ -170,8 +192,8 @@ class Gathering(Work):
 
         self.on_result(across, prefetch_slices)
 
-    def await_rows(self, arrived, plane, row) -> None:
-        """Waits for the rows of a tile, counted from the beginning of a plane of one shard."""
+    def await_slab(self, arrived, plane, row, slab) -> None:
+        """Waits for a slab of a tile's rows, counted from the beginning of a plane of one shard."""
         plan = self.plan
         rows = plan.shapes.rows
         end = rows * (self.devices if plan.joins else 1)
@@ -180,14 +202,20 @@ class Gathering(Work):
             within = lax.div(lax.rem(row, rows), plan.rows_per_group)
             return lax.div(row, rows) * plan.groups + within
 
-        first = plane * plan.groups
         last_row = jnp.minimum(row + self.tiles.rows, end) - 1
 
         @pl.loop(group(row), group(last_row) + 1)
         def _(number):
-            before = lax.rem(number, plan.groups) * plan.messages_per_group
-            count = jnp.minimum(plan.messages_per_group, plan.messages_per_plane - before)
-            pl.semaphore_wait(arrived.at[first + number], count, decrement=False)
+            semaphore = arrived.at[(plane * plan.groups + number) * plan.slabs + slab]
+            boxes = self.boxes_of(lax.rem(number, plan.groups))
+            count = lax.div(boxes, plan.boxes_per_message)
+            pl.semaphore_wait(semaphore, count, decrement=False)
+
+    def boxes_of(self, group) -> Any:
+        """How many boxes a slab of a group is sent in: the last group may have fewer."""
+        plan = self.plan
+        full, all_groups = map(plan.boxes_per_slab, (plan.rows_per_group, plan.shapes.rows))
+        return jnp.minimum(full, all_groups - group * full)
 
     def send(self, shard, gathered, arrived, boxes, loaded) -> None:
         """Copies this block's messages to all receivers, and counts each once it has arrived."""
@@ -206,12 +234,17 @@ class Gathering(Work):
 
         def load(box):
             slot = lax.rem(box, BUFFERS)
-            plgpu.copy_gmem_to_smem(
-                self.region(shard, *self.place(locate(box)[2])),
-                boxes.at[slot],
-                loaded.at[slot],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
+            place = self.place(locate(box)[2])
+
+            def load_piece(piece):
+                plgpu.copy_gmem_to_smem(
+                    self.region(shard, place, piece),
+                    self.piece_of(boxes.at[slot], piece),
+                    loaded.at[slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+            pl.loop(0, plan.pieces)(load_piece)
 
         def signal(box):
             passed, message, _ = locate(box)
@@ -245,38 +278,55 @@ class Gathering(Work):
             plgpu.wait_smem_to_gmem(0)
             signal(count - 1)
 
-    def place(self, number) -> tuple[Any, Any, Any]:
-        """The plane, and the first row and column, of a box of the shard."""
-        shapes, (high, wide) = self.plan.shapes, self.plan.box
-        down, across = shapes.rows // high, shapes.contracted // wide
-        strip, part = lax.div(number, across), lax.rem(number, across)
-        return lax.div(strip, down), lax.rem(strip, down) * high, part * wide
+    def place(self, number) -> Place:
+        """Where a box is: planes are sent one by one, in each its groups, in each its slabs."""
+        plan = self.plan
+        high, wide = plan.box
+        plane, within = (f(number, plan.boxes_per_plane) for f in (lax.div, lax.rem))
+        per_group = plan.slabs * plan.boxes_per_slab(plan.rows_per_group)
+        group, within = lax.div(within, per_group), lax.rem(within, per_group)
+        per_slab = self.boxes_of(group)
+        slab, within = lax.div(within, per_slab), lax.rem(within, per_slab)
+        down, across = (f(within, plan.boxes_across) for f in (lax.div, lax.rem))
+        row = group * plan.rows_per_group + down * high
+        return Place(plane, group, slab, row, slab * plan.slab_columns + across * wide)
 
-    def region(self, array, plane, row, column) -> Any:
-        """What a box holds of an array."""
+    def region(self, array, place: Place, piece) -> Any:
+        """What a piece of a box holds of an array."""
         high, wide = self.plan.box
-        return array.at[plane, pl.ds(row, high), pl.ds(column, wide)]
+        rows = high // self.plan.pieces
+        return array.at[
+            place.plane, pl.ds(place.row + piece * rows, rows), pl.ds(place.column, wide)
+        ]
+
+    def piece_of(self, box, piece) -> Any:
+        """A piece of a box, which is one piece of memory."""
+        rows = self.plan.box[0] // self.plan.pieces
+        return box.at[pl.ds(piece * rows, rows)]
 
     def semaphore(self, message) -> Any:
         """The number of the semaphore that counts a message of this device's shard."""
         plan = self.plan
-        plane, within = (f(message, plan.messages_per_plane) for f in (lax.div, lax.rem))
-        own = plane * self.devices + lax.axis_index(self.axis_name)
-        return own * plan.groups + lax.div(within, plan.messages_per_group)
+        place = self.place(message * plan.boxes_per_message)
+        own = place.plane * self.devices + lax.axis_index(self.axis_name)
+        return (own * plan.groups + place.group) * plan.slabs + place.slab
 
     def post(self, box, gathered, passed, number) -> None:
         """Sends a box off to its place at the receivers of a pass, as one group of copies."""
-        plane, row, column = self.place(number)
+        place = self.place(number)
         me = lax.axis_index(self.axis_name)
         if self.plan.joins:
-            row += me * self.plan.shapes.rows
+            place = place._replace(row=place.row + me * self.plan.shapes.rows)
         else:
-            plane = plane * self.devices + me
+            place = place._replace(plane=place.plane * self.devices + me)
 
         def copy(offset):
             there = plgpu.remote_ref(gathered, peer(self.axis_name, offset)) if offset else gathered
-            region = self.region(there, plane, row, column)
-            plgpu.copy_smem_to_gmem(box, region, commit_group=False)
+
+            @pl.loop(0, self.plan.pieces)
+            def _(piece):
+                region = self.region(there, place, piece)
+                plgpu.copy_smem_to_gmem(self.piece_of(box, piece), region, commit_group=False)
 
         self.on_receivers(passed, copy)
         plgpu.commit_smem_to_gmem_group()

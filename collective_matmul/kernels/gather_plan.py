@@ -31,6 +31,11 @@ _BOX_BYTES = 8_192
 _BOXES = 16
 # Boxes are parts of rows by multiples of this: Mosaic copies multiples of 128 bytes.
 _COLUMN_MULTIPLE = 64
+# In how many slabs K may be sent. Narrow ones would be sent in small pieces.
+_SLABS = (1, 2, 4, 8)
+_SLAB_COLUMNS = 512
+# What senders leave of shared memory.
+_TILE_BYTES = SHARED_MEMORY_BYTES - BUFFERS * _BOX_BYTES
 # So many messages for each block keep all of them sending to the end, and rows arriving in order.
 _MESSAGES_PER_BLOCK = 4
 _OTHER_MESSAGES_PER_BLOCK = (2, 8)
@@ -43,6 +48,8 @@ _CACHE_BYTES = 40e6
 _SHARED_BYTES_PER_MICROSECOND = 2.2e5
 # Rows of one multiply (wgmma), which reads both its operands from shared memory.
 _MULTIPLY_ROWS = 64
+# What a producer takes to look whether a slab has arrived.
+_AWAITING_MICROSECONDS = 0.2
 # From the first copy out of a shard to the first tile that a peer starts with it.
 _ARRIVAL_MICROSECONDS = 5.0
 
@@ -85,44 +92,56 @@ class Plan:
       shapes: of the operands.
       tiles: of the matmul.
       joins: whether tiles reach over several shards.
-      box: rows and columns that are copied at once, as they lie in memory one after the other:
-        whole rows, or a part of one. Boxes fill a plane of a shard.
+      rows_per_group: of a shard in each plane, about as many as are multiplied at once. The last
+        group of a plane may have fewer.
+      slabs: equal ranges of K. Of the rows of a group, one is sent after the other, and each is
+        multiplied once it has arrived.
+      box: rows and columns of a slab that are sent at once. Boxes fill the slab of every group.
       boxes_per_message: boxes, one after the other, that are counted as one.
     """
 
     shapes: Shapes
     tiles: Tiles
     joins: bool
+    rows_per_group: int
+    slabs: int
     box: tuple[int, int]
     boxes_per_message: int
 
     @property
-    def messages_per_plane(self) -> int:
-        """Messages that each plane of a shard is sent in."""
-        return self._messages(self.shapes.rows)
+    def slab_columns(self) -> int:
+        """Of x."""
+        return self.shapes.contracted // self.slabs
 
     @property
-    def messages(self) -> int:
-        """Messages that a shard is sent in."""
-        return self.shapes.planes * self.messages_per_plane
+    def pieces(self) -> int:
+        """Of memory that a box of x consists of."""
+        high, wide = self.box
+        return 1 if wide == self.shapes.contracted else high
 
     @property
-    def rows_per_group(self) -> int:
-        """Rows whose messages are counted together: about as many as a tile has."""
-        return min(self.shapes.rows, self.tiles.rows // self.box[0] * self.box[0])
-
-    @property
-    def messages_per_group(self) -> int:
-        """Messages that such rows are sent in; the last of a plane may be fewer."""
-        return self._messages(self.rows_per_group)
+    def boxes_across(self) -> int:
+        """Side by side, that a slab is as wide as."""
+        return self.slab_columns // self.box[1]
 
     @property
     def groups(self) -> int:
         """Groups of rows in each plane of a shard."""
         return math.ceil(self.shapes.rows / self.rows_per_group)
 
-    def _messages(self, rows: int) -> int:
-        return rows * self.shapes.contracted // (math.prod(self.box) * self.boxes_per_message)
+    def boxes_per_slab(self, rows: int) -> int:
+        """Boxes that one slab of so many rows is sent in."""
+        return rows // self.box[0] * self.boxes_across
+
+    @property
+    def boxes_per_plane(self) -> int:
+        """Boxes that each plane of a shard is sent in."""
+        return self.slabs * self.boxes_per_slab(self.shapes.rows)
+
+    @property
+    def messages(self) -> int:
+        """Messages that a shard is sent in."""
+        return self.shapes.planes * self.boxes_per_plane // self.boxes_per_message
 
     @property
     def down(self) -> int:
@@ -142,6 +161,7 @@ class Plan:
         return {
             "tiles": asdict(self.tiles),
             "joins": self.joins,
+            "slabs": self.slabs,
             "boxes_per_message": self.boxes_per_message,
         }
 
@@ -179,27 +199,38 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
 def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     if shapes.contracted % _COLUMN_MULTIPLE:
         return []
-    box = _box(shapes)
-    most = SHARED_MEMORY_BYTES - ITEMSIZE * math.prod(box) * BUFFERS
 
     def fits(problem: Problem, tiles: Tiles) -> bool:
-        return tiles.shared_memory_bytes <= most and _swizzles(problem, tiles)
+        return tiles.shared_memory_bytes <= _TILE_BYTES and _swizzles(problem, tiles)
 
     # Rows arrive in order: those of one height are multiplied before the next.
     plans = (
-        Plan(shapes, replace(tiles, sweep="columns"), joins, box, 1)
+        _plan(shapes, replace(tiles, sweep="columns"), joins, slabs, multiprocessors)
         for joins in (False, True)
         for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
+        for slabs in _SLABS
+        if shapes.contracted % (slabs * _COLUMN_MULTIPLE) == 0
+        and (slabs == 1 or shapes.contracted // slabs >= _SLAB_COLUMNS)
     )
     return [_sent_in(plan, _MESSAGES_PER_BLOCK * multiprocessors) for plan in plans]
+
+
+def _plan(shapes: Shapes, tiles: Tiles, joins: bool, slabs: int, multiprocessors: int) -> Plan:
+    plan = Plan(shapes, tiles, joins, shapes.rows, slabs, (1, 1), 1)
+    if not joins:
+        clusters = multiprocessors // math.prod(tiles.cluster)
+        down = max(1, clusters // min(plan.across, tiles.sweep_width))
+        group = min(shapes.rows, down * tiles.rows * tiles.cluster[0])
+        plan = replace(plan, rows_per_group=group)
+    return replace(plan, box=_box(plan))
 
 
 def _sent_in(plan: Plan, messages: int) -> Plan:
     """The same, sent in as few messages as may be, but in so many if there are so many boxes."""
     boxed = replace(plan, boxes_per_message=1)
-    # No message is of two groups.
-    whole = math.gcd(boxed.messages_per_group, boxed.messages_per_plane)
-    size = _largest_divisor(whole, max(1, boxed.messages // messages))
+    # No message is of two slabs.
+    rows = math.gcd(plan.rows_per_group, plan.shapes.rows)
+    size = _largest_divisor(boxed.boxes_per_slab(rows), max(1, boxed.messages // messages))
     return replace(plan, boxes_per_message=size)
 
 
@@ -217,13 +248,36 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
         passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
     )
     # Of cuts as fast, that which reads least leaves most to the senders.
-    computing += reading / 10
-    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
-    sending = (shapes.devices - 1) * shard / _LINK_BYTES_PER_MICROSECOND + _ARRIVAL_MICROSECONDS
-    if plan.joins:
-        return sending + computing
-    # The rows that arrive last are multiplied last.
-    return max(computing, sending + computing / (2 * shapes.devices))
+    computing += reading / 10 + problem.batch * plan.slabs * _AWAITING_MICROSECONDS
+    return _arriving_microseconds(plan, computing, multiprocessors // math.prod(plan.tiles.cluster))
+
+
+def _arriving_microseconds(plan: Plan, computing: float, clusters: int) -> float:
+    """What a launch takes that computes for so long, and awaits slabs, wave after wave of tiles."""
+    shapes = plan.shapes
+    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted / _LINK_BYTES_PER_MICROSECOND
+    per_chunk = plan.down * plan.across * (1 if plan.joins else shapes.planes)
+    tiles = per_chunk * (shapes.planes if plan.joins else shapes.devices)
+    waves = math.ceil(tiles / clusters)
+    wave, now = computing / waves, 0.0
+    for last in range(clusters - 1, waves * clusters, clusters):
+        chunk, within = divmod(min(last, tiles - 1), per_chunk)
+        if plan.joins:
+            # All shards come at once.
+            before, sent = 0.0, (shapes.devices - 1) * shard
+        elif chunk == 0:
+            now += wave
+            continue
+        else:
+            sweep = min(1.0, plan.tiles.sweep_width / plan.across)
+            groups = shapes.planes * plan.groups
+            group = min(groups - 1, int(groups * (within + 1) / (per_chunk * sweep)))
+            before, sent = (chunk - 1 + group / groups) * shard, shard / groups
+        first, whole = (
+            _ARRIVAL_MICROSECONDS + before + sent * share for share in (1 / plan.slabs, 1)
+        )
+        now = max(max(now, first) + wave, whole + wave / plan.slabs)
+    return now
 
 
 def _copying_microseconds(
@@ -253,14 +307,15 @@ def _swizzles(problem: Problem, tiles: Tiles) -> bool:
     return whole and problem.swizzles(tiles)
 
 
-def _box(shapes: Shapes) -> tuple[int, int]:
-    """The largest box that fills planes without a rest."""
-    rows, columns = shapes.rows, shapes.contracted
-    most = min(_BOX_BYTES // ITEMSIZE, shapes.planes * rows * columns // _BOXES)
-    if columns <= most:
-        return _largest_divisor(rows, most // columns), columns
-    parts = columns // _COLUMN_MULTIPLE
-    return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, max(1, most // _COLUMN_MULTIPLE))
+def _box(plan: Plan) -> tuple[int, int]:
+    """The largest box that fills slabs without a rest."""
+    shapes, columns = plan.shapes, plan.slab_columns
+    shard = shapes.planes * shapes.rows * shapes.contracted
+    most = max(_COLUMN_MULTIPLE, min(_BOX_BYTES // ITEMSIZE, shard // _BOXES))
+    if columns > most:
+        parts = columns // _COLUMN_MULTIPLE
+        return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
+    return _largest_divisor(math.gcd(shapes.rows, plan.rows_per_group), most // columns), columns
 
 
 def _largest_divisor(number: int, most: int) -> int:

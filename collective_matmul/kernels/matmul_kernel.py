@@ -195,8 +195,12 @@ class Work:
         def _(slot):
             plgpu.barrier_wait(stages[3].at[slot])
 
-    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
-        """Copies all slices that a tile is the product of."""
+    def load_tile(self, operands, stages, turn, batch, row, across, in_parts=None) -> None:
+        """Copies all slices that a tile is the product of.
+
+        `in_parts` is called with a function of the first step and the last, and how many steps
+        there are: it copies them, in one or several calls.
+        """
         indices, xs, ws = operands
         columns = self.tiles.columns
 
@@ -206,17 +210,19 @@ class Work:
                 x, w = self.xs[p], self.ws[p][q]
                 read_x = reader(xs[p], x, indices, batch, pl.ds(row, self.x_rows))
                 read_w = reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
-                self.load(first, steps, read_x, read_w, stages)
-                first += self.contracted_planes * steps
+                load = functools.partial(self.load, first, steps, read_x, read_w, stages)
+                count = self.contracted_planes * steps
+                load(0, count) if in_parts is None else in_parts(load, count)
+                first += count
 
         self.on_result(across, load_terms)
 
-    def load(self, first, steps: int, read_x: Callable, read_w: Callable, stages) -> None:
-        """Copies the slices of one term, from stage number `first` on."""
+    def load(self, first, steps: int, read_x, read_w, stages, start, stop) -> None:
+        """Copies slices of one term, which begins at stage number `first`, in a range of steps."""
         tiles = self.tiles
         x_slices, w_slices, filled, consumed = stages
 
-        @pl.loop(0, self.contracted_planes * steps)
+        @pl.loop(start, stop)
         def _(step):
             count = first + step
             slot = lax.rem(count, tiles.stages)

@@ -9,14 +9,18 @@ import os
 import select
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from benchmarks import peers
+from benchmarks.fused.cases import Case, Op
+from benchmarks.fused.peers import op_stack
 from benchmarks.peers import MULTICAST_OFF, torch_stack
 from benchmarks.stack import Stack
 
 CASES = Stack(shapes=("tiny",), layers=2).cases()
+OPS = [op_stack(Case(op, "tiny", 16), layers=3) for op in get_args(Op)]
 
 
 def python(program: str, timeout: float = 60) -> str | None:
@@ -50,12 +54,22 @@ def test_what_was_measured_before_a_failure_is_kept(
     def run(command: list[str], timeout: float) -> str:
         job = json.loads(Path(command[-1]).read_text())
         assert job["cases"][0] == {
+            "name": "tiny forward",
             "shape": "tiny",
             "rows": 64,
             "features": 32,
             "hidden_features": 64,
             "direction": "forward",
             "layers": 2,
+        }
+        assert job["cases"][-1] == {
+            "name": "matmul_all_reduce tiny M=16",
+            "shape": "tiny",
+            "rows": 16,
+            "features": 256,
+            "hidden_features": 512,
+            "op": "matmul_all_reduce",
+            "layers": 3,
         }
         assert timeout > job["limit_seconds"] == 7
         if written is not None:
@@ -64,7 +78,7 @@ def test_what_was_measured_before_a_failure_is_kept(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(peers, "_run", run)
-    result = torch_stack(CASES, devices=2, limit_seconds=7)
+    result = torch_stack([*CASES, *OPS], devices=2, limit_seconds=7)
     assert (result.results, result.reason) == (written or [], "it broke")
 
 
@@ -106,14 +120,16 @@ def test_processes_that_hang_are_ended_with_all_that_they_started(tmp_path: Path
 
 def test_pytorch_is_timed_and_checked() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    run = torch_stack(CASES, devices=2, platform="cpu", variants=("eager",), groups=2)
+    cases = [*CASES, *OPS]
+    run = torch_stack(cases, devices=2, platform="cpu", variants=("eager",), groups=2)
     assert run.reason is None
-    by_name = {(result["peer"], result["direction"]): result for result in run.results}
-    assert len(by_name) == 4
-    for direction in ("forward", "forward_backward"):
-        result = by_name["torch", direction]
+    by_name = {(result["peer"], result["name"]): result for result in run.results}
+    assert len(by_name) == 2 * len(cases)
+    for case in cases:
+        result = by_name["torch", case.name]
         assert len(result["samples"]) == 2
         assert math.isclose(result["milliseconds"]["median"], 500 * sum(result["samples"]))
         assert 0 < result["relative_error"] < 0.02
         # There is no symmetric memory of CPUs; one peer's failure costs the other nothing.
-        assert "symm_mem" in by_name["torch_async_tp", direction]["failure"]
+        expected = "no matmul_all_reduce" if "all_reduce" in case.name else "symm_mem"
+        assert expected in by_name["torch_async_tp", case.name]["failure"]

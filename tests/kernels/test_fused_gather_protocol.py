@@ -39,7 +39,7 @@ class GatherSimulation(Simulation):
         self.shards = [whole[:, d] for d in range(shapes.devices)]
         self.expected = whole.reshape(problem.batch, problem.rows, shapes.contracted)
         self.gathered = self.allocate(NEVER, *self.expected.shape)
-        count = shapes.planes * shapes.devices * plan.groups
+        count = shapes.planes * shapes.devices * plan.groups * plan.slabs
         self.semaphores = self.allocate(0, count, dtype=int)
         self.multiplied = [Counter() for _ in self.shards]
         for place in self.places():
@@ -61,7 +61,7 @@ class GatherSimulation(Simulation):
     def sender(self, device: int) -> Callable[[], None]:
         def act() -> None:
             boxes = Reference.to(np.full((BUFFERS, *self.plan.box), NEVER))
-            self.work().send(*self.operands(device), boxes, Barriers(BUFFERS))
+            self.work().send(*self.operands(device), boxes, Barriers(BUFFERS, self.plan.pieces))
 
         return act
 
@@ -72,16 +72,18 @@ class GatherSimulation(Simulation):
             tile, within = self.plan.tiles.rows, self.expected.shape[1]
 
             def visit(turn, batch, row, across):
-                def load(first, steps, read_x, read_w, stages):
+                def load(first, steps, read_x, read_w, stages, start, stop):
                     plane = work.out_plane(None, batch)
                     # All rows of the tile that there are.
                     count = max(0, min(tile, within - row))
-                    rows = self.expected[plane, row : row + count]
+                    columns = slice(start * work.tiles.contracted, stop * work.tiles.contracted)
+                    rows = self.expected[plane, row : row + count, columns]
                     self.here().wait()
-                    x = read_x(0, slice(0, self.plan.shapes.contracted))
+                    x = read_x(0, columns)
                     np.testing.assert_array_equal(x.read()[:count], rows)
                     w = read_w(0, slice(0, 1))
-                    self.multiplied[device][plane, row, w.array.shape[2] - 1, w.starts[2]] += 1
+                    key = plane, row, w.array.shape[2] - 1, w.starts[2]
+                    self.multiplied[device].update({(*key, step): 1 for step in range(start, stop)})
 
                 work.load = load
                 indices = [0] * (work.results + 2)
@@ -110,17 +112,25 @@ LOW = Tiles(64, 64, split="columns", swizzle=64, share=None, sweep="columns", sw
 HIGH = replace(LOW, rows=128, columns=128, split="rows", share="w")
 
 PLANS = {
-    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, (16, 64), 1),
-    "messages of several boxes": Plan(Shapes(3, 1, 72, 128, (192,)), LOW, False, (1, 64), 4),
-    "clusters, groups smaller than tiles": Plan(
-        Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, (40, 64), 1
+    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, 64, 1, (16, 64), 1),
+    "messages of several boxes": Plan(Shapes(3, 1, 72, 128, (192,)), LOW, False, 64, 1, (1, 64), 4),
+    "clusters, a smaller last group": Plan(
+        Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1
     ),
     "clusters along the columns": Plan(
-        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, (8, 64), 1
+        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1
     ),
-    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, (1, 32), 2),
-    "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, (16, 64), 1),
-    "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, (8, 64), 1),
+    "slabs": Plan(Shapes(2, 1, 64, 256, (64,)), LOW, False, 64, 4, (8, 64), 2),
+    "slabs of several boxes, a smaller last group": Plan(
+        Shapes(3, 2, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4
+    ),
+    "slabs, clusters, groups smaller than tiles": Plan(
+        Shapes(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1
+    ),
+    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2),
+    "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1),
+    "joins, slabs": Plan(Shapes(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1),
+    "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1),
 }
 
 
@@ -137,11 +147,12 @@ def test_every_row_is_here_when_it_is_multiplied(
     for device, multiplied in enumerate(simulation.multiplied):
         visits = {key for key in multiplied if key[1] < problem.rows}
         assert set(multiplied.values()) == {1}
-        assert {key[:3] for key in visits} == {
-            (plane, row, q)
+        assert {(*key[:3], key[-1]) for key in visits} == {
+            (plane, row, q, step)
             for plane in range(problem.batch)
             for row in range(0, problem.rows, tiles.rows)
             for q in range(len(problem.columns))
+            for step in range(plan.shapes.contracted // tiles.contracted)
         }
         if keep or plan.joins:
             np.testing.assert_array_equal(simulation.gathered[device], simulation.expected)

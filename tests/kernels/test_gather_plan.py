@@ -16,14 +16,19 @@ def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
     shapes = Shapes(4, 2, rows, contracted, (1024,))
     for plan in candidates(shapes):
         high, wide = plan.box
-        assert wide == contracted or high == 1, "it is in several pieces"
+        assert plan.slabs * plan.slab_columns == contracted
+        assert plan.slab_columns % plan.tiles.contracted == 0
+        assert plan.boxes_across * wide == plan.slab_columns
         boxes = plan.messages * plan.boxes_per_message
         assert boxes * high * wide == shapes.planes * rows * contracted
-        # Every group, the last one too, begins and ends with a message.
+        # Every slab, also of the last group, begins and ends with a message.
         size = high * wide * plan.boxes_per_message
         groups = {plan.rows_per_group, rows - (plan.groups - 1) * plan.rows_per_group}
-        assert all(0 < group <= plan.tiles.rows for group in groups)
-        assert not any(group * contracted % size for group in groups)
+        assert all(0 < group <= rows for group in groups)
+        assert not any(group * plan.slab_columns % size for group in groups)
+        # A piece is whole rows, or a part of one.
+        assert high % plan.pieces == 0
+        assert wide == contracted or high == plan.pieces
 
 
 @pytest.mark.parametrize("rows", [256, 1024])
