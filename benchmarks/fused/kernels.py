@@ -2,7 +2,7 @@
 
 A kernel that waits for other devices can wait forever. Cases therefore run in a process of their
 own; where a step takes too long, that process is killed, its case counts as hung, and another
-process goes on with the next case.
+process goes on with the next case. PyTorch, if it is asked for, has the GPUs to itself afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import environment
+from benchmarks.communication import AXIS
 from benchmarks.fused.apart import HUNG, Said, run_apart
 from benchmarks.fused.cases import (
     Case,
@@ -31,6 +32,7 @@ from benchmarks.fused.cases import (
     random_arrays,
     way_of,
 )
+from benchmarks.fused.peers import options_tried, time_peers
 from benchmarks.report import Report
 from benchmarks.settings import (
     Settings,
@@ -42,7 +44,7 @@ from benchmarks.settings import (
     make_mesh,
 )
 from benchmarks.tables import table
-from collective_matmul.choose.measure import measure
+from collective_matmul.choose.measure import Timing, measure
 from collective_matmul.implementations import IMPLEMENTATIONS
 
 
@@ -64,6 +66,8 @@ class Fused(Settings):
     """Ops in one executable, each with its own weight; 0 times nothing."""
     step_seconds: float = 60.0
     """A step of a case that takes longer hangs."""
+    peers: bool = False
+    """Afterwards time PyTorch on the same ops, in processes of its own."""
 
 
 def times(case: Case, mesh: Mesh, settings: Fused) -> dict[str, Any]:
@@ -101,10 +105,14 @@ class Outcome:
     """What was found in a case."""
 
     case: Case
+    mesh: dict[str, int] = field(default_factory=dict)
+    """How many devices an axis has."""
     checks: dict[str, Any] = field(default_factory=dict)
     """Wrong elements, or why there is no count, by check."""
     times: dict[str, Any] = field(default_factory=dict)
     """Quartiles in microseconds per op, or why there are none, by contender."""
+    peers: dict[str, Any] = field(default_factory=dict)
+    """All that was found of PyTorch, by peer: see `benchmarks.peers.PeerRun`."""
     hung: str = ""
     """The step that took too long."""
     gpus: list[dict[str, str]] = field(default_factory=list)
@@ -117,6 +125,7 @@ class Outcome:
 
 def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, Callable]]:
     """What to do in a case: where it belongs in the outcome, its name, and a function."""
+    yield "mesh", AXIS, lambda: mesh.devices.size
     checks = Checks(case, mesh, settings.array_dtype, settings.repeats)
     if settings.repeats:
         yield "checks", "exact", lambda: checks.exact(way_of("fused", case.op))()
@@ -157,9 +166,11 @@ def run(settings: Fused) -> Report:
     check(settings)
     check_least(settings, 0, "repeats", "layers")
     check_positive(settings, "step_seconds")
+    if settings.peers and not settings.layers:
+        raise ValueError("peers=True: layers=0 times nothing; give at least 1, or leave peers out")
     check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
-    report = Report("fused", settings, kinds, [checks_and_times])
+    report = Report("fused", settings, kinds, [checks_and_times, reasons, options_tried])
     ends = time.time() + settings.limit_seconds
     cases = [Case(o, m, r) for o in settings.ops for m in settings.models for r in settings.rows]
     outcomes: dict[Case, Outcome] = {}
@@ -176,8 +187,29 @@ def run(settings: Fused) -> Report:
         report.write_cases([outcome.as_json for outcome in outcomes.values()])
 
     run_apart(work, arguments, settings.step_seconds, note)
+    if settings.peers and outcomes and not report.out_of_time():
+        add_peers(outcomes, settings, report)
     print(checks_and_times(report.content), flush=True)
     return report
+
+
+def add_peers(outcomes: Mapping[Case, Outcome], settings: Fused, report: Report) -> None:
+    """Adds what PyTorch takes for the cases that there are outcomes of."""
+    found = time_peers(
+        list(outcomes),
+        devices=max(outcome.mesh[AXIS] for outcome in outcomes.values()),
+        layers=settings.layers,
+        settings=settings,
+        seconds_left=report.seconds_left,
+    )
+    for case, outcome in outcomes.items():
+        outcome.peers = found[case]
+        for name, result in found[case].items():
+            samples = tuple(result.get("samples", ()))
+            outcome.times[name] = (
+                quartiles(Timing(samples), settings.layers) if samples else result["failure"]
+            )
+    report.write_cases([outcome.as_json for outcome in outcomes.values()])
 
 
 def add(said: Said, outcome: Outcome) -> None:
@@ -204,3 +236,14 @@ def checks_and_times(content: dict[str, Any]) -> str:
         hung = f"{case['hung']} hung or died" if case["hung"] else ""
         rows.append([case["name"], ", ".join(filter(None, (wrong, hung))), *medians])
     return table(["µs per op", "wrong", *names], rows)
+
+
+def reasons(content: dict[str, Any]) -> str:
+    """Why contenders have no times."""
+    lines = [
+        f"- {case['name']}, {name}: {value}"
+        for case in content["cases"]
+        for name, value in case["times"].items()
+        if isinstance(value, str)
+    ]
+    return "\n".join(["## Without times", "", *lines]) if lines else ""

@@ -1,4 +1,4 @@
-"""What others offer for the same layers, measured for comparison.
+"""What others offer for the same layers and ops, measured for comparison.
 
 PyTorch runs one process per GPU, so `torch_stack` starts it beside this one and reads what it
 wrote. Nothing here imports PyTorch, and the processes it starts do not import JAX.
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 PEERS = ("torch", "torch_async_tp")
 VARIANTS = ("eager", "CUDA graph", "compiled")
@@ -33,15 +33,18 @@ MULTICAST_OFF = {
 _GRACE_SECONDS = 60.0
 
 
-class LayerStack(Protocol):
-    """Feed-forward layers; `shape` is a dataclass of their global sizes, with a name."""
+class PeerCase(Protocol):
+    """A dataclass: layers in a `direction`, or as many single ops of one name, `op`.
+
+    Its `shape` is a dataclass of their global sizes, with a name.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str: ...
     @property
     def shape(self) -> Any: ...
-    @property
-    def direction(self) -> str: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -52,10 +55,11 @@ class LayerStack(Protocol):
 class PeerRun:
     """What was measured, and why that is not everything, if so.
 
-    Each result holds: peer, direction, shape, rows, features, hidden_features, layers, devices,
-    dtype, versions; options (the variant that was fastest), tried (seconds per call of each in a
-    short trial), samples (seconds per call, one for each group), milliseconds (median, q1, q3),
-    relative_error (of results and gradients, the largest over arrays and devices); or failure.
+    Each result holds: peer, name, direction or op, shape, rows, features, hidden_features, layers,
+    devices, dtype, versions; options (the variant that was fastest), tried (seconds per call of
+    each in a short trial), samples (seconds per call, one for each group), milliseconds (median,
+    q1, q3), relative_error (of results and gradients, the largest over arrays and devices); or
+    failure.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +67,7 @@ class PeerRun:
 
 
 def torch_stack(
-    cases: Sequence[LayerStack],
+    cases: Sequence[PeerCase],
     *,
     devices: int,
     peers: Sequence[str] = PEERS,
@@ -74,7 +78,7 @@ def torch_stack(
     group_seconds: float = 0.05,
     limit_seconds: float = 90.0,
 ) -> PeerRun:
-    """Times PyTorch on the cases of `benchmarks.stack`, a process per device.
+    """Times PyTorch on stacks of layers or of single ops, a process per device.
 
     The GPUs are shared with this process, which must not use them meanwhile and must have left
     PyTorch some 20 GB of their memory.
@@ -84,8 +88,8 @@ def torch_stack(
       devices: processes, each with its own GPU, or CPU cores.
       peers: "torch" gathers and scatters with NCCL, "torch_async_tp" with the fused operators of
         PyTorch's async tensor parallelism.
-      variants: how each runs: "eager", "CUDA graph", "compiled" (torch.compile on a layer); the
-        fastest counts.
+      variants: how each runs: "eager", "CUDA graph", "compiled" (torch.compile on a layer or an
+        op); the fastest counts.
       platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.
       dtype: of all arrays.
       groups: timed groups; in each, the peers take turns.
@@ -120,24 +124,31 @@ def torch_stack(
 
 
 def _check(
-    cases: Sequence[LayerStack], devices: int, peers: Sequence[str], variants: Sequence[str]
+    cases: Sequence[PeerCase], devices: int, peers: Sequence[str], variants: Sequence[str]
 ) -> None:
     for argument, names, known in (("peers", peers, PEERS), ("variants", variants, VARIANTS)):
         if not names or not set(names) <= set(known):
             raise ValueError(f"{argument}={list(names)}: expected some of {', '.join(known)}")
     for case in cases:
-        for name, size in case.divided_sizes.items():
-            if devices < 1 or size % devices:
-                raise ValueError(
-                    f"devices={devices}: does not divide {name}={size} of {case.name!r}; "
-                    "choose other shapes or devices"
-                )
+        if reason := undivided(case, devices):
+            raise ValueError(reason)
 
 
-def _flat(case: LayerStack) -> dict[str, Any]:
-    sizes = asdict(case.shape)
-    flat = {"shape": sizes.pop("name"), "direction": case.direction, "layers": case.layers}
-    return {**flat, **sizes}
+def undivided(case: PeerCase, devices: int) -> str | None:
+    """Why so many devices cannot share a case, or None."""
+    for name, size in case.divided_sizes.items():
+        if devices < 1 or size % devices:
+            return (
+                f"devices={devices}: does not divide {name}={size} of {case.name!r}; "
+                "choose other shapes or devices"
+            )
+    return None
+
+
+def _flat(case: PeerCase) -> dict[str, Any]:
+    content = asdict(case)
+    sizes = content.pop("shape")
+    return {"name": case.name, **content, "shape": sizes.pop("name"), **sizes}
 
 
 def _run(command: list[str], timeout: float) -> str | None:

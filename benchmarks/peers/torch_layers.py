@@ -1,15 +1,10 @@
-"""Feed-forward layers under tensor and sequence parallelism, the two ways PyTorch offers.
+"""Feed-forward layers under tensor and sequence parallelism, with or without their gradients.
 
 Legend: D devices, M rows, K features, F hidden features; all shapes are of one device.
 
     x, state  [M/D, K]    a shard of the rows
     up        [F/D, K]    weights are [out, in], as torch.nn.Linear keeps them
     down      [K, F/D]
-
-A communication has two operators, of a matrix w that may be transposed:
-
-    all_gather_matmul(x, w, keep)  x [M/D, K], w [K, N] -> product [M, N], gathered [M, K] if `keep`
-    matmul_reduce_scatter(x, w)    x [M, K], w [K, N] -> [M/D, N], and a function that waits for it
 """
 
 # PyTorch is no dependency: where it is not installed, nothing here is imported.
@@ -17,93 +12,101 @@ A communication has two operators, of a matrix w that may be transposed:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-Wait = Callable[[], Any]
+from benchmarks.peers.torch_communication import Communication
+from benchmarks.peers.torch_programs import Case, Place, Program
 
 
-class Communication(Protocol):
-    """See the module."""
+@dataclass(frozen=True)
+class LayersCase(Case):
+    """As `benchmarks.stack.StackCase` describes it."""
 
-    def all_gather_matmul(
-        self, x: Tensor, w: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def matmul_reduce_scatter(self, x: Tensor, w: Tensor) -> tuple[Tensor, Wait]: ...
+    direction: str
 
 
-class Collectives:
-    """One collective and one matmul.
+class Layers(Program):
+    """Layer after layer, each with its own weights."""
 
-    With `overlap`, a reduce-scatter runs beside whatever follows until it is waited for: in the
-    backward that is the weight's gradient.
-    """
+    def __init__(self, case: LayersCase, place: Place, dtype: torch.dtype, seed: int):
+        super().__init__(place, dtype, seed)
+        self.case = case
+        # The weight's gradient does not need what is scattered in a backward.
+        self.overlaps = case.direction != "forward"
+        self.part = feed_forward
 
-    def __init__(self, *, overlap: bool = False):
-        self.overlap = overlap
+    def state(self, rank: int) -> Tensor:
+        return self.normal(0, rank, self.case.rows // self.place.devices, self.case.features)
 
-    def all_gather_matmul(self, x, w, keep):
-        gathered = x.new_empty(x.shape[0] * dist.get_world_size(), x.shape[1])
-        dist.all_gather_into_tensor(gathered, x.contiguous())
-        return gathered @ w, gathered if keep else None
+    def cotangent(self, rank: int) -> Tensor:
+        return self.normal(1, rank, self.case.rows // self.place.devices, self.case.features)
 
-    def matmul_reduce_scatter(self, x, w):
-        product = x @ w
-        scattered = product.new_empty(product.shape[0] // dist.get_world_size(), product.shape[1])
-        work = dist.reduce_scatter_tensor(scattered, product, async_op=self.overlap)
-        return scattered, work.wait if self.overlap and work is not None else _nothing
+    def weights(self, layer: int, rank: int) -> tuple[Tensor, Tensor]:
+        k, f = self.case.features, self.case.hidden_features
+        up = self.normal(2 + 2 * layer, rank, f // self.place.devices, k) * k**-0.5
+        down = self.normal(3 + 2 * layer, rank, k, f // self.place.devices) * f**-0.5
+        return up, down
+
+    def arguments(self, layers: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+        """This device's state, weights, and cotangent if there is to be a backward."""
+        rank = self.place.rank
+        weights = [self.weights(layer, rank) for layer in range(layers)]
+        forward = self.case.direction == "forward"
+        return self.state(rank), weights, None if forward else self.cotangent(rank)
+
+    def run(
+        self,
+        part: Callable[..., Tensor],
+        communication: Communication,
+        state: Tensor,
+        weights: Sequence[tuple[Tensor, Tensor]],
+        cotangent: Tensor | None,
+    ) -> list[Tensor]:
+        """The result; given a cotangent, also the gradients of the state and of every weight."""
+        if cotangent is None:
+            with torch.no_grad():
+                return [_through(part, communication, state, weights)]
+        leaves = [state, *(w for layer_weights in weights for w in layer_weights)]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
+        result = _through(part, communication, leaves[0], pairs)
+        return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
+
+    def reference(self, layers: int) -> list[Tensor]:
+        """What this device must compute, from the whole arrays in float32."""
+        ranks = range(self.place.devices)
+        whole: list[tuple[Tensor, Tensor]] = []
+        for layer in range(layers):
+            ups, downs = zip(*(self.weights(layer, rank) for rank in ranks), strict=True)
+            whole.append((torch.cat(ups).float(), torch.cat(downs, dim=1).float()))
+        if self.case.direction == "forward":
+            return [_unsharded(self.state(self.place.rank).float(), whole)]
+        leaves = [w.requires_grad_() for pair in whole for w in pair]
+        mine: list[Tensor] = []
+        # Rows depend on no other rows: device by device, less is held at a time.
+        for rank in ranks:
+            state = self.state(rank).float().requires_grad_()
+            result = _unsharded(state, whole)
+            result.backward(self.cotangent(rank).float())
+            if rank == self.place.rank:
+                assert state.grad is not None
+                mine = [result.detach(), state.grad]
+        return [*mine, *(self._my_shard(w, i % 2) for i, w in enumerate(leaves))]
+
+    def _my_shard(self, w: Tensor, dimension: int) -> Tensor:
+        assert w.grad is not None
+        return w.grad.chunk(self.place.devices, dim=dimension)[self.place.rank]
 
 
-class AsyncTensorParallel:
-    """The fused operators of PyTorch's async tensor parallelism.
-
-    Raises:
-      RuntimeError: if PyTorch would use NVLink multicast.
-    """
-
-    def __init__(self, device: torch.device):
-        from torch.distributed import _symmetric_memory
-
-        if _has_multicast(device):
-            raise RuntimeError(
-                "PyTorch would use NVLink multicast; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
-            )
-        assert dist.group.WORLD is not None
-        self.group = dist.group.WORLD.group_name
-        with warnings.catch_warnings():
-            # Older versions need it, newer ones say that they no longer do.
-            warnings.simplefilter("ignore", FutureWarning)
-            _symmetric_memory.enable_symm_mem_for_group(self.group)
-
-    def all_gather_matmul(self, x, w, keep):
-        gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [w], 0, self.group, return_A=keep
-        )
-        return product, gathered
-
-    def matmul_reduce_scatter(self, x, w):
-        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        return fused(x.contiguous(), w, "sum", 0, self.group), _nothing
-
-
-def _has_multicast(device: torch.device) -> bool:
-    from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return device.type == "cuda" and _SymmetricMemory.has_multicast_support(
-        DeviceType.CUDA, device.index
-    )
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
+def _unsharded(state: Tensor, weights: list[tuple[Tensor, Tensor]]) -> Tensor:
+    for up, down in weights:
+        state = state + gelu(state @ up.t()) @ down.t()
+    return state
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -156,24 +159,6 @@ def feed_forward(communication: Communication, state: Tensor, up: Tensor, down: 
 def gelu(x: Tensor) -> Tensor:
     # JAX's default.
     return F.gelu(x, approximate="tanh")
-
-
-def run_stack(
-    layer: Callable[..., Tensor],
-    communication: Communication,
-    state: Tensor,
-    weights: Sequence[tuple[Tensor, Tensor]],
-    cotangent: Tensor | None,
-) -> list[Tensor]:
-    """The result; given a cotangent, also the gradients of the state and of every weight."""
-    if cotangent is None:
-        with torch.no_grad():
-            return [_through(layer, communication, state, weights)]
-    leaves = [state, *(w for layer_weights in weights for w in layer_weights)]
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
-    result = _through(layer, communication, leaves[0], pairs)
-    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
 
 
 def _through(layer, communication, state, weights):

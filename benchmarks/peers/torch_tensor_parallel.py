@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,10 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.peers import MULTICAST_OFF
-from benchmarks.peers.torch_layers import (
-    AsyncTensorParallel,
-    Collectives,
-    Communication,
-    feed_forward,
-    run_stack,
-)
-from benchmarks.peers.torch_operands import Case, Operands, Place, relative_error
+from benchmarks.peers.torch_communication import AsyncTensorParallel, Collectives, Communication
+from benchmarks.peers.torch_layers import Layers, LayersCase
+from benchmarks.peers.torch_ops import Ops, OpsCase
+from benchmarks.peers.torch_programs import Place, Program, relative_error
 
 Run = Callable[[], list[Tensor]]
 
@@ -72,6 +68,13 @@ class Failure(Exception):
     """A step failed on some device; the message is the first one's."""
 
 
+def program_of(case: dict[str, Any], *arguments: Any) -> Program:
+    """A device's part of a case as `torch_stack` describes it; `arguments` as `Program` takes."""
+    if "op" in case:
+        return Ops(OpsCase(**case), *arguments)
+    return Layers(LayersCase(**case), *arguments)
+
+
 class Worker:
     """One device's process."""
 
@@ -97,8 +100,7 @@ class Worker:
 
     def run(self) -> None:
         """All cases, the results written after each."""
-        for description in self.job.cases:
-            case = Case(**{name: description[name] for name in Case.__dataclass_fields__})
+        for case in self.job.cases:
             if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
                 self.say(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
@@ -106,16 +108,16 @@ class Worker:
         dist.barrier(self.control)
         dist.destroy_process_group()
 
-    def measure_case(self, case: Case) -> None:
+    def measure_case(self, case: dict[str, Any]) -> None:
         dtype = getattr(torch, self.job.dtype)
-        operands = Operands(case, self.place, dtype, self.job.seed)
+        program = program_of(case, self.place, dtype, self.job.seed)
         fastest: dict[str, Run] = {}
         described: dict[str, dict[str, Any]] = {}
         for peer in self.job.peers:
             described[peer] = self.describe(peer, case)
             try:
-                described[peer]["relative_error"] = self.check(peer, operands)
-                fastest[peer] = self.fastest_variant(peer, operands, described[peer])
+                described[peer]["relative_error"] = self.check(peer, program, case["layers"])
+                fastest[peer] = self.fastest_variant(peer, program, described[peer])
             except Failure as failure:
                 described[peer]["failure"] = str(failure)
         for peer, samples in self.measure(fastest, self.job.groups).items():
@@ -125,7 +127,7 @@ class Worker:
         # Graphs must be gone before the communicator whose kernels they hold.
         fastest.clear()
 
-    def describe(self, peer: str, case: Case) -> dict[str, Any]:
+    def describe(self, peer: str, case: dict[str, Any]) -> dict[str, Any]:
         nccl = torch.cuda.nccl.version() if self.job.platform == "gpu" else ()
         versions = {
             "torch": torch.__version__,
@@ -133,26 +135,26 @@ class Worker:
             "nccl": ".".join(map(str, nccl)),
         }
         ran = {"devices": self.job.devices, "dtype": self.job.dtype, "versions": versions}
-        return {"peer": peer, **asdict(case), **ran}
+        return {"peer": peer, **case, **ran}
 
-    def communications(self, peer: str, direction: str) -> dict[str, Communication]:
+    def communications(self, peer: str, program: Program) -> dict[str, Communication]:
         """The ways to try, by name."""
         if peer == "torch_async_tp":
             return {"": AsyncTensorParallel(self.place.device)}
-        if direction == "forward":
-            return {"": Collectives()}
-        return {"": Collectives(), "overlapped": Collectives(overlap=True)}
+        if program.overlaps:
+            return {"": Collectives(), "overlapped": Collectives(overlap=True)}
+        return {"": Collectives()}
 
-    def check(self, peer: str, operands: Operands) -> float:
+    def check(self, peer: str, program: Program, layers: int) -> float:
         """The relative error of every way; raises Failure if one is not right."""
 
         def errors() -> float:
-            layers = min(operands.case.layers, CHECKED_LAYERS)
-            expected = operands.reference(layers)
-            arguments = operands.arguments(layers)
-            ways = self.communications(peer, operands.case.direction).values()
+            checked = min(layers, CHECKED_LAYERS)
+            expected = program.reference(checked)
+            arguments = program.arguments(checked)
+            ways = self.communications(peer, program).values()
             return max(
-                relative_error(run_stack(feed_forward, way, *arguments), expected) for way in ways
+                relative_error(program.run(program.part, way, *arguments), expected) for way in ways
             )
 
         error = self.largest(self.together(errors))
@@ -160,16 +162,16 @@ class Worker:
             raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
         return error
 
-    def fastest_variant(self, peer: str, operands: Operands, result: dict[str, Any]) -> Run:
+    def fastest_variant(self, peer: str, program: Program, result: dict[str, Any]) -> Run:
         """Tries all variants; raises Failure if none runs."""
-        ways = self.together(lambda: self.communications(peer, operands.case.direction))
-        arguments = self.together(lambda: operands.arguments(operands.case.layers))
+        ways = self.together(lambda: self.communications(peer, program))
+        arguments = self.together(lambda: program.arguments(result["layers"]))
         runs: dict[str, Run] = {}
         failures = {}
         for way, communication in ways.items():
             for variant in self.job.variants:
                 name = ", ".join(filter(None, (variant, way)))
-                build = functools.partial(self.build, variant, communication, arguments)
+                build = functools.partial(self.build, variant, program, communication, arguments)
                 try:
                     runs[name] = self.together(build)
                 except Failure as failure:
@@ -183,11 +185,13 @@ class Worker:
         result["options"] = min(result["tried"], key=result["tried"].__getitem__)
         return runs[result["options"]]
 
-    def build(self, variant: str, communication: Communication, arguments: tuple) -> Run:
+    def build(
+        self, variant: str, program: Program, communication: Communication, arguments: tuple
+    ) -> Run:
         """A warm function of nothing."""
         compiled = variant == "compiled"
-        layer = torch.compile(feed_forward, dynamic=False) if compiled else feed_forward
-        run = functools.partial(run_stack, layer, communication, *arguments)
+        part = torch.compile(program.part, dynamic=False) if compiled else program.part
+        run = functools.partial(program.run, part, communication, *arguments)
         run()
         self.synchronize()
         return captured(run) if variant == "CUDA graph" else run
@@ -262,7 +266,7 @@ class Worker:
                 f"{times['median']:.3f} ms [{times['q1']:.3f}, {times['q3']:.3f}] "
                 f"{result['options']}, relative error {result['relative_error']:.2g}"
             )
-        self.say(f"{result['shape']} {result['direction']:<17} {result['peer']:<15} {said}")
+        self.say(f"{result['name']:<30} {result['peer']:<15} {said}")
 
     def say(self, line: str) -> None:
         if self.place.rank == 0:

@@ -31,7 +31,8 @@ class Alone:
         return torch.cat([program.x(i) for i, program in enumerate(self.programs)]) @ w, None
 
     def matmul_all_reduce(self, x, w):
-        return sum(p.x(i) @ p.weight(self.layer, i).t() for i, p in enumerate(self.programs))
+        products = [p.x(i) @ p.weight(self.layer, i).t() for i, p in enumerate(self.programs)]
+        return torch.stack(products).sum(0)
 
     def matmul_reduce_scatter(self, x, w):
         return self.matmul_all_reduce(x, w).chunk(DEVICES)[self.rank], lambda: None

@@ -122,4 +122,5 @@ def test_why_nothing_came_stands_at_every_case(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(peers, "torch_stack", lambda *_, **__: PeerRun([], "it broke"))
     case = Case("all_gather_matmul", "tiny", 16)
     found = time_peers([case], devices=2, layers=1, settings=Settings(), seconds_left=9)
-    assert found == {case: dict.fromkeys(("torch", "torch_async_tp"), {"failure": "it broke"})}
+    why = {"failure": "it broke"}
+    assert found == {case: {"torch": why, "torch_async_tp": why}}
