@@ -133,3 +133,6 @@ def test_pytorch_is_timed_and_checked() -> None:
         # There is no symmetric memory of CPUs; one peer's failure costs the other nothing.
         expected = "no matmul_all_reduce" if "all_reduce" in case.name else "symm_mem"
         assert expected in by_name["torch_async_tp", case.name]["failure"]
+    # Only a backward has something to do while it scatters.
+    overlapped = [name for (_, name), found in by_name.items() if len(found.get("tried", {})) > 1]
+    assert overlapped == ["tiny forward_backward"]
