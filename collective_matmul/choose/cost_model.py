@@ -29,10 +29,10 @@ from collective_matmul.kernels.tiles import Problem, choose_tiles
 DEVICE_KINDS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 #: A ring must be predicted to gain this much over bulk: of aligned ones that were measured to be
-#: slower, and not for want of their host, up to 4.3 % is predicted. Rings that do gain are
+#: slower, and not for want of their host, up to 4.9 % is predicted. Rings that do gain are
 #: overrated by more, by up to a sixth.
 MARGIN = 0.08
-#: The same where the ring waits for its host, which takes from 0.7 to 1.4 times what is predicted:
+#: The same where the ring waits for its host, which takes from 0.65 to 1.4 times what is predicted:
 #: of rings that were slower than bulk up to 22 % are predicted. And of what was not measured: wide
 #: numbers, and unaligned matmuls, which XLA carries out in ways that differ from shape to shape.
 UNSURE_MARGIN = 0.25
@@ -63,13 +63,17 @@ HOST_SECONDS_PER_PERMUTE = 50e-6
 HOST_SECONDS_PER_OPERAND = 12e-6
 
 #: In a stack a fused kernel takes so many times what is planned, for which it runs alone on a cool
-#: GPU; and so much more to begin, and to meet its peers at the end.
+#: GPU; and so many seconds more to begin, and to meet its peers at the end.
 FUSED_SLOWDOWN = {
-    "all_gather_matmul": 1.1,
-    "matmul_reduce_scatter": 1.2,
+    "all_gather_matmul": 1.05,
+    "matmul_reduce_scatter": 1.1,
     "matmul_all_reduce": 1.2,
 }
-FUSED_SECONDS = 20e-6
+FUSED_SECONDS = {
+    "all_gather_matmul": 8e-6,
+    "matmul_reduce_scatter": 17e-6,
+    "matmul_all_reduce": 20e-6,
+}
 
 
 def predict(site: Site, fused: bool = False) -> Prediction:
@@ -115,7 +119,8 @@ def fused_seconds(site: Site) -> float:
     if site.rider is not None:
         riding = COLLECTIVE_SECONDS + site.riders_bytes / LINK_BYTES_PER_SECOND
     sending = (site.bytes_communicated - site.riders_bytes) / LINK_BYTES_PER_SECOND
-    on_device = max(FUSED_SLOWDOWN[site.op] * planned_seconds(site), sending) + FUSED_SECONDS
+    on_device = max(FUSED_SLOWDOWN[site.op] * planned_seconds(site), sending)
+    on_device += FUSED_SECONDS[site.op]
     on_host = LEAST_FUSED_SECONDS + (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
     return max(on_device, on_host) + riding + _weight_gradient(site)
 
@@ -141,11 +146,16 @@ def _bytes_sent_by_ring(site: Site) -> int:
     return site.bytes_communicated // (2 if site.op == "matmul_all_reduce" else 1)
 
 
-def matmul_seconds(rows: int, contracted: int, columns: int, itemsize: int = 2) -> float:
-    """Predicted seconds of one matmul: limited by its waves of tiles, by power or by memory."""
+def matmul_seconds(
+    rows: int, contracted: int, columns: int, itemsize: int = 2, *, splits: bool = True
+) -> float:
+    """Predicted seconds of one matmul: limited by its waves of tiles, by power or by memory.
+
+    `splits`: whether few tiles are each split along K among several multiprocessors, as XLA does.
+    """
     flops = 2 * rows * contracted * columns
     waves = min(
-        _waves(math.ceil(rows / m) * math.ceil(columns / n))
+        _waves(math.ceil(rows / m) * math.ceil(columns / n), splits)
         * (2 * m * n * contracted * MULTIPROCESSORS)
         / (share * PEAK_FLOPS_PER_SECOND)
         for m, n, share in TILES
@@ -156,10 +166,10 @@ def matmul_seconds(rows: int, contracted: int, columns: int, itemsize: int = 2) 
     )
 
 
-def _waves(tiles: int) -> float:
-    """Tiles per multiprocessor, where few of them are each split along K among several."""
-    splits = MULTIPROCESSORS // max(tiles, 1)
-    return 1 / splits if splits else math.ceil(tiles / MULTIPROCESSORS)
+def _waves(tiles: int, splits: bool) -> float:
+    """Tiles per multiprocessor."""
+    parts = MULTIPROCESSORS // max(tiles, 1)
+    return 1 / parts if splits and parts else math.ceil(tiles / MULTIPROCESSORS)
 
 
 def _matmuls(site: Site, rows: int) -> float:
@@ -171,7 +181,7 @@ def _chunk_matmuls(site: Site, rows: int) -> float:
     """Seconds of a chunk's: a kernel that works in place has all of them in the same waves."""
     if not _multiplies_in_place(site):
         return _matmuls(site, rows)
-    return _slowdown(site) * matmul_seconds(rows, site.contracted, site.columns)
+    return _slowdown(site) * matmul_seconds(rows, site.contracted, site.columns, splits=False)
 
 
 def _weight_gradient(site: Site) -> float:

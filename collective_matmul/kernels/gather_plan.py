@@ -32,7 +32,7 @@ _BOXES = 16
 # Boxes are parts of rows by multiples of this: Mosaic copies multiples of 128 bytes.
 _COLUMN_MULTIPLE = 64
 # In how many slabs K may be sent. Narrow ones would be sent in small pieces.
-_SLABS = (1, 2, 4, 8)
+_SLABS = (1, 2, 4, 8, 16)
 _SLAB_COLUMNS = 512
 # What senders leave of shared memory.
 _TILE_BYTES = SHARED_MEMORY_BYTES - BUFFERS * _BOX_BYTES
@@ -41,13 +41,15 @@ _MESSAGES_PER_BLOCK = 4
 _OTHER_MESSAGES_PER_BLOCK = (2, 8)
 
 # Of an H200 with NVLink 4: what leaves a device, what its matmul reads, and what lies in its L2.
-_LINK_BYTES_PER_MICROSECOND = 3.8e5
+_LINK_BYTES_PER_MICROSECOND = 3.5e5
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
-# What one multiprocessor moves into and out of its shared memory: 128 bytes each cycle.
-_SHARED_BYTES_PER_MICROSECOND = 2.2e5
+# What one multiprocessor moves into and out of its shared memory: nearly 128 bytes each cycle.
+_SHARED_BYTES_PER_MICROSECOND = 2e5
 # Rows of one multiply (wgmma), which reads both its operands from shared memory.
 _MULTIPLY_ROWS = 64
+# So long everything else takes while a device sends, and receives, where power limits the clocks.
+_SENT_BYTES_PER_MICROSECOND = 1.5e6
 # What a producer takes to look whether a slab has arrived.
 _AWAITING_MICROSECONDS = 0.2
 # From the first copy out of a shard to the first tile that a peer starts with it.
@@ -186,9 +188,10 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
         counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         # Where boxes are few, several counts come to the same.
         sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
+        slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, multiprocessors)
         others = swept(plan.tiles, plan.across, plan.down)
         return [
-            *(other for other in sent if other != plan),
+            *(other for other in (*slabs, *sent) if other != plan),
             *(replace(plan, tiles=tiles) for tiles in others),
         ]
 
@@ -203,15 +206,26 @@ def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     def fits(problem: Problem, tiles: Tiles) -> bool:
         return tiles.shared_memory_bytes <= _TILE_BYTES and _swizzles(problem, tiles)
 
+    predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     # Rows arrive in order: those of one height are multiplied before the next.
-    plans = (
-        _plan(shapes, replace(tiles, sweep="columns"), joins, slabs, multiprocessors)
+    return [
+        min(
+            _slabbed(shapes, replace(tiles, sweep="columns"), joins, multiprocessors), key=predicted
+        )
         for joins in (False, True)
         for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
+    ]
+
+
+def _slabbed(shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int) -> list[Plan]:
+    """Plans that differ in their number of slabs."""
+    counts = (
+        slabs
         for slabs in _SLABS
         if shapes.contracted % (slabs * _COLUMN_MULTIPLE) == 0
         and (slabs == 1 or shapes.contracted // slabs >= _SLAB_COLUMNS)
     )
+    plans = (_plan(shapes, tiles, joins, slabs, multiprocessors) for slabs in counts)
     return [_sent_in(plan, _MESSAGES_PER_BLOCK * multiprocessors) for plan in plans]
 
 
@@ -249,29 +263,38 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     )
     # Of cuts as fast, that which reads least leaves most to the senders.
     computing += reading / 10 + problem.batch * plan.slabs * _AWAITING_MICROSECONDS
-    return _arriving_microseconds(plan, computing, multiprocessors // math.prod(plan.tiles.cluster))
+    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
+    computing += shard * (shapes.devices - (0 if plan.joins else 1)) / _SENT_BYTES_PER_MICROSECOND
+    clusters = multiprocessors // math.prod(plan.tiles.cluster)
+    # Those that come to shards of peers first, and last, wait longest.
+    return max(
+        _waiting_microseconds(plan, computing, cluster, clusters)
+        for cluster in {0, clusters // 2, clusters - 1}
+    )
 
 
-def _arriving_microseconds(plan: Plan, computing: float, clusters: int) -> float:
-    """What a launch takes that computes for so long, and awaits slabs, wave after wave of tiles."""
+def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: int) -> float:
+    """When one of the clusters ends, which compute for so long and await slabs before."""
     shapes = plan.shapes
     shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted / _LINK_BYTES_PER_MICROSECOND
     per_chunk = plan.down * plan.across * (1 if plan.joins else shapes.planes)
     tiles = per_chunk * (shapes.planes if plan.joins else shapes.devices)
-    waves = math.ceil(tiles / clusters)
-    wave, now = computing / waves, 0.0
-    for last in range(clusters - 1, waves * clusters, clusters):
-        chunk, within = divmod(min(last, tiles - 1), per_chunk)
-        if plan.joins:
-            # All shards come at once.
-            before, sent = 0.0, (shapes.devices - 1) * shard
-        elif chunk == 0:
+    wave, now = computing / math.ceil(tiles / clusters), 0.0
+    groups = shapes.planes * plan.groups
+    # Within so much of a chunk's tiles all its rows are multiplied for the first time.
+    sweep = min(1.0, plan.tiles.sweep_width / plan.across)
+    all_arrived = _ARRIVAL_MICROSECONDS + (shapes.devices - 1) * shard
+    for tile in range(cluster, tiles, clusters):
+        chunk, within = divmod(tile, per_chunk)
+        if now >= all_arrived:
+            return now + len(range(tile, tiles, clusters)) * wave
+        if chunk == 0 and not plan.joins:
             now += wave
             continue
+        if plan.joins:
+            before, sent = 0.0, (shapes.devices - 1) * shard
         else:
-            sweep = min(1.0, plan.tiles.sweep_width / plan.across)
-            groups = shapes.planes * plan.groups
-            group = min(groups - 1, int(groups * (within + 1) / (per_chunk * sweep)))
+            group = min(groups - 1, int(groups * within / (per_chunk * sweep)))
             before, sent = (chunk - 1 + group / groups) * shard, shard / groups
         first, whole = (
             _ARRIVAL_MICROSECONDS + before + sent * share for share in (1 / plan.slabs, 1)

@@ -157,8 +157,8 @@ def test_the_table_that_ships() -> None:
             continue  # So few rows that no ring was tried.
         bulk, ring = entry.seconds["bulk"], entry.seconds["ring"]
         predicted = predict(site)
-        assert 0.7 < predicted.seconds["bulk"] / bulk < 1.2, site
-        assert 0.75 < predicted.seconds["ring"] / ring < 1.4, site
+        assert 0.7 < predicted.seconds["bulk"] / bulk < 1.25, site
+        assert 0.75 < predicted.seconds["ring"] / ring < 1.55, site
         if choice(site) == "ring":
             assert ring < bulk, site
             gained += math.log(bulk / ring)
@@ -167,7 +167,7 @@ def test_the_table_that_ships() -> None:
             assert bulk / ring < 1.01 * (1 + cost_model.MARGIN) ** 2, site
             if ring > bulk:
                 gain = predicted.seconds["bulk"] / predicted.seconds["ring"] - 1
-                assert gain < 0.6 * cost_model.MARGIN, site
+                assert gain < 0.65 * cost_model.MARGIN, site
         possible += max(0.0, math.log(bulk / ring))
     assert gained > 0.8 * possible
 
