@@ -52,6 +52,9 @@ _MULTIPLY_ROWS = 64
 _SENT_BYTES_PER_MICROSECOND = 1.5e6
 # What a producer takes to look whether a slab has arrived.
 _AWAITING_MICROSECONDS = 0.2
+# Some multiprocessor sends later than the others: so much of the whole its part of all rows may be
+# late, and less if that is of one slab.
+_LATE = 0.02
 # From the first copy out of a shard to the first tile that a peer starts with it.
 _ARRIVAL_MICROSECONDS = 5.0
 
@@ -263,6 +266,7 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     )
     # Of cuts as fast, that which reads least leaves most to the senders.
     computing += reading / 10 + problem.batch * plan.slabs * _AWAITING_MICROSECONDS
+    computing *= 1 + _LATE / plan.slabs
     shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
     computing += shard * (shapes.devices - (0 if plan.joins else 1)) / _SENT_BYTES_PER_MICROSECOND
     clusters = multiprocessors // math.prod(plan.tiles.cluster)
