@@ -11,7 +11,7 @@ import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,6 +47,8 @@ from benchmarks.tables import table
 from collective_matmul.choose.measure import Timing, measure
 from collective_matmul.implementations import IMPLEMENTATIONS
 
+_CASES_AT_ONCE = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Settings):
@@ -70,34 +72,64 @@ class Fused(Settings):
     """Afterwards time PyTorch on the same ops, in processes of its own."""
 
 
-def times(case: Case, mesh: Mesh, settings: Fused) -> dict[str, Any]:
-    """Microseconds per op of all contenders, in turns, or why there are none."""
-    found: dict[str, Any] = {}
-    dtype = settings.array_dtype
-    programs = {}
-    with ThreadPoolExecutor(4) as pool:
-        jobs = {
-            n: pool.submit(chain, case, n, mesh, dtype, settings.layers)
-            for n in settings.contenders
+class Programs:
+    """All contenders' chains, those of several cases compiled at once.
+
+    Nothing compiles while one is timed: XLA tries kernels on the devices.
+    """
+
+    def __init__(self, cases: Sequence[Case], mesh: Mesh, settings: Fused):
+        self._cases, self._mesh, self._settings = cases, mesh, settings
+        self._compiled: dict[Case, dict[str, Any]] = {}
+
+    def take(self, case: Case) -> dict[str, Any]:
+        """A case's executables, or why there are none, by contender; forgotten here."""
+        if case not in self._compiled:
+            first = self._cases.index(case)
+            self._compile(self._cases[first : first + _CASES_AT_ONCE])
+        return self._compiled.pop(case)
+
+    def _compile(self, cases: Sequence[Case]) -> None:
+        arguments = self._mesh, self._settings.array_dtype, self._settings.layers
+        with ThreadPoolExecutor(_CASES_AT_ONCE * len(self._settings.contenders)) as pool:
+            jobs = {
+                case: {
+                    n: pool.submit(chain, case, n, *arguments) for n in self._settings.contenders
+                }
+                for case in cases
+            }
+        self._compiled = {
+            case: {n: _outcome(job) for n, job in of.items()} for case, of in jobs.items()
         }
-        for name, job in jobs.items():
-            try:
-                programs[name] = job.result()
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _outcome(job: Future[Any]) -> Any:
+    """What came of it, or its error in words."""
+    error = job.exception()
+    if error is None:
+        return job.result()
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def times(case: Case, programs: Programs, mesh: Mesh, settings: Fused) -> dict[str, Any]:
+    """Microseconds per op of all contenders, in turns, or why there are none."""
+    compiled = programs.take(case)
+    found: dict[str, Any] = {n: p for n, p in compiled.items() if isinstance(p, str)}
+    executables = {n: p for n, p in compiled.items() if n not in found}
+    dtype = settings.array_dtype
     x_shape, w_shape = case.shapes
     w_sharding = NamedSharding(mesh, case.specs[1])
     ws = random_arrays(w_shape, dtype, w_sharding, range(settings.layers))
     (x,) = random_arrays(x_shape, dtype, NamedSharding(mesh, case.specs[0]), [settings.layers])
-    xs = {
-        name: jax.device_put(x, program.input_shardings[0][0]) for name, program in programs.items()
+    runs = {
+        name: functools.partial(p, jax.device_put(x, p.input_shardings[0][0]), ws)
+        for name, p in executables.items()
     }
-    runs = {name: functools.partial(p, xs[name], ws) for name, p in programs.items()}
     for name, timing in measure(
         runs, groups=settings.groups, seconds_per_group=settings.group_seconds
     ).items():
         found[name] = quartiles(timing, settings.layers)
-    return found
+    return {name: found[name] for name in compiled}
 
 
 @dataclass
@@ -123,7 +155,9 @@ class Outcome:
         return {"name": self.case.name, **asdict(self)}
 
 
-def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, Callable]]:
+def steps(
+    case: Case, programs: Programs, mesh: Mesh, settings: Fused
+) -> Iterator[tuple[str, str, Callable]]:
     """What to do in a case: where it belongs in the outcome, its name, and a function."""
     yield "mesh", AXIS, lambda: mesh.devices.size
     checks = Checks(case, mesh, settings.array_dtype, settings.repeats)
@@ -134,17 +168,18 @@ def steps(case: Case, mesh: Mesh, settings: Fused) -> Iterator[tuple[str, str, C
             delayed = way_of("fused_delayed", case.op)
             yield "checks", "delayed", lambda: checks.exact(delayed)()
     if settings.layers:
-        yield "times", "all", lambda: times(case, mesh, settings)
+        yield "times", "all", lambda: times(case, programs, mesh, settings)
 
 
 def work(cases: Sequence[Case], settings: Fused, ends: float, connection: Connection) -> None:
     """The other process: announces each step, then says what came out; begins none after `ends`."""
     choose_platform(settings)
     mesh = make_mesh(settings)
+    programs = Programs(cases, mesh, settings)
     for case in cases:
         if time.time() > ends:
             return
-        for kind, name, step in steps(case, mesh, settings):
+        for kind, name, step in steps(case, programs, mesh, settings):
             connection.send(Said(case, (kind, name)))
             try:
                 connection.send(Said(case, (kind, name), step()))

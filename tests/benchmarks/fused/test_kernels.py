@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +144,25 @@ def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
         command_line.main(["fused", "--contenders", "bulk", "fast"])
     assert "contenders: 'fast' is unknown; expected bulk, " in capsys.readouterr().err
+
+
+def test_cases_are_compiled_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, before any of them is timed; who fails is told with the reason."""
+    compiled: list[tuple[int, str]] = []
+
+    def chain(case: Case, contender: str, *_: Any) -> str:
+        compiled.append((case.rows, contender))
+        if contender == "ring":
+            raise ValueError("no ring\nat all")
+        return contender
+
+    monkeypatch.setattr(kernels, "chain", chain)
+    settings = kernels.Fused(contenders=("bulk", "ring"))
+    cases = [Case("all_gather_matmul", "tiny", rows) for rows in range(2, 14, 2)]
+    programs = kernels.Programs(cases, None, settings)  # type: ignore[arg-type]
+    # One was done by a process that has ended.
+    for number, case in enumerate(cases[1:]):
+        found = programs.take(case)
+        assert list(found.values()) == ["bulk", "ValueError: no ring"]
+        assert len(compiled) == 2 * (4 if number < 4 else 5)
+    assert len(set(compiled)) == len(compiled)
