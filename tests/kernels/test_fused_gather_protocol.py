@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from collective_matmul.kernels import gather_kernel, matmul_kernel, peers
 from collective_matmul.kernels.gather_kernel import Gathering
-from collective_matmul.kernels.gather_plan import BUFFERS, Plan, Shapes
+from collective_matmul.kernels.gather_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import Problem, Tiles
 from tests.kernels.simulated_memory import Barriers, Reference
 from tests.kernels.simulation import AXIS, Actor, Simulation
@@ -39,8 +41,8 @@ class GatherSimulation(Simulation):
         self.shards = [whole[:, d] for d in range(shapes.devices)]
         self.expected = whole.reshape(problem.batch, problem.rows, shapes.contracted)
         self.gathered = self.allocate(NEVER, *self.expected.shape)
-        count = shapes.planes * shapes.devices * plan.groups * plan.slabs
-        self.semaphores = self.allocate(0, count, dtype=int)
+        self.scoped, arrived = self.asked_for()
+        self.semaphores = self.allocate(0, *arrived.shape, dtype=int)
         self.multiplied = [Counter() for _ in self.shards]
         for place in self.places():
             self.add(place, self.sender(place[AXIS]))
@@ -53,6 +55,16 @@ class GatherSimulation(Simulation):
         gathered = SimpleNamespace(shape=(problem.batch, problem.rows, *problem.contracted))
         return Gathering(self.plan, AXIS, self.keep, False, gathered, weights, arrays)
 
+    def asked_for(self) -> tuple[dict[str, Any], Any]:
+        """The memory that a kernel asks for, by name, and its semaphores."""
+        scoped, semaphores = {}, []
+        work = self.work()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather_kernel.pl, "get_global", semaphores.append)
+            patch.setattr(gather_kernel.pl, "run_scoped", lambda _, **memory: scoped.update(memory))
+            work.run(SimpleNamespace(dtype=jnp.bfloat16), *[None] * (2 * work.results + 1))
+        return scoped, semaphores[0]
+
     def operands(self, device: int) -> tuple[Reference, Reference, Reference]:
         arrays = self.shards[device], self.gathered[device], self.semaphores[device]
         shard, gathered, arrived = map(Reference.to, arrays)
@@ -60,8 +72,9 @@ class GatherSimulation(Simulation):
 
     def sender(self, device: int) -> Callable[[], None]:
         def act() -> None:
-            boxes = Reference.to(np.full((BUFFERS, *self.plan.box), NEVER))
-            self.work().send(*self.operands(device), boxes, Barriers(BUFFERS, self.plan.pieces))
+            boxes = Reference.to(np.full(self.scoped["boxes"].shape, NEVER))
+            loaded = Barriers(len(boxes.array), self.scoped["loaded"].num_arrivals)
+            self.work().send(*self.operands(device), boxes, loaded)
 
         return act
 
