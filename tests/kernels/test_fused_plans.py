@@ -114,6 +114,24 @@ def test_the_nearest_counts(tuned: Table) -> None:
     ] * 2
 
 
+def test_slabs_follow_from_the_rows(tuned: Table) -> None:
+    many, more = gathers(512), gathers(1024)
+    for slabs in (1, 8):
+        measured = next(plan for plan in plans_of(many) if plan.slabs == slabs and not plan.joins)
+        tuned.holds(many.line(measured, 12.3))
+        alike = [
+            plan for plan in plans_of(more) if lasting(plan.choices) == lasting(measured.choices)
+        ]
+        assert len({plan.slabs for plan in alike}) > 1
+        assert chosen(more) == alike[0]
+
+
+def test_sums_leave_in_wide_strips_where_the_widths_allow() -> None:
+    """Narrow ones were measured to be slower than tiles of fewer waves make up for."""
+    shapes = scatter_plan.Shapes("scatter", 2, 1, 2048, (7168,), 8192)
+    assert scatter_plan.candidates(shapes)[0].tiles.strip_columns == 64
+
+
 def test_an_all_reduce_goes_the_way_that_suits_its_size(tuned: Table) -> None:
     kinds = [
         chosen(replace(CALLS["reduce"], shapes=replace(REDUCE, rows=rows))) for rows in (16, 4096)

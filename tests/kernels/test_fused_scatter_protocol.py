@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,12 +13,13 @@ import pytest
 
 from collective_matmul.kernels import matmul_kernel, peers, scatter_kernel, scatter_walk
 from collective_matmul.kernels.fused_scatter import in_rows
+from collective_matmul.kernels.matmul_kernel import Work
 from collective_matmul.kernels.scatter_kernel import Scattering
 from collective_matmul.kernels.scatter_plan import Plan, Shapes
 from collective_matmul.kernels.scatter_walk import Strips
 from collective_matmul.kernels.tiles import CONSUMERS, Tiles
 from tests.kernels.simulated_memory import Barriers, Image, Reference
-from tests.kernels.simulation import AXIS, Simulation
+from tests.kernels.simulation import AXIS, Actor, Simulation
 
 MODULES = scatter_kernel, scatter_walk, matmul_kernel, peers
 NEVER = np.nan
@@ -190,3 +191,37 @@ def test_sums(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation.run()
     for device in range(plan.shapes.devices):
         np.testing.assert_array_equal(simulation.kept[device], simulation.expected(device))
+
+
+def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = PLANS["more steps than stores take"]
+    # One block has both tiles, the peer's and its own.
+    simulation = ScatterSimulation(plan, 1, 0)
+    multiplied: Counter[Actor] = Counter()
+    stored = defaultdict(list)
+    store = simulation.store
+
+    def multiply(work, accumulator, turn, x, w, stages, steps):
+        Work.multiply(work, accumulator, turn, x, w, stages, steps)
+        multiplied[simulation.here()] += len(range(*steps))
+
+    def note(*copy, **options):
+        stored[simulation.here()].append(multiplied[simulation.here()])
+        store(*copy, **options)
+
+    monkeypatch.setattr(Scattering, "multiply", multiply)
+    monkeypatch.setattr(simulation, "store", note)
+    simulation.play(monkeypatch, MODULES)
+    simulation.run()
+    assert len(stored) == plan.shapes.devices * CONSUMERS
+    for steps in stored.values():
+        first, second, *sums = steps
+        assert 10 < first < second < 20
+        assert sums == [20, 20]
+
+
+def test_a_tile_that_is_sent_needs_all_its_strips() -> None:
+    plan = PLANS["whole tiles"]
+    assert not replace(plan, tiles=replace(plan.tiles, strips=1)).fits()

@@ -6,8 +6,20 @@ import math
 
 import pytest
 
-from collective_matmul.kernels.gather_plan import BUFFERS, Shapes, candidates, make_plan
-from collective_matmul.kernels.tiles import ITEMSIZE, SHARED_MEMORY_BYTES
+from collective_matmul.choose.cost_model import LINK_BYTES_PER_SECOND
+from collective_matmul.kernels.gather_plan import (
+    BUFFERS,
+    Shapes,
+    candidates,
+    make_plan,
+    predicted_plan_microseconds,
+)
+from collective_matmul.kernels.tiles import (
+    ITEMSIZE,
+    SHARED_MEMORY_BYTES,
+    Tiles,
+    predicted_microseconds,
+)
 
 
 @pytest.mark.parametrize("rows", [4, 8, 24, 100, 128, 1000, 2048])
@@ -47,3 +59,40 @@ def test_clusters_all_fit_on_a_gpu() -> None:
         plan = make_plan(Shapes(4, 1, rows, 4096, (4096,)))
         assert plan is not None
         assert plan.tiles.share != "both"
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("rows", [64, 512, 2048])
+def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
+    """Tiles of a larger one would wait for slabs of rows that are not multiplied yet."""
+    for plan in candidates(Shapes(devices, 1, rows, 8192, (7168,))):
+        height = plan.tiles.rows * plan.tiles.cluster[0]
+        wide = min(plan.across, plan.tiles.sweep_width)
+        clusters = 132 // math.prod(plan.tiles.cluster)
+        if plan.joins or plan.rows_per_group == plan.shapes.rows:
+            assert plan.groups == 1
+        elif plan.tiles.sweep_width == Tiles.sweep_width:
+            assert plan.rows_per_group % height == 0
+            assert 0 <= clusters - plan.rows_per_group // height * wide < wide
+
+
+MANY, FEW = Shapes(4, 1, 512, 8192, (7168,)), Shapes(4, 1, 512, 8192, (1024,))
+
+
+@pytest.mark.parametrize("shapes", [MANY, FEW], ids=["many columns", "few columns"])
+def test_no_plan_is_predicted_to_outrun_its_matmul_or_its_peers(shapes: Shapes) -> None:
+    shard_bytes = ITEMSIZE * shapes.rows * shapes.contracted
+    sending = (shapes.devices - 1) * shard_bytes / LINK_BYTES_PER_SECOND * 1e6
+    for plan in candidates(shapes):
+        predicted = predicted_plan_microseconds(plan)
+        assert predicted > predicted_microseconds(shapes.problem(plan.joins), plan.tiles)
+        assert predicted > sending
+
+
+def test_slabs_pay_where_rows_are_awaited() -> None:
+    def predicted(shapes: Shapes, slabs: int) -> float:
+        plans = [plan for plan in candidates(shapes) if plan.slabs == slabs and not plan.joins]
+        return min(map(predicted_plan_microseconds, plans))
+
+    assert predicted(FEW, 4) < 0.95 * predicted(FEW, 1)
+    assert predicted(MANY, 4) < predicted(MANY, 16)
