@@ -30,6 +30,7 @@ def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
         high, wide = plan.box
         assert plan.slabs * plan.slab_columns == contracted
         assert plan.slab_columns % plan.tiles.contracted == 0
+        assert plan.slabs == 1 or plan.slab_columns >= 512, "it is sent in small pieces"
         assert plan.boxes_across * wide == plan.slab_columns
         boxes = plan.messages * plan.boxes_per_message
         assert boxes * high * wide == shapes.planes * rows * contracted
@@ -41,16 +42,15 @@ def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
         # A piece is whole rows, or a part of one.
         assert high % plan.pieces == 0
         assert wide == contracted or high == plan.pieces
+        boxes_bytes = BUFFERS * high * wide * ITEMSIZE
+        assert plan.tiles.shared_memory_bytes + boxes_bytes <= SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("rows", [256, 1024])
 def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
     """Small ones read their operands from shared memory more often than it can keep up with."""
-    plan = make_plan(Shapes(4, 1, rows, 8192, (7168,)))
-    assert plan is not None
+    plan = candidates(Shapes(4, 1, rows, 8192, (7168,)))[0]
     assert plan.tiles.rows * plan.tiles.columns >= 128 * 192
-    boxes = BUFFERS * math.prod(plan.box) * ITEMSIZE
-    assert plan.tiles.shared_memory_bytes + boxes <= SHARED_MEMORY_BYTES
 
 
 def test_clusters_all_fit_on_a_gpu() -> None:
@@ -68,12 +68,11 @@ def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
     for plan in candidates(Shapes(devices, 1, rows, 8192, (7168,))):
         height = plan.tiles.rows * plan.tiles.cluster[0]
         wide = min(plan.across, plan.tiles.sweep_width)
-        clusters = 132 // math.prod(plan.tiles.cluster)
-        if plan.joins or plan.rows_per_group == plan.shapes.rows:
+        at_once = 132 // math.prod(plan.tiles.cluster) // wide * height
+        if plan.joins:
             assert plan.groups == 1
         elif plan.tiles.sweep_width == Tiles.sweep_width:
-            assert plan.rows_per_group % height == 0
-            assert 0 <= clusters - plan.rows_per_group // height * wide < wide
+            assert plan.rows_per_group == min(rows, at_once)
 
 
 MANY, FEW = Shapes(4, 1, 512, 8192, (7168,)), Shapes(4, 1, 512, 8192, (1024,))
@@ -87,6 +86,15 @@ def test_no_plan_is_predicted_to_outrun_its_matmul_or_its_peers(shapes: Shapes) 
         predicted = predicted_plan_microseconds(plan)
         assert predicted > predicted_microseconds(shapes.problem(plan.joins), plan.tiles)
         assert predicted > sending
+
+
+def test_tiles_of_joined_shards_end_after_the_last_slab_has_come() -> None:
+    """However few columns they have."""
+    shapes = Shapes(4, 1, 512, 8192, (128,))
+    sending = (shapes.devices - 1) * ITEMSIZE * shapes.rows * shapes.contracted
+    for plan in candidates(shapes):
+        if plan.joins:
+            assert predicted_plan_microseconds(plan) > 1e6 * sending / LINK_BYTES_PER_SECOND
 
 
 def test_slabs_pay_where_rows_are_awaited() -> None:
