@@ -54,8 +54,9 @@ class ScatterSimulation(Simulation):
         sources = shapes.planes * plan.sources
         self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
         self.semaphores = self.allocate(0, plan.own_tiles + 1, dtype=int)
-        # The results, as they were when each kernel ended.
+        # The results, and what peers had stored, as they were when each kernel ended.
         self.kept: dict[int, np.ndarray] = {}
+        self.received: dict[int, np.ndarray] = {}
         # Of a cluster, since a stage is free when all its blocks have let it go.
         arrivals = CONSUMERS * math.prod(plan.tiles.cluster)
         consumed = defaultdict(lambda: Barriers(plan.tiles.stages, arrivals))
@@ -105,6 +106,7 @@ class ScatterSimulation(Simulation):
         plan = self.plan
         expected = plan.sources * CONSUMERS
         assert set(self.semaphores[device][: plan.own_tiles]) <= {0, expected}
+        self.received[device] = self.partials[device].copy()
         self.partials[device][...] = NEVER
         y = self.ys[device]
         blocked = plan.shapes.kind == "two_step"
@@ -191,6 +193,25 @@ def test_sums(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation.run()
     for device in range(plan.shapes.devices):
         np.testing.assert_array_equal(simulation.kept[device], simulation.expected(device))
+
+
+def test_products_are_added_in_the_order_of_the_devices_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = PLANS["whole tiles"]
+    devices, rows = plan.shapes.devices, plan.shapes.rows
+    simulation = ScatterSimulation(plan, 2, 0)
+    simulation.play(monkeypatch, MODULES)
+    simulation.run()
+    for device in range(devices):
+        blocks = np.empty_like(simulation.received[device])
+        Image.of(Reference.to(blocks), plan.tiles.swizzle).write(simulation.received[device])
+        received = blocks.swapaxes(1, 2).reshape(plan.sources, rows, plan.shapes.columns)
+        mine = slice(device * rows, (device + 1) * rows)
+        for source in range(plan.sources):
+            sender = (device + 1 + source) % devices
+            product = simulation.xs[sender][0][0, mine] @ simulation.ws[sender][0][0]
+            np.testing.assert_array_equal(received[source], product)
 
 
 def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
