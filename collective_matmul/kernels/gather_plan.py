@@ -161,6 +161,11 @@ class Plan:
         return sum(math.ceil(size / columns) for size in self.shapes.columns)
 
     @property
+    def tile_count(self) -> int:
+        """Tiles of all results, counted by clusters."""
+        return self.shapes.problem(self.joins).batch * self.down * self.across
+
+    @property
     def choices(self) -> dict[str, Any]:
         """All that distinguishes it from other plans of the same call, as JSON has it."""
         return {
@@ -188,15 +193,16 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
     plans = _plans(shapes, multiprocessors) or _plans(padded, multiprocessors)
 
     def vary(plan: Plan) -> list[Plan]:
-        counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         # Where boxes are few, several counts come to the same.
+        counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
+        alike = functools.partial(_plan, plan.shapes, multiprocessors=multiprocessors)
         slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, multiprocessors)
-        others = swept(plan.tiles, plan.across, plan.down)
-        return [
-            *(other for other in (*slabs, *sent) if other != plan),
-            *(replace(plan, tiles=tiles) for tiles in others),
-        ]
+        others = (
+            alike(tiles, plan.joins, plan.slabs)
+            for tiles in swept(plan.tiles, plan.across, plan.down)
+        )
+        return [other for other in (*slabs, *sent, *others) if other != plan]
 
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.joins), vary)
@@ -228,8 +234,7 @@ def _slabbed(shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int) ->
         if shapes.contracted % (slabs * _COLUMN_MULTIPLE) == 0
         and (slabs == 1 or shapes.contracted // slabs >= _SLAB_COLUMNS)
     )
-    plans = (_plan(shapes, tiles, joins, slabs, multiprocessors) for slabs in counts)
-    return [_sent_in(plan, _MESSAGES_PER_BLOCK * multiprocessors) for plan in plans]
+    return [_plan(shapes, tiles, joins, slabs, multiprocessors) for slabs in counts]
 
 
 def _plan(shapes: Shapes, tiles: Tiles, joins: bool, slabs: int, multiprocessors: int) -> Plan:
@@ -239,7 +244,7 @@ def _plan(shapes: Shapes, tiles: Tiles, joins: bool, slabs: int, multiprocessors
         down = max(1, clusters // min(plan.across, tiles.sweep_width))
         group = min(shapes.rows, down * tiles.rows * tiles.cluster[0])
         plan = replace(plan, rows_per_group=group)
-    return replace(plan, box=_box(plan))
+    return _sent_in(replace(plan, box=_box(plan)), _MESSAGES_PER_BLOCK * multiprocessors)
 
 
 def _sent_in(plan: Plan, messages: int) -> Plan:
@@ -269,11 +274,11 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     computing *= 1 + _LATE / plan.slabs
     shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
     computing += shard * (shapes.devices - (0 if plan.joins else 1)) / _SENT_BYTES_PER_MICROSECOND
-    clusters = multiprocessors // math.prod(plan.tiles.cluster)
+    clusters = min(plan.tile_count, multiprocessors // math.prod(plan.tiles.cluster))
     # Those that come to shards of peers first, and last, wait longest.
     return max(
         _waiting_microseconds(plan, computing, cluster, clusters)
-        for cluster in {0, clusters // 2, clusters - 1}
+        for cluster in {0, clusters // 2, (plan.tile_count - 1) % clusters, clusters - 1}
     )
 
 
@@ -281,8 +286,8 @@ def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: 
     """When one of the clusters ends, which compute for so long and await slabs before."""
     shapes = plan.shapes
     shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted / _LINK_BYTES_PER_MICROSECOND
-    per_chunk = plan.down * plan.across * (1 if plan.joins else shapes.planes)
-    tiles = per_chunk * (shapes.planes if plan.joins else shapes.devices)
+    tiles = plan.tile_count
+    per_chunk = tiles // (shapes.planes if plan.joins else shapes.devices)
     wave, now = computing / math.ceil(tiles / clusters), 0.0
     groups = shapes.planes * plan.groups
     # Within so much of a chunk's tiles all its rows are multiplied for the first time.

@@ -300,10 +300,10 @@ class Scattering(OwnersWalk):
 
     def send_strip(self, part: Part, number, batch, row, across) -> None:
         """Starts to store a strip of a tile where its owners sum it up."""
-        if self.delays:
-            random_delay(self.axis_name, number)
         devices, planes = self.shapes.devices, self.shapes.planes
         column = self.column(across) + part.right + number * self.tiles.strip_columns
+        if self.delays:
+            random_delay(self.axis_name, batch + row + part.below + column)
         boxes = []
         for offset in self.receivers:
             owner = self.peers[offset]

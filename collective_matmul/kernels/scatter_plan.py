@@ -264,7 +264,7 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     reading = waves * steps * step_bytes / read_rate
     weights = ITEMSIZE * sum(shapes.contracted) * shapes.columns / _MEMORY_BYTES_PER_MICROSECOND
     computing = predicted_microseconds(shapes.problem, tiles, multiprocessors)
-    if tiles.swizzle < 128:
+    if tiles.strip_columns < 64:
         computing *= _NARROW_STRIPS
     own_waves = waves * plan.own_down / plan.down
     partial_bytes = ITEMSIZE * min(tiles.rows, shapes.rows) * tiles.columns * plan.sources

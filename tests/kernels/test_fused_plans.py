@@ -157,4 +157,5 @@ def test_the_shipped_plans_are_all_chosen() -> None:
         kind: Any = gather_plan.Shapes if gathers else scatter_plan.Shapes
         call = Call(line["op"], kind(**sizes), line["multiprocessors"])
         assert chosen(call).choices == line["plan"]
-        assert line["microseconds"] > 0 and math.isfinite(line["microseconds"])
+        microseconds = line["microseconds"]
+        assert microseconds is None or 0 < microseconds < math.inf

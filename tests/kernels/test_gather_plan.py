@@ -17,7 +17,6 @@ from collective_matmul.kernels.gather_plan import (
 from collective_matmul.kernels.tiles import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
-    Tiles,
     predicted_microseconds,
 )
 
@@ -71,14 +70,18 @@ def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
         at_once = 132 // math.prod(plan.tiles.cluster) // wide * height
         if plan.joins:
             assert plan.groups == 1
-        elif plan.tiles.sweep_width == Tiles.sweep_width:
+        else:
             assert plan.rows_per_group == min(rows, at_once)
 
 
 MANY, FEW = Shapes(4, 1, 512, 8192, (7168,)), Shapes(4, 1, 512, 8192, (1024,))
 
 
-@pytest.mark.parametrize("shapes", [MANY, FEW], ids=["many columns", "few columns"])
+@pytest.mark.parametrize(
+    "shapes",
+    [MANY, FEW, Shapes(8, 1, 512, 2048, (512,))],
+    ids=["many columns", "few columns", "fewer tiles than multiprocessors"],
+)
 def test_no_plan_is_predicted_to_outrun_its_matmul_or_its_peers(shapes: Shapes) -> None:
     shard_bytes = ITEMSIZE * shapes.rows * shapes.contracted
     sending = (shapes.devices - 1) * shard_bytes / LINK_BYTES_PER_SECOND * 1e6
