@@ -236,15 +236,14 @@ class Gathering(Work):
             slot = lax.rem(box, BUFFERS)
             place = self.place(locate(box)[2])
 
-            def load_piece(piece):
+            @pl.loop(0, plan.pieces)
+            def _(piece):
                 plgpu.copy_gmem_to_smem(
                     self.region(shard, place, piece),
                     self.piece_of(boxes.at[slot], piece),
                     loaded.at[slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
-
-            pl.loop(0, plan.pieces)(load_piece)
 
         def signal(box):
             passed, message, _ = locate(box)

@@ -79,6 +79,11 @@ class Shapes:
     columns: tuple[int, ...]
     w_contracted: Literal[1, 2] = 1
 
+    @property
+    def shard_bytes(self) -> int:
+        """What a device has of x."""
+        return ITEMSIZE * self.planes * self.rows * self.contracted
+
     def problem(self, joins: bool) -> Problem:
         """The matmul of all shards, each in planes of its own, or joined."""
         batch, rows = self.planes * self.devices, self.rows
@@ -196,10 +201,9 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
         # Where boxes are few, several counts come to the same.
         counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
-        alike = functools.partial(_plan, plan.shapes, multiprocessors=multiprocessors)
         slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, multiprocessors)
         others = (
-            alike(tiles, plan.joins, plan.slabs)
+            _plan(plan.shapes, tiles, plan.joins, plan.slabs, multiprocessors)
             for tiles in swept(plan.tiles, plan.across, plan.down)
         )
         return [other for other in (*slabs, *sent, *others) if other != plan]
@@ -262,7 +266,7 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     problem = shapes.problem(plan.joins)
     weights = ITEMSIZE * shapes.contracted * sum(shapes.columns)
     passes = problem.batch if weights > _CACHE_BYTES else 1
-    reading, moving = _copying_microseconds(problem, plan.tiles, multiprocessors)
+    reading, moving = _copying_microseconds(plan, multiprocessors)
     computing = max(
         predicted_microseconds(problem, plan.tiles, multiprocessors),
         reading,
@@ -272,8 +276,8 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     # Of cuts as fast, that which reads least leaves most to the senders.
     computing += reading / 10 + problem.batch * plan.slabs * _AWAITING_MICROSECONDS
     computing *= 1 + _LATE / plan.slabs
-    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted
-    computing += shard * (shapes.devices - (0 if plan.joins else 1)) / _SENT_BYTES_PER_MICROSECOND
+    sent_bytes = shapes.shard_bytes * (shapes.devices - (0 if plan.joins else 1))
+    computing += sent_bytes / _SENT_BYTES_PER_MICROSECOND
     clusters = min(plan.tile_count, multiprocessors // math.prod(plan.tiles.cluster))
     # Those that come to shards of peers first, and last, wait longest.
     return max(
@@ -285,7 +289,7 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
 def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: int) -> float:
     """When one of the clusters ends, which compute for so long and await slabs before."""
     shapes = plan.shapes
-    shard = ITEMSIZE * shapes.planes * shapes.rows * shapes.contracted / _LINK_BYTES_PER_MICROSECOND
+    shard = shapes.shard_bytes / _LINK_BYTES_PER_MICROSECOND
     tiles = plan.tile_count
     per_chunk = tiles // (shapes.planes if plan.joins else shapes.devices)
     wave, now = computing / math.ceil(tiles / clusters), 0.0
@@ -312,14 +316,11 @@ def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: 
     return now
 
 
-def _copying_microseconds(
-    problem: Problem, tiles: Tiles, multiprocessors: int
-) -> tuple[float, float]:
+def _copying_microseconds(plan: Plan, multiprocessors: int) -> tuple[float, float]:
     """What a launch takes if it waits for reading slices, and for its shared memory."""
+    problem, tiles = plan.shapes.problem(plan.joins), plan.tiles
     down, across = tiles.cluster
-    count = problem.batch * math.ceil(problem.rows / (tiles.rows * down))
-    count *= sum(math.ceil(n / (tiles.columns * across)) for n in problem.columns)
-    waves = math.ceil(count / (multiprocessors // (down * across)))
+    waves = math.ceil(plan.tile_count / (multiprocessors // (down * across)))
     # Rows beyond the last are not read.
     rows_read = min(tiles.rows, problem.rows)
     read = rows_read / across + tiles.columns / down
@@ -342,8 +343,7 @@ def _swizzles(problem: Problem, tiles: Tiles) -> bool:
 def _box(plan: Plan) -> tuple[int, int]:
     """The largest box that fills slabs without a rest."""
     shapes, columns = plan.shapes, plan.slab_columns
-    shard = shapes.planes * shapes.rows * shapes.contracted
-    most = max(_COLUMN_MULTIPLE, min(_BOX_BYTES // ITEMSIZE, shard // _BOXES))
+    most = max(_COLUMN_MULTIPLE, min(_BOX_BYTES, shapes.shard_bytes // _BOXES) // ITEMSIZE)
     if columns > most:
         parts = columns // _COLUMN_MULTIPLE
         return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
