@@ -33,6 +33,7 @@ from benchmarks.fused.cases import (
     way_of,
 )
 from benchmarks.fused.peers import options_tried, time_peers
+from benchmarks.fused.trials import describe
 from benchmarks.report import Report
 from benchmarks.settings import (
     Settings,
@@ -105,10 +106,10 @@ class Programs:
 
 def _outcome(job: Future[Any]) -> Any:
     """What came of it, or its error in words."""
-    error = job.exception()
-    if error is None:
+    try:
         return job.result()
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    except Exception as error:
+        return describe(error)
 
 
 def times(case: Case, programs: Programs, mesh: Mesh, settings: Fused) -> dict[str, Any]:

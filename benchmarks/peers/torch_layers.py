@@ -34,8 +34,7 @@ class Layers(Program):
     """Layer after layer, each with its own weights."""
 
     def __init__(self, case: LayersCase, place: Place, dtype: torch.dtype, seed: int):
-        super().__init__(place, dtype, seed)
-        self.case = case
+        super().__init__(case, place, dtype, seed)
         # The weight's gradient does not need what is scattered in a backward.
         self.overlaps = case.direction != "forward"
         self.part = feed_forward

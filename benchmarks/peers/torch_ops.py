@@ -53,8 +53,7 @@ class Ops(Program):
     """The same op over and over: the next starts when the last has ended."""
 
     def __init__(self, case: OpsCase, place: Place, dtype: torch.dtype, seed: int):
-        super().__init__(place, dtype, seed)
-        self.case = case
+        super().__init__(case, place, dtype, seed)
         self.part = OPS[case.op]
         self.gathers = case.op == "all_gather_matmul"
 

@@ -41,6 +41,7 @@ class Program(ABC):
     """One device's part of a case. Every device can draw the shards of all.
 
     Attributes:
+      case: whose part it is.
       part: a layer, or an op, of a communication and arrays.
       overlaps: whether anything may run beside a reduce-scatter.
     """
@@ -48,7 +49,8 @@ class Program(ABC):
     part: Callable[..., Tensor]
     overlaps = False
 
-    def __init__(self, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(self, case: Case, place: Place, dtype: torch.dtype, seed: int):
+        self.case: Any = case
         self.place, self.dtype, self.seed = place, dtype, seed
 
     @abstractmethod

@@ -116,7 +116,7 @@ class Worker:
         for peer in self.job.peers:
             described[peer] = self.describe(peer, case)
             try:
-                described[peer]["relative_error"] = self.check(peer, program, case["layers"])
+                described[peer]["relative_error"] = self.check(peer, program)
                 fastest[peer] = self.fastest_variant(peer, program, described[peer])
             except Failure as failure:
                 described[peer]["failure"] = str(failure)
@@ -145,11 +145,11 @@ class Worker:
             return {"": Collectives(), "overlapped": Collectives(overlap=True)}
         return {"": Collectives()}
 
-    def check(self, peer: str, program: Program, layers: int) -> float:
+    def check(self, peer: str, program: Program) -> float:
         """The relative error of every way; raises Failure if one is not right."""
 
         def errors() -> float:
-            checked = min(layers, CHECKED_LAYERS)
+            checked = min(program.case.layers, CHECKED_LAYERS)
             expected = program.reference(checked)
             arguments = program.arguments(checked)
             ways = self.communications(peer, program).values()
@@ -165,7 +165,7 @@ class Worker:
     def fastest_variant(self, peer: str, program: Program, result: dict[str, Any]) -> Run:
         """Tries all variants; raises Failure if none runs."""
         ways = self.together(lambda: self.communications(peer, program))
-        arguments = self.together(lambda: program.arguments(result["layers"]))
+        arguments = self.together(lambda: program.arguments(program.case.layers))
         runs: dict[str, Run] = {}
         failures = {}
         for way, communication in ways.items():
