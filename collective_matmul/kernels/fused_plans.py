@@ -1,4 +1,4 @@
-"""What the plans of all fused kernels share: the cuts they try, in which order, and measured ones.
+"""What the plans of all fused kernels share: cuts, what limits them, their order, measured ones.
 
 A kernel has many feasible plans. A model puts them in order; `python -m benchmarks plans`
 measures the likeliest, and tuned_plans.jsonl keeps the fastest.
@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any, Literal, Protocol, TypeVar
 
-from collective_matmul.kernels.tiles import Tiles
+from collective_matmul.kernels.tiles import (
+    CONSUMERS,
+    ITEMSIZE,
+    Problem,
+    Tiles,
+    predicted_microseconds,
+)
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -40,6 +46,23 @@ _SWEEP_WIDTHS = (8, 4, 16)
 #: Of an H200: what the copy engine of a multiprocessor reads out of the L2 cache, by the swizzle: a
 #: row of it each nanosecond.
 READ_BYTES_PER_MICROSECOND = {128: 1.2e5, 64: 6e4}
+# What its matmul reads from memory, and what lies in its L2.
+_MEMORY_BYTES_PER_MICROSECOND = 4e6
+_CACHE_BYTES = 40e6
+# Multiplying and moving slices into and out of shared memory get in each other's way: so much of
+# what a matmul takes depends on the tiles' area alone, the rest on what a multiprocessor moves.
+_MULTIPLYING = 0.65
+_SHARED_BYTES_PER_MICROSECOND = 5e5
+# Rows of one multiply (wgmma), which reads both its operands from shared memory.
+_MULTIPLY_ROWS = 64
+# From one tile to the next, beyond what a matmul without peers takes.
+_TILE_MICROSECONDS = 1.5
+#: With NVLink 4: what leaves a device.
+LINK_BYTES_PER_MICROSECOND = 3.5e5
+#: From the first copy out of a device to the first that a peer does with it.
+ARRIVAL_MICROSECONDS = 5.0
+#: So long everything else takes while a device sends, and receives, where power limits the clocks.
+SENT_BYTES_PER_MICROSECOND = 1e6
 
 #: By so much less is hoped of a plan for each one of the same sizes that comes before it.
 DOUBT = 1.08
@@ -94,6 +117,44 @@ def swept(tiles: Tiles, wide: int, long: int) -> list[Tiles]:
     widths = {min(width, wide): width for width in _SWEEP_WIDTHS}
     widths.pop(min(tiles.sweep_width, wide), None)
     return [replace(tiles, sweep_width=width) for width in widths.values()]
+
+
+def computing_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
+    """What a launch takes that has all its operands: of whatever limits it, the slowest."""
+    waves = _waves(problem, tiles, multiprocessors)
+    rows, columns = tiles.part
+    multiplied = CONSUMERS * (rows + columns * rows // _MULTIPLY_ROWS)
+    moved = min(tiles.rows, problem.rows) + tiles.columns + multiplied
+    moving = waves * ITEMSIZE * sum(problem.contracted) * moved / _SHARED_BYTES_PER_MICROSECOND
+    multiplying = _MULTIPLYING * predicted_microseconds(problem, tiles, multiprocessors)
+    weights = ITEMSIZE * sum(problem.contracted) * sum(problem.columns)
+    passes = problem.batch if weights > _CACHE_BYTES else 1
+    reading = _reading_microseconds(problem, tiles, multiprocessors)
+    slowest = max(
+        multiplying + moving + waves * _TILE_MICROSECONDS,
+        reading,
+        passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
+    )
+    # Of cuts as fast, that which reads least leaves most to what is sent and received.
+    return slowest + reading / 10
+
+
+def _reading_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
+    """What a launch takes if it waits for slices of its operands, which come out of the L2."""
+    down, across = tiles.cluster
+    rows = min(tiles.rows, problem.rows) / across
+    # What several blocks share is read once.
+    columns = tiles.columns / min(down, math.ceil(problem.rows / tiles.rows))
+    lines = _waves(problem, tiles, multiprocessors) * ITEMSIZE * sum(problem.contracted)
+    return lines * (rows + columns) / READ_BYTES_PER_MICROSECOND[tiles.swizzle]
+
+
+def _waves(problem: Problem, tiles: Tiles, multiprocessors: int) -> int:
+    """How many tiles follow each other on the multiprocessor that has most."""
+    down, across = tiles.cluster
+    rows = math.ceil(problem.rows / (tiles.rows * down))
+    columns = sum(math.ceil(size / (tiles.columns * across)) for size in problem.columns)
+    return math.ceil(problem.batch * rows * columns / (multiprocessors // (down * across)))
 
 
 def in_order(

@@ -8,20 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from collective_matmul.kernels.fused_plans import (
-    READ_BYTES_PER_MICROSECOND,
+    ARRIVAL_MICROSECONDS,
+    LINK_BYTES_PER_MICROSECOND,
+    SENT_BYTES_PER_MICROSECOND,
     Call,
+    computing_microseconds,
     cuts,
     in_order,
     swept,
 )
 from collective_matmul.kernels.tiles import (
-    CONSUMERS,
     ITEMSIZE,
     ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
-    predicted_microseconds,
 )
 
 #: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
@@ -40,23 +41,15 @@ _TILE_BYTES = SHARED_MEMORY_BYTES - BUFFERS * _BOX_BYTES
 _MESSAGES_PER_BLOCK = 4
 _OTHER_MESSAGES_PER_BLOCK = (2, 8)
 
-# Of an H200 with NVLink 4: what leaves a device, what its matmul reads, and what lies in its L2.
-_LINK_BYTES_PER_MICROSECOND = 3.5e5
-_MEMORY_BYTES_PER_MICROSECOND = 4e6
-_CACHE_BYTES = 40e6
-# What one multiprocessor moves into and out of its shared memory: nearly 128 bytes each cycle.
-_SHARED_BYTES_PER_MICROSECOND = 2e5
-# Rows of one multiply (wgmma), which reads both its operands from shared memory.
-_MULTIPLY_ROWS = 64
-# So long everything else takes while a device sends, and receives, where power limits the clocks.
-_SENT_BYTES_PER_MICROSECOND = 1.5e6
 # What a producer takes to look whether a slab has arrived.
 _AWAITING_MICROSECONDS = 0.2
 # Some multiprocessor sends later than the others: so much of the whole its part of all rows may be
 # late, and less if that is of one slab.
 _LATE = 0.02
-# From the first copy out of a shard to the first tile that a peer starts with it.
-_ARRIVAL_MICROSECONDS = 5.0
+# What arrives where several peers send at once: as much as of XLA's all-gathers.
+_CROWDED_LINK_BYTES_PER_MICROSECOND = 2.5e5
+# Tiles of joined shards begin with rows of every peer: each adds to what the last is late.
+_JOINING_MICROSECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -264,20 +257,11 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
     """What a launch should take, and what it waits for peers."""
     shapes = plan.shapes
     problem = shapes.problem(plan.joins)
-    weights = ITEMSIZE * shapes.contracted * sum(shapes.columns)
-    passes = problem.batch if weights > _CACHE_BYTES else 1
-    reading, moving = _copying_microseconds(plan, multiprocessors)
-    computing = max(
-        predicted_microseconds(problem, plan.tiles, multiprocessors),
-        reading,
-        moving,
-        passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
-    )
-    # Of cuts as fast, that which reads least leaves most to the senders.
-    computing += reading / 10 + problem.batch * plan.slabs * _AWAITING_MICROSECONDS
+    computing = computing_microseconds(problem, plan.tiles, multiprocessors)
+    computing += problem.batch * plan.slabs * _AWAITING_MICROSECONDS
     computing *= 1 + _LATE / plan.slabs
     sent_bytes = shapes.shard_bytes * (shapes.devices - (0 if plan.joins else 1))
-    computing += sent_bytes / _SENT_BYTES_PER_MICROSECOND
+    computing += sent_bytes / SENT_BYTES_PER_MICROSECOND
     clusters = min(plan.tile_count, multiprocessors // math.prod(plan.tiles.cluster))
     # Those that come to shards of peers first, and last, wait longest.
     return max(
@@ -289,14 +273,19 @@ def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float
 def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: int) -> float:
     """When one of the clusters ends, which compute for so long and await slabs before."""
     shapes = plan.shapes
-    shard = shapes.shard_bytes / _LINK_BYTES_PER_MICROSECOND
+    peers = shapes.devices - 1
+    # All peers send to each other at once only where shards join.
+    crowded = plan.joins and peers > 1
+    rate = _CROWDED_LINK_BYTES_PER_MICROSECOND if crowded else LINK_BYTES_PER_MICROSECOND
+    shard = shapes.shard_bytes / rate
+    arrival = ARRIVAL_MICROSECONDS + (peers * _JOINING_MICROSECONDS if plan.joins else 0)
     tiles = plan.tile_count
     per_chunk = tiles // (shapes.planes if plan.joins else shapes.devices)
     wave, now = computing / math.ceil(tiles / clusters), 0.0
     groups = shapes.planes * plan.groups
     # Within so much of a chunk's tiles all its rows are multiplied for the first time.
     sweep = min(1.0, plan.tiles.sweep_width / plan.across)
-    all_arrived = _ARRIVAL_MICROSECONDS + (shapes.devices - 1) * shard
+    all_arrived = arrival + peers * shard
     for tile in range(cluster, tiles, clusters):
         chunk, within = divmod(tile, per_chunk)
         if now >= all_arrived:
@@ -305,33 +294,13 @@ def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: 
             now += wave
             continue
         if plan.joins:
-            before, sent = 0.0, (shapes.devices - 1) * shard
+            before, sent = 0.0, peers * shard
         else:
             group = min(groups - 1, int(groups * within / (per_chunk * sweep)))
             before, sent = (chunk - 1 + group / groups) * shard, shard / groups
-        first, whole = (
-            _ARRIVAL_MICROSECONDS + before + sent * share for share in (1 / plan.slabs, 1)
-        )
+        first, whole = (arrival + before + sent * share for share in (1 / plan.slabs, 1))
         now = max(max(now, first) + wave, whole + wave / plan.slabs)
     return now
-
-
-def _copying_microseconds(plan: Plan, multiprocessors: int) -> tuple[float, float]:
-    """What a launch takes if it waits for reading slices, and for its shared memory."""
-    problem, tiles = plan.shapes.problem(plan.joins), plan.tiles
-    down, across = tiles.cluster
-    waves = math.ceil(plan.tile_count / (multiprocessors // (down * across)))
-    # Rows beyond the last are not read.
-    rows_read = min(tiles.rows, problem.rows)
-    read = rows_read / across + tiles.columns / down
-    rows, columns = tiles.part
-    multiplied = CONSUMERS * (rows + columns * rows // _MULTIPLY_ROWS)
-    moved = rows_read + tiles.columns + multiplied
-    line_bytes = waves * ITEMSIZE * sum(problem.contracted)
-    return (
-        line_bytes * read / READ_BYTES_PER_MICROSECOND[tiles.swizzle],
-        line_bytes * moved / _SHARED_BYTES_PER_MICROSECOND,
-    )
 
 
 def _swizzles(problem: Problem, tiles: Tiles) -> bool:

@@ -107,3 +107,17 @@ def test_slabs_pay_where_rows_are_awaited() -> None:
 
     assert predicted(FEW, 4) < 0.95 * predicted(FEW, 1)
     assert predicted(MANY, 4) < predicted(MANY, 16)
+
+
+def test_joined_shards_crowd_the_links() -> None:
+    """Where several peers send to a device at once. Of two devices each has one peer."""
+
+    def loss(devices: int) -> float:
+        shapes = Shapes(devices, 1, 4096 // devices, 8192, (8192 // devices,))
+        joined, apart = (
+            min(predicted_plan_microseconds(plan) for plan in candidates(shapes) if plan.joins == j)
+            for j in (True, False)
+        )
+        return joined / apart
+
+    assert loss(2) < 1.15 < 1.3 < loss(4)
