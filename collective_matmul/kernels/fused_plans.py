@@ -66,9 +66,7 @@ SENT_BYTES_PER_MICROSECOND = 1e6
 
 #: By so much less is hoped of a plan for each one of the same sizes that comes before it.
 DOUBT = 1.08
-# How far a measured plan may be from what it is taken for, in doublings of the rows.
-_REACH = 1.0
-# What follows from the number of rows: the other choices carry over to nearly as many.
+# What follows from the number of rows.
 _BY_ROWS = frozenset({"stages", "strips", "swizzle", "slabs", "boxes_per_message", "owned_rows"})
 
 
@@ -204,23 +202,12 @@ class Call:
     def choose(self, plans: Sequence[P]) -> P | None:
         """Of all feasible plans, the likeliest first: the measured one, or the first; or None.
 
-        Where the call was not measured, what was chosen for nearly as many rows counts.
+        What is fastest for twice as many rows, or half, was measured to lose more than the
+        likeliest plan does.
         """
-        described = json.loads(json.dumps(asdict(self)))
-        rows, entries = self.shapes.rows, _tuned().get(_but_rows(described), {})
-        if rows in entries:
-            wanted, choices = entries[rows], lambda plan: plan.choices
-        else:
-            near = min(entries, key=functools.partial(_doublings, rows), default=None)
-            if near is None or _doublings(rows, near) > _REACH:
-                return next(iter(plans), None)
-            wanted, choices = lasting(entries[near]), lambda plan: lasting(plan.choices)
-        measured = (plan for plan in plans if choices(plan) == wanted)
+        wanted = _tuned().get(_key(json.loads(json.dumps(asdict(self)))))
+        measured = (plan for plan in plans if wanted and plan.choices == wanted)
         return next(itertools.chain(measured, plans), None)
-
-
-def _doublings(rows: int, others: int) -> float:
-    return abs(math.log2(rows / others))
 
 
 def lasting(choices: dict[str, Any]) -> dict[str, Any]:
@@ -232,18 +219,17 @@ def lasting(choices: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _but_rows(call: dict[str, Any]) -> str:
-    """A call as JSON has it, as text, of any number of rows."""
+def _key(call: dict[str, Any]) -> tuple[str, int]:
+    """What a call, as JSON has it, is found and sorted by; its number of rows comes last."""
     shapes = {name: size for name, size in call["shapes"].items() if name != "rows"}
-    return json.dumps([call["op"], call["multiprocessors"], shapes])
+    return json.dumps([call["op"], call["multiprocessors"], shapes]), call["shapes"]["rows"]
 
 
 def merged(*tables: str) -> str:
     """One table, as text, of several: of the lines for one call the last counts."""
     lines = {}
     for line in itertools.chain(*map(str.splitlines, tables)):
-        call = json.loads(line)
-        lines[_but_rows(call), call["shapes"]["rows"]] = line
+        lines[_key(json.loads(line))] = line
     return "".join(f"{lines[key]}\n" for key in sorted(lines))
 
 
@@ -256,9 +242,6 @@ def tuned_plans() -> str:
 
 
 @functools.cache
-def _tuned() -> dict[str, dict[int, dict[str, Any]]]:
-    """The choices measured to be fastest, by calls of any number of rows, and that number."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in map(json.loads, tuned_plans().splitlines()):
-        found.setdefault(_but_rows(line), {})[line["shapes"]["rows"]] = line["plan"]
-    return found
+def _tuned() -> dict[tuple[str, int], dict[str, Any]]:
+    """The choices measured to be fastest, by calls."""
+    return {_key(line): line["plan"] for line in map(json.loads, tuned_plans().splitlines())}
