@@ -21,7 +21,7 @@ from benchmarks.communication import (
     Rewritten,
 )
 from collective_matmul import overlap_jit
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, KERNELS
 
 #: `jax.jit` and its like.
 Jit = Callable[..., Any]
@@ -85,7 +85,7 @@ def make(
             return Contender(name, Rewritten(), {"overlap": overlap_jit})
         case _:
             communication = CollectiveMatmul(None if name in AUTO else name)
-            if name in ("fused", "auto_fused"):
+            if name in (*KERNELS, "auto_fused"):
                 jit = functools.partial(overlap_jit, fused=True)
                 return Contender(name, communication, {"overlap_jit(fused=True)": jit})
             return Contender(name, communication, {"overlap_jit": overlap_jit})

@@ -7,11 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+# In all of 0.10.2 to 0.12: what is lowered for certain devices is cached for these alone.
+from jax._src.dispatch import prim_requires_devices_during_lowering
 
 # In all of 0.10.2 to 0.12. `pl.kernel` is this without `input_output_aliases`; it updates in place
 # only mutable references, which can neither vary over mesh axes nor stand inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -73,3 +80,52 @@ def in_place_kernel(
         return tuple(call(*operands, *outs))
 
     return kernel
+
+
+_device_constant = Primitive("device_constant")
+
+
+def device_constant(
+    make: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """An array of this shape that is made of the devices of the mesh, when these are known.
+
+    They are when the program is lowered; what JAX traces it keeps for all meshes of one shape.
+    Called inside `jax.shard_map`.
+
+    Args:
+      make: a hashable function of an array of devices, in the shape of the mesh.
+      shape: of the array.
+      dtype: of the array.
+
+    Raises:
+      ValueError: when lowered, if the mesh has no devices then, or the program is exported.
+    """
+    return _device_constant.bind(make=make, shape=shape, dtype=np.dtype(dtype))
+
+
+@_device_constant.def_abstract_eval
+def _(*, make: Any, shape: tuple[int, ...], dtype: np.dtype) -> ShapedArray:
+    del make
+    return ShapedArray(shape, dtype)
+
+
+def _lower_device_constant(
+    context: mlir.LoweringRuleContext, *, make: Any, shape: tuple[int, ...], dtype: np.dtype
+) -> Any:
+    module = context.module_context
+    mesh = getattr(module.axis_context, "mesh", None)
+    if module.lowering_parameters.for_export or not isinstance(mesh, jax.sharding.Mesh):
+        what = f"a program for {mesh} without devices" if mesh else "a program outside a mesh"
+        raise ValueError(
+            f"{'an exported program' if module.lowering_parameters.for_export else what}:"
+            " addresses of memory are those of one process's devices; give jax.shard_map a"
+            " jax.sharding.Mesh, or set it with jax.set_mesh, or compile without fused=True"
+        )
+    value = make(mesh.devices)
+    assert value.shape == shape and value.dtype == dtype
+    return [mlir.ir_constant(value)]
+
+
+mlir.register_lowering(_device_constant, _lower_device_constant)
+prim_requires_devices_during_lowering.add(_device_constant)

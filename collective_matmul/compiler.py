@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -87,6 +88,11 @@ def overlap_jit(
     return OverlapJit(fun, users, fused, kwargs)
 
 
+# One-shot collectives meet in the order in which programs reach each device: of two threads that
+# launch at once, one program could be first on one device, and the other on another.
+_launching = threading.RLock()
+
+
 class OverlapJit:
     """A function compiled by `jax.jit`, with options that depend on the devices it finds."""
 
@@ -96,6 +102,7 @@ class OverlapJit:
         self._jit = functools.partial(jax.jit, fun, **kwargs)
         self._users_options = users
         self._fused = fused
+        self._order = _launching if fused else contextlib.nullcontext()
         self._jit()  # Refuses what does not fit where it is written, not where it is first used.
         functools.update_wrapper(self, fun, updated=())
 
@@ -114,7 +121,7 @@ class OverlapJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        with self._tracing(), _refusing_to_be_inside():
+        with self._tracing(), _refusing_to_be_inside(), self._order:
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

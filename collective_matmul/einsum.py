@@ -76,7 +76,7 @@ def collective_einsum(
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused" (another, unless it is a matmul).
+        "ring_direct", "fused", "one_shot" (of the last two another, unless it is a matmul).
 
     Returns:
       The result, local, in the operands' dtype.

@@ -66,7 +66,7 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused".
+        "ring_direct", "fused", "one_shot".
 
     Returns:
       [..., D*m, ..., *N], or a tuple of such, one for each weight.
@@ -113,7 +113,7 @@ def matmul_reduce_scatter(
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused".
+        "ring_direct", "fused", "one_shot".
 
     Returns:
       [..., M/D, ..., *N], this device's shard along `scatter_dimension`.
@@ -153,8 +153,8 @@ def matmul_all_reduce(
       w: [k, *N].
       axis_name: the mesh axis to sum over.
       implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
-        "ring_direct", "fused". A ring needs the product of x's leading dimensions to be a multiple
-        of D.
+        "ring_direct", "fused", "one_shot". A ring needs the product of x's leading dimensions to
+        be a multiple of D.
 
     Returns:
       [..., *N], the same on every device of the axis.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul._compat import partly_automatic
+from collective_matmul.choose.exchanges import exchange_seconds
 from collective_matmul.choose.fused_kernels import planned_seconds
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import LEAST_FUSED_SECONDS, Prediction
@@ -39,6 +40,8 @@ UNSURE_MARGIN = 0.25
 
 #: The same of a fused kernel: predictions are off by a tenth, bulk's of few rows by up to a fifth.
 FUSED_MARGIN = 0.15
+#: And of one-shot collectives.
+ONE_SHOT_MARGIN = 0.15
 
 MULTIPROCESSORS = 132
 #: Rows and columns of a tile of a matmul, and its share of the peak rate.
@@ -98,6 +101,13 @@ def predict(site: Site, fused: bool = False) -> Prediction:
     at_most = max((1 + margin) * on_device, (1 + UNSURE_MARGIN) * on_host)
     margins = {"fused": FUSED_MARGIN}
     return Prediction(seconds, at_most / ring - 1, "cost model", margins=margins)
+
+
+def predict_one_shot(site: Site) -> Prediction:
+    """What the model says of bulk, and of the same with one-shot collectives, which can do it."""
+    multiplication = _matmuls(site, site.product_rows) + _weight_gradient(site)
+    seconds = {"bulk": bulk_seconds(site), "one_shot": multiplication + exchange_seconds(site)}
+    return Prediction(seconds, ONE_SHOT_MARGIN, "cost model")
 
 
 def bulk_seconds(site: Site) -> float:

@@ -16,7 +16,7 @@ from collective_matmul.choose import cost_model, tables
 from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Site
 from collective_matmul.choose.tables import Prediction
-from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
+from collective_matmul.implementations import IMPLEMENTATIONS, KERNELS, RINGS
 from collective_matmul.log import say_once
 from collective_matmul.peer_access import program_obstacle, transport_obstacle
 
@@ -92,19 +92,19 @@ def choose(site: Site, requested: str | None) -> str:
 
     The fastest by measurement, of this kind of device or of one that can stand in for it; by the
     cost model, for GPUs that it is of, where nothing near was measured. Bulk wherever nothing else
-    gains more over it than measurement or model may be wrong by. Of fused kernels only in programs
-    that may have them. The fastest of the others too where "fused" is requested and no kernel can
-    do it, which is said once.
+    gains more over it than measurement or model may be wrong by. Of kernels that address peers only
+    in programs that may have them. The fastest of the others too where such a kernel is requested
+    and cannot do it, which is said once.
 
     Raises:
       ValueError: if another implementation requested by name cannot carry out the site.
     """
     obstacle = None if requested is None else obstacle_of(site, requested)
-    if obstacle and requested != "fused":
+    if obstacle and requested not in KERNELS:
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
     # Of kernels that the program forbids, or that are requested in vain, no gain need be heard, nor
     # decide what else is known. Of those that cannot do the site it is, to say what is missed.
-    left_out = ("fused",) if obstacle or program_obstacle() else ()
+    left_out = (*KERNELS,) if program_obstacle() else (requested,) if requested and obstacle else ()
     prediction = _predict(site, left_out)
     if requested is None or obstacle:
         choice = _decide(site, prediction)
@@ -112,7 +112,7 @@ def choose(site: Site, requested: str | None) -> str:
         choice = _Choice(requested, "requested")
     name, reason, missed = choice
     if obstacle:
-        missed = "; ".join(filter(None, (f"fused is not possible: {obstacle}", missed)))
+        missed = "; ".join(filter(None, (f"{requested} is not possible: {obstacle}", missed)))
     if missed:
         say_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
@@ -134,10 +134,14 @@ def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
     if site.axis_size == 1 or site.flops == 0:
         return None
     found = _known(site, left_out)
-    if not found or found.fastest(IMPLEMENTATIONS) != "bulk" or found.seconds.keys() & RINGS:
+    if not found:
+        return None
+    if "one_shot" not in {*found.seconds, *left_out} and not obstacle_of(site, "one_shot"):
+        found = found.beside(cost_model.predict_one_shot(site))
+    if found.fastest(IMPLEMENTATIONS) != "bulk" or found.seconds.keys() & RINGS:
         return found
-    # Fused kernels alone were measured, and gain nothing: a ring may.
-    rings = _known(site, {*left_out, "fused"})
+    # Kernels alone were measured, and gain nothing: a ring may.
+    rings = _known(site, {*left_out, *KERNELS})
     return rings.beside(found) if rings and rings.fastest(RINGS) in RINGS else found
 
 

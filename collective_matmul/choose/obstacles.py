@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collective_matmul.choose import exchanges
 from collective_matmul.choose.fused_kernels import of_kernel
 from collective_matmul.choose.site import Site
-from collective_matmul.implementations import RINGS
+from collective_matmul.implementations import KERNELS, RINGS
 from collective_matmul.kernels import fused_gather, fused_scatter
 from collective_matmul.peer_access import peer_access_obstacle, program_obstacle
 
@@ -16,8 +17,8 @@ def obstacle_of(site: Site, implementation: str) -> str | None:
     """
     if implementation in RINGS:
         return _obstacle_of_rings(site)
-    if implementation == "fused":
-        return _obstacle_of_kernels(site)
+    if implementation in KERNELS:
+        return _obstacle_of_kernels(site, implementation)
     return None
 
 
@@ -30,13 +31,17 @@ def _obstacle_of_rings(site: Site) -> str | None:
     return None
 
 
-def _obstacle_of_kernels(site: Site) -> str | None:
+def _obstacle_of_kernels(site: Site, implementation: str) -> str | None:
     if site.einsum is not None:
-        return f"{site.einsum.equation!r} is no matmul, and the fused kernels do nothing else"
-    reason = of_kernel(
+        return f"{site.einsum.equation!r} is no matmul, and the kernels do nothing else"
+    reason = _obstacle_of_fused(site) if implementation == "fused" else exchanges.why_not(site)
+    return reason or peer_access_obstacle() or program_obstacle()
+
+
+def _obstacle_of_fused(site: Site) -> str | None:
+    return of_kernel(
         site,
         fused_gather.why_not,
         fused_scatter.why_not_reduce_scatter,
         fused_scatter.why_not_all_reduce,
     )
-    return reason or peer_access_obstacle() or program_obstacle()

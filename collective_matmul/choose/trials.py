@@ -17,6 +17,7 @@ from collective_matmul.choose.site import Site
 from collective_matmul.choose.stack import Operands, Stack, filler
 from collective_matmul.choose.tables import CEILING
 from collective_matmul.compiler import overlap_jit
+from collective_matmul.implementations import KERNELS
 
 #: Programs compiled at the same time, at most.
 _THREADS = 32
@@ -114,7 +115,7 @@ class Trial:
 
     def _compile(self, name: str, pool: Executor) -> None:
         """Lowers the program here, where JAX traces one at a time, and has the pool compile it."""
-        jitted = overlap_jit(self._stack.program(name), fused=name == "fused")
+        jitted = overlap_jit(self._stack.program(name), fused=name in KERNELS)
         lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import functools
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 from collective_matmul.implementations import bulk, fused, ring
+from collective_matmul.implementations.collectives import ONE_SHOT
 from collective_matmul.schedule import Pattern
 
 
@@ -36,10 +38,19 @@ def _ring(pattern: Pattern) -> SimpleNamespace:
     )
 
 
+_ONE_SHOT = SimpleNamespace(
+    all_gather_matmul=functools.partial(bulk.all_gather_matmul, by=ONE_SHOT),
+    matmul_reduce_scatter=functools.partial(bulk.matmul_reduce_scatter, by=ONE_SHOT),
+    matmul_all_reduce=functools.partial(bulk.matmul_all_reduce, by=ONE_SHOT),
+    weight_gradients=bulk.weight_gradients,
+)
+
 #: The schedule that each ring walks.
 RINGS: MappingProxyType[str, Pattern] = MappingProxyType(
     {"ring": "one_way", "ring_two_way": "two_way", "ring_direct": "direct"}
 )
-IMPLEMENTATIONS = MappingProxyType(
-    {"bulk": bulk, **{name: _ring(pattern) for name, pattern in RINGS.items()}, "fused": fused}
+#: Those whose kernels address peers' memory.
+KERNELS: MappingProxyType[str, Any] = MappingProxyType({"fused": fused, "one_shot": _ONE_SHOT})
+IMPLEMENTATIONS: MappingProxyType[str, Any] = MappingProxyType(
+    {"bulk": bulk, **{name: _ring(pattern) for name, pattern in RINGS.items()}, **KERNELS}
 )

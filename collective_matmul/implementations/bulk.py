@@ -1,13 +1,13 @@
-"""One XLA collective and one matmul: the baseline. Nothing overlaps by construction."""
+"""One collective and one matmul: with XLA's, the baseline. Nothing overlaps by construction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import jax
-from jax import lax
 
 from collective_matmul.implementations.arithmetic import add, contract_rows, matmul
+from collective_matmul.implementations.collectives import XLA, Collectives
 
 
 def all_gather_matmul(
@@ -18,9 +18,10 @@ def all_gather_matmul(
     dimension: int,
     transpose_w: bool = False,
     keep_gathered: bool = False,
+    by: Collectives = XLA,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Gathers x, then multiplies. Shapes: see the package's docstring."""
-    gathered = lax.all_gather(x, axis_name, axis=dimension, tiled=True)
+    gathered = by.all_gather(x, axis_name, dimension)
     ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
     return ys, gathered if keep_gathered else None
 
@@ -33,18 +34,21 @@ def matmul_reduce_scatter(
     dimension: int,
     transpose_w: bool = False,
     rider: jax.Array | None = None,
+    by: Collectives = XLA,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Multiplies, then reduce-scatters. Shapes: see the package's docstring."""
     partial = add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True)))
-    y = lax.psum_scatter(partial, axis_name, scatter_dimension=dimension, tiled=True)
+    y = by.reduce_scatter(partial, axis_name, dimension)
     if rider is None:
         return y, None
-    return y, lax.all_gather(rider, axis_name, axis=dimension, tiled=True)
+    return y, by.all_gather(rider, axis_name, dimension)
 
 
-def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, axis_name: str, *, by: Collectives = XLA
+) -> jax.Array:
     """Multiplies, then all-reduces. Shapes: see the package's docstring."""
-    return lax.psum(matmul(x, w), axis_name)
+    return by.all_reduce(matmul(x, w), axis_name)
 
 
 def weight_gradients(

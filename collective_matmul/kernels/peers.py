@@ -59,7 +59,11 @@ def block() -> tuple[Any, int]:
 
 def random_delays(axis_name: str, number: Any) -> Any:
     """How often to wait for `DELAY_NANOSECONDS`: by the device, the block, and the number given."""
-    seed = (number * 8_191 + block()[0]) * 64 + lax.axis_index(axis_name)
+    return delays_of((number * 8_191 + block()[0]) * 64 + lax.axis_index(axis_name))
+
+
+def delays_of(seed: Any) -> Any:
+    """How often to wait for `DELAY_NANOSECONDS`."""
     # A linear congruential generator's step; its upper bits are random.
     drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
     return lax.rem(drawn, _DELAYS)
@@ -67,8 +71,13 @@ def random_delays(axis_name: str, number: Any) -> Any:
 
 def random_delay(axis_name: str, number: Any) -> None:
     """Has a warpgroup wait."""
+    delay(random_delays(axis_name, number))
+
+
+def delay(times: Any) -> None:
+    """Has a warpgroup wait for so often `DELAY_NANOSECONDS`."""
 
     # Kernels of jax 0.10 can only wait for times that are known when they are compiled.
-    @pl.loop(0, random_delays(axis_name, number))
+    @pl.loop(0, times)
     def _(_):
         pl.delay(DELAY_NANOSECONDS)

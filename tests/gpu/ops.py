@@ -160,6 +160,8 @@ def all_problems(devices: int) -> list[OpProblem]:
         *llama("8B", llama3_8b(), (32_768, 512, 16_384, 2048, 8192), devices),
         *llama("70B", llama3_70b(), (1024, 8192, 4096, 8192, 2048), devices),
         *llama("405B", llama3_405b(), (2048, 4096, 2048, 4096, 1024), devices),
+        # Few rows, which one-shot collectives take.
+        *llama("8B_few", llama3_8b(), (64, 512, 256, 128, 16), devices),
         *awkward(devices),
     ]
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.implementations import IMPLEMENTATIONS, KERNELS
 
 
 class Verdict(NamedTuple):
@@ -121,7 +121,7 @@ class Call:
         operands, results = self.problem.shardings
         fun = overlap_jit(
             self.problem.function(self.implementation),
-            fused=self.implementation == "fused",
+            fused=self.implementation in KERNELS,
             out_shardings=results,
         )
         return fun.lower(*described(jax.eval_shape(self.problem.draw), operands)).compile()

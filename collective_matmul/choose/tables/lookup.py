@@ -59,8 +59,13 @@ class Prediction:
     def beside(self, other: Prediction) -> Prediction:
         """This, and what another says of implementations that this says nothing of."""
         scale = self.seconds["bulk"] / other.seconds["bulk"]
-        scaled = {name: scale * value for name, value in other.seconds.items()}
-        return replace(self, seconds=scaled | dict(self.seconds), unbelieved=other.unbelieved)
+        new = other.seconds.keys() - self.seconds.keys()
+        return replace(
+            self,
+            seconds={**self.seconds, **{name: scale * other.seconds[name] for name in new}},
+            margins={**self.margins, **{n: other.margins.get(n, other.margin) for n in new}},
+            unbelieved={*self.unbelieved, *other.unbelieved},
+        )
 
 
 def look_up(
