@@ -66,17 +66,9 @@ HOST_SECONDS_PER_PERMUTE = 50e-6
 HOST_SECONDS_PER_OPERAND = 12e-6
 
 #: In a stack a fused kernel takes so many times what is planned, for which it runs alone on a cool
-#: GPU; and so many seconds more to begin, and to meet its peers at the end.
-FUSED_SLOWDOWN = {
-    "all_gather_matmul": 1.09,
-    "matmul_reduce_scatter": 1.15,
-    "matmul_all_reduce": 1.2,
-}
-FUSED_SECONDS = {
-    "all_gather_matmul": 4e-6,
-    "matmul_reduce_scatter": 12e-6,
-    "matmul_all_reduce": 20e-6,
-}
+#: GPU; and so many seconds more to begin.
+FUSED_SLOWDOWN = 1.05
+FUSED_SECONDS = 4e-6
 
 
 def predict(site: Site, fused: bool = False) -> Prediction:
@@ -129,8 +121,8 @@ def fused_seconds(site: Site) -> float:
     if site.rider is not None:
         riding = COLLECTIVE_SECONDS + site.riders_bytes / LINK_BYTES_PER_SECOND
     sending = (site.bytes_communicated - site.riders_bytes) / LINK_BYTES_PER_SECOND
-    on_device = max(FUSED_SLOWDOWN[site.op] * planned_seconds(site), sending)
-    on_device += FUSED_SECONDS[site.op]
+    on_device = max(FUSED_SLOWDOWN * planned_seconds(site), sending)
+    on_device += FUSED_SECONDS
     on_host = LEAST_FUSED_SECONDS + (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
     return max(on_device, on_host) + riding + _weight_gradient(site)
 

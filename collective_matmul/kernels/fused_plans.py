@@ -43,9 +43,9 @@ _STAGES = (8, 7, 6, 5, 4, 3)
 # How many tiles wide a sweep may be.
 _SWEEP_WIDTHS = (8, 4, 16)
 
-#: Of an H200: what the copy engine of a multiprocessor reads out of the L2 cache, by the swizzle: a
-#: row of it each nanosecond.
-READ_BYTES_PER_MICROSECOND = {128: 1.2e5, 64: 6e4}
+# Of an H200: what the copy engine of a multiprocessor reads out of the L2 cache, by the swizzle: a
+# row of it each nanosecond.
+_READ_BYTES_PER_MICROSECOND = {128: 1.2e5, 64: 6e4}
 # What its matmul reads from memory, and what lies in its L2.
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
@@ -64,8 +64,8 @@ ARRIVAL_MICROSECONDS = 5.0
 #: So long everything else takes while a device sends, and receives, where power limits the clocks.
 SENT_BYTES_PER_MICROSECOND = 1e6
 
-#: By so much less is hoped of a plan for each one of the same sizes that comes before it.
-DOUBT = 1.08
+# By so much less is hoped of a plan for each one of the same sizes that comes before it.
+_DOUBT = 1.08
 # What follows from the number of rows.
 _BY_ROWS = frozenset({"stages", "strips", "swizzle", "slabs", "boxes_per_message", "owned_rows"})
 
@@ -144,7 +144,7 @@ def _reading_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int =
     # What several blocks share is read once.
     columns = tiles.columns / min(down, math.ceil(problem.rows / tiles.rows))
     lines = _waves(problem, tiles, multiprocessors) * ITEMSIZE * sum(problem.contracted)
-    return lines * (rows + columns) / READ_BYTES_PER_MICROSECOND[tiles.swizzle]
+    return lines * (rows + columns) / _READ_BYTES_PER_MICROSECOND[tiles.swizzle]
 
 
 def _waves(problem: Problem, tiles: Tiles, multiprocessors: int) -> int:
@@ -173,7 +173,7 @@ def in_order(
     for plan in sorted(plans, key=predicted):
         alike.setdefault(sizes(plan), []).append(plan)
     hopes = [
-        (predicted(plan) * DOUBT**number, plan)
+        (predicted(plan) * _DOUBT**number, plan)
         for ranked in alike.values()
         for number, plan in enumerate(itertools.chain(ranked, *map(vary, ranked)))
     ]
@@ -234,10 +234,7 @@ def merged(*tables: str) -> str:
 
 
 def tuned_plans() -> str:
-    """The table that comes with the package, as text: JSON, line by line.
-
-    Where there is no time, the fastest cut of an earlier kernel was carried over to today's.
-    """
+    """The table that comes with the package, as text: JSON, line by line."""
     return resources.files("collective_matmul.kernels").joinpath("tuned_plans.jsonl").read_text()
 
 

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from collective_matmul.kernels.fused_plans import (
-    DOUBT,
-    READ_BYTES_PER_MICROSECOND,
+    ARRIVAL_MICROSECONDS,
+    LINK_BYTES_PER_MICROSECOND,
+    SENT_BYTES_PER_MICROSECOND,
     Call,
+    computing_microseconds,
     cuts,
     in_order,
     swept,
@@ -21,15 +23,11 @@ from collective_matmul.kernels.tiles import (
     SHARED_MEMORY_BYTES,
     Problem,
     Tiles,
-    predicted_microseconds,
 )
 
 #: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
 #: gives them to all others too ("two_step"), or makes all of them itself ("one_shot").
 Kind = Literal["scatter", "two_step", "one_shot"]
-# Up to about this size of the result all devices make all sums: it costs one trip over NVLink
-# instead of two, and sends D / 2 times as much.
-_ONE_SHOT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,16 @@ class Plan:
     def sources(self) -> int:
         """Partial products that come through memory, for every sum; the rest is in registers."""
         return self.shapes.devices - (0 if self.shapes.kind == "one_shot" else 1)
+
+    @property
+    def sent_copies(self) -> float:
+        """How often peers get a partial product, on average over all of a device's."""
+        devices = self.shapes.devices
+        return devices - 1 if self.shapes.kind == "one_shot" else 1 - 1 / devices
+
+    def cluster_bytes(self, rows: int) -> int:
+        """What a cluster's tile has of so many rows."""
+        return ITEMSIZE * rows * self.tiles.columns * self.tiles.cluster[1]
 
     @property
     def halves(self) -> int:
@@ -200,14 +208,7 @@ def make_plan(shapes: Shapes, multiprocessors: int = 132) -> Plan | None:
 def all_reduce_candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
     """All cuts of either kind for the shapes of a "one_shot", the likeliest to be fastest first."""
     two_step = replace(shapes, kind="two_step", rows=math.ceil(shapes.rows / shapes.devices))
-    result_bytes = ITEMSIZE * shapes.planes * shapes.rows * shapes.columns
-    doublings = math.log2(result_bytes / _ONE_SHOT_BYTES)
-    doubts = {"one_shot": max(0.0, doublings), "two_step": max(0.0, 1 - doublings)}
-
-    def predicted(plan: Plan) -> float:
-        doubt = DOUBT ** doubts[plan.shapes.kind]
-        return doubt * predicted_plan_microseconds(plan, multiprocessors)
-
+    predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     return in_order([*_plans(shapes), *_plans(two_step)], predicted, _sizes, _swept)
 
 
@@ -246,27 +247,50 @@ def _fits(shapes: Shapes, tiles: Tiles) -> bool:
 
 # Slower by so much are tiles that are sent and summed in strips of 32 columns.
 _NARROW_STRIPS = 1.2
-# What the matmul of an H200 reads from memory.
-_MEMORY_BYTES_PER_MICROSECOND = 4e6
+# What it takes that the blocks of a cluster wait for each other.
+_CLUSTER_MICROSECONDS = 4.0
+# What the copy engine of a multiprocessor reads of partial products.
+_PARTIAL_BYTES_PER_MICROSECOND = 1.2e5
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
-    """What a launch should take that never waits for peers."""
+    """What a launch should take, and what it waits for peers that began when it did."""
     shapes, tiles = plan.shapes, plan.tiles
     clusters = multiprocessors // math.prod(tiles.cluster)
     waves = math.ceil(shapes.planes * plan.down * plan.across / clusters)
-    steps = sum(math.ceil(size / tiles.contracted) for size in shapes.contracted)
-    # What several blocks share is read once.
-    w_readers = min(tiles.cluster[0], math.ceil(shapes.all_rows / tiles.rows))
-    rows = min(tiles.rows, shapes.all_rows) / tiles.cluster[1]
-    step_bytes = ITEMSIZE * tiles.contracted * (rows + tiles.columns / w_readers)
-    read_rate = READ_BYTES_PER_MICROSECOND[tiles.swizzle]
-    reading = waves * steps * step_bytes / read_rate
-    weights = ITEMSIZE * sum(shapes.contracted) * shapes.columns / _MEMORY_BYTES_PER_MICROSECOND
-    computing = predicted_microseconds(shapes.problem, tiles, multiprocessors)
+    computing = computing_microseconds(shapes.problem, tiles, multiprocessors)
     if tiles.strip_columns < 64:
         computing *= _NARROW_STRIPS
+    if tiles.share is not None:
+        computing += _CLUSTER_MICROSECONDS
+    product_bytes = ITEMSIZE * shapes.planes * shapes.all_rows * shapes.columns
+    trips = 2 if shapes.kind == "two_step" else 1
+    computing += trips * plan.sent_copies * product_bytes / SENT_BYTES_PER_MICROSECOND
     own_waves = waves * plan.own_down / plan.down
     partial_bytes = ITEMSIZE * min(tiles.rows, shapes.rows) * tiles.columns * plan.sources
-    adding = own_waves * partial_bytes / read_rate
-    return max(computing, reading, weights) + adding
+    adding = own_waves * partial_bytes / _PARTIAL_BYTES_PER_MICROSECOND
+    summed = max(computing, _arrived_microseconds(plan, computing / waves, clusters)) + adding
+    return summed + (_returning_microseconds(plan, clusters) if trips == 2 else 0)
+
+
+def _arrived_microseconds(plan: Plan, wave: float, clusters: int) -> float:
+    """When the last partial product comes that peers send, who multiply tiles in such waves.
+
+    What is sent of a tile travels while the next is multiplied. Of the last wave that has something
+    to send, all does at once.
+    """
+    tiles = plan.shapes.planes * plan.down * plan.across if plan.shared else plan.foreign_tiles
+    copies = plan.sent_copies if plan.shared else 1
+    rows = min(plan.cluster_rows, plan.shapes.all_rows)
+    sending = copies * plan.cluster_bytes(rows) / LINK_BYTES_PER_MICROSECOND
+    waves = math.ceil(tiles / clusters)
+    last = tiles - (waves - 1) * clusters
+    return ARRIVAL_MICROSECONDS + max(waves * wave + last * sending, wave + tiles * sending)
+
+
+def _returning_microseconds(plan: Plan, clusters: int) -> float:
+    """What the sums of the last wave take to all peers."""
+    shapes = plan.shapes
+    last = 1 + (shapes.planes * plan.own_down * plan.across - 1) % clusters
+    sums_bytes = last * plan.cluster_bytes(min(shapes.rows, plan.cluster_rows))
+    return ARRIVAL_MICROSECONDS + (shapes.devices - 1) * sums_bytes / LINK_BYTES_PER_MICROSECOND

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from collective_matmul.kernels import gather_plan
+from collective_matmul.kernels import gather_plan, scatter_plan
 
 REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
-KERNELS: dict[str, Any] = {"all_gather_matmul": gather_plan}
+KERNELS: dict[str, Any] = {
+    "all_gather_matmul": gather_plan,
+    "matmul_reduce_scatter": scatter_plan,
+}
 
 
 def measured(op: str, devices: int) -> Iterator[list[tuple[float, float]]]:
