@@ -108,7 +108,7 @@ class Simulation:
             if self.copies and (not ready or self.random.random() < self.eagerness):
                 self.advance(self.random.choice(self.copies))
                 continue
-            chosen = self.random.choice(ready)
+            chosen = self.choose(ready)
             chosen.turn.release()
             self.scheduler.acquire()
             if chosen.failure is not None:
@@ -117,6 +117,10 @@ class Simulation:
             if all(actor.ended for actor in self.actors if actor.place[AXIS] == device):
                 self.end(device)
         assert not self.copies, "a kernel ended before its copies"
+
+    def choose(self, ready: list[Actor]) -> Actor:
+        """Who acts next."""
+        return self.random.choice(ready)
 
     def advance(self, copy: Copy) -> None:
         """Has a copy read, or else write."""
