@@ -195,7 +195,8 @@ def test_where_fused_alone_was_measured_a_ring_may_gain(
     bulk = 1e6 * predict(layer(rows)).seconds["bulk"]
     measured = table_of((layer(rows), entry(bulk=bulk, fused=fused * bulk)))
     monkeypatch.setattr(tables, "known", lambda kind: [("here", measured)])
-    monkeypatch.setattr(decision, "obstacle_of", lambda site, implementation: None)
+    obstacles = {"one_shot": "it is another kernel"}
+    monkeypatch.setattr(decision, "obstacle_of", lambda site, name: obstacles.get(name))
     monkeypatch.setattr(decision, "program_obstacle", lambda: None)
     taken = decide(layer(rows))
     assert taken.implementation == chosen

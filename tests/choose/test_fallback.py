@@ -1,4 +1,4 @@
-"""What is decided, and said, where no fused kernel can carry out a site."""
+"""What is decided, and said, where a kernel that addresses peers cannot carry out a site."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from collective_matmul.choose import Einsum, Site, choose, decision, obstacles, 
 from collective_matmul.choose.obstacles import obstacle_of
 from collective_matmul.choose.site import Op
 from collective_matmul.choose.tables import Prediction
+from collective_matmul.implementations import KERNELS
 from collective_matmul.log import say_once
 from collective_matmul.peer_access import kernels_may_address_peers
 from tests.choose.sites import BFLOAT16, H200, site_of
 from tests.reference import AXIS, OPS
 
 every_op = pytest.mark.parametrize("op", OPS)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 Patch = pytest.MonkeyPatch
 
-SECONDS = {"bulk": 4e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
+SECONDS = {"bulk": 4e-6, "one_shot": 3.5e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
 
 
 def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
@@ -83,14 +85,20 @@ def test_fused_where_its_kernels_can(op: Op, on_h200: None, said: Callable) -> N
 
 
 @every_op
-def test_the_fastest_of_the_others_where_they_cannot(op: Op, on_h200: None, said: Callable) -> None:
+@every_kernel
+def test_the_fastest_of_the_others_where_they_cannot(
+    op: Op, kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    monkeypatch.setitem(SECONDS, kernel, 1e-6)
+    for other in KERNELS.keys() - {kernel}:
+        monkeypatch.delitem(SECONDS, other)
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     why = (
-        "fused is not possible: dtypes ['float32']: the fused kernels take bfloat16, or float16,"
-        " for all"
+        f"{kernel} is not possible: dtypes ['float32']: the fused kernels take bfloat16, or"
+        " float16, for all"
     )
     reason = f"fallback: {why}; measured: 4 µs bulk, 2 µs ring_direct"
-    for requested in (None, "fused", None, "fused"):
+    for requested in (None, kernel, None, kernel):
         assert decide(site, requested) == ("ring_direct", reason)
     assert said() == [f"{op} falls back to ring_direct: {why}"]
 
@@ -140,28 +148,32 @@ def test_what_bulk_is_faster_than_needs_no_kernel(monkeypatch: Patch, said: Call
     ],
     ids=str,
 )
+@every_kernel
 def test_the_mesh_says_whether_there_are_kernels(
-    op: Op, device: AbstractDevice, reason: str | None
+    op: Op, kernel: str, device: AbstractDevice, reason: str | None
 ) -> None:
     with tracing_for(device):
-        found = obstacle_of(layer(op), "fused")
+        found = obstacle_of(layer(op), kernel)
     assert found == reason or (reason and found and reason in found)
-    assert "Hopper GPUs only" in str(obstacle_of(layer(op), "fused"))  # Of this machine.
+    assert "Hopper GPUs only" in str(obstacle_of(layer(op), kernel))  # Of this machine.
 
 
 @every_op
-def test_kernels_are_of_programs_that_may_have_them(op: Op, on_h200: None, said: Callable) -> None:
+@every_kernel
+def test_kernels_are_of_programs_that_may_have_them(
+    op: Op, kernel: str, on_h200: None, said: Callable
+) -> None:
     """In others it is said of those that are requested, and auto chooses among the rest."""
     why = (
-        "fused is not possible: collectives at the same time, as this program is compiled, allow no"
-        " kernel to address peers' memory; compile with"
+        f"{kernel} is not possible: collectives at the same time, as this program is compiled,"
+        " allow no kernel to address peers' memory; compile with"
         " collective_matmul.overlap_jit(..., fused=True)"
     )
     measured = "measured: 4 µs bulk, 2 µs ring_direct"
     with kernels_may_address_peers(False):
         assert decide(layer(op), None) == ("ring_direct", measured)
         assert said() == []
-        assert decide(layer(op), "fused") == ("ring_direct", f"fallback: {why}; {measured}")
+        assert decide(layer(op), kernel) == ("ring_direct", f"fallback: {why}; {measured}")
     assert said() == [f"{op} falls back to ring_direct: {why}"]
 
 
@@ -174,20 +186,22 @@ def test_no_kernel_is_planned_for_programs_that_may_have_none(
     for may_have, planned in ((False, False), (True, True)):
         with kernels_may_address_peers(may_have):
             decide(layer(op), None)
-        assert ("fused" in asked) == planned
+        assert all((name in asked) == planned for name in ("fused", "one_shot"))
 
 
 @every_op
-def test_kernels_are_of_one_process(op: Op, on_h200: None, monkeypatch: Patch) -> None:
+@every_kernel
+def test_kernels_are_of_one_process(op: Op, kernel: str, on_h200: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert str(obstacle_of(layer(op), "fused")).startswith("2 processes: ")
+    assert str(obstacle_of(layer(op), kernel)).startswith("2 processes: ")
 
 
 @every_op
+@every_kernel
 @pytest.mark.parametrize("size", [1, 2])
-def test_kernels_are_not_divided_over_automatic_axes(op: Op, size: int) -> None:
+def test_kernels_are_not_divided_over_automatic_axes(op: Op, kernel: str, size: int) -> None:
     with tracing_for(H200, data=size):
-        found = obstacle_of(layer(op), "fused")
+        found = obstacle_of(layer(op), kernel)
     assert (found is None) == (size == 1)
     assert found is None or "automatic mesh axes" in found
 
@@ -286,20 +300,26 @@ def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) 
     assert obstacle_of(site, "fused") is None
 
 
-def test_an_einsum_that_is_no_matmul_has_no_kernel(on_h200: None, said: Callable) -> None:
+@every_kernel
+def test_an_einsum_that_is_no_matmul_has_no_kernel(
+    kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    for other in KERNELS.keys() - {kernel}:
+        monkeypatch.delitem(SECONDS, other)
     einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
     site = layer("all_gather_matmul", einsum=einsum, dimension=None)
-    name, reason = decide(site, "fused")
-    why = "fused is not possible: 'sd,sf->df' is no matmul, and the fused kernels do nothing else"
+    name, reason = decide(site, kernel)
+    why = f"{kernel} is not possible: 'sd,sf->df' is no matmul, and the kernels do nothing else"
     assert (name, reason.startswith(f"fallback: {why}; ")) == ("ring_direct", True)
     assert said() == [f"all_gather_matmul falls back to ring_direct: {why}"]
-    assert obstacle_of(dataclasses.replace(site, einsum=None, dimension=0), "fused") is None
+    assert obstacle_of(dataclasses.replace(site, einsum=None, dimension=0), kernel) is None
 
 
 @every_op
-def test_nothing_to_do_is_a_reason(op: Op, on_h200: None) -> None:
-    assert "nothing to communicate" in str(obstacle_of(layer(op, devices=1), "fused"))
-    assert "nothing to multiply" in str(obstacle_of(site_of(op, 0, 1024, 1024), "fused"))
+@every_kernel
+def test_nothing_to_do_is_a_reason(op: Op, kernel: str, on_h200: None) -> None:
+    assert "nothing to communicate" in str(obstacle_of(layer(op, devices=1), kernel))
+    assert "nothing to multiply" in str(obstacle_of(site_of(op, 0, 1024, 1024), kernel))
 
 
 @every_op

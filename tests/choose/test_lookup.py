@@ -175,3 +175,19 @@ def test_an_entry_without_anything_to_choose_says_nothing() -> None:
     assert found is not None and found.fastest({"ring"}) == "bulk"
     assert set(found.seconds) == {"bulk", "ring"}
     assert look_up(layer(1024), at) is not None
+
+
+def test_predictions_beside_each_other_keep_what_each_says() -> None:
+    one = Prediction({"bulk": 4e-6, "ring": 3e-6}, 0.02, "measured", ("fused",), {"ring": 0.3})
+    seconds = {"bulk": 2e-6, "ring": 1e-6, "new": 1e-6, "unsure": 1.9e-6}
+    other = Prediction(seconds, 0.15, "cost model", ("gone",), {"new": 0.9, "bulk": 0.5})
+    both = one.beside(other)
+    # As many times as long as the other's as bulk is.
+    assert both.seconds == pytest.approx(
+        {"bulk": 4e-6, "ring": 3e-6, "new": 2e-6, "unsure": 3.8e-6}
+    )
+    assert (both.margin, both.basis) == (0.02, "measured")
+    assert both.margins == {"ring": 0.3, "new": 0.9, "unsure": 0.15}
+    assert set(both.unbelieved) == {"fused", "gone"}
+    assert both.fastest({"new", "ring", "unsure"}) == "new"
+    assert both.fastest({"unsure"}) == "bulk"

@@ -1,0 +1,139 @@
+"""Which sites one-shot collectives can carry out, how long they take, and where that decides."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from collective_matmul.choose import Site, choose, cost_model, decision, record_decisions
+from collective_matmul.choose.cost_model import bulk_seconds, matmul_seconds
+from collective_matmul.choose.exchanges import exchange_seconds
+from collective_matmul.choose.obstacles import obstacle_of
+from collective_matmul.choose.site import Op
+from collective_matmul.choose.tables import Prediction
+from collective_matmul.kernels import one_shot
+from collective_matmul.log import say_once
+from collective_matmul.peer_access import kernels_may_address_peers
+from tests.choose.sites import H200, site_of
+from tests.choose.test_fallback import tracing_for
+from tests.reference import OPS
+
+every_op = pytest.mark.parametrize("op", OPS)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _on_h200(monkeypatch: Patch) -> Iterator[None]:
+    """In programs that may have kernels, and by a JAX that has them."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(decision, "say_once", functools.cache(say_once.__wrapped__))
+    with tracing_for(H200), kernels_may_address_peers(True):
+        yield
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
+@every_op
+def test_only_newer_versions(op: Op, version: tuple[int, ...], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    found = obstacle_of(site_of(op, 64, 512, 1024), "one_shot")
+    assert (found is None) == (version >= (0, 11))
+    assert found is None or "these kernels need 0.11 or newer" in found
+
+
+def test_all_that_is_sent_must_fit() -> None:
+    """Of an all-reduce only a share of the sum, exchange by exchange."""
+    columns = 1024
+    rows = one_shot.MOST_BYTES // 2 // columns
+    for more, possible in ((0, True), (1, False)):
+        gather = site_of("all_gather_matmul", 4 * (rows + more), columns, 512)
+        scatter = site_of("matmul_reduce_scatter", 4 * (rows + more), 512, columns)
+        reduce = site_of("matmul_all_reduce", 4 * (rows + more), 512, columns)
+        riding = site_of("matmul_reduce_scatter", 64, 512, columns, rider=(rows + more, columns))
+        for site in (gather, scatter, reduce, riding):
+            assert (obstacle_of(site, "one_shot") is None) == possible, site
+
+
+@every_op
+def test_too_much_for_one_shot_is_said_once(
+    op: Op, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is requested, and where it was the fastest of what was measured."""
+    found = Prediction({"bulk": 4e-6, "ring": 2e-6, "one_shot": 1e-6}, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda *args: found)
+    monkeypatch.setattr(decision, "_why_not_fused", lambda *args: None)
+    sizes = (8192, 4096, 1024) if op == "all_gather_matmul" else (8192, 1024, 4096)
+    sent = (2048, 4096) if op == "all_gather_matmul" else (2048 * 4096,)
+    why = (
+        f"one_shot is not possible: {sent} are {2 * 2048 * 4096} bytes for each peer, and one shot"
+        f" takes {one_shot.MOST_BYTES}"
+    )
+    with record_decisions() as decisions:
+        assert choose(site_of(op, *sizes), None) == "ring"
+    assert decisions[0].reason == f"fallback: {why}; measured: 4 µs bulk, 2 µs ring"
+    without = Prediction({"bulk": 4e-6, "ring": 2e-6}, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda *args: without)
+    for _ in range(2):
+        assert choose(site_of(op, *sizes), "one_shot") == "ring"
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == [f"{op} falls back to ring: {why}"]
+
+
+@every_op
+@pytest.mark.parametrize("measured", [False, True])
+def test_few_rows_where_programs_may_have_kernels(
+    op: Op, measured: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the cost model, beside what the table has or alone."""
+    if not measured:
+        monkeypatch.setattr(decision.tables, "look_up", lambda *args: None)
+
+    def chosen(rows: int, requested: str | None = None) -> str:
+        sizes = (4096, 14336) if op == "all_gather_matmul" else (14336, 4096)
+        return choose(site_of(op, rows, *sizes), requested)
+
+    assert chosen(64) == "one_shot"
+    assert chosen(1 << 14) != "one_shot"
+    with kernels_may_address_peers(False):
+        assert chosen(64) == "bulk"
+    assert not caplog.records
+    assert chosen(1024, "one_shot") == "one_shot"
+    monkeypatch.setattr(cost_model, "ONE_SHOT_MARGIN", 10.0)
+    assert chosen(64) != "one_shot"
+
+
+def one_exchange(elements: int, devices: int = 4) -> float:
+    return one_shot.predicted_seconds(2 * elements, devices)
+
+
+@pytest.mark.parametrize(
+    ("site", "exchanges"),
+    [
+        (site_of("all_gather_matmul", 64, 512, 1024), [16 * 512]),
+        (site_of("all_gather_matmul", 64, 512, 1024, keep_gathered=True), [16 * 512]),
+        (site_of("matmul_reduce_scatter", 64, 512, 1024), [16 * 1024]),
+        (site_of("matmul_reduce_scatter", 64, 512, 1024, rider=(16, 96)), [16 * 1024, 16 * 96]),
+        (site_of("matmul_all_reduce", 6, 512, 1024), [6 * 1024]),
+        # In two steps, each of a quarter.
+        (site_of("matmul_all_reduce", 1024, 512, 1024), [256 * 1024] * 2),
+    ],
+    ids=str,
+)
+def test_every_exchange_takes_its_time(site: Site, exchanges: list[int]) -> None:
+    expected = sum(map(one_exchange, exchanges))
+    assert exchange_seconds(site) == pytest.approx(expected)
+    predicted = cost_model.predict_one_shot(site)
+    assert predicted.seconds["bulk"] == bulk_seconds(site)
+    multiplication = matmul_seconds(site.product_rows, *site.operands[0][1])
+    if site.has_weight_gradient:
+        k, n = site.operands[0][1]
+        multiplication += matmul_seconds(k, site.product_rows, n)
+    assert predicted.seconds["one_shot"] == pytest.approx(multiplication + expected)
+    assert predicted.margins.get("one_shot", predicted.margin) == cost_model.ONE_SHOT_MARGIN
+
+
+def test_more_devices_and_more_bytes_take_longer() -> None:
+    assert one_exchange(1 << 10) < one_exchange(1 << 20) < one_exchange(1 << 20, devices=8)
