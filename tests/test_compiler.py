@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -177,6 +179,62 @@ def test_methods() -> None:
             return self.factor * x
 
     assert Scale(3.0)(jnp.float32(2)) == 6
+
+
+class Crowd:
+    """A compiled function that notes whether somebody runs it while another does.
+
+    Whoever runs it first waits there for another to come too, or to wait for a turn.
+    """
+
+    def __init__(self) -> None:
+        self.other, self.counting = threading.Event(), threading.Lock()
+        self.running, self.overlapped = 0, False
+
+    def __call__(self, *_: Any) -> None:
+        with self.counting:
+            self.running += 1
+            if self.running > 1:
+                self.overlapped = True
+                self.other.set()
+        assert self.other.wait(timeout=20)
+        with self.counting:
+            self.running -= 1
+
+
+class Turns:
+    """The lock that launches take, and tells a crowd of those who wait for it."""
+
+    def __init__(self, lock: Any, crowd: Crowd) -> None:
+        self.lock, self.crowd = lock, crowd
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.crowd.other.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("fused", [(False, False), (False, True), (True, True)], ids=str)
+def test_programs_that_may_have_kernels_are_launched_one_at_a_time(
+    fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever they are: two programs, each launched by a thread of its own."""
+    crowd = Crowd()
+    monkeypatch.setattr(compiler, "_launching", Turns(compiler._launching, crowd))
+    programs = [overlap_jit(jnp.sin, fused=each) for each in fused]
+    for program in programs:
+        monkeypatch.setattr(program, "_jitted", crowd)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda program: program(0.0), programs))
+    assert crowd.overlapped != all(fused)
+
+
+def test_what_runs_at_a_launch_may_launch_too() -> None:
+    with compiler._launching:
+        assert overlap_jit(jnp.sin, fused=True)(0.0) == 0
 
 
 @pytest.fixture
