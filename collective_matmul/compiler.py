@@ -39,6 +39,9 @@ FUSED_OPTIONS = MappingProxyType(
         "xla_gpu_disable_async_collectives": (
             "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
         ),
+        # One-shot collectives take turns in the same memory: no CUDA graph may launch two of them
+        # at once, as it might what needs nothing of each other.
+        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
     }
 )
 

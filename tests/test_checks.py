@@ -77,7 +77,7 @@ def test_outside_shard_map(op: Callable) -> None:
 def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
         "implementation='rings': expected None (choose per shape) or one of bulk, ring,"
-        " ring_two_way, ring_direct, fused"
+        " ring_two_way, ring_direct, fused, one_shot"
     )
     fun = partial(op, axis_name=AXIS, implementation="rings")
     refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence)

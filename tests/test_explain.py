@@ -155,7 +155,7 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
     assert (decision.site.dimension, decision.site.transpose_w) == (dimension, transpose_w)
     if dimension is None:
         assert decision.implementation != "fused"
-        assert "is no matmul, and the fused kernels do nothing else" in decision.reason
+        assert "is no matmul, and these kernels do nothing else" in decision.reason
     elif jax.__version_info__ >= (0, 11):
         assert (decision.implementation, decision.reason) == ("fused", "requested")
 
@@ -243,7 +243,7 @@ def test_what_overlap_has_put_in_place_of_a_fused_kernel(make_mesh: MeshFactory)
     for line in (gather, scatter):
         assert line[4] == "bulk by overlap"
         assert line[5] == (
-            "fallback: fused is not possible: the fused kernels run on Hopper GPUs only;"
+            "fallback: fused is not possible: these kernels run on Hopper GPUs only;"
             " on cpu nothing runs under a matmul"
         )
     (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())

@@ -33,7 +33,7 @@ def _obstacle_of_rings(site: Site) -> str | None:
 
 def _obstacle_of_kernels(site: Site, implementation: str) -> str | None:
     if site.einsum is not None:
-        return f"{site.einsum.equation!r} is no matmul, and the kernels do nothing else"
+        return f"{site.einsum.equation!r} is no matmul, and these kernels do nothing else"
     reason = _obstacle_of_fused(site) if implementation == "fused" else exchanges.why_not(site)
     return reason or peer_access_obstacle() or program_obstacle()
 

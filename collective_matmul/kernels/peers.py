@@ -25,17 +25,17 @@ Array = jax.Array | jax.ShapeDtypeStruct
 def obstacle(devices: int, *arrays: Array) -> str | None:
     """Why no kernel can work on arrays and on so many peers' along an axis, in words; or None."""
     if device.target() is None:
-        return "the fused kernels run on Hopper GPUs only"
+        return "these kernels run on Hopper GPUs only"
     if jax.process_count() > 1:
         return (
-            f"{jax.process_count()} processes: the fused kernels address peers' memory, which is"
+            f"{jax.process_count()} processes: these kernels address peers' memory, which is"
             " possible within one process only; run one process per node"
         )
     if partly_automatic():
-        return "the fused kernels cannot be divided over automatic mesh axes; make all axes manual"
+        return "these kernels cannot be divided over automatic mesh axes; make all axes manual"
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-        return f"dtypes {sorted(dtypes)}: the fused kernels take bfloat16, or float16, for all"
+        return f"dtypes {sorted(dtypes)}: these kernels take bfloat16, or float16, for all"
     if devices == 1:
         return "an axis of size 1: there is nothing to communicate"
     if not all(array.size for array in arrays):

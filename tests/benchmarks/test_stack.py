@@ -113,7 +113,7 @@ def test_compiling_alone_runs_nothing(tmp_path):
     assert [line.partition(": ")[0] for line in stand_ins.splitlines()] == [
         "- tiny forward, fused"
     ] * 2
-    assert stand_ins.count("1 × bulk: fallback: fused is not possible: the fused kernels run") == 2
+    assert stand_ins.count("1 × bulk: fallback: fused is not possible: these kernels run") == 2
 
 
 def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_the_fastest_of_the_others_where_they_cannot(
         monkeypatch.delitem(SECONDS, other)
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     why = (
-        f"{kernel} is not possible: dtypes ['float32']: the fused kernels take bfloat16, or"
+        f"{kernel} is not possible: dtypes ['float32']: these kernels take bfloat16, or"
         " float16, for all"
     )
     reason = f"fallback: {why}; measured: 4 µs bulk, 2 µs ring_direct"
@@ -309,7 +309,7 @@ def test_an_einsum_that_is_no_matmul_has_no_kernel(
     einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
     site = layer("all_gather_matmul", einsum=einsum, dimension=None)
     name, reason = decide(site, kernel)
-    why = f"{kernel} is not possible: 'sd,sf->df' is no matmul, and the kernels do nothing else"
+    why = f"{kernel} is not possible: 'sd,sf->df' is no matmul, and these kernels do nothing else"
     assert (name, reason.startswith(f"fallback: {why}; ")) == ("ring_direct", True)
     assert said() == [f"all_gather_matmul falls back to ring_direct: {why}"]
     assert obstacle_of(dataclasses.replace(site, einsum=None, dimension=0), kernel) is None

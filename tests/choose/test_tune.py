@@ -120,7 +120,7 @@ def test_what_cannot_carry_out_a_site_is_not_compiled() -> None:
     assert set(trial._compiling) == {"bulk", CEILING}
     assert trial.failures == {
         "ring": "3 rows are not divisible by axis '' of size 2",
-        "fused": "the fused kernels run on Hopper GPUs only",
+        "fused": "these kernels run on Hopper GPUs only",
     }
 
 
@@ -194,7 +194,7 @@ def test_what_the_table_has_is_not_measured_again_unless_asked_to(
 def test_what_was_not_possible_and_now_is_is_measured(
     cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.failures["fused"] = "the fused kernels run on Hopper GPUs only"
+    bench.failures["fused"] = "these kernels run on Hopper GPUs only"
     for possible in (False, False, True):
         if possible:
             monkeypatch.setattr(tuning, "obstacle_of", lambda site, name: None)
