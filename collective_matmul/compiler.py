@@ -66,9 +66,11 @@ def overlap_jit(
 
     Args:
       fun: the function to compile.
-      fused: whether the program may use fused kernels, where they are requested or were measured
-        to be fastest. XLA then runs no other collective beside anything. Inference gains by that,
-        training seldom does.
+      fused: whether the program may use kernels that address peers' memory, fused ones and one-shot
+        collectives, where they are requested or should be fastest. XLA then runs no other
+        collective beside anything, and calls of such programs wait for each other until they are
+        launched, as all devices must have them in the same order. Inference gains by that, training
+        seldom does.
       compiler_options: further options; they win over ours.
       **kwargs: handed to `jax.jit`.
 
