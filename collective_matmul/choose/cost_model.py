@@ -23,7 +23,7 @@ from collective_matmul._compat import partly_automatic
 from collective_matmul.choose.exchanges import exchange_seconds
 from collective_matmul.choose.fused_kernels import planned_seconds
 from collective_matmul.choose.site import Site
-from collective_matmul.choose.tables import LEAST_FUSED_SECONDS, Prediction
+from collective_matmul.choose.tables import Prediction
 from collective_matmul.kernels.tiles import Problem, choose_tiles
 
 #: As JAX names the GPUs that the constants are true of.
@@ -64,6 +64,10 @@ PASS_BYTES_PER_SECOND = 6.5e12
 HOST_SECONDS = 40e-6
 HOST_SECONDS_PER_PERMUTE = 50e-6
 HOST_SECONDS_PER_OPERAND = 12e-6
+
+#: What the host takes for a fused kernel, before which all devices wait for each other.
+FUSED_HOST_SECONDS = 35e-6
+FUSED_HOST_SECONDS_PER_DEVICE = 7.5e-6
 
 #: In a stack a fused kernel takes so many times what is planned, for which it runs alone on a cool
 #: GPU; and so many seconds more to begin.
@@ -123,7 +127,8 @@ def fused_seconds(site: Site) -> float:
     sending = (site.bytes_communicated - site.riders_bytes) / LINK_BYTES_PER_SECOND
     on_device = max(FUSED_SLOWDOWN * planned_seconds(site), sending)
     on_device += FUSED_SECONDS
-    on_host = LEAST_FUSED_SECONDS + (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
+    on_host = FUSED_HOST_SECONDS + site.axis_size * FUSED_HOST_SECONDS_PER_DEVICE
+    on_host += (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
     return max(on_device, on_host) + riding + _weight_gradient(site)
 
 

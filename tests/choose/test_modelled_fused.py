@@ -14,7 +14,7 @@ from collective_matmul.choose import Site, choose, cost_model, record_decisions,
 from collective_matmul.choose.cost_model import fused_seconds, predict
 from collective_matmul.choose.fused_kernels import planned_seconds
 from collective_matmul.choose.site import Op
-from collective_matmul.choose.tables import LEAST_FUSED_SECONDS, Prediction
+from collective_matmul.choose.tables import Prediction
 from collective_matmul.peer_access import kernels_may_address_peers
 from tests.choose.sites import H200, site_of
 from tests.reference import AXIS, OPS
@@ -60,12 +60,13 @@ def test_a_kernel_is_no_faster_than_it_sends(op: Op) -> None:
     assert fused_seconds(site) >= sending + cost_model.FUSED_SECONDS
 
 
-def test_of_few_rows_the_host_decides() -> None:
-    site = site_of("all_gather_matmul", 16, 4096, 4096)
-    assert fused_seconds(site) == pytest.approx(LEAST_FUSED_SECONDS)
+@pytest.mark.parametrize(("devices", "microseconds"), [(2, 50), (4, 65)])
+def test_of_few_rows_the_host_decides(devices: int, microseconds: float) -> None:
+    site = site_of("all_gather_matmul", 16, 4096, 4096, devices)
+    assert 1e6 * fused_seconds(site) == pytest.approx(microseconds)
     several = replace(site, operands=site.operands * 3)
     more = 2 * cost_model.HOST_SECONDS_PER_OPERAND
-    assert fused_seconds(several) == pytest.approx(LEAST_FUSED_SECONDS + more)
+    assert fused_seconds(several) == pytest.approx(1e-6 * microseconds + more)
 
 
 def test_what_rides_is_gathered_before_and_its_weight_gradient_after() -> None:
