@@ -119,8 +119,9 @@ def _lower_device_constant(
         what = f"a program for {mesh} without devices" if mesh else "a program outside a mesh"
         raise ValueError(
             f"{'an exported program' if module.lowering_parameters.for_export else what}:"
-            " addresses of memory are those of one process's devices; give jax.shard_map a"
-            " jax.sharding.Mesh, or set it with jax.set_mesh, or compile without fused=True"
+            " addresses of memory are those of one process's devices; set the jax.sharding.Mesh"
+            " with jax.set_mesh (a jax.shard_map within another knows its devices only so), or"
+            " give it to jax.shard_map, or compile without fused=True"
         )
     value = make(mesh.devices)
     assert value.shape == shape and value.dtype == dtype

@@ -81,14 +81,14 @@ def overlap_jit(
     Raises:
       RuntimeError: at compilation, by XLA, for an option it does not know.
       ValueError, TypeError: by `jax.jit`, for keywords that do not fit.
-      ValueError: for options of the user's in place of those without which fused kernels are wrong.
+      ValueError: for options of the user's in place of those without which these kernels are wrong.
       ValueError: when called inside another function that JAX traces.
     """
     users = compiler_options or {}
     if fused and (taken := sorted(users.keys() & {*FUSED_OPTIONS, _PERMUTE_MODE})):
         raise ValueError(
-            f"compiler_options: {', '.join(taken)}: fused kernels need our value; leave out either"
-            " the option or fused=True"
+            f"compiler_options: {', '.join(taken)}: kernels that address peers need our value;"
+            " leave out either the option or fused=True"
         )
     return OverlapJit(fun, users, fused, kwargs)
 
@@ -107,7 +107,6 @@ class OverlapJit:
         self._jit = functools.partial(jax.jit, fun, **kwargs)
         self._users_options = users
         self._fused = fused
-        self._order = _launching if fused else contextlib.nullcontext()
         self._jit()  # Refuses what does not fit where it is written, not where it is first used.
         functools.update_wrapper(self, fun, updated=())
 
@@ -126,7 +125,8 @@ class OverlapJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        with self._tracing(), _refusing_to_be_inside(), self._order:
+        order = _launching if self._fused else contextlib.nullcontext()
+        with self._tracing(), _refusing_to_be_inside(), order:
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -120,7 +121,8 @@ def test_options_of_fused_kernels(options: Callable) -> None:
 @pytest.mark.parametrize("option", [*compiler.FUSED_OPTIONS, PERMUTE_MODE])
 def test_no_fused_kernels_with_other_options(option: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^compiler_options: {option}: fused kernels need our value; "
+        ValueError,
+        match=f"^compiler_options: {option}: kernels that address peers need our value;",
     ):
         overlap_jit(jnp.sin, fused=True, compiler_options={option: "CUSTOM_CALL"})
     overlap_jit(jnp.sin, compiler_options={option: "CUSTOM_CALL"})
@@ -298,3 +300,8 @@ def test_with_several_processes_each_ring_has_its_own_transport(
     own_group = {"xla_gpu_collective_permute_connected_components": True}
     assert options() == {**OVERLAP_OPTIONS, **own_group}
     np.testing.assert_array_equal(overlap_jit(jnp.sin)(0.0), 0.0)  # XLA knows it.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_it_returns_can_be_copied(fused: bool) -> None:
+    assert copy.deepcopy(overlap_jit(jnp.sin, fused=fused))(0.0) == 0.0

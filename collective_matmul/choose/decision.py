@@ -104,7 +104,9 @@ def choose(site: Site, requested: str | None) -> str:
         raise ValueError(f"implementation={requested!r}: {obstacle}; use 'bulk' for {site}")
     # Of kernels that the program forbids, or that are requested in vain, no gain need be heard, nor
     # decide what else is known. Of those that cannot do the site it is, to say what is missed.
-    left_out = (*KERNELS,) if program_obstacle() else (requested,) if requested and obstacle else ()
+    left_out = (requested,) if requested and obstacle else ()
+    if program_obstacle():
+        left_out = tuple(KERNELS)
     prediction = _predict(site, left_out)
     if requested is None or obstacle:
         choice = _decide(site, prediction)
@@ -136,7 +138,8 @@ def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
     found = _known(site, left_out)
     if not found:
         return None
-    if "one_shot" not in {*found.seconds, *left_out} and not obstacle_of(site, "one_shot"):
+    is_unknown = "one_shot" not in {*found.seconds, *left_out}
+    if is_unknown and _is_modelled() and not obstacle_of(site, "one_shot"):
         found = found.beside(cost_model.predict_one_shot(site))
     if found.fastest(IMPLEMENTATIONS) != "bulk" or found.seconds.keys() & RINGS:
         return found
@@ -146,12 +149,16 @@ def _predict(site: Site, left_out: Collection[str]) -> Prediction | None:
 
 
 def _known(site: Site, left_out: Collection[str]) -> Prediction | None:
-    kind = _device().device_kind
-    found = tables.look_up(site, tables.known(kind), left_out)
-    if found or kind not in cost_model.DEVICE_KINDS:
+    found = tables.look_up(site, tables.known(_device().device_kind), left_out)
+    if found or not _is_modelled():
         return found
     has_kernel = "fused" not in left_out and not obstacle_of(site, "fused")
     return cost_model.predict(site, fused=has_kernel)
+
+
+def _is_modelled() -> bool:
+    """Whether the cost model is of the GPUs that are traced for."""
+    return _device().device_kind in cost_model.DEVICE_KINDS
 
 
 def _decide(site: Site, prediction: Prediction | None) -> _Choice:
@@ -209,7 +216,12 @@ def _comparison(prediction: Prediction, name: str) -> str:
     if name == "bulk" and others:
         name = min(others, key=prediction.seconds.__getitem__)
     shown = dict.fromkeys(("bulk", name))
-    text = ", ".join(f"{prediction.seconds[key] * 1e6:.0f} µs {key}" for key in shown)
+    bases = {key: prediction.bases.get(key, prediction.basis) for key in shown}
+    text = ", ".join(
+        f"{prediction.seconds[key] * 1e6:.0f} µs {key}"
+        + (f" ({basis})" if basis != prediction.basis else "")
+        for key, basis in bases.items()
+    )
     return f"{prediction.basis}: {text}"
 
 

@@ -26,7 +26,8 @@ from collective_matmul.kernels.tiles import (
 )
 
 #: Where sums are made. Each device makes those of the rows it owns and keeps them ("scatter"), or
-#: gives them to all others too ("two_step"), or makes all of them itself ("one_shot").
+#: gives them to all others too ("two_step"), or makes all of them itself ("one_shot", in the fused
+#: kernel here; the collectives of that name are another kernel).
 Kind = Literal["scatter", "two_step", "one_shot"]
 
 

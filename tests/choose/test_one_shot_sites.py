@@ -105,6 +105,22 @@ def test_few_rows_where_programs_may_have_kernels(
     assert chosen(64) != "one_shot"
 
 
+def test_what_was_modelled_is_not_said_to_be_measured(monkeypatch: Patch) -> None:
+    found = Prediction({"bulk": 6e-5, "fused": 7e-5}, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda *args: found)
+    with record_decisions() as decisions:
+        assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "one_shot"
+    assert decisions[0].reason.startswith("measured: 60 µs bulk, ")
+    assert " µs one_shot (cost model)" in decisions[0].reason
+
+
+def test_the_model_is_not_of_other_gpus(monkeypatch: Patch) -> None:
+    found = Prediction({"bulk": 6e-5, "ring": 7e-5}, 0.02, "measured")
+    monkeypatch.setattr(decision.tables, "look_up", lambda *args: found)
+    monkeypatch.setattr(cost_model, "DEVICE_KINDS", ("NVIDIA H20",))
+    assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "bulk"
+
+
 def one_exchange(elements: int, devices: int = 4) -> float:
     return one_shot.predicted_seconds(2 * elements, devices)
 

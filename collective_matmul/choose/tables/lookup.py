@@ -38,6 +38,7 @@ class Prediction:
       basis: what the seconds rest on.
       unbelieved: implementations that were measured to gain, in less time than can be believed.
       margins: of implementations that another margin holds for.
+      bases: what the seconds of those rest on that rest on something else.
     """
 
     seconds: Mapping[str, float]
@@ -45,6 +46,7 @@ class Prediction:
     basis: str
     unbelieved: Collection[str] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
+    bases: Mapping[str, str] = field(default_factory=dict)
 
     def fastest(self, allowed: Container[str]) -> str:
         """The fastest of those allowed whose gain over bulk is believed; bulk if there is none."""
@@ -64,6 +66,7 @@ class Prediction:
             self,
             seconds={**self.seconds, **{name: scale * other.seconds[name] for name in new}},
             margins={**self.margins, **{n: other.margins.get(n, other.margin) for n in new}},
+            bases={**self.bases, **{n: other.bases.get(n, other.basis) for n in new}},
             unbelieved={*self.unbelieved, *other.unbelieved},
         )
 
@@ -123,7 +126,7 @@ def _near_entries(
 
 
 def _compares(entry: Entry, left_out: Collection[str]) -> bool:
-    """Whether an entry tells of anything to choose but bulk: of few rows some have fused alone."""
+    """Whether an entry tells of anything to choose but bulk: some have kernels alone."""
     return not entry.seconds.keys() <= {"bulk", CEILING, *left_out}
 
 
