@@ -101,8 +101,8 @@ def predict(site: Site, fused: bool = False) -> Prediction:
 
 def predict_one_shot(site: Site) -> Prediction:
     """What the model says of bulk, and of the same with one-shot collectives, which can do it."""
-    multiplication = _matmuls(site, site.product_rows) + _weight_gradient(site)
-    seconds = {"bulk": bulk_seconds(site), "one_shot": multiplication + exchange_seconds(site)}
+    one_shot = _multiplication(site) + exchange_seconds(site)
+    seconds = {"bulk": bulk_seconds(site), "one_shot": one_shot}
     return Prediction(seconds, ONE_SHOT_MARGIN, "cost model")
 
 
@@ -112,8 +112,7 @@ def bulk_seconds(site: Site) -> float:
     communication = (
         collectives * COLLECTIVE_SECONDS + site.bytes_communicated / LINK_BYTES_PER_SECOND
     )
-    multiplication = _matmuls(site, site.product_rows) + _weight_gradient(site)
-    return max(multiplication + communication, HOST_SECONDS)
+    return max(_multiplication(site) + communication, HOST_SECONDS)
 
 
 def fused_seconds(site: Site) -> float:
@@ -177,6 +176,11 @@ def _waves(tiles: int, splits: bool) -> float:
     """Tiles per multiprocessor."""
     parts = MULTIPROCESSORS // max(tiles, 1)
     return 1 / parts if splits and parts else math.ceil(tiles / MULTIPROCESSORS)
+
+
+def _multiplication(site: Site) -> float:
+    """Seconds of all matmuls of a site, undivided."""
+    return _matmuls(site, site.product_rows) + _weight_gradient(site)
 
 
 def _matmuls(site: Site, rows: int) -> float:

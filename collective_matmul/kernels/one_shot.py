@@ -70,7 +70,7 @@ def all_gather(
       replicated: whether the result is typed so over the axis.
       delays: has blocks wait for random times before each message, so that races show. For tests.
     """
-    y = _launch("gather", axis_name, delays, _boxes(x.reshape(-1)), replicated)
+    y = _shared_launch("gather", axis_name, delays, replicated)(_boxes(x.reshape(-1)))
     return y.reshape(y.shape[0], -1)[:, : x.size].reshape(-1, *x.shape)
 
 
@@ -80,7 +80,8 @@ def reduce_scatter(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax
     Summed in float32, in the order of the devices behind the one that keeps the sum, and rounded
     once: the same bits every time. Arguments are as for `all_gather`; it is x[0] that is limited.
     """
-    y = _launch("scatter", axis_name, delays, jax.vmap(_boxes)(x.reshape(x.shape[0], -1)))
+    boxes = jax.vmap(_boxes)(x.reshape(x.shape[0], -1))
+    y = _shared_launch("scatter", axis_name, delays, False)(boxes)
     return y.reshape(-1)[: math.prod(x.shape[1:])].reshape(x.shape[1:])
 
 
@@ -93,7 +94,7 @@ def all_reduce(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax.Arr
     Returns:
       [...], typed as replicated over the axis.
     """
-    y = _launch("reduce", axis_name, delays, _boxes(x.reshape(-1)), True)
+    y = _shared_launch("reduce", axis_name, delays, True)(_boxes(x.reshape(-1)))
     return y.reshape(-1)[: x.size].reshape(x.shape)
 
 
@@ -128,12 +129,6 @@ def _boxes(x: jax.Array) -> jax.Array:
         box *= 2
     elements = box // itemsize
     return jnp.pad(x, (0, -x.size % elements)).reshape(-1, elements)
-
-
-def _launch(
-    kind: Kind, axis_name: str, delays: bool, x: jax.Array, replicated: bool = False
-) -> jax.Array:
-    return _shared_launch(kind, axis_name, delays, replicated)(x)
 
 
 @functools.cache
@@ -177,7 +172,7 @@ class Exchange:
         self.delays = delays
 
     def run(self, words, x, y) -> None:
-        """What every block runs: words as of `workspace.addresses`, x and y as of `_launch`."""
+        """What every block runs; words as of `workspace.addresses`, x and y as of the launch."""
         devices, block = self.devices, lax.axis_index("block")
         spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
         me, own = words[2 * devices], spaces[0]
@@ -195,7 +190,7 @@ class Exchange:
         sources = [-n % devices for n in range(devices)]
         self.for_boxes(functools.partial(self.send, x, y, me, list(map(region, spaces, sources))))
         if self.delays:
-            delay(delays_of((epoch * 8_191 + block) * 64 + me))
+            delay(delays_of(me, block, epoch))
         announce(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
         await_words(epoch, [flag(own, source) for source in range(1, devices)])
         self.for_boxes(functools.partial(self.receive, x, y, me, functools.partial(region, own)))

@@ -59,11 +59,12 @@ def block() -> tuple[Any, int]:
 
 def random_delays(axis_name: str, number: Any) -> Any:
     """How often to wait for `DELAY_NANOSECONDS`: by the device, the block, and the number given."""
-    return delays_of((number * 8_191 + block()[0]) * 64 + lax.axis_index(axis_name))
+    return delays_of(lax.axis_index(axis_name), block()[0], number)
 
 
-def delays_of(seed: Any) -> Any:
-    """How often to wait for `DELAY_NANOSECONDS`."""
+def delays_of(device: Any, block: Any, number: Any) -> Any:
+    """How often to wait for `DELAY_NANOSECONDS`, of a device and a block that are known."""
+    seed = (number * 8_191 + block) * 64 + device
     # A linear congruential generator's step; its upper bits are random.
     drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
     return lax.rem(drawn, _DELAYS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from collective_matmul.choose import Site
 from collective_matmul.choose.site import Op
@@ -25,3 +25,10 @@ def site_of(
     else:
         shapes = (rows, contracted // devices), (contracted // devices, columns)
     return Site(op, (shapes,), BFLOAT16, AXIS, devices, **facts)
+
+
+def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
+    """As inside a shard_map over a mesh of these devices: of the axis, manual, and others, not."""
+    types = (AxisType.Manual, *[AxisType.Auto] * len(sizes))
+    mesh = AbstractMesh((4, *sizes.values()), (AXIS, *sizes), types, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice
 
 from collective_matmul.choose import Einsum, Site, choose, decision, obstacles, record_decisions
 from collective_matmul.choose.obstacles import obstacle_of
@@ -20,7 +20,7 @@ from collective_matmul.choose.tables import Prediction
 from collective_matmul.implementations import KERNELS
 from collective_matmul.log import say_once
 from collective_matmul.peer_access import kernels_may_address_peers
-from tests.choose.sites import BFLOAT16, H200, site_of
+from tests.choose.sites import BFLOAT16, H200, site_of, tracing_for
 from tests.reference import AXIS, OPS
 
 every_op = pytest.mark.parametrize("op", OPS)
@@ -28,13 +28,6 @@ every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 Patch = pytest.MonkeyPatch
 
 SECONDS = {"bulk": 4e-6, "one_shot": 3.5e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
-
-
-def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
-    """As inside a shard_map over a mesh of these devices: of the axis, manual, and others, not."""
-    types = (AxisType.Manual, *[AxisType.Auto] * len(sizes))
-    mesh = AbstractMesh((4, *sizes.values()), (AXIS, *sizes), types, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,7 @@ from collective_matmul.choose.tables import Prediction
 from collective_matmul.kernels import one_shot
 from collective_matmul.log import say_once
 from collective_matmul.peer_access import kernels_may_address_peers
-from tests.choose.sites import H200, site_of
-from tests.choose.test_fallback import tracing_for
+from tests.choose.sites import H200, site_of, tracing_for
 from tests.reference import OPS
 
 every_op = pytest.mark.parametrize("op", OPS)

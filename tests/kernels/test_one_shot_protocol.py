@@ -172,7 +172,7 @@ class ExchangeSimulation(Simulation):
             "load_word": self.load_word,
             "announce": self.announce,
             "await_words": self.await_words,
-            "delays_of": lambda seed: seed % 3,
+            "delays_of": lambda *seed: sum(seed) % 3,
             "delay": lambda times: [self.here().wait() for _ in range(times)],
         }
         for name, played in primitives.items():
