@@ -148,6 +148,10 @@ def test_the_faster_on_two_gpus_is_chosen(site: Site, bulk: float, ring: float) 
     assert 1e6 * ring_of(site) == pytest.approx(ring, rel=0.3)
 
 
+#: NCCL takes longer for it than predicted, and the ring less.
+MISSED = site_of("all_gather_matmul", 1024, 8192, 28672).flat
+
+
 def test_the_table_that_ships() -> None:
     """No ring that it has slower than bulk is chosen, and of what rings gain little is missed."""
     ((_, table),) = tables.known("NVIDIA H200")
@@ -163,9 +167,8 @@ def test_the_table_that_ships() -> None:
             assert ring < bulk, site
             gained += math.log(bulk / ring)
         elif predicted.margin == pytest.approx(cost_model.MARGIN):
-            # What is left is little more than the margin and what it guards against; but for 1024
-            # rows on 4 GPUs, where NCCL takes longer than predicted, and the ring less.
-            most = 1.24 if site.axis_size == 4 and site.product_rows == 1024 else 1.18
+            # What is left is little more than the margin and what it guards against.
+            most = 1.24 if site == MISSED else 1.01 * (1 + cost_model.MARGIN) ** 2
             assert bulk / ring < most, site
             if ring > bulk:
                 gain = predicted.seconds["bulk"] / predicted.seconds["ring"] - 1
