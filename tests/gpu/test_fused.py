@@ -26,7 +26,7 @@ from collective_matmul import (
     matmul_reduce_scatter,
     overlap_jit,
 )
-from collective_matmul.kernels import device, fused_gather, fused_scatter
+from collective_matmul.kernels import fused_gather, fused_scatter
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
@@ -136,12 +136,6 @@ def kernel_of(case: Case, **options: Any) -> Callable[[jax.Array, jax.Array], ja
 
 def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return x.astype(np.float64) @ w.astype(np.float64)
-
-
-@pytest.fixture
-def _with_kernels() -> None:
-    if device.target() is None:
-        pytest.skip("simulated devices have no fused kernels")
 
 
 OPS = ("gather", "scatter", "reduce")

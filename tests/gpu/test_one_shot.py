@@ -26,11 +26,11 @@ from collective_matmul import (
     overlap_jit,
 )
 from collective_matmul.choose import record_decisions
-from collective_matmul.kernels import device, one_shot
+from collective_matmul.kernels import one_shot
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_with_kernels")]
 
 AXIS, OTHER = "tensor", "data"
 TURNS = 200
@@ -43,12 +43,6 @@ MESHES = {
 }
 # A vector for some lanes, boxes that grow with the array, two boxes for a block, all that there is.
 ELEMENTS = (8, 1000, 65_536, 300_000, 1_500_000, one_shot.MOST_BYTES // 2)
-
-
-@pytest.fixture(autouse=True)
-def _with_kernels() -> None:
-    if device.target() is None:
-        pytest.skip("simulated devices have no kernels")
 
 
 def differences(
