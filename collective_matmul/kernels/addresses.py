@@ -29,16 +29,15 @@ _WHERE = (_SCALAR,) * 3
 VECTOR_BYTES = 16
 LANES = 128
 
-# For the first lane of a warpgroup: the others have met it before, or meet it then.
-_FIRST_LANE = """{{
+#: Whose lanes run some code: a warpgroup's, or those of one of its warps.
+Lanes = gpu.ThreadSubset
+WARPGROUP, WARP = Lanes.WARPGROUP, Lanes.WARP
+
+_BLOCK = """{{
 .reg .pred p;
-.reg .u32 lane, word;
+.reg .u32 word;
 .reg .s32 ahead;
-mov.u32 lane, %tid.x;
-setp.ne.u32 p, lane, 0;
-@p bra DONE;
 {}
-DONE:
 }}"""
 _ANNOUNCE = "st.relaxed.sys.global.u32 [${}], $0;"
 _AWAIT = """WAIT{0}:
@@ -98,35 +97,35 @@ def store(address: Address, value: jax.Array) -> None:
     at(*address, value)
 
 
-def load_word(address: Address) -> jax.Array:
-    """An int32 that lies at an address."""
+def load_word(address: Address, *, settled: bool = False) -> jax.Array:
+    """An int32 that lies at an address; of a settled one the multiprocessor may keep a copy."""
+    how = "ld" if settled else "ld.relaxed.sys"
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
     @plgpu.inline_mgpu(arg_types=_WHERE, return_type=result)
     def at(_, *where):
         word = ir.IntegerType.get_signless(32)
-        text, constraints = "ld.relaxed.sys.global.u32 $0, [$1];", "=r,l,~{memory}"
-        value = _assembly(word, [_pointer(where)], text, constraints)
+        value = _assembly(word, [_pointer(where)], f"{how}.global.u32 $0, [$1];")
         return gpu.FragmentedArray.splat(value, (), _SCALAR.to_mgpu(), is_signed=True)
 
     return at(*address)
 
 
-def announce(value: Any, addresses: Sequence[Address]) -> None:
-    """Puts an int32 to addresses, behind all that this warpgroup has stored anywhere."""
+def announce(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGROUP) -> None:
+    """Puts an int32 to addresses, behind all that these lanes have stored anywhere."""
 
     def lines(count: int) -> list[str]:
         return ["fence.acq_rel.sys;", *(_ANNOUNCE.format(n + 1) for n in range(count))]
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, *([_WHERE] * len(addresses))))
     def at(_, word, *places):
-        gpu.warpgroup_barrier()
-        _by_first_lane(word, places, lines(len(places)))
+        _meet(lanes)
+        _by_one(lanes, word, places, lines(len(places)))
 
     at(value, *map(tuple, addresses))
 
 
-def await_words(value: Any, addresses: Sequence[Address]) -> None:
+def await_words(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGROUP) -> None:
     """Waits until each int32 at an address has counted up to a value; all may wrap around.
 
     What a peer has stored before it announced the value can be loaded then.
@@ -134,21 +133,110 @@ def await_words(value: Any, addresses: Sequence[Address]) -> None:
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, *([_WHERE] * len(addresses))))
     def at(_, word, *places):
-        _by_first_lane(word, places, [_AWAIT.format(n + 1) for n in range(len(places))])
-        gpu.warpgroup_barrier()
+        _by_one(lanes, word, places, [_AWAIT.format(n + 1) for n in range(len(places))])
+        _meet(lanes)
 
     at(value, *map(tuple, addresses))
 
 
-def _by_first_lane(word: Any, places: Sequence[Any], lines: Sequence[str]) -> None:
+# Arrays of a launch, and what one device does to those of another.
+
+
+def store_address(address: Address, array: Any, lanes: Lanes) -> None:
+    """Puts the address of an array, 8 bytes, to an address."""
+
+    @plgpu.inline_mgpu(arg_types=(_WHERE, plgpu.RefType()))
+    def at(_, where, array):
+        with utils.single_thread(scope=lanes):
+            _assembly(None, [_pointer(where), utils.memref_ptr(array)], "st.global.b64 [$0], $1;")
+
+    at(tuple(address), array)
+
+
+def store_box(
+    box: Any, place: Any, array: Any, there: Address, *wanted: Any, lanes: Lanes
+) -> None:
+    """Starts to copy a box of shared memory to a place of an array, but in a peer's memory.
+
+    The copy is part of the group that is committed next. What waits for it must not branch: the
+    lanes may be those that multiply.
+
+    Args:
+      box: as contiguous in shared memory as the place is in the array.
+      place: a part of this device's array.
+      array: of this device.
+      there: where the address of the peer's array is kept.
+      *wanted: conditions, all of which hold if the box is to be copied.
+      lanes: that call this.
+    """
+    types = (*[plgpu.RefType()] * 3, _WHERE, *[_SCALAR] * len(wanted))
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def at(_, box, place, array, where, *wanted):
+        chosen = utils.single_thread_predicate(lanes)
+        for condition in wanted:
+            chosen = arith.andi(chosen, condition.registers.item())
+        kind = ir.MemRefType(box.type)
+        size = math.prod(kind.shape) * utils.bytewidth(kind.element_type)
+        size = gpu.c(size, ir.IntegerType.get_signless(32))
+        operands = [chosen, _in_peer(place, array, where), utils.memref_ptr(box), size]
+        _assembly(None, operands, "@$0 cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;")
+
+    at(box, place, array, tuple(there), *wanted)
+
+
+def count_up(word: Any, array: Any, there: Address, lanes: Lanes) -> None:
+    """Adds one to a word of an array in a peer's memory, behind all that the lanes have stored.
+
+    Args:
+      word: of this device's array of semaphores.
+      array: of this device.
+      there: where the address of the peer's array is kept.
+      lanes: that call this.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _WHERE))
+    def at(_, word, array, where):
+        _meet(lanes)
+        operands = [utils.single_thread_predicate(lanes), _in_peer(word, array, where)]
+        _assembly(None, operands, "@$0 red.release.sys.global.add.u32 [$1], 1;")
+
+    at(word, array, tuple(there))
+
+
+def _in_peer(place: Any, array: Any, where: Any) -> Any:
+    """To the place of a peer's array that is such a place of this device's array."""
+    i64 = ir.IntegerType.get_signless(64)
+    peers = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
+    here, start = (llvm.ptrtoint(i64, utils.memref_ptr(part)) for part in (place, array))
+    return arith.addi(peers, arith.subi(here, start))
+
+
+def _meet(lanes: Lanes) -> None:
+    """Has all lanes wait for each other."""
+    gpu.warpgroup_barrier() if lanes == WARPGROUP else utils.warp_barrier()
+
+
+def _by_one(lanes: Lanes, word: Any, places: Sequence[Any], lines: Sequence[str]) -> None:
+    """Runs lines of assembly in one lane: $0 is a word, from $1 on are places."""
     operands = [word.registers.item(), *(_pointer(place) for place in places)]
-    constraints = ",".join(["r", *("l" for _ in places), "~{memory}"])
-    _assembly(None, operands, _FIRST_LANE.format("\n".join(lines)), constraints)
+    with utils.single_thread(scope=lanes):
+        _assembly(None, operands, _BLOCK.format("\n".join(lines)))
 
 
-def _assembly(result: Any, operands: list[Any], text: str, constraints: str) -> Any:
+def _assembly(result: Any, operands: list[Any], text: str) -> Any:
+    """Assembly with side effects; what it makes, of type `result`, is $0 if it makes anything."""
+    kinds = {"i1": "b", "i32": "r"}
+    constraints = [kinds.get(str(operand.type), "l") for operand in operands]
+    if result is not None:
+        constraints.insert(0, "=" + kinds.get(str(result), "l"))
     return llvm.inline_asm(
-        result, operands, text, constraints, has_side_effects=True, asm_dialect=0
+        result,
+        operands,
+        text,
+        ",".join([*constraints, "~{memory}"]),
+        has_side_effects=True,
+        asm_dialect=0,
     )
 
 

@@ -23,6 +23,7 @@ from collective_matmul.kernels.gather_plan import (
     predicted_plan_microseconds,
 )
 from collective_matmul.kernels.peers import Array, obstacle
+from collective_matmul.kernels.workspace import addresses
 
 
 def all_gather_matmul(
@@ -137,14 +138,14 @@ def _shared_launch(
             array = lax.empty((problem.batch, problem.rows, columns), shard.dtype)
             return vary_over(array, axes)
 
-        def call(shard: jax.Array, ws: Sequence[jax.Array], outs: Sequence[jax.Array]) -> Any:
+        def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
             *products, gathered = outs
-            work = Gathering(plan, axis_name, keep_gathered, delays, gathered, ws, products)
+            work = Gathering(plan, keep_gathered, delays, gathered, ws, products)
             kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
-            return kernel(shard, *ws)
+            return kernel(words, shard, *ws)
 
         outs = [empty(columns) for columns in (*problem.columns, plan.shapes.contracted)]
-        return _traced_apart(call, shard, list(ws), outs)
+        return _traced_apart(call, addresses(axis_name), shard, list(ws), outs)
 
     return jax.jit(launch)
 

@@ -27,6 +27,7 @@ from collective_matmul.kernels.scatter_plan import (
     predicted_plan_microseconds,
 )
 from collective_matmul.kernels.tiles import ITEMSIZE, ROW_MULTIPLE
+from collective_matmul.kernels.workspace import addresses
 
 
 def matmul_reduce_scatter(
@@ -229,9 +230,9 @@ def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any
             y_axes = axes if shapes.kind == "scatter" else replicated
             y = empty(y_axes, shapes.planes, shapes.rows, shapes.columns)
         partials = empty(axes, shapes.planes * plan.sources, *blocked)
-        work = Scattering(plan, axis_name, delays, xs, ws)
+        work = Scattering(plan, delays, xs, ws)
         kernel = work.kernel([y, partials], f"matmul_{shapes.kind}", target.multiprocessors)
-        y = kernel(*xs, *ws)[0]
+        y = kernel(addresses(axis_name), *xs, *ws)[0]
         return in_rows(y, plan.tiles.swizzle) if shapes.kind == "two_step" else y
 
     return jax.jit(launch)

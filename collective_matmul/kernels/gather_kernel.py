@@ -27,15 +27,14 @@ the device sends its shard to itself too, so that a tile lies in one array, and 
 receivers at once, as they are so few.
 
 Whole rows, or a part of one, are one piece of memory, whose copy needs an address and no more. So
-boxes are copied piece by piece. The kernel looks up the peers' addresses when it sends, in a table
-that XLA keeps on the GPU and renews before every launch. A copy of several pieces would need a
-descriptor, which the host makes once for all replays of a CUDA graph.
+boxes are copied piece by piece. Peers tell their addresses when they come to the launch (`meeting`),
+and senders wait for them. A copy of several pieces would need a descriptor, which the host makes.
 
-No device waits at the start or the end. Before the launch XLA holds all devices of the mesh until
-each has come to it: their buffers are free then, and the semaphores, which every launch gets anew,
-zero. No kernel ends before all messages to it have been counted, for each tile waits for its rows.
-Nothing else is ever written to another device. Every message is sent by a block that is resident:
-there are as many blocks as fit at once, and clusters of two, which fit everywhere.
+No device waits at the start or the end but its senders. When a peer has come, its buffers are free
+and the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
+been counted, for each tile waits for its rows. Nothing else is ever written to another device. Every
+message is sent by a block that is resident: there are as many blocks as fit at once, and clusters of
+two, which fit everywhere.
 """
 
 from __future__ import annotations
@@ -52,9 +51,11 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan
+from collective_matmul.kernels.addresses import WARP
 from collective_matmul.kernels.matmul_kernel import Work
+from collective_matmul.kernels.meeting import Peers
 from collective_matmul.kernels.operands import Operand, reader
-from collective_matmul.kernels.peers import DELAY_NANOSECONDS, block, peer, random_delays
+from collective_matmul.kernels.peers import DELAY_NANOSECONDS, block, delays_of
 from collective_matmul.kernels.tiles import ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
@@ -63,6 +64,9 @@ plgpu: Any = mosaic_gpu
 # Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
 # blocks together, about half of what the cache holds.
 _PREFETCHED_BYTES = 196_608
+
+# The numbers of the arrays that peers store to.
+_GATHERED, _ARRIVED = range(2)
 
 
 class Place(NamedTuple):
@@ -82,14 +86,15 @@ class Gathering(Work):
     copying_registers = 56
     multiplying_registers = 224
 
-    def __init__(self, plan: Plan, axis_name: str, keep: bool, delays: bool, gathered, ws, outs):
+    def __init__(self, plan: Plan, keep: bool, delays: bool, gathered, ws, outs):
         problem = plan.shapes.problem(plan.joins)
         x = Operand(gathered, 2, per_batch=1)
         weights = [Operand(w, problem.w_contracted) for w in ws]
         super().__init__([x], [weights], outs, problem.batch, 1, plan.tiles)
         self.plan = plan
-        self.axis_name = axis_name
         self.devices = plan.shapes.devices
+        # Found in `run`.
+        self.peers: Any = None
         self.delays = delays
         # By offset along the axis, farthest first: each device needs the shards in this order.
         offsets = [*range(self.devices - 1, 0, -1)]
@@ -97,12 +102,13 @@ class Gathering(Work):
         # How often the shard is sent: to all at once, or to one after the other.
         self.passes = 1 if plan.joins else len(self.receivers)
 
-    def run(self, shard, *refs) -> None:
-        """What every warpgroup of every block runs."""
+    def run(self, words, shard, *refs) -> None:
+        """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
         plan = self.plan
         count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        self.peers = Peers(words, self.devices, block()[0], (gathered, arrived))
         xs = (shard, gathered, arrived)
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (len(self.ws[0]) + 2)
@@ -140,7 +146,7 @@ class Gathering(Work):
     def plane(self, batch) -> Any:
         """The plane of a batch of tiles whose shards do not join: this device's own come first."""
         planes = self.plan.shapes.planes
-        chunk = lax.rem(lax.axis_index(self.axis_name) + lax.div(batch, planes), self.devices)
+        chunk = lax.rem(self.peers.me + lax.div(batch, planes), self.devices)
         return lax.rem(batch, planes) * self.devices + chunk
 
     def load_tile(self, operands, stages, turn, batch, row, across) -> None:
@@ -251,7 +257,9 @@ class Gathering(Work):
 
         @pl.when(count > 0)
         def _():
+            self.peers.announce(WARP)
             load(jnp.int32(0))
+            self.peers.await_all(WARP)
 
         @pl.loop(0, count)
         def _(box):
@@ -307,25 +315,24 @@ class Gathering(Work):
         """The number of the semaphore that counts a message of this device's shard."""
         plan = self.plan
         place = self.place(message * plan.boxes_per_message)
-        own = place.plane * self.devices + lax.axis_index(self.axis_name)
+        own = place.plane * self.devices + self.peers.me
         return (own * plan.groups + place.group) * plan.slabs + place.slab
 
     def post(self, box, gathered, passed, number) -> None:
         """Sends a box off to its place at the receivers of a pass, as one group of copies."""
         place = self.place(number)
-        me = lax.axis_index(self.axis_name)
+        me = self.peers.me
         if self.plan.joins:
             place = place._replace(row=place.row + me * self.plan.shapes.rows)
         else:
             place = place._replace(plane=place.plane * self.devices + me)
 
         def copy(offset):
-            there = plgpu.remote_ref(gathered, peer(self.axis_name, offset)) if offset else gathered
-
             @pl.loop(0, self.plan.pieces)
             def _(piece):
-                region = self.region(there, place, piece)
-                plgpu.copy_smem_to_gmem(self.piece_of(box, piece), region, commit_group=False)
+                piece_of_box = self.piece_of(box, piece)
+                region = self.region(gathered, place, piece)
+                self.peers.store(piece_of_box, region, _GATHERED, offset, lanes=WARP)
 
         self.on_receivers(passed, copy)
         plgpu.commit_smem_to_gmem_group()
@@ -334,10 +341,8 @@ class Gathering(Work):
         """Counts a message at those receivers of a pass that await it."""
 
         def count(offset):
-            if offset:
-                pl.semaphore_signal(semaphore, device_id=peer(self.axis_name, offset))
-            elif self.plan.joins:
-                pl.semaphore_signal(semaphore)
+            if offset or self.plan.joins:
+                self.peers.count_up(semaphore, _ARRIVED, offset, WARP)
 
         self.on_receivers(passed, count)
 
@@ -351,7 +356,7 @@ class Gathering(Work):
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
 
-            @pl.loop(0, random_delays(self.axis_name, box))
+            @pl.loop(0, delays_of(self.peers.me, block()[0], box))
             def _(_):
                 _sleep()
 

@@ -43,11 +43,6 @@ def obstacle(devices: int, *arrays: Array) -> str | None:
     return None
 
 
-def peer(axis_name: str, offset: Any) -> dict[str, Any]:
-    """The device so far along the axis, at this device's place on all other axes."""
-    return {axis_name: lax.rem(lax.axis_index(axis_name) + offset, lax.axis_size(axis_name))}
-
-
 def block() -> tuple[Any, int]:
     """The number of this block, and how many there are."""
     number, blocks = 0, 1
@@ -57,22 +52,12 @@ def block() -> tuple[Any, int]:
     return number, blocks
 
 
-def random_delays(axis_name: str, number: Any) -> Any:
-    """How often to wait for `DELAY_NANOSECONDS`: by the device, the block, and the number given."""
-    return delays_of(lax.axis_index(axis_name), block()[0], number)
-
-
 def delays_of(device: Any, block: Any, number: Any) -> Any:
     """How often to wait for `DELAY_NANOSECONDS`, of a device and a block that are known."""
     seed = (number * 8_191 + block) * 64 + device
     # A linear congruential generator's step; its upper bits are random.
     drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
     return lax.rem(drawn, _DELAYS)
-
-
-def random_delay(axis_name: str, number: Any) -> None:
-    """Has a warpgroup wait."""
-    delay(random_delays(axis_name, number))
 
 
 def delay(times: Any) -> None:

@@ -26,13 +26,13 @@ rows, and sends its rounded products to all devices, itself included. All add th
 the devices, so that their sums are the same bits.
 
 What goes to peers goes in contiguous blocks, images of swizzled shared memory: their copies take
-plain addresses, which the device reads from memory that XLA renews before each launch. Copies of
-other boxes take descriptors, which the host makes once for all replays of a CUDA graph.
+plain addresses, which peers tell when they come to the launch (`meeting`). Copies of other boxes
+take descriptors, which the host makes.
 
-No device waits at the start. Before the launch XLA holds all devices of the mesh until each has
-come to it: their buffers are free then, and the semaphores, which every launch gets anew, zero. No
-kernel ends before all stores to its device have been counted. Nobody waits for a tile whose sender
-waits for another one: sends come before any wait, but for shared tiles, which all their owners
+No device waits at the start. While the first tile is multiplied its producer has all peers come:
+their buffers are free then, and the semaphores, which every launch gets anew, zero. No kernel ends
+before all stores to its device have been counted. Nobody waits for a tile whose sender waits for
+another one: sends come before any wait, but for shared tiles, which all their owners
 walk over with the same blocks in the same order. All blocks are resident at once: there are as many
 as fit, and clusters of two, which fit everywhere.
 """
@@ -47,13 +47,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.kernels.peers import block, peer, random_delay
+from collective_matmul.kernels.meeting import Peers
+from collective_matmul.kernels.peers import block, delay, delays_of
 from collective_matmul.kernels.scatter_plan import Plan
 from collective_matmul.kernels.scatter_walk import OwnersWalk, Strips
 from collective_matmul.kernels.tiles import CONSUMERS
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
+
+# The numbers of the arrays that peers store to.
+_SUMS, _PARTIALS, _ARRIVED = range(3)
 
 # Of a tile's strips, one is sent in so many steps of the next tile: in about this time all
 # multiprocessors' strips pass the links.
@@ -85,18 +89,18 @@ class Part(NamedTuple):
 class Scattering(OwnersWalk):
     """The kernel's body."""
 
-    def __init__(self, plan: Plan, axis_name: str, delays: bool, xs, ws):
-        super().__init__(plan, axis_name, xs, ws)
+    def __init__(self, plan: Plan, delays: bool, xs, ws):
+        super().__init__(plan, xs, ws)
         self.delays = delays
-        # What refers to devices and memory is found in `run`.
-        self.peers: list[dict[str, Any]] = []
+        # What refers to memory is found in `run`. All peers have come.
+        self.met: Any = None
         # The memory of x's stages as strips of partial products, which the first of each comes in.
         self.incoming = Strips(None, None)
         first = 0 if plan.shapes.kind == "one_shot" else 1
         self.receivers = range(first, plan.shapes.devices)
 
-    def run(self, *refs) -> None:
-        """What every warpgroup of every block runs."""
+    def run(self, words, *refs) -> None:
+        """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
         terms = len(self.xs)
         xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
         # The last one counts the blocks of peers that have stored all their sums here.
@@ -104,14 +108,14 @@ class Scattering(OwnersWalk):
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
-        # Computed once: the device reads from memory which one it is.
-        self.peers = [peer(self.axis_name, offset) for offset in range(self.shapes.devices)]
+        self.peers = Peers(words, self.shapes.devices, block()[0], (y, partials, arrived))
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
             scratch["x_slices"], *incoming = scratch["x_slices"]
             self.incoming = Strips(*incoming)
             scratch["strips"] = Strips(*scratch["strips"])
+            self.met = scratch["met"]
             operands, results = (xs, partials, arrived), (y, partials, arrived)
             self.play(indices, operands, ws, results, scratch)
 
@@ -131,6 +135,10 @@ class Scattering(OwnersWalk):
             "strips": plgpu.RefUnion(strips, image(strips.shape)),
         }
 
+    def barriers(self) -> dict[str, Any]:
+        """Those of a matmul, and what tells consumers that they may store to peers."""
+        return super().barriers() | {"met": plgpu.Barrier()}
+
     @property
     def strip_swizzle(self) -> int:
         """That of the stages, which images of strips are loaded to."""
@@ -140,20 +148,25 @@ class Scattering(OwnersWalk):
 
     def produce(self, operands, stages) -> None:
         """Fills the stages; one block waits for the sums that peers store here."""
+        self.peers.announce()
         super().produce(operands, stages)
         if self.shapes.kind == "two_step":
             _, (_, _, arrived), _ = operands
-            number, blocks = block()
 
-            @pl.when(number == 0)
+            @pl.when(block()[0] == 0)
             def _():
-                count = (self.shapes.devices - 1) * blocks * CONSUMERS
+                count = (self.shapes.devices - 1) * self.blocks_with_tiles() * CONSUMERS
                 pl.semaphore_wait(arrived.at[self.plan.own_tiles], count, decrement=False)
 
     def load_tile(self, operands, stages, turn, batch, row, across) -> None:
         """Copies all slices that a tile is the product of, and what peers add to it."""
         indices, (xs, partials, arrived), ws = operands
         super().load_tile((indices, xs, ws), stages, turn, batch, row, across)
+
+        @pl.when(turn == 0)
+        def _():
+            self.peers.await_all()
+            plgpu.barrier_arrive(self.met)
 
         @pl.when(turn >= self.foreign_turns())
         def _():
@@ -164,7 +177,7 @@ class Scattering(OwnersWalk):
         plan, tiles = self.plan, self.tiles
         width = tiles.strip_columns
         _, _, filled, consumed = stages
-        me = lax.axis_index(self.axis_name)
+        me = self.peers.me
         # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
         here = self.owns(me, row)
         first = self.first_row(me)
@@ -226,6 +239,7 @@ class Scattering(OwnersWalk):
                 multiply((begun, self.steps))
                 product = accumulator[...]
                 plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
+                pl.when(turn == 0)(functools.partial(plgpu.barrier_wait, self.met))
                 own = turn >= self.foreign_turns()
 
                 @pl.when(jnp.logical_not(own) | plan.shared)
@@ -242,9 +256,11 @@ class Scattering(OwnersWalk):
         self.on_foreign(self.turns() - 1, functools.partial(self.send, part))
         plgpu.wait_smem_to_gmem(0)
         if self.shapes.kind == "two_step":
-            for offset in self.receivers:
-                finished = part.arrived.at[plan.own_tiles]
-                pl.semaphore_signal(finished, device_id=self.peers[offset])
+
+            @pl.when(self.turns() > 0)
+            def _():
+                for offset in self.receivers:
+                    self.peers.count_up(part.arrived.at[plan.own_tiles], _ARRIVED, offset)
 
     def keep(self, product, part: Part) -> None:
         """Rounds a part's product to strips, which it is sent from."""
@@ -303,23 +319,15 @@ class Scattering(OwnersWalk):
         devices, planes = self.shapes.devices, self.shapes.planes
         column = self.column(across) + part.right + number * self.tiles.strip_columns
         if self.delays:
-            random_delay(self.axis_name, batch + row + part.below + column)
-        boxes = []
+            delay(delays_of(self.peers.me, block()[0], batch + row + part.below + column))
+        strip = part.strips.select(number)
         for offset in self.receivers:
-            owner = self.peers[offset]
-            if self.shapes.kind == "one_shot":
-                source = lax.axis_index(self.axis_name)
-            else:
-                source = devices - offset - 1
-            there = plgpu.remote_ref(part.partials, owner).at[source * planes + batch]
-            strip, index = part.strips.select(number), owner[self.axis_name]
-            boxes += self.blocks(strip, there, index, row + part.below, column)
-        self.store_boxes(boxes)
-
-    def store_boxes(self, boxes) -> None:
-        """Starts to copy boxes to their places, if they have one, as one group."""
-        for number, (box, place, has_it) in enumerate(boxes, start=1):
-            plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=number == len(boxes))
+            one_shot = self.shapes.kind == "one_shot"
+            source = self.peers.me if one_shot else devices - offset - 1
+            plane, owner = part.partials.at[source * planes + batch], self.peers.index(offset)
+            for box, place, has_it in self.blocks(strip, plane, owner, row + part.below, column):
+                self.peers.store(box, place, _PARTIALS, offset, has_it)
+        plgpu.commit_smem_to_gmem_group()
 
     def announce(self, part: Part, batch, row, across) -> None:
         """Counts a tile at its owners, once this consumer's part of it is stored there."""
@@ -327,13 +335,12 @@ class Scattering(OwnersWalk):
 
         @pl.loop(self.receivers.start, self.receivers.stop)
         def _(offset):
-            owner = peer(self.axis_name, offset)
-            index = owner[self.axis_name]
+            owner = self.peers.index(offset)
 
-            @pl.when(self.owns(index, row))
+            @pl.when(self.owns(owner, row))
             def _():
-                semaphore = part.arrived.at[self.number(index, batch, row, across)]
-                pl.semaphore_signal(semaphore, device_id=owner)
+                semaphore = part.arrived.at[self.number(owner, batch, row, across)]
+                self.peers.count_up(semaphore, _ARRIVED, offset)
 
     def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
@@ -361,16 +368,17 @@ class Scattering(OwnersWalk):
             self.fill(strip, value, 0)
             plgpu.commit_smem()
             column = self.column(across) + part.right + chunk * width
-            self.store_boxes(self.sum_boxes(strip, part.y, batch, row + part.below, column))
+            self.store_sum(strip, part.y, batch, row + part.below, column)
 
-    def sum_boxes(self, strip: Strips, y, batch, row, column) -> list[tuple[Any, Any, Any]]:
-        """What of a strip of sums goes where, and whether it does."""
-        if self.shapes.kind != "two_step":
-            return [self.box(strip.swizzled, y.at[batch], row, column)]
-        me = lax.axis_index(self.axis_name)
-        plane = batch * self.shapes.devices + me
-        boxes = []
-        for offset in (0, *self.receivers):
-            there = plgpu.remote_ref(y, self.peers[offset]) if offset else y
-            boxes += self.blocks(strip, there.at[plane], me, row, column)
-        return boxes
+    def store_sum(self, strip: Strips, y, batch, row, column) -> None:
+        """Starts to copy a strip of sums to where it belongs."""
+        if self.shapes.kind == "two_step":
+            me = self.peers.me
+            plane = y.at[batch * self.shapes.devices + me]
+            for offset in (0, *self.receivers):
+                for box, place, has_it in self.blocks(strip, plane, me, row, column):
+                    self.peers.store(box, place, _SUMS, offset, has_it)
+        else:
+            box, place, has_it = self.box(strip.swizzled, y.at[batch], row, column)
+            plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()

@@ -6,6 +6,7 @@ own, then those that have some. `scatter_kernel` says what it does at each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Strips(NamedTuple):
 class OwnersWalk(Work):
     """A matmul whose tiles have owners. Batches are the planes of x."""
 
-    def __init__(self, plan: Plan, axis_name: str, xs, ws):
+    def __init__(self, plan: Plan, xs, ws):
         shapes = plan.shapes
         product = jax.ShapeDtypeStruct(
             (shapes.planes, shapes.all_rows, shapes.columns), xs[0].dtype
@@ -47,7 +48,8 @@ class OwnersWalk(Work):
         super().__init__(x_operands, w_operands, [product], shapes.planes, 1, plan.tiles)
         self.plan = plan
         self.shapes = shapes
-        self.axis_name = axis_name
+        # Found when the kernel runs.
+        self.peers: Any = None
 
     def walk(self, visit) -> None:
         """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles."""
@@ -66,8 +68,7 @@ class OwnersWalk(Work):
         index = jnp.where(own, index - plan.foreign_tiles, index)
         batch, index = lax.div(index, height * plan.across), lax.rem(index, height * plan.across)
         down, across = plgpu.planar_snake(index, (height, plan.across), 0, plan.tiles.sweep_width)
-        me = lax.axis_index(self.axis_name)
-        first = lax.div(self.first_row(me), plan.cluster_rows)
+        first = lax.div(self.first_row(self.peers.me), plan.cluster_rows)
         down = lax.rem(first + jnp.where(own, 0, plan.own_down) + down, plan.down)
         down = plan.tiles.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
         return batch, down * plan.tiles.rows, across
@@ -76,6 +77,11 @@ class OwnersWalk(Work):
         """How many of this block's tiles have no own row."""
         clusters = lax.axis_size("cluster")
         return lax.div(self.plan.foreign_tiles - lax.axis_index("cluster") + clusters - 1, clusters)
+
+    def blocks_with_tiles(self) -> Any:
+        """How many blocks of a device visit any tile."""
+        tiles, clusters = self.batch * self.down * self.across, lax.axis_size("cluster")
+        return min(tiles, clusters) * math.prod(self.tiles.cluster)
 
     def first_step(self, turn) -> Any:
         """How many steps come before a tile's: those with own rows take more."""
@@ -127,7 +133,7 @@ class OwnersWalk(Work):
 
     def box(self, strip, plane, row, column) -> tuple[Any, Any, Any]:
         """What of a strip this device owns, where in its plane of the result that goes, or not."""
-        first, rows = self.first_row(lax.axis_index(self.axis_name)), self.tiles.part[0]
+        first, rows = self.first_row(self.peers.me), self.tiles.part[0]
         columns = pl.ds(column, self.tiles.strip_columns)
         # Left to the copy engine, columns beyond the end would be stored if there is one strip.
         within = column < self.shapes.columns

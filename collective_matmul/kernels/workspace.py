@@ -21,9 +21,11 @@ from collective_matmul._compat import device_constant
 BLOCKS = 128
 #: What a block of one device can leave at another in one exchange.
 REGION_BYTES = 1 << 15
+#: Of a meeting, at most so many: a Hopper GPU has no more multiprocessors.
+MEETING_BLOCKS = 144
 # Words that different blocks count in lie so far apart: each in a cache line of its own.
 _WORD_BYTES = 128
-# A device may be one exchange ahead of its peers: these still read what it left before.
+# A device may be one exchange, or meeting, ahead of its peers: these still read what it left before.
 SLOTS = 2
 
 
@@ -43,9 +45,15 @@ def region_offset(devices: int, slot: Any, source: Any, block: Any) -> Any:
     return words + ((slot * devices + source) * BLOCKS + block) * REGION_BYTES
 
 
+def meeting_offset(devices: int, slot: Any, source: Any, block: Any) -> Any:
+    """Where a source, from 0 for the device itself, leaves what its block says at a meeting."""
+    before = region_offset(devices, SLOTS, 0, 0)
+    return before + ((slot * devices + source) * MEETING_BLOCKS + block) * _WORD_BYTES
+
+
 def workspace_bytes(devices: int) -> int:
     """Of each of so many devices along an axis."""
-    return region_offset(devices, SLOTS, 0, 0)
+    return meeting_offset(devices, SLOTS, 0, 0)
 
 
 def addresses(axis_name: str) -> jax.Array:

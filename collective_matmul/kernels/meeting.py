@@ -1,0 +1,127 @@
+"""How blocks of a kernel meet those of the same number on other devices, and reach their memory.
+
+Arrays of a launch lie elsewhere on every device, and nobody may store to a peer's before it has come
+to the launch: what was there may still be needed. So every block tells its counterparts where they
+are:
+
+1. Count the meeting: the block's epoch. It alternates between two slots of the workspaces.
+2. Leave the addresses of the arrays in each peer's workspace, and announce the epoch there.
+3. Wait, before anything is stored to peers, until all of them have announced it here.
+
+That an array is there is known to XLA; that others store to it, the kernel knows: it must not end
+before it has had all that it waits for, from every peer. So nobody can be two launches ahead of a
+peer, and whoever leaves something in a slot has heard from all peers that they ended the launch
+before the last. Blocks that store nothing need not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from collective_matmul.kernels import workspace
+from collective_matmul.kernels.addresses import (
+    WARPGROUP,
+    Address,
+    Lanes,
+    announce,
+    await_words,
+    count_up,
+    load_word,
+    store_address,
+    store_box,
+)
+
+# Where the epoch of a meeting lies behind what is said there: as many addresses as a kernel has
+# arrays that peers store to.
+_ADDRESS_BYTES = 8
+MOST_ARRAYS = 3
+_EPOCH_OFFSET = MOST_ARRAYS * _ADDRESS_BYTES
+# Behind what a device says to itself in the first slot: the block's own epoch.
+_COUNTER_OFFSET = _EPOCH_OFFSET + _ADDRESS_BYTES
+
+
+class Peers:
+    """The devices of a mesh axis, as one block of a kernel knows them.
+
+    All methods but `announce` and `await_all` may be called by several warpgroups of the block, once
+    they know that one of them has had all peers come.
+    """
+
+    def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
+        """The arrays, at most `MOST_ARRAYS`, are what peers store to; words are as of `workspace`."""
+        assert len(arrays) <= MOST_ARRAYS
+        self.devices = devices
+        self.block = block
+        self.arrays = list(arrays)
+        self.spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
+        #: This device's index along the axis.
+        self.me = words[2 * devices]
+
+    def announce(self, lanes: Lanes = WARPGROUP) -> None:
+        """Tells all peers that this device has come, and where its arrays are."""
+        epoch = load_word(self._counter) + 1
+        # As another device counts, from itself on, this one is so far away.
+        places = [
+            self._said(space, epoch, -offset % self.devices)
+            for offset, space in enumerate(self.spaces)
+        ]
+        for place in places:
+            for number, array in enumerate(self.arrays):
+                store_address(place.behind(number * _ADDRESS_BYTES), array, lanes)
+        flags = [place.behind(_EPOCH_OFFSET) for place in places]
+        announce(epoch, [self._counter, *flags], lanes)
+
+    def await_all(self, lanes: Lanes = WARPGROUP) -> None:
+        """Waits until all peers have come; `announce` must have been called."""
+        epoch = load_word(self._counter)
+        places = [self._said(self.spaces[0], epoch, n) for n in range(1, self.devices)]
+        await_words(epoch, [place.behind(_EPOCH_OFFSET) for place in places], lanes)
+
+    def store(
+        self, box: Any, place: Any, number: int, offset: Any, *wanted: Any, lanes: Lanes = WARPGROUP
+    ) -> None:
+        """Starts to copy a box of shared memory to a device; to be committed in a group.
+
+        Args:
+          box: contiguous.
+          place: where it would go in this device's array; as contiguous.
+          number: of the array.
+          offset: of the device along the axis, 0 for this one.
+          *wanted: conditions, all of which hold if the box is to be copied.
+          lanes: that call this.
+        """
+        array, there = self.arrays[number], self._kept(number, offset)
+        store_box(box, place, array, there, *wanted, lanes=lanes)
+
+    def count_up(self, word: Any, number: int, offset: Any, lanes: Lanes = WARPGROUP) -> None:
+        """Counts up a device's word, behind all that these lanes have stored there.
+
+        Args:
+          word: of this device's array, as the other device has one too.
+          number: of the array.
+          offset: of the device along the axis, 0 for this one.
+          lanes: that call this.
+        """
+        count_up(word, self.arrays[number], self._kept(number, offset), lanes)
+
+    def index(self, offset: Any) -> Any:
+        """Of the device so far along the axis."""
+        return lax.rem(self.me + offset, self.devices)
+
+    def _kept(self, number: int, offset: Any) -> Address:
+        """Where the address of a peer's array is."""
+        place = self._said(self.spaces[0], load_word(self._counter, settled=True), offset)
+        return place.behind(number * _ADDRESS_BYTES)
+
+    @property
+    def _counter(self) -> Address:
+        line = workspace.meeting_offset(self.devices, 0, 0, self.block)
+        return self.spaces[0].behind(line + _COUNTER_OFFSET)
+
+    def _said(self, space: Address, epoch: Any, source: Any) -> Address:
+        """Where a source leaves what it says."""
+        slot = epoch & (workspace.SLOTS - 1)
+        return space.behind(workspace.meeting_offset(self.devices, slot, source, self.block))
