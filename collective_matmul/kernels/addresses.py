@@ -6,6 +6,7 @@ host, which neither prepares each of its launches nor holds the devices before i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ _WHERE = (_SCALAR,) * 3
 #: Bytes that a lane of a warpgroup moves at once, and its lanes.
 VECTOR_BYTES = 16
 LANES = 128
+_WARP_LANES = 32
 
 #: Whose lanes run some code: a warpgroup's, or those of one of its warps.
 Lanes = gpu.ThreadSubset
@@ -111,6 +113,17 @@ def load_word(address: Address, *, settled: bool = False) -> jax.Array:
     return at(*address)
 
 
+def store_word(address: Address, value: Any, lanes: Lanes = WARPGROUP) -> None:
+    """Puts an int32 to an address, when all lanes have come here."""
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR, _WHERE))
+    def at(_, word, where):
+        _meet(lanes)
+        _by_one(lanes, word, [where], [_ANNOUNCE.format(1)])
+
+    at(value, tuple(address))
+
+
 def announce(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGROUP) -> None:
     """Puts an int32 to addresses, behind all that these lanes have stored anywhere."""
 
@@ -142,20 +155,74 @@ def await_words(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGRO
 # Arrays of a launch, and what one device does to those of another.
 
 
-def store_address(address: Address, array: Any, lanes: Lanes) -> None:
-    """Puts the address of an array, 8 bytes, to an address."""
+# An address, and when it is said, are one word, which is stored and loaded whole: nothing needs to
+# be announced behind it. Addresses have 48 bits.
+_ADDRESS_BITS = 48
+#: Of such a word.
+SAID_BYTES = 8
+_HEAR = """{
+.reg .pred p;
+.reg .b64 word;
+HEAR:
+ld.acquire.sys.global.b64 word, [$0];
+shr.u64 word, word, %d;
+setp.ne.u64 p, word, $1;
+@p bra HEAR;
+}"""
 
-    @plgpu.inline_mgpu(arg_types=(_WHERE, plgpu.RefType()))
-    def at(_, where, array):
+
+def say(value: Any, arrays: Sequence[Any], addresses: Sequence[Address], lanes: Lanes) -> None:
+    """Puts where arrays are, a word for each, with the low 16 bits of an int32, to addresses."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_SCALAR, [plgpu.RefType()] * len(arrays), [_WHERE] * len(addresses))
+    )
+    def at(_, value, arrays, places):
+        i64 = ir.IntegerType.get_signless(64)
+        when = arith.extui(i64, value.registers.item())
+        when = arith.shli(when, gpu.c(_ADDRESS_BITS, i64))
+        words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), when) for array in arrays]
         with utils.single_thread(scope=lanes):
-            _assembly(None, [_pointer(where), utils.memref_ptr(array)], "st.global.b64 [$0], $1;")
+            _assembly(None, [], "fence.acq_rel.sys;")
+            for place, (number, word) in itertools.product(places, enumerate(words)):
+                there = _pointer(place, gpu.c(number * SAID_BYTES, i64))
+                _assembly(None, [there, word], "st.relaxed.sys.global.b64 [$0], $1;")
 
-    at(tuple(address), array)
+    at(value, list(arrays), [tuple(address) for address in addresses])
 
 
-def store_box(
-    box: Any, place: Any, array: Any, there: Address, *wanted: Any, lanes: Lanes
-) -> None:
+def hear(value: Any, first: Address, between: int, count: int, arrays: int, lanes: Lanes) -> None:
+    """Waits until others have said where so many arrays are, with the low 16 bits of an int32.
+
+    Args:
+      value: that they say.
+      first: where the first of them says it.
+      between: bytes to where the next one does.
+      count: of others.
+      arrays: of each.
+      lanes: that call this. Each lane of a warp listens to one word.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR, _WHERE))
+    def at(_, value, where):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        lane = arith.remui(gpu.thread_idx(), gpu.c(_WARP_LANES, i32))
+        when = arith.andi(value.registers.item(), gpu.c((1 << 64 - _ADDRESS_BITS) - 1, i32))
+        for turn in range(-(-count * arrays // _WARP_LANES)):
+            word = arith.addi(lane, gpu.c(turn * _WARP_LANES, i32))
+            word = arith.minui(word, gpu.c(count * arrays - 1, i32))
+            who, which = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
+            behind = arith.addi(
+                arith.muli(who, gpu.c(between, i32)), arith.muli(which, gpu.c(SAID_BYTES, i32))
+            )
+            place = _pointer(where, arith.extui(i64, behind))
+            _assembly(None, [place, arith.extui(i64, when)], _HEAR % _ADDRESS_BITS)
+        _meet(lanes)
+
+    at(value, tuple(first))
+
+
+def store_box(box: Any, place: Any, array: Any, there: Address, *wanted: Any, lanes: Lanes) -> None:
     """Starts to copy a box of shared memory to a place of an array, but in a peer's memory.
 
     The copy is part of the group that is committed next. What waits for it must not branch: the
@@ -165,7 +232,7 @@ def store_box(
       box: as contiguous in shared memory as the place is in the array.
       place: a part of this device's array.
       array: of this device.
-      there: where the address of the peer's array is kept.
+      there: where the peer has said where its array is.
       *wanted: conditions, all of which hold if the box is to be copied.
       lanes: that call this.
     """
@@ -191,7 +258,7 @@ def count_up(word: Any, array: Any, there: Address, lanes: Lanes) -> None:
     Args:
       word: of this device's array of semaphores.
       array: of this device.
-      there: where the address of the peer's array is kept.
+      there: where the peer has said where its array is.
       lanes: that call this.
     """
 
@@ -207,7 +274,8 @@ def count_up(word: Any, array: Any, there: Address, lanes: Lanes) -> None:
 def _in_peer(place: Any, array: Any, where: Any) -> Any:
     """To the place of a peer's array that is such a place of this device's array."""
     i64 = ir.IntegerType.get_signless(64)
-    peers = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
+    said = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
+    peers = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
     here, start = (llvm.ptrtoint(i64, utils.memref_ptr(part)) for part in (place, array))
     return arith.addi(peers, arith.subi(here, start))
 

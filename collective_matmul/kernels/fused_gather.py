@@ -87,8 +87,6 @@ def why_not(
     """
     if reason := obstacle(devices, x, *ws):
         return reason
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}: this fused kernel needs 0.11 or newer"
     if _plan(x, ws, devices, dimension, transpose_w) is None:
         shapes = [w.shape for w in ws]
         return (

@@ -11,9 +11,10 @@ The algorithm, on device d of D:
 
 1. The senders cut the device's own shard into boxes. Each copies its share into shared memory, and
    from there into the gathered array of a peer. Whoever stored a message, one or a few boxes,
-   waits until it has arrived, and counts up the peer's semaphore of what it is part of. Then
-   comes the next peer, in the order in which they need the shard: to each other one device sends at
-   any time, with all the bandwidth there is.
+   waits until it has arrived, and counts up the peer's semaphore of what it is part of. Peers get
+   the shard in the order in which they need it. Those that need it at the same time, since all
+   their tiles are multiplied at once, get each message in one pass; others one after the other, so
+   that to each device one sends at any time, with all the bandwidth there is.
 2. The tiles of the results are walked chunk by chunk, from chunk d on, in the order of the rows in
    which all senders send. There is no boundary between chunks: one walk over all tiles.
 3. Many rows are multiplied at once, all from their first column on. So of each such group of rows
@@ -23,18 +24,18 @@ The algorithm, on device d of D:
    from x itself.
 
 Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
-the device sends its shard to itself too, so that a tile lies in one array, and each box to all
-receivers at once, as they are so few.
+the device sends its shard to itself too, so that a tile lies in one array, and all in one pass.
 
 Whole rows, or a part of one, are one piece of memory, whose copy needs an address and no more. So
-boxes are copied piece by piece. Peers tell their addresses when they come to the launch (`meeting`),
-and senders wait for them. A copy of several pieces would need a descriptor, which the host makes.
+boxes are copied piece by piece. Peers tell their addresses when they come to the launch
+(`meeting`), and senders wait for them. A copy of several pieces would need a descriptor, which the
+host makes.
 
-No device waits at the start or the end but its senders. When a peer has come, its buffers are free
-and the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
-been counted, for each tile waits for its rows. Nothing else is ever written to another device. Every
-message is sent by a block that is resident: there are as many blocks as fit at once, and clusters of
-two, which fit everywhere.
+Nothing but its senders waits when a device starts. When a peer has come, its buffers are free and
+the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
+been counted, for each tile waits for its rows. Nothing else is ever written to another device.
+Every message is sent by a block that is resident: there are as many blocks as fit at once, and
+clusters of two, which fit everywhere.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
-from collective_matmul.kernels.gather_plan import BUFFERS, Plan
 from collective_matmul.kernels.addresses import WARP
+from collective_matmul.kernels.gather_plan import BUFFERS, Plan
 from collective_matmul.kernels.matmul_kernel import Work
 from collective_matmul.kernels.meeting import Peers
 from collective_matmul.kernels.operands import Operand, reader
@@ -98,9 +99,14 @@ class Gathering(Work):
         self.delays = delays
         # By offset along the axis, farthest first: each device needs the shards in this order.
         offsets = [*range(self.devices - 1, 0, -1)]
-        self.receivers = [0, *offsets] if plan.joins else [*offsets, *([0] if keep else [])]
-        # How often the shard is sent: to all at once, or to one after the other.
-        self.passes = 1 if plan.joins else len(self.receivers)
+        # And in which pass each gets it.
+        passes = [number for number, peers in enumerate(plan.passes) for _ in range(peers)]
+        self.receivers = [*zip(offsets, passes, strict=True)]
+        if plan.joins:
+            self.receivers.append((0, 0))
+        elif keep:
+            self.receivers.append((0, len(plan.passes)))
+        self.passes = 1 + max(passed for _, passed in self.receivers)
 
     def run(self, words, shard, *refs) -> None:
         """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
@@ -348,9 +354,9 @@ class Gathering(Work):
 
     def on_receivers(self, passed, act: Callable[[int], None]) -> None:
         """Calls `act` with the offset, a number, of each device that a pass is for."""
-        for number, offset in enumerate(self.receivers):
+        for offset, its_pass in self.receivers:
             here = functools.partial(act, offset)
-            here() if self.passes == 1 else pl.when(passed == number)(here)
+            here() if self.passes == 1 else pl.when(passed == its_pass)(here)
 
     def delay(self, box) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""

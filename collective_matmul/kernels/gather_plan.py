@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -101,6 +102,8 @@ class Plan:
         multiplied once it has arrived.
       box: rows and columns of a slab that are sent at once. Boxes fill the slab of every group.
       boxes_per_message: boxes, one after the other, that are counted as one.
+      passes: how many peers get the shard in each turn of sending it, those that need it first in
+        the first. Within a turn they get every message at the same time.
     """
 
     shapes: Shapes
@@ -110,6 +113,7 @@ class Plan:
     slabs: int
     box: tuple[int, int]
     boxes_per_message: int
+    passes: tuple[int, ...]
 
     @property
     def slab_columns(self) -> int:
@@ -171,6 +175,7 @@ class Plan:
             "joins": self.joins,
             "slabs": self.slabs,
             "boxes_per_message": self.boxes_per_message,
+            "passes": list(self.passes),
         }
 
 
@@ -194,12 +199,12 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
         # Where boxes are few, several counts come to the same.
         counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
-        slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, multiprocessors)
+        ordered = _ordered(plan.shapes, plan.tiles, plan.joins, multiprocessors)
         others = (
-            _plan(plan.shapes, tiles, plan.joins, plan.slabs, multiprocessors)
+            _plan(plan.shapes, tiles, plan.joins, plan.slabs, plan.passes, multiprocessors)
             for tiles in swept(plan.tiles, plan.across, plan.down)
         )
-        return [other for other in (*slabs, *sent, *others) if other != plan]
+        return [other for other in (*ordered, *sent, *others) if other != plan]
 
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.joins), vary)
@@ -216,26 +221,51 @@ def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     # Rows arrive in order: those of one height are multiplied before the next.
     return [
         min(
-            _slabbed(shapes, replace(tiles, sweep="columns"), joins, multiprocessors), key=predicted
+            _ordered(shapes, replace(tiles, sweep="columns"), joins, multiprocessors), key=predicted
         )
         for joins in (False, True)
         for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
     ]
 
 
-def _slabbed(shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int) -> list[Plan]:
-    """Plans that differ in their number of slabs."""
-    counts = (
+def _ordered(shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int) -> list[Plan]:
+    """Plans that differ in the order in which all is sent: in slabs and passes."""
+    counts = [
         slabs
         for slabs in _SLABS
         if shapes.contracted % (slabs * _COLUMN_MULTIPLE) == 0
         and (slabs == 1 or shapes.contracted // slabs >= _SLAB_COLUMNS)
-    )
-    return [_plan(shapes, tiles, joins, slabs, multiprocessors) for slabs in counts]
+    ]
+    return [
+        _plan(shapes, tiles, joins, slabs, passes, multiprocessors)
+        for passes in _passes(shapes, tiles, joins, multiprocessors)
+        for slabs in counts
+    ]
 
 
-def _plan(shapes: Shapes, tiles: Tiles, joins: bool, slabs: int, multiprocessors: int) -> Plan:
-    plan = Plan(shapes, tiles, joins, shapes.rows, slabs, (1, 1), 1)
+def _passes(
+    shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int
+) -> list[tuple[int, ...]]:
+    """One after the other; and together those whose tiles are multiplied in one wave."""
+    peers = shapes.devices - 1
+    if joins:
+        return [(peers,)]
+    plan = Plan(shapes, tiles, joins, shapes.rows, 1, (1, 1), 1, ())
+    per_chunk = plan.tile_count / shapes.devices
+    clusters = multiprocessors // math.prod(tiles.cluster)
+    waves = Counter(int((chunk + 0.5) * per_chunk / clusters) for chunk in range(1, peers + 1))
+    return list(dict.fromkeys([(1,) * peers, tuple(waves.values())]))
+
+
+def _plan(
+    shapes: Shapes,
+    tiles: Tiles,
+    joins: bool,
+    slabs: int,
+    passes: tuple[int, ...],
+    multiprocessors: int,
+) -> Plan:
+    plan = Plan(shapes, tiles, joins, shapes.rows, slabs, (1, 1), 1, passes)
     if not joins:
         clusters = multiprocessors // math.prod(tiles.cluster)
         down = max(1, clusters // min(plan.across, tiles.sweep_width))
@@ -274,10 +304,15 @@ def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: 
     """When one of the clusters ends, which compute for so long and await slabs before."""
     shapes = plan.shapes
     peers = shapes.devices - 1
-    # All peers send to each other at once only where shards join.
-    crowded = plan.joins and peers > 1
+    crowded = max(plan.passes) > 1
     rate = _CROWDED_LINK_BYTES_PER_MICROSECOND if crowded else LINK_BYTES_PER_MICROSECOND
     shard = shapes.shard_bytes / rate
+    # By chunk, from that of the first peer on: passes before its own, and peers in that.
+    turns = [
+        (sum(plan.passes[:number]), count)
+        for number, count in enumerate(plan.passes)
+        for _ in range(count)
+    ]
     arrival = ARRIVAL_MICROSECONDS + (peers * _JOINING_MICROSECONDS if plan.joins else 0)
     tiles = plan.tile_count
     per_chunk = tiles // (shapes.planes if plan.joins else shapes.devices)
@@ -297,7 +332,9 @@ def _waiting_microseconds(plan: Plan, computing: float, cluster: int, clusters: 
             before, sent = 0.0, peers * shard
         else:
             group = min(groups - 1, int(groups * within / (per_chunk * sweep)))
-            before, sent = (chunk - 1 + group / groups) * shard, shard / groups
+            others, together = turns[chunk - 1]
+            before = (others + together * group / groups) * shard
+            sent = together * shard / groups
         first, whole = (arrival + before + sent * share for share in (1 / plan.slabs, 1))
         now = max(max(now, first) + wave, whole + wave / plan.slabs)
     return now

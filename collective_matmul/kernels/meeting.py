@@ -1,12 +1,12 @@
 """How blocks of a kernel meet those of the same number on other devices, and reach their memory.
 
-Arrays of a launch lie elsewhere on every device, and nobody may store to a peer's before it has come
-to the launch: what was there may still be needed. So every block tells its counterparts where they
-are:
+Arrays of a launch lie elsewhere on every device, and nobody may store to a peer's before it has
+come to the launch: what was there may still be needed. So every block tells its counterparts where
+they are:
 
 1. Count the meeting: the block's epoch. It alternates between two slots of the workspaces.
-2. Leave the addresses of the arrays in each peer's workspace, and announce the epoch there.
-3. Wait, before anything is stored to peers, until all of them have announced it here.
+2. Leave the addresses of the arrays in each peer's workspace, and with each the epoch.
+3. Wait, before anything is stored to peers, until all of them have left theirs here.
 
 That an array is there is known to XLA; that others store to it, the kernel knows: it must not end
 before it has had all that it waits for, from every peer. So nobody can be two launches ahead of a
@@ -23,35 +23,34 @@ from jax import lax
 
 from collective_matmul.kernels import workspace
 from collective_matmul.kernels.addresses import (
+    SAID_BYTES,
     WARPGROUP,
     Address,
     Lanes,
-    announce,
-    await_words,
     count_up,
+    hear,
     load_word,
-    store_address,
+    say,
     store_box,
+    store_word,
 )
 
-# Where the epoch of a meeting lies behind what is said there: as many addresses as a kernel has
-# arrays that peers store to.
-_ADDRESS_BYTES = 8
+# So many words are said at every meeting, or old ones could be mistaken for new ones when the part
+# of the epoch that they have comes round.
 MOST_ARRAYS = 3
-_EPOCH_OFFSET = MOST_ARRAYS * _ADDRESS_BYTES
 # Behind what a device says to itself in the first slot: the block's own epoch.
-_COUNTER_OFFSET = _EPOCH_OFFSET + _ADDRESS_BYTES
+_COUNTER_OFFSET = MOST_ARRAYS * SAID_BYTES
 
 
 class Peers:
     """The devices of a mesh axis, as one block of a kernel knows them.
 
-    All methods but `announce` and `await_all` may be called by several warpgroups of the block, once
-    they know that one of them has had all peers come.
+    `announce` and `await_all` are called by one warp or warpgroup of the block, and all others may
+    be called by any that know that it has had all peers come.
     """
 
     def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
-        """The arrays, at most `MOST_ARRAYS`, are what peers store to; words are as of `workspace`."""
+        """Peers store to the arrays, at most `MOST_ARRAYS`; words are as of `workspace`."""
         assert len(arrays) <= MOST_ARRAYS
         self.devices = devices
         self.block = block
@@ -59,26 +58,26 @@ class Peers:
         self.spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
         #: This device's index along the axis.
         self.me = words[2 * devices]
+        self._epoch: Any = None
 
     def announce(self, lanes: Lanes = WARPGROUP) -> None:
         """Tells all peers that this device has come, and where its arrays are."""
-        epoch = load_word(self._counter) + 1
+        self._epoch = epoch = load_word(self._counter) + 1
         # As another device counts, from itself on, this one is so far away.
         places = [
             self._said(space, epoch, -offset % self.devices)
             for offset, space in enumerate(self.spaces)
         ]
-        for place in places:
-            for number, array in enumerate(self.arrays):
-                store_address(place.behind(number * _ADDRESS_BYTES), array, lanes)
-        flags = [place.behind(_EPOCH_OFFSET) for place in places]
-        announce(epoch, [self._counter, *flags], lanes)
+        arrays = [*self.arrays, *[self.arrays[-1]] * (MOST_ARRAYS - len(self.arrays))]
+        say(epoch, arrays, places, lanes)
+        store_word(self._counter, epoch, lanes)
 
     def await_all(self, lanes: Lanes = WARPGROUP) -> None:
         """Waits until all peers have come; `announce` must have been called."""
-        epoch = load_word(self._counter)
-        places = [self._said(self.spaces[0], epoch, n) for n in range(1, self.devices)]
-        await_words(epoch, [place.behind(_EPOCH_OFFSET) for place in places], lanes)
+        first = self._said(self.spaces[0], self._epoch, 1)
+        between = workspace.meeting_offset(self.devices, 0, 1, 0)
+        between -= workspace.meeting_offset(self.devices, 0, 0, 0)
+        hear(self._epoch, first, between, self.devices - 1, len(self.arrays), lanes)
 
     def store(
         self, box: Any, place: Any, number: int, offset: Any, *wanted: Any, lanes: Lanes = WARPGROUP
@@ -114,7 +113,7 @@ class Peers:
     def _kept(self, number: int, offset: Any) -> Address:
         """Where the address of a peer's array is."""
         place = self._said(self.spaces[0], load_word(self._counter, settled=True), offset)
-        return place.behind(number * _ADDRESS_BYTES)
+        return place.behind(number * SAID_BYTES)
 
     @property
     def _counter(self) -> Address:

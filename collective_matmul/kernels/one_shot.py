@@ -102,8 +102,6 @@ def why_not(sent: Array, devices: int) -> str | None:
     """Why no device can send such an array to each of its peers, in words; None if all can."""
     if reason := obstacle(devices, sent):
         return reason
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}: these kernels need 0.11 or newer"
     size = math.prod(sent.shape) * sent.dtype.itemsize
     if size > MOST_BYTES:
         return f"{sent.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"

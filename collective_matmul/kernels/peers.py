@@ -26,6 +26,8 @@ def obstacle(devices: int, *arrays: Array) -> str | None:
     """Why no kernel can work on arrays and on so many peers' along an axis, in words; or None."""
     if device.target() is None:
         return "these kernels run on Hopper GPUs only"
+    if jax.__version_info__ < (0, 11):
+        return f"jax {jax.__version__}: these kernels need 0.11 or newer"
     if jax.process_count() > 1:
         return (
             f"{jax.process_count()} processes: these kernels address peers' memory, which is"

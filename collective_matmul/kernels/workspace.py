@@ -25,7 +25,7 @@ REGION_BYTES = 1 << 15
 MEETING_BLOCKS = 144
 # Words that different blocks count in lie so far apart: each in a cache line of its own.
 _WORD_BYTES = 128
-# A device may be one exchange, or meeting, ahead of its peers: these still read what it left before.
+# A device may be one exchange, or meeting, ahead of its peers, who still read what it left before.
 SLOTS = 2
 
 
