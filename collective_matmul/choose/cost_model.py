@@ -65,10 +65,6 @@ HOST_SECONDS = 40e-6
 HOST_SECONDS_PER_PERMUTE = 50e-6
 HOST_SECONDS_PER_OPERAND = 12e-6
 
-#: What the host takes for a fused kernel, before which all devices wait for each other.
-FUSED_HOST_SECONDS = 35e-6
-FUSED_HOST_SECONDS_PER_DEVICE = 7.5e-6
-
 #: In a stack a fused kernel takes so many times what is planned, for which it runs alone on a cool
 #: GPU; and so many seconds more to begin.
 FUSED_SLOWDOWN = 1.05
@@ -116,7 +112,7 @@ def bulk_seconds(site: Site) -> float:
 
 
 def fused_seconds(site: Site) -> float:
-    """Predicted seconds of the fused kernel, which is planned for this; or of its host.
+    """Predicted seconds of the fused kernel, which is planned for this.
 
     What rides is gathered by a collective before.
     """
@@ -125,10 +121,7 @@ def fused_seconds(site: Site) -> float:
         riding = COLLECTIVE_SECONDS + site.riders_bytes / LINK_BYTES_PER_SECOND
     sending = (site.bytes_communicated - site.riders_bytes) / LINK_BYTES_PER_SECOND
     on_device = max(FUSED_SLOWDOWN * planned_seconds(site), sending)
-    on_device += FUSED_SECONDS
-    on_host = FUSED_HOST_SECONDS + site.axis_size * FUSED_HOST_SECONDS_PER_DEVICE
-    on_host += (len(site.operands) - 1) * HOST_SECONDS_PER_OPERAND
-    return max(on_device, on_host) + riding + _weight_gradient(site)
+    return on_device + FUSED_SECONDS + riding + _weight_gradient(site)
 
 
 def _ring_on_device(site: Site) -> float:

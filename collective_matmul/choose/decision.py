@@ -205,8 +205,6 @@ def _why_not_fused(site: Site, prediction: Prediction) -> str | None:
     # What the program forbids is known at once; what a site allows takes milliseconds of planning.
     if "fused" in prediction.seconds or program_obstacle() or obstacle_of(site, "fused"):
         return None
-    if "fused" in prediction.unbelieved:
-        return f"fused took under {tables.LEAST_FUSED_SECONDS * 1e6:.0f} µs: no gain is believed"
     return "fused was not measured here"
 
 

@@ -222,62 +222,93 @@ def hear(value: Any, first: Address, between: int, count: int, arrays: int, lane
     at(value, tuple(first))
 
 
-def store_box(box: Any, place: Any, array: Any, there: Address, *wanted: Any, lanes: Lanes) -> None:
-    """Starts to copy a box of shared memory to a place of an array, but in a peer's memory.
+def load_said(place: Address) -> Address:
+    """The address that was said at a place, and heard by this block."""
+    half = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
-    The copy is part of the group that is committed next. What waits for it must not branch: the
-    lanes may be those that multiply.
+    @plgpu.inline_mgpu(arg_types=(_WHERE,), return_type=(half, half))
+    def at(_, where):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        said = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
+        address = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
+        halves = (
+            arith.trunci(i32, word) for word in (address, arith.shrui(address, gpu.c(32, i64)))
+        )
+        return tuple(
+            gpu.FragmentedArray.splat(word, (), _SCALAR.to_mgpu(), is_signed=True)
+            for word in halves
+        )
+
+    low, high = at(tuple(place))
+    return Address(low, high, 0)
+
+
+class Twin(NamedTuple):
+    """An array of this device, and where its twin lies, the array that a peer has in its place."""
+
+    array: Any
+    address: Address
+
+
+_TWIN = (plgpu.RefType(), _WHERE)
+
+
+def store_box(box: Any, place: Any, twin: Twin, *wanted: Any, lanes: Lanes) -> None:
+    """Starts to copy a box of shared memory to a twin.
+
+    The copy is part of the group that is committed next. Nothing here branches: the lanes may be
+    those that multiply.
 
     Args:
       box: as contiguous in shared memory as the place is in the array.
-      place: a part of this device's array.
-      array: of this device.
-      there: where the peer has said where its array is.
+      place: a part of this device's array; the box goes to that part of the twin.
+      twin: of the array.
       *wanted: conditions, all of which hold if the box is to be copied.
       lanes: that call this.
     """
-    types = (*[plgpu.RefType()] * 3, _WHERE, *[_SCALAR] * len(wanted))
+    types = (plgpu.RefType(), plgpu.RefType(), _TWIN, *[_SCALAR] * len(wanted))
 
     @plgpu.inline_mgpu(arg_types=types)
-    def at(_, box, place, array, where, *wanted):
+    def at(_, box, place, twin, *wanted):
         chosen = utils.single_thread_predicate(lanes)
         for condition in wanted:
             chosen = arith.andi(chosen, condition.registers.item())
         kind = ir.MemRefType(box.type)
         size = math.prod(kind.shape) * utils.bytewidth(kind.element_type)
         size = gpu.c(size, ir.IntegerType.get_signless(32))
-        operands = [chosen, _in_peer(place, array, where), utils.memref_ptr(box), size]
+        operands = [chosen, _in_twin(place, *twin), utils.memref_ptr(box), size]
         _assembly(None, operands, "@$0 cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;")
 
-    at(box, place, array, tuple(there), *wanted)
+    at(box, place, (twin.array, tuple(twin.address)), *wanted)
 
 
-def count_up(word: Any, array: Any, there: Address, lanes: Lanes) -> None:
-    """Adds one to a word of an array in a peer's memory, behind all that the lanes have stored.
+def count_up(word: Any, twins: Sequence[Twin], lanes: Lanes) -> None:
+    """Adds one to a word of twins, behind all that the lanes have stored anywhere.
 
     Args:
-      word: of this device's array of semaphores.
-      array: of this device.
-      there: where the peer has said where its array is.
+      word: of this device's array.
+      twins: of the array.
       lanes: that call this.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _WHERE))
-    def at(_, word, array, where):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [_TWIN] * len(twins)))
+    def at(_, word, twins):
         _meet(lanes)
-        operands = [utils.single_thread_predicate(lanes), _in_peer(word, array, where)]
-        _assembly(None, operands, "@$0 red.release.sys.global.add.u32 [$1], 1;")
+        chosen = utils.single_thread_predicate(lanes)
+        # One fence for all: it takes as long as a message on its way.
+        _assembly(None, [chosen], "@$0 fence.acq_rel.sys;")
+        for twin in twins:
+            operands = [chosen, _in_twin(word, *twin)]
+            _assembly(None, operands, "@$0 red.relaxed.sys.global.add.u32 [$1], 1;")
 
-    at(word, array, tuple(there))
+    at(word, [(twin.array, tuple(twin.address)) for twin in twins])
 
 
-def _in_peer(place: Any, array: Any, where: Any) -> Any:
-    """To the place of a peer's array that is such a place of this device's array."""
+def _in_twin(place: Any, array: Any, where: Any) -> Any:
+    """To the part of an array's twin that is such a place of the array."""
     i64 = ir.IntegerType.get_signless(64)
-    said = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
-    peers = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
     here, start = (llvm.ptrtoint(i64, utils.memref_ptr(part)) for part in (place, array))
-    return arith.addi(peers, arith.subi(here, start))
+    return _pointer(where, arith.subi(here, start))
 
 
 def _meet(lanes: Lanes) -> None:

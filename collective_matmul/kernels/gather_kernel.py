@@ -41,6 +41,7 @@ clusters of two, which fit everywhere.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
-from collective_matmul.kernels.addresses import WARP
+from collective_matmul.kernels.addresses import WARP, count_up, store_box
 from collective_matmul.kernels.gather_plan import BUFFERS, Plan
 from collective_matmul.kernels.matmul_kernel import Work
 from collective_matmul.kernels.meeting import Peers
@@ -98,15 +99,13 @@ class Gathering(Work):
         self.peers: Any = None
         self.delays = delays
         # By offset along the axis, farthest first: each device needs the shards in this order.
-        offsets = [*range(self.devices - 1, 0, -1)]
-        # And in which pass each gets it.
-        passes = [number for number, peers in enumerate(plan.passes) for _ in range(peers)]
-        self.receivers = [*zip(offsets, passes, strict=True)]
+        offsets = iter(range(self.devices - 1, 0, -1))
+        # Of each pass over the shard.
+        self.receivers = [list(itertools.islice(offsets, peers)) for peers in plan.passes]
         if plan.joins:
-            self.receivers.append((0, 0))
+            self.receivers[0].append(0)
         elif keep:
-            self.receivers.append((0, len(plan.passes)))
-        self.passes = 1 + max(passed for _, passed in self.receivers)
+            self.receivers.append([0])
 
     def run(self, words, shard, *refs) -> None:
         """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
@@ -235,7 +234,7 @@ class Gathering(Work):
         per_message = plan.boxes_per_message
         this, blocks = block()
         messages = lax.div(plan.messages - this + blocks - 1, blocks)
-        count = messages * self.passes * per_message
+        count = messages * len(self.receivers) * per_message
 
         def locate(box):
             """The pass and the message that a box is part of, and its number in the shard."""
@@ -333,12 +332,15 @@ class Gathering(Work):
         else:
             place = place._replace(plane=place.plane * self.devices + me)
 
-        def copy(offset):
+        def copy(offsets):
+            twins = [self.peers.twin(_GATHERED, offset) for offset in offsets]
+
             @pl.loop(0, self.plan.pieces)
             def _(piece):
                 piece_of_box = self.piece_of(box, piece)
                 region = self.region(gathered, place, piece)
-                self.peers.store(piece_of_box, region, _GATHERED, offset, lanes=WARP)
+                for twin in twins:
+                    store_box(piece_of_box, region, twin, lanes=WARP)
 
         self.on_receivers(passed, copy)
         plgpu.commit_smem_to_gmem_group()
@@ -346,17 +348,19 @@ class Gathering(Work):
     def count_arrival(self, passed, semaphore) -> None:
         """Counts a message at those receivers of a pass that await it."""
 
-        def count(offset):
-            if offset or self.plan.joins:
-                self.peers.count_up(semaphore, _ARRIVED, offset, WARP)
+        def count(offsets):
+            awaiting = [offset for offset in offsets if offset or self.plan.joins]
+            if awaiting:
+                twins = [self.peers.twin(_ARRIVED, offset) for offset in awaiting]
+                count_up(semaphore, twins, WARP)
 
         self.on_receivers(passed, count)
 
-    def on_receivers(self, passed, act: Callable[[int], None]) -> None:
-        """Calls `act` with the offset, a number, of each device that a pass is for."""
-        for offset, its_pass in self.receivers:
-            here = functools.partial(act, offset)
-            here() if self.passes == 1 else pl.when(passed == its_pass)(here)
+    def on_receivers(self, passed, act: Callable[[list[int]], None]) -> None:
+        """Calls `act` with the offsets, numbers, of the devices that a pass is for."""
+        for number, offsets in enumerate(self.receivers):
+            here = functools.partial(act, offsets)
+            here() if len(self.receivers) == 1 else pl.when(passed == number)(here)
 
     def delay(self, box) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""

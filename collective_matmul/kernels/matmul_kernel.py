@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir.dialects import nvvm
 
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.kernels.operands import Operand, reader
@@ -301,6 +302,7 @@ class Work:
                 w = w_slices.at[slot].at[:, w_part]
             else:
                 w = w_slices.at[slot].at[w_part, :].transpose((1, 0))
+            _fence()
             plgpu.wgmma(accumulator, x, w)
             # The multiply before this one is done then, and its stage free.
             plgpu.wgmma_wait(1)
@@ -347,3 +349,13 @@ class Work:
     def slot(self, turn: Any, step: Any) -> Any:
         """The stage of a step."""
         return lax.rem(self.first_step(turn) + step, self.tiles.stages)
+
+
+@plgpu.inline_mgpu()
+def _fence(_) -> None:
+    """Orders the accumulator's registers before a multiply.
+
+    Otherwise ptxas does so itself; and where it does not see that all lanes come there together, it
+    has each multiply wait for the one before.
+    """
+    nvvm.wgmma_fence_aligned()

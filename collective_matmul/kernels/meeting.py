@@ -27,11 +27,11 @@ from collective_matmul.kernels.addresses import (
     WARPGROUP,
     Address,
     Lanes,
-    count_up,
+    Twin,
     hear,
+    load_said,
     load_word,
     say,
-    store_box,
     store_word,
 )
 
@@ -45,8 +45,8 @@ _COUNTER_OFFSET = MOST_ARRAYS * SAID_BYTES
 class Peers:
     """The devices of a mesh axis, as one block of a kernel knows them.
 
-    `announce` and `await_all` are called by one warp or warpgroup of the block, and all others may
-    be called by any that know that it has had all peers come.
+    `announce` and `await_all` are called by one warp or warpgroup of the block, and `twin` by any
+    that knows that it has had all peers come.
     """
 
     def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
@@ -79,41 +79,14 @@ class Peers:
         between -= workspace.meeting_offset(self.devices, 0, 0, 0)
         hear(self._epoch, first, between, self.devices - 1, len(self.arrays), lanes)
 
-    def store(
-        self, box: Any, place: Any, number: int, offset: Any, *wanted: Any, lanes: Lanes = WARPGROUP
-    ) -> None:
-        """Starts to copy a box of shared memory to a device; to be committed in a group.
-
-        Args:
-          box: contiguous.
-          place: where it would go in this device's array; as contiguous.
-          number: of the array.
-          offset: of the device along the axis, 0 for this one.
-          *wanted: conditions, all of which hold if the box is to be copied.
-          lanes: that call this.
-        """
-        array, there = self.arrays[number], self._kept(number, offset)
-        store_box(box, place, array, there, *wanted, lanes=lanes)
-
-    def count_up(self, word: Any, number: int, offset: Any, lanes: Lanes = WARPGROUP) -> None:
-        """Counts up a device's word, behind all that these lanes have stored there.
-
-        Args:
-          word: of this device's array, as the other device has one too.
-          number: of the array.
-          offset: of the device along the axis, 0 for this one.
-          lanes: that call this.
-        """
-        count_up(word, self.arrays[number], self._kept(number, offset), lanes)
+    def twin(self, number: int, offset: Any) -> Twin:
+        """Of an array, by its number, on the device so far along the axis; 0 is this one."""
+        place = self._said(self.spaces[0], load_word(self._counter, settled=True), offset)
+        return Twin(self.arrays[number], load_said(place.behind(number * SAID_BYTES)))
 
     def index(self, offset: Any) -> Any:
         """Of the device so far along the axis."""
         return lax.rem(self.me + offset, self.devices)
-
-    def _kept(self, number: int, offset: Any) -> Address:
-        """Where the address of a peer's array is."""
-        place = self._said(self.spaces[0], load_word(self._counter, settled=True), offset)
-        return place.behind(number * SAID_BYTES)
 
     @property
     def _counter(self) -> Address:

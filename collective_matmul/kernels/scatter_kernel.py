@@ -47,6 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.kernels.addresses import WARPGROUP, count_up, store_box
 from collective_matmul.kernels.meeting import Peers
 from collective_matmul.kernels.peers import block, delay, delays_of
 from collective_matmul.kernels.scatter_plan import Plan
@@ -259,8 +260,8 @@ class Scattering(OwnersWalk):
 
             @pl.when(self.turns() > 0)
             def _():
-                for offset in self.receivers:
-                    self.peers.count_up(part.arrived.at[plan.own_tiles], _ARRIVED, offset)
+                twins = [self.peers.twin(_ARRIVED, offset) for offset in self.receivers]
+                count_up(part.arrived.at[plan.own_tiles], twins, WARPGROUP)
 
     def keep(self, product, part: Part) -> None:
         """Rounds a part's product to strips, which it is sent from."""
@@ -325,8 +326,9 @@ class Scattering(OwnersWalk):
             one_shot = self.shapes.kind == "one_shot"
             source = self.peers.me if one_shot else devices - offset - 1
             plane, owner = part.partials.at[source * planes + batch], self.peers.index(offset)
+            twin = self.peers.twin(_PARTIALS, offset)
             for box, place, has_it in self.blocks(strip, plane, owner, row + part.below, column):
-                self.peers.store(box, place, _PARTIALS, offset, has_it)
+                store_box(box, place, twin, has_it, lanes=WARPGROUP)
         plgpu.commit_smem_to_gmem_group()
 
     def announce(self, part: Part, batch, row, across) -> None:
@@ -340,7 +342,7 @@ class Scattering(OwnersWalk):
             @pl.when(self.owns(owner, row))
             def _():
                 semaphore = part.arrived.at[self.number(owner, batch, row, across)]
-                self.peers.count_up(semaphore, _ARRIVED, offset)
+                count_up(semaphore, [self.peers.twin(_ARRIVED, offset)], WARPGROUP)
 
     def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
@@ -376,8 +378,9 @@ class Scattering(OwnersWalk):
             me = self.peers.me
             plane = y.at[batch * self.shapes.devices + me]
             for offset in (0, *self.receivers):
+                twin = self.peers.twin(_SUMS, offset)
                 for box, place, has_it in self.blocks(strip, plane, me, row, column):
-                    self.peers.store(box, place, _SUMS, offset, has_it)
+                    store_box(box, place, twin, has_it, lanes=WARPGROUP)
         else:
             box, place, has_it = self.box(strip.swizzled, y.at[batch], row, column)
             plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=False)

@@ -1,12 +1,11 @@
 """Measured seconds per site: tables that ship with the library, and the user's own."""
 
 from collective_matmul.choose.tables.files import cache_path, known
-from collective_matmul.choose.tables.lookup import LEAST_FUSED_SECONDS, Prediction, look_up
+from collective_matmul.choose.tables.lookup import Prediction, look_up
 from collective_matmul.choose.tables.table import CEILING, Entry, Run, Table
 
 __all__ = [
     "CEILING",
-    "LEAST_FUSED_SECONDS",
     "Entry",
     "Prediction",
     "Run",

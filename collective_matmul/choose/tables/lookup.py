@@ -22,11 +22,6 @@ REACH = 1.0
 #: how much there is to communicate for each operation, which rows change alike.
 WEIGHT_OF_K_AND_N = 2.0
 
-#: A fused kernel that took less was not waited for by the GPU but by the host, which has about 40
-#: microseconds to do for each launch, also when a CUDA graph launches it. In a stack of nothing
-#: else it keeps up with what takes a little longer; beside other work it does not.
-LEAST_FUSED_SECONDS = 5e-5
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -36,7 +31,6 @@ class Prediction:
       seconds: by the name of the implementation.
       margin: the gain over bulk, as a fraction, from which on it is believed.
       basis: what the seconds rest on.
-      unbelieved: implementations that were measured to gain, in less time than can be believed.
       margins: of implementations that another margin holds for.
       bases: what the seconds of those rest on that rest on something else.
     """
@@ -44,7 +38,6 @@ class Prediction:
     seconds: Mapping[str, float]
     margin: float
     basis: str
-    unbelieved: Collection[str] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
     bases: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,7 +60,6 @@ class Prediction:
             seconds={**self.seconds, **{name: scale * other.seconds[name] for name in new}},
             margins={**self.margins, **{n: other.margins.get(n, other.margin) for n in new}},
             bases={**self.bases, **{n: other.bases.get(n, other.basis) for n in new}},
-            unbelieved={*self.unbelieved, *other.unbelieved},
         )
 
 
@@ -95,7 +87,7 @@ def _own_entry(
         entry = table.entries.get(site)
         if entry is not None and _compares(entry, left_out):
             seconds, basis = _choosable(entry, left_out), f"measured ({origin})"
-            return Prediction(seconds, MARGIN, basis, _unbelieved(entry))
+            return Prediction(seconds, MARGIN, basis)
     return None
 
 
@@ -121,8 +113,7 @@ def _near_entries(
     entry, origin = found[near[0]]
     bulk = entry.seconds["bulk"] * site.flops / near[0].flops
     seconds = {name: bulk / gain for name, gain in gains.items()}
-    unbelieved = set().union(*map(_unbelieved, around))
-    return Prediction(seconds, MARGIN, f"near what was measured ({origin})", unbelieved)
+    return Prediction(seconds, MARGIN, f"near what was measured ({origin})")
 
 
 def _compares(entry: Entry, left_out: Collection[str]) -> bool:
@@ -132,14 +123,8 @@ def _compares(entry: Entry, left_out: Collection[str]) -> bool:
 
 def _choosable(entry: Entry, left_out: Collection[str]) -> dict[str, float]:
     """Seconds of all that can be chosen for what an entry says."""
-    excluded = {CEILING, *left_out, *_unbelieved(entry)}
+    excluded = {CEILING, *left_out}
     return {name: value for name, value in entry.seconds.items() if name not in excluded}
-
-
-def _unbelieved(entry: Entry) -> Collection[str]:
-    """Of what an entry says, implementations whose gain the host may not keep up with."""
-    most = min(LEAST_FUSED_SECONDS, entry.seconds["bulk"] / (1 + MARGIN))
-    return {"fused"} if entry.seconds.get("fused", math.inf) < most else ()
 
 
 def _smallest_gains(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
