@@ -48,7 +48,7 @@ _AWAITING_MICROSECONDS = 0.2
 # late, and less if that is of one slab.
 _LATE = 0.02
 # What arrives where several peers send at once: as much as of XLA's all-gathers.
-_CROWDED_LINK_BYTES_PER_MICROSECOND = 2.5e5
+_CROWDED_LINK_BYTES_PER_MICROSECOND = 3.0e5
 # Tiles of joined shards begin with rows of every peer: each adds to what the last is late.
 _JOINING_MICROSECONDS = 4.0
 
@@ -199,15 +199,15 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
         # Where boxes are few, several counts come to the same.
         counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
         sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
-        ordered = _ordered(plan.shapes, plan.tiles, plan.joins, multiprocessors)
+        slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, plan.passes, multiprocessors)
         others = (
             _plan(plan.shapes, tiles, plan.joins, plan.slabs, plan.passes, multiprocessors)
             for tiles in swept(plan.tiles, plan.across, plan.down)
         )
-        return [other for other in (*ordered, *sent, *others) if other != plan]
+        return [other for other in (*slabs, *sent, *others) if other != plan]
 
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
-    return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.joins), vary)
+    return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.passes), vary)
 
 
 def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
@@ -220,27 +220,25 @@ def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     # Rows arrive in order: those of one height are multiplied before the next.
     return [
-        min(
-            _ordered(shapes, replace(tiles, sweep="columns"), joins, multiprocessors), key=predicted
-        )
+        min(_slabbed(shapes, ordered, joins, passes, multiprocessors), key=predicted)
         for joins in (False, True)
         for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
+        for ordered in [replace(tiles, sweep="columns")]
+        for passes in _passes(shapes, ordered, joins, multiprocessors)
     ]
 
 
-def _ordered(shapes: Shapes, tiles: Tiles, joins: bool, multiprocessors: int) -> list[Plan]:
-    """Plans that differ in the order in which all is sent: in slabs and passes."""
-    counts = [
+def _slabbed(
+    shapes: Shapes, tiles: Tiles, joins: bool, passes: tuple[int, ...], multiprocessors: int
+) -> list[Plan]:
+    """Plans that differ in their number of slabs."""
+    counts = (
         slabs
         for slabs in _SLABS
         if shapes.contracted % (slabs * _COLUMN_MULTIPLE) == 0
         and (slabs == 1 or shapes.contracted // slabs >= _SLAB_COLUMNS)
-    ]
-    return [
-        _plan(shapes, tiles, joins, slabs, passes, multiprocessors)
-        for passes in _passes(shapes, tiles, joins, multiprocessors)
-        for slabs in counts
-    ]
+    )
+    return [_plan(shapes, tiles, joins, slabs, passes, multiprocessors) for slabs in counts]
 
 
 def _passes(

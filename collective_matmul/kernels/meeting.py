@@ -55,18 +55,27 @@ class Peers:
         self.devices = devices
         self.block = block
         self.arrays = list(arrays)
-        self.spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
-        #: This device's index along the axis.
-        self.me = words[2 * devices]
+        self._words = words
         self._epoch: Any = None
+
+    # Words are loaded where they are needed: those that multiply have no registers to keep them in.
+
+    @property
+    def me(self) -> Any:
+        """This device's index along the axis."""
+        return self._words[2 * self.devices]
+
+    def _space(self, offset: int) -> Address:
+        """The workspace of the device so far along the axis."""
+        return Address(self._words[2 * offset], self._words[2 * offset + 1], 0)
 
     def announce(self, lanes: Lanes = WARPGROUP) -> None:
         """Tells all peers that this device has come, and where its arrays are."""
         self._epoch = epoch = load_word(self._counter) + 1
         # As another device counts, from itself on, this one is so far away.
         places = [
-            self._said(space, epoch, -offset % self.devices)
-            for offset, space in enumerate(self.spaces)
+            self._said(self._space(offset), epoch, -offset % self.devices)
+            for offset in range(self.devices)
         ]
         arrays = [*self.arrays, *[self.arrays[-1]] * (MOST_ARRAYS - len(self.arrays))]
         say(epoch, arrays, places, lanes)
@@ -74,14 +83,14 @@ class Peers:
 
     def await_all(self, lanes: Lanes = WARPGROUP) -> None:
         """Waits until all peers have come; `announce` must have been called."""
-        first = self._said(self.spaces[0], self._epoch, 1)
+        first = self._said(self._space(0), self._epoch, 1)
         between = workspace.meeting_offset(self.devices, 0, 1, 0)
         between -= workspace.meeting_offset(self.devices, 0, 0, 0)
         hear(self._epoch, first, between, self.devices - 1, len(self.arrays), lanes)
 
     def twin(self, number: int, offset: Any) -> Twin:
         """Of an array, by its number, on the device so far along the axis; 0 is this one."""
-        place = self._said(self.spaces[0], load_word(self._counter, settled=True), offset)
+        place = self._said(self._space(0), load_word(self._counter, settled=True), offset)
         return Twin(self.arrays[number], load_said(place.behind(number * SAID_BYTES)))
 
     def index(self, offset: Any) -> Any:
@@ -91,7 +100,7 @@ class Peers:
     @property
     def _counter(self) -> Address:
         line = workspace.meeting_offset(self.devices, 0, 0, self.block)
-        return self.spaces[0].behind(line + _COUNTER_OFFSET)
+        return self._space(0).behind(line + _COUNTER_OFFSET)
 
     def _said(self, space: Address, epoch: Any, source: Any) -> Address:
         """Where a source leaves what it says."""

@@ -69,8 +69,11 @@ def all_gather(
       axis_name: a mesh axis of D devices, all driven by this process.
       replicated: whether the result is typed so over the axis.
       delays: has blocks wait for random times before each message, so that races show. For tests.
+
+    Raises:
+      ValueError: if x is larger.
     """
-    y = _shared_launch("gather", axis_name, delays, replicated)(_boxes(x.reshape(-1)))
+    y = _shared_launch("gather", axis_name, delays, replicated)(_boxes(x))
     return y.reshape(y.shape[0], -1)[:, : x.size].reshape(-1, *x.shape)
 
 
@@ -78,9 +81,9 @@ def reduce_scatter(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax
     """``lax.psum_scatter(x, axis_name)``: [D, ...] -> [...]. Called inside `jax.shard_map`.
 
     Summed in float32, in the order of the devices behind the one that keeps the sum, and rounded
-    once: the same bits every time. Arguments are as for `all_gather`; it is x[0] that is limited.
+    once: the same bits every time. All else is as for `all_gather`; it is x[0] that is limited.
     """
-    boxes = jax.vmap(_boxes)(x.reshape(x.shape[0], -1))
+    boxes = jax.vmap(_boxes)(x)
     y = _shared_launch("scatter", axis_name, delays, False)(boxes)
     return y.reshape(-1)[: math.prod(x.shape[1:])].reshape(x.shape[1:])
 
@@ -88,24 +91,19 @@ def reduce_scatter(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax
 def all_reduce(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax.Array:
     """``lax.psum(x, axis_name)``, the same bits on all devices. Called inside `jax.shard_map`.
 
-    Summed in float32, in the order of the devices, and rounded once. Arguments are as for
+    Summed in float32, in the order of the devices, and rounded once. All else is as for
     `all_gather`.
 
     Returns:
       [...], typed as replicated over the axis.
     """
-    y = _shared_launch("reduce", axis_name, delays, True)(_boxes(x.reshape(-1)))
+    y = _shared_launch("reduce", axis_name, delays, True)(_boxes(x))
     return y.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def why_not(sent: Array, devices: int) -> str | None:
     """Why no device can send such an array to each of its peers, in words; None if all can."""
-    if reason := obstacle(devices, sent):
-        return reason
-    size = math.prod(sent.shape) * sent.dtype.itemsize
-    if size > MOST_BYTES:
-        return f"{sent.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"
-    return None
+    return obstacle(devices, sent) or _too_much(sent)
 
 
 def predicted_seconds(size: int, devices: int) -> float:
@@ -119,14 +117,27 @@ def in_two_steps(size: int, devices: int) -> bool:
     return size > MOST_BYTES or two < predicted_seconds(size, devices)
 
 
+def _too_much(sent: Array) -> str | None:
+    size = math.prod(sent.shape) * sent.dtype.itemsize
+    if size > MOST_BYTES:
+        return f"{sent.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"
+    return None
+
+
 def _boxes(x: jax.Array) -> jax.Array:
-    """[elements] -> [boxes, elements of a box], with as many boxes as blocks if there is enough."""
+    """[...] -> [boxes, elements of a box], with as many boxes as blocks if there is enough.
+
+    Raises:
+      ValueError: if they would not fit into the regions that they are for, but reach into others.
+    """
+    if reason := _too_much(x):
+        raise ValueError(f"{reason}; send it in parts, or by XLA's collective")
     itemsize = x.dtype.itemsize
     box = _SMALLEST_BOX
     while box < _LARGEST_BOX and x.size * itemsize > box * workspace.BLOCKS:
         box *= 2
     elements = box // itemsize
-    return jnp.pad(x, (0, -x.size % elements)).reshape(-1, elements)
+    return jnp.pad(x.reshape(-1), (0, -x.size % elements)).reshape(-1, elements)
 
 
 @functools.cache
