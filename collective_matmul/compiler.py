@@ -39,8 +39,8 @@ FUSED_OPTIONS = MappingProxyType(
         "xla_gpu_disable_async_collectives": (
             "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
         ),
-        # One-shot collectives take turns in the same memory: no CUDA graph may launch two of them
-        # at once, as it might what needs nothing of each other.
+        # Kernels that address peers take turns in the same memory: no CUDA graph may launch two of
+        # them at once, as it might what needs nothing of each other.
         "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
     }
 )
@@ -93,8 +93,8 @@ def overlap_jit(
     return OverlapJit(fun, users, fused, kwargs)
 
 
-# One-shot collectives meet in the order in which programs reach each device: of two threads that
-# launch at once, one program could be first on one device, and the other on another.
+# Kernels that address peers meet in the order in which programs reach each device: of two threads
+# that launch at once, one program could be first on one device, and the other on another.
 _launching = threading.RLock()
 
 

@@ -1,7 +1,6 @@
 """Memory of any GPU of this process, as kernels reach it by its address.
 
-XLA knows nothing of it. A kernel that reaches its peers in no other way is an ordinary one for the
-host, which neither prepares each of its launches nor holds the devices before it.
+XLA knows nothing of it: to its host, kernels that reach their peers in no other way are like any.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _WARP_LANES = 32
 Lanes = gpu.ThreadSubset
 WARPGROUP, WARP = Lanes.WARPGROUP, Lanes.WARP
 
-_BLOCK = """{{
+_SCOPE = """{{
 .reg .pred p;
 .reg .u32 word;
 .reg .s32 ahead;
@@ -124,21 +123,21 @@ def store_word(address: Address, value: Any, lanes: Lanes = WARPGROUP) -> None:
     at(value, tuple(address))
 
 
-def announce(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGROUP) -> None:
-    """Puts an int32 to addresses, behind all that these lanes have stored anywhere."""
+def announce(value: Any, addresses: Sequence[Address]) -> None:
+    """Puts an int32 to addresses, behind all that this warpgroup has stored anywhere."""
 
     def lines(count: int) -> list[str]:
         return ["fence.acq_rel.sys;", *(_ANNOUNCE.format(n + 1) for n in range(count))]
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, *([_WHERE] * len(addresses))))
     def at(_, word, *places):
-        _meet(lanes)
-        _by_one(lanes, word, places, lines(len(places)))
+        _meet(WARPGROUP)
+        _by_one(WARPGROUP, word, places, lines(len(places)))
 
     at(value, *map(tuple, addresses))
 
 
-def await_words(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGROUP) -> None:
+def await_words(value: Any, addresses: Sequence[Address]) -> None:
     """Waits until each int32 at an address has counted up to a value; all may wrap around.
 
     What a peer has stored before it announced the value can be loaded then.
@@ -146,8 +145,8 @@ def await_words(value: Any, addresses: Sequence[Address], lanes: Lanes = WARPGRO
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, *([_WHERE] * len(addresses))))
     def at(_, word, *places):
-        _by_one(lanes, word, places, [_AWAIT.format(n + 1) for n in range(len(places))])
-        _meet(lanes)
+        _by_one(WARPGROUP, word, places, [_AWAIT.format(n + 1) for n in range(len(places))])
+        _meet(WARPGROUP)
 
     at(value, *map(tuple, addresses))
 
@@ -260,8 +259,8 @@ def store_box(box: Any, place: Any, twin: Twin, *wanted: Any, lanes: Lanes) -> N
     those that multiply.
 
     Args:
-      box: as contiguous in shared memory as the place is in the array.
-      place: a part of this device's array; the box goes to that part of the twin.
+      box: contiguous, in shared memory.
+      place: as large a part of this device's array, contiguous; the box goes to that of the twin.
       twin: of the array.
       *wanted: conditions, all of which hold if the box is to be copied.
       lanes: that call this.
@@ -320,7 +319,7 @@ def _by_one(lanes: Lanes, word: Any, places: Sequence[Any], lines: Sequence[str]
     """Runs lines of assembly in one lane: $0 is a word, from $1 on are places."""
     operands = [word.registers.item(), *(_pointer(place) for place in places)]
     with utils.single_thread(scope=lanes):
-        _assembly(None, operands, _BLOCK.format("\n".join(lines)))
+        _assembly(None, operands, _SCOPE.format("\n".join(lines)))
 
 
 def _assembly(result: Any, operands: list[Any], text: str) -> Any:

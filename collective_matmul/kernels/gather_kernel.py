@@ -33,7 +33,8 @@ host makes.
 
 Nothing but its senders waits when a device starts. When a peer has come, its buffers are free and
 the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
-been counted, for each tile waits for its rows. Nothing else is ever written to another device.
+been counted, for each tile waits for its rows. Nothing else is ever written to another device, but
+what is said in a meeting, in memory that stays.
 Every message is sent by a block that is resident: there are as many blocks as fit at once, and
 clusters of two, which fit everywhere.
 """
@@ -113,7 +114,7 @@ class Gathering(Work):
         plan = self.plan
         count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        self.peers = Peers(words, self.devices, block()[0], (gathered, arrived))
+        self.peers = Peers(words, self.devices, block(), (gathered, arrived))
         xs = (shard, gathered, arrived)
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (len(self.ws[0]) + 2)

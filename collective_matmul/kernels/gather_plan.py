@@ -207,7 +207,11 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
         return [other for other in (*slabs, *sent, *others) if other != plan]
 
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
-    return in_order(plans, predicted, lambda p: (p.tiles.rows, p.tiles.columns, p.passes), vary)
+    return in_order(plans, predicted, _sizes, vary)
+
+
+def _sizes(plan: Plan) -> tuple[Any, ...]:
+    return plan.tiles.rows, plan.tiles.columns, plan.joins, plan.passes
 
 
 def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:

@@ -8,10 +8,10 @@ they are:
 2. Leave the addresses of the arrays in each peer's workspace, and with each the epoch.
 3. Wait, before anything is stored to peers, until all of them have left theirs here.
 
-That an array is there is known to XLA; that others store to it, the kernel knows: it must not end
-before it has had all that it waits for, from every peer. So nobody can be two launches ahead of a
-peer, and whoever leaves something in a slot has heard from all peers that they ended the launch
-before the last. Blocks that store nothing need not wait.
+XLA keeps an array until its kernel ends, so no kernel may end before all has arrived that peers
+store there, something from each. So nobody can be two launches ahead of a peer, and whoever leaves
+something in a slot has heard from all peers that they ended the launch before the last. A block
+takes part in a meeting on all devices or on none; one that stores nothing need not wait.
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ class Peers:
     that knows that it has had all peers come.
     """
 
-    def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
-        """Peers store to the arrays, at most `MOST_ARRAYS`; words are as of `workspace`."""
-        assert len(arrays) <= MOST_ARRAYS
+    def __init__(self, words: Any, devices: int, block: tuple[Any, int], arrays: Sequence[Any]):
+        """Of a block, its number and how many there are.
+
+        Peers store to the arrays, at most `MOST_ARRAYS`; words are as of `workspace.addresses`.
+        """
+        self.block, blocks = block
+        assert blocks <= workspace.MEETING_BLOCKS and len(arrays) <= MOST_ARRAYS
         self.devices = devices
-        self.block = block
         self.arrays = list(arrays)
         self._words = words
         self._epoch: Any = None

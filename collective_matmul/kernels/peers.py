@@ -1,4 +1,4 @@
-"""The other devices of a mesh axis, as a kernel addresses them."""
+"""What all kernels that address peers share: where they can run, their blocks, random delays."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def block() -> tuple[Any, int]:
 
 
 def delays_of(device: Any, block: Any, number: Any) -> Any:
-    """How often to wait for `DELAY_NANOSECONDS`, of a device and a block that are known."""
+    """How often to wait for `DELAY_NANOSECONDS`, of a device and a block."""
     seed = (number * 8_191 + block) * 64 + device
     # A linear congruential generator's step; its upper bits are random.
     drawn = lax.shift_right_logical(seed * 1_664_525 + 1_013_904_223, 8)
@@ -64,8 +64,4 @@ def delays_of(device: Any, block: Any, number: Any) -> Any:
 
 def delay(times: Any) -> None:
     """Has a warpgroup wait for so often `DELAY_NANOSECONDS`."""
-
-    # Kernels of jax 0.10 can only wait for times that are known when they are compiled.
-    @pl.loop(0, times)
-    def _(_):
-        pl.delay(DELAY_NANOSECONDS)
+    pl.delay(times * DELAY_NANOSECONDS)

@@ -29,7 +29,7 @@ What goes to peers goes in contiguous blocks, images of swizzled shared memory: 
 plain addresses, which peers tell when they come to the launch (`meeting`). Copies of other boxes
 take descriptors, which the host makes.
 
-No device waits at the start. While the first tile is multiplied its producer has all peers come:
+No device waits at the start. While the first tile is multiplied its producer waits for all peers:
 their buffers are free then, and the semaphores, which every launch gets anew, zero. No kernel ends
 before all stores to its device have been counted. Nobody waits for a tile whose sender waits for
 another one: sends come before any wait, but for shared tiles, which all their owners
@@ -93,7 +93,7 @@ class Scattering(OwnersWalk):
     def __init__(self, plan: Plan, delays: bool, xs, ws):
         super().__init__(plan, xs, ws)
         self.delays = delays
-        # What refers to memory is found in `run`. All peers have come.
+        # Found in `run`: tells the consumers that all peers have come.
         self.met: Any = None
         # The memory of x's stages as strips of partial products, which the first of each comes in.
         self.incoming = Strips(None, None)
@@ -109,7 +109,7 @@ class Scattering(OwnersWalk):
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
-        self.peers = Peers(words, self.shapes.devices, block()[0], (y, partials, arrived))
+        self.peers = Peers(words, self.shapes.devices, block(), (y, partials, arrived))
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):

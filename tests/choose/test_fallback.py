@@ -200,22 +200,18 @@ def test_kernels_are_not_divided_over_automatic_axes(op: Op, kernel: str, size: 
 
 
 @every_op
-@pytest.mark.parametrize(
-    ("unbelieved", "why"),
-    [
-        ((), "fused was not measured here"),
-        (("fused",), "fused took under 50 µs: no gain is believed"),
-    ],
-)
 def test_of_kernels_that_can_and_are_not_predicted_it_is_said_why(
-    op: Op, unbelieved: Collection[str], why: str, on_h200: None, said: Callable, monkeypatch: Patch
+    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
 ) -> None:
     """Where they cannot, nobody misses a measurement."""
     seconds = {name: value for name, value in SECONDS.items() if name != "fused"}
-    found = Prediction(seconds, 0.02, "measured", unbelieved)
+    found = Prediction(seconds, 0.02, "measured")
     monkeypatch.setattr(decision.tables, "look_up", lambda *args: found)
     without = "measured: 4 µs bulk, 2 µs ring_direct"
-    assert decide(layer(op), None) == ("ring_direct", f"{without}; {why}")
+    assert decide(layer(op), None) == (
+        "ring_direct",
+        f"{without}; fused was not measured here",
+    )
     float32 = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     assert decide(float32, None) == ("ring_direct", without)
     assert decide(layer(op), "ring") == ("ring", "requested")
@@ -224,15 +220,16 @@ def test_of_kernels_that_can_and_are_not_predicted_it_is_said_why(
     assert said() == []
 
 
+@every_op
+@every_kernel
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
-def test_only_newer_versions_gather(
-    version: tuple[int, ...], on_h200: None, monkeypatch: Patch
+def test_only_newer_versions_have_kernels(
+    op: Op, kernel: str, version: tuple[int, ...], on_h200: None, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(jax, "__version_info__", version)
-    assert obstacle_of(layer("matmul_reduce_scatter"), "fused") is None
-    found = obstacle_of(layer("all_gather_matmul"), "fused")
+    found = obstacle_of(layer(op), kernel)
     assert (found is None) == (version >= (0, 11))
-    assert found is None or "this fused kernel needs 0.11 or newer" in found
+    assert found is None or found.endswith(": these kernels need 0.11 or newer")
 
 
 @pytest.mark.parametrize(

@@ -56,24 +56,15 @@ def test_what_is_left_out_hides_nothing_else() -> None:
     assert found is not None and set(found.seconds) == {"bulk", "ring"}
 
 
-@pytest.mark.parametrize(("fused", "believed"), [(49.0, False), (51.0, True)])
-def test_what_the_host_takes_to_launch_is_no_gain(fused: float, believed: bool) -> None:
-    entries = [(layer(rows), entry(bulk=200.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
+@pytest.mark.parametrize(("fused", "fastest"), [(20.0, "fused"), (49.0, "bulk")])
+def test_gains_and_losses_are_believed_however_short(fused: float, fastest: str) -> None:
+    """No kernel waits for the host."""
+    entries = [(layer(rows), entry(bulk=45.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
     for rows in (1024, 1500, 2048):
         found = look_up(layer(rows), [("here", table_of(*entries))])
         assert found is not None
-        assert ("fused" in found.seconds) == believed
-        assert ("fused" in found.unbelieved) == (not believed)
-        assert "ring" in found.seconds
-
-
-def test_a_loss_is_believed_however_short() -> None:
-    entries = [(layer(rows), entry(bulk=45.0, ring=250.0, fused=49.0)) for rows in (1024, 2048)]
-    for rows in (1024, 1500):
-        found = look_up(layer(rows), [("here", table_of(*entries))])
-        assert found is not None
-        assert "fused" in found.seconds and not found.unbelieved
-        assert found.fastest({"ring", "fused"}) == "bulk"
+        assert set(found.seconds) == {"bulk", "ring", "fused"}
+        assert found.fastest({"ring", "fused"}) == fastest
 
 
 @pytest.mark.parametrize(
@@ -178,9 +169,9 @@ def test_an_entry_without_anything_to_choose_says_nothing() -> None:
 
 
 def test_predictions_beside_each_other_keep_what_each_says() -> None:
-    one = Prediction({"bulk": 4e-6, "ring": 3e-6}, 0.02, "measured", ("fused",), {"ring": 0.3})
+    one = Prediction({"bulk": 4e-6, "ring": 3e-6}, 0.02, "measured", {"ring": 0.3})
     seconds = {"bulk": 2e-6, "ring": 1e-6, "new": 1e-6, "unsure": 1.9e-6}
-    other = Prediction(seconds, 0.15, "cost model", ("gone",), {"new": 0.9, "bulk": 0.5})
+    other = Prediction(seconds, 0.15, "cost model", {"new": 0.9, "bulk": 0.5})
     both = one.beside(other)
     # As many times as long as the other's as bulk is.
     assert both.seconds == pytest.approx(
@@ -188,6 +179,5 @@ def test_predictions_beside_each_other_keep_what_each_says() -> None:
     )
     assert (both.margin, both.basis) == (0.02, "measured")
     assert both.margins == {"ring": 0.3, "new": 0.9, "unsure": 0.15}
-    assert set(both.unbelieved) == {"fused", "gone"}
     assert both.fastest({"new", "ring", "unsure"}) == "new"
     assert both.fastest({"unsure"}) == "bulk"

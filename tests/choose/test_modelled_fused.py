@@ -28,6 +28,15 @@ def _on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def older_kernels_waited(site: Site) -> bool:
+    """Whether the fused kernels of most of the table's entries waited here for their host.
+
+    That prepared each launch, and held all devices before it; today's kernels need neither.
+    """
+    host = 35e-6 + site.axis_size * 7.5e-6 + (len(site.operands) - 1) * 12e-6
+    return cost_model.FUSED_SLOWDOWN * planned_seconds(site) + cost_model.FUSED_SECONDS < host
+
+
 def test_the_table_that_ships() -> None:
     """Nothing that it has slower than bulk is chosen, and of all gains most are."""
     ((_, table),) = tables.known("NVIDIA H200")
@@ -35,11 +44,13 @@ def test_the_table_that_ships() -> None:
     for site, entry in table.entries.items():
         predicted = predict(site, fused="fused" in entry.seconds)
         seconds = {name: entry.seconds[name] for name in predicted.seconds & entry.seconds.keys()}
+        if "fused" in seconds and older_kernels_waited(site):
+            del seconds["fused"]
         chosen = predicted.fastest(seconds)
         assert seconds[chosen] < 1.01 * seconds["bulk"], site
         gained += math.log(seconds["bulk"] / seconds[chosen])
         possible += math.log(seconds["bulk"] / min(seconds.values()))
-        if site.axis_size == 2 and "fused" in seconds:  # On 4, older kernels waited for the host.
+        if "fused" in seconds:
             assert 0.68 < predicted.seconds["fused"] / seconds["fused"] < 1.42, site
     assert gained > 0.7 * possible
 
@@ -58,15 +69,6 @@ def test_a_kernel_is_no_faster_than_it_sends(op: Op) -> None:
     site = site_of(op, 1 << 16, *sizes)
     sending = site.bytes_communicated / cost_model.LINK_BYTES_PER_SECOND
     assert fused_seconds(site) >= sending + cost_model.FUSED_SECONDS
-
-
-@pytest.mark.parametrize(("devices", "microseconds"), [(2, 50), (4, 65)])
-def test_of_few_rows_the_host_decides(devices: int, microseconds: float) -> None:
-    site = site_of("all_gather_matmul", 16, 4096, 4096, devices)
-    assert 1e6 * fused_seconds(site) == pytest.approx(microseconds)
-    several = replace(site, operands=site.operands * 3)
-    more = 2 * cost_model.HOST_SECONDS_PER_OPERAND
-    assert fused_seconds(several) == pytest.approx(1e-6 * microseconds + more)
 
 
 def test_what_rides_is_gathered_before_and_its_weight_gradient_after() -> None:

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 from jax.experimental.mosaic import gpu as mosaic
 
-from collective_matmul.kernels import device
+from collective_matmul.kernels import device, workspace
 
 #: Of an H100 or H200.
 MULTIPROCESSORS = 132
 
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="peers.obstacle says that this JAX has no kernels that address peers",
+)
+
 
 @pytest.fixture
 def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has programs traced for Hopper GPUs, wherever they are."""
-    monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
+    """Has programs traced for Hopper GPUs, wherever they are. They never run: workspaces are small.
 
-
-@pytest.fixture
-def host_lookups(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each look-up of a peer's address in kernels that are lowered: whether the host does it.
-
-    What the host looks up is as old as the CUDA graph that the kernel is launched by.
+    Kernels must find their peers by themselves.
     """
-    found: list[bool] = []
-    to_remote = mosaic.LaunchContext.to_remote
+    monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
+    monkeypatch.setattr(workspace, "workspace_bytes", lambda devices: 4)
+    monkeypatch.setattr(workspace, "_spaces", {})
 
-    def look_up(context: Any, *operands: Any, **options: Any) -> Any:
-        found.append(options.get("on_host", False))
-        return to_remote(context, *operands, **options)
+    def look_up(*operands: Any, **options: Any) -> None:
+        raise AssertionError("XLA is asked where a peer's array is")
 
     monkeypatch.setattr(mosaic.LaunchContext, "to_remote", look_up)
-    return found
+
+
+def assert_an_ordinary_kernel(text: str) -> None:
+    """That a program's one kernel is like any other for the host, though it addresses peers.
+
+    Its launches need no preparation, and none holds the devices before it.
+    """
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = false" in text
+    assert "nvshmem" not in text and "symmetric_memory" not in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +57,20 @@ class Reference:
         """Whether it ends within the array."""
         ends = (start + size for start, size in zip(self.starts, self.sizes, strict=True))
         return all(end <= size for end, size in zip(ends, self.array.shape, strict=True))
+
+    def is_one_piece(self) -> bool:
+        """Whether it is one piece of the array, and what is copied by its address can be it.
+
+        That is copied 16 bytes at a time; elements have 2 bytes, as on GPUs.
+        """
+        if not self.is_within():
+            return False
+        sizes = zip(self.sizes, self.array.shape, strict=True)
+        inner = itertools.islice(itertools.dropwhile(lambda pair: pair[0] == 1, sizes), 1, None)
+        start = np.ravel_multi_index(self.starts, self.array.shape)
+        return all(size == end for size, end in inner) and (
+            start % 8 == math.prod(self.sizes) % 8 == 0
+        )
 
     def _within(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """What of the region is in the array: there, and in a value of the region."""

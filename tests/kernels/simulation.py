@@ -4,6 +4,9 @@ A kernel's own code runs here, on Python numbers: only the primitives are played
 or a warpgroup; one acts at a time, drawn at random after each primitive. A copy takes place at any
 moment from when it was issued to when it was waited for. So a wait that is missing, or counts too
 little, shows as a wrong value; one that counts too much, as a deadlock.
+
+Devices begin their kernels at different times. Before that, and when it has ended, nobody may touch
+the memory that a kernel has.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.kernels.matmul_kernel import BLOCK_AXES
 from collective_matmul.kernels.tiles import Tiles
-from tests.kernels.simulated_memory import Barriers, Copy, Image, Reference
+from tests.kernels.simulated_memory import Barriers, Copy, Reference
 
 AXIS = "ring"
 
@@ -75,10 +78,14 @@ class Simulation:
         self.random = random.Random(seed)
         # Of copies: low, and they take place as late as waits allow.
         self.eagerness = (0.5, 0.1, 0.0)[seed]
+        # Of devices: low, and they begin when nobody else can go on.
+        self.haste = (0.0, 0.02, 0.2)[seed]
         self.scheduler = threading.Semaphore(0)
         self.copies: list[Copy] = []
         self.actors: list[Actor] = []
-        self.symmetric: list[list[np.ndarray]] = []
+        self.begun: set[int] = set()
+        # The arrays of all devices, and what they hold while no kernel has them.
+        self.allocated: list[tuple[list[np.ndarray], Any]] = []
 
     def add(self, place: dict[str, int], act: Callable[[], None]) -> None:
         """Adds an actor."""
@@ -90,21 +97,37 @@ class Simulation:
         return [dict(zip(self.sizes, map(int, index), strict=True)) for index in indices]
 
     def allocate(self, value: Any, *shape: int, dtype: type = float) -> list[np.ndarray]:
-        """An array of every device, which its peers can address."""
+        """An array of every device, which is its kernel's while that runs, and first of a value."""
         arrays = [np.full(shape, value, dtype) for _ in range(self.sizes[AXIS])]
-        self.symmetric.append(arrays)
+        self.allocated.append((arrays, value))
         return arrays
 
+    def begin(self, device: int) -> None:
+        """A device's kernel begins."""
+        self.assert_untouched(device)
+        self.begun.add(device)
+
     def end(self, device: int) -> None:
-        """What comes after a device's kernel."""
+        """What comes after a device's kernel: its memory is used for something else."""
+        for arrays, value in self.allocated:
+            arrays[device][...] = value
+
+    def assert_untouched(self, device: int) -> None:
+        """That nobody has written to the memory of a device's kernel, which does not run."""
+        for arrays, value in self.allocated:
+            np.testing.assert_array_equal(arrays[device], value)
 
     def run(self) -> None:
         """Lets actors act and copies take place until all have ended."""
         for actor in self.actors:
             actor.start()
+        late = list(range(self.sizes[AXIS]))
         while running := [actor for actor in self.actors if not actor.ended]:
-            ready = [actor for actor in running if actor.ready()]
-            assert ready or self.copies, "deadlock"
+            ready = [a for a in running if a.place[AXIS] in self.begun and a.ready()]
+            assert ready or self.copies or late, "deadlock"
+            if late and (not (ready or self.copies) or self.random.random() < self.haste):
+                self.begin(late.pop(self.random.randrange(len(late))))
+                continue
             if self.copies and (not ready or self.random.random() < self.eagerness):
                 self.advance(self.random.choice(self.copies))
                 continue
@@ -117,6 +140,8 @@ class Simulation:
             if all(actor.ended for actor in self.actors if actor.place[AXIS] == device):
                 self.end(device)
         assert not self.copies, "a kernel ended before its copies"
+        for device in self.begun:
+            self.assert_untouched(device)
 
     def choose(self, ready: list[Actor]) -> Actor:
         """Who acts next."""
@@ -163,17 +188,19 @@ class Simulation:
     def store(
         self, box: Reference, place: Reference, predicate: bool = True, commit_group: bool = True
     ) -> None:
+        self.start(box, place, predicate)
+        if commit_group:
+            self.commit()
+
+    def start(self, box: Reference, place: Reference, predicate: bool) -> None:
+        """Starts to copy a box to a place of global memory, if it is to be copied."""
         self.here().wait()
         if predicate:
             # The copy engine may not see an end of the columns.
             assert place.starts[-1] < place.array.shape[-1]
-            # Nor is there one for what is copied as it lies there.
-            assert not isinstance(box, Image) or place.is_within()
             copy = Copy(box, place)
             self.copies.append(copy)
             self.here().groups[-1].append(copy)
-        if commit_group:
-            self.commit()
 
     def commit(self) -> None:
         self.here().groups.append([])
@@ -196,19 +223,28 @@ class Simulation:
         self.here().wait()
         _count(*barrier)
 
-    def remote(self, ref: Reference, device: dict[str, int]) -> Reference:
-        mine = self.here().place[AXIS]
-        arrays = next(arrays for arrays in self.symmetric if arrays[mine] is ref.array)
-        return Reference(arrays[device[AXIS]], ref.starts, ref.sizes, ref.kept)
+    def store_box(
+        self, box: Reference, place: Reference, twin: Any, *wanted: bool, lanes: Any
+    ) -> None:
+        there = twin.part(place, lanes)
+        assert box.shape == there.shape
+        # There is no copy engine that knows where arrays end.
+        assert not all(wanted) or (box.is_one_piece() and there.is_one_piece())
+        self.start(box, there, all(wanted))
 
-    def signal(self, semaphore: Reference, device_id: dict[str, int] | None = None) -> None:
+    def count_up(self, word: Reference, twins: Sequence[Any], lanes: Any) -> None:
         self.here().wait()
-        there = self.remote(semaphore, device_id or self.here().place)
-        there.array[there.starts] += 1
+        for twin in twins:
+            there = twin.part(word, lanes)
+            there.array[there.starts] += 1
 
     def await_semaphore(self, semaphore: Reference, count: int, decrement: bool) -> None:
         assert not decrement
         self.here().wait(lambda: bool(semaphore.array[semaphore.starts] >= count))
+
+    def axis_index(self, axis: str) -> int:
+        assert axis != AXIS, "a kernel that asks XLA for its device is prepared by the host"
+        return self.here().place[axis]
 
     def play(self, monkeypatch: pytest.MonkeyPatch, modules: Sequence[ModuleType]) -> None:
         """Puts what actors do in the place of the primitives of a kernel's modules."""
@@ -219,7 +255,6 @@ class Simulation:
                 "when": lambda condition: lambda body: body() if condition else None,
                 "loop": lambda start, stop: functools.partial(_each, values=range(start, stop)),
                 "run_scoped": lambda body, accumulator: body(accumulator),
-                "semaphore_signal": self.signal,
                 "semaphore_wait": self.await_semaphore,
             },
             "plgpu": {
@@ -237,10 +272,9 @@ class Simulation:
                 "wgmma": _wgmma,
                 "wgmma_wait": _nothing,
                 "async_prefetch": _nothing,
-                "remote_ref": self.remote,
             },
             "lax": {
-                "axis_index": lambda axis: self.here().place[axis],
+                "axis_index": self.axis_index,
                 "axis_size": lambda axis: self.sizes[axis],
                 "div": lambda a, b: a // b,
                 "rem": lambda a, b: a % b,
@@ -254,9 +288,12 @@ class Simulation:
                 "where": lambda condition, a, b: a if condition else b,
             },
         }
+        own = {"store_box": self.store_box, "count_up": self.count_up, "_fence": _nothing}
         for module in modules:
             for name, played in primitives.items():
                 monkeypatch.setattr(module, name, SimpleNamespace(**played), raising=False)
+            for name, played in own.items():
+                monkeypatch.setattr(module, name, played, raising=False)
 
 
 def _each(body: Callable, values: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ devices after all messages have come, and sends into its own gathered array.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,22 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import ShapeDtypeStruct, lax
+from jax import ShapeDtypeStruct
 from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.kernels import gather_kernel
 from collective_matmul.kernels.fused_gather import all_gather_matmul, why_not
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import Tiles
 from tests.conftest import MeshFactory
-from tests.kernels.test_interpreted import INTERPRETER, assert_sum_of_products
+from tests.kernels.conftest import assert_an_ordinary_kernel, needs_kernels
+from tests.kernels.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
 from tests.reference import AXIS
-
-needs_warps = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="warps of this JAX do not know mesh axes"
-)
 
 
 @dataclass(frozen=True)
@@ -102,29 +101,16 @@ CALLS = {
 }
 
 
-@needs_warps
+@needs_kernels
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_it_lowers(call: Call, make_mesh: MeshFactory) -> None:
     text = call.lowered(make_mesh)
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert "uses_xla_collective_metadata = true" in text
-    # Peers are addressed one by one, in memory as it is: nothing is cast to all of them at once.
-    assert "nvshmem" not in text and "symmetric_memory" not in text
+    assert_an_ordinary_kernel(text)
     assert "stablehlo.all_gather" not in text
 
 
-@needs_warps
-@pytest.mark.usefixtures("_for_hopper")
-@pytest.mark.parametrize("name", ["plain", "several weights", "few rows, kept"])
-def test_only_the_gpu_looks_up_where_peers_arrays_are(
-    name: str, make_mesh: MeshFactory, host_lookups: list[bool]
-) -> None:
-    CALLS[name].lowered(make_mesh)
-    assert host_lookups and not any(host_lookups)
-
-
-@needs_warps
+@needs_kernels
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -152,14 +138,14 @@ def test_other_machines_have_no_kernel() -> None:
 LOW = Tiles(64, 128, stages=3, strips=1, split="columns", share=None, sweep="columns")
 HIGH = Tiles(128, 128, stages=3, strips=1, share="w", sweep="columns", sweep_width=2)
 PLANS = {
-    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (24, 192), 1),
-    "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1),
-    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4),
-    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1),
+    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (24, 192), 1, (1,)),
+    "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)),
+    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)),
+    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1, (1,)),
 }
 
 
-@pytest.mark.skipif(INTERPRETER is None, reason="this JAX's interpreter is not public")
+@needs_interpreter
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, problem = plan.shapes, plan.shapes.problem(plan.joins)
@@ -177,12 +163,11 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
     arrays = [jnp.asarray(w.T if shapes.w_contracted == 2 else w)[None] for w in ws]
     outs = [draw(problem.batch, problem.rows, n) for n in shapes.columns]
     places = jnp.asarray(gathered).reshape(problem.batch, problem.rows, shapes.contracted)
-    work = Gathering(plan, AXIS, False, False, places, arrays, outs)
+    work = Gathering(plan, False, False, places, arrays, outs)
     blocks = max(2, math.prod(plan.tiles.cluster))
-    kernel = work.kernel(
-        [*map(jnp.asarray, outs), places], "gather", blocks, INTERPRETER(detect_races=True)
-    )
-    *products, filled = kernel(jnp.asarray(shard), *arrays)
+    kernel = work.kernel([*map(jnp.asarray, outs), places], "gather", blocks, interpreter())
+    words = jnp.zeros(2 * shapes.devices + 1, jnp.int32)
+    *products, filled = kernel(words, jnp.asarray(shard), *arrays)
     assert np.asarray(filled).tobytes() == whole.tobytes()
     for product, w in zip(products, ws, strict=True):
         rows = whole.reshape(-1, shapes.contracted)
@@ -191,19 +176,38 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
 
 def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
     """Of two."""
-    axis_index, axis_size = lax.axis_index, lax.axis_size
-    here = _Anything()
-    monkeypatch.setattr(lax, "axis_index", lambda name: 1 if name == AXIS else axis_index(name))
-    monkeypatch.setattr(lax, "axis_size", lambda name: 2 if name == AXIS else axis_size(name))
-    monkeypatch.setattr(pallas, "get_global", lambda kind: here)
+    monkeypatch.setattr(gather_kernel, "Peers", Itself)
+    monkeypatch.setattr(gather_kernel, "store_box", store_box)
+    monkeypatch.setattr(gather_kernel, "count_up", lambda *arguments: None)
+    monkeypatch.setattr(pallas, "get_global", lambda kind: Anything())
     monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
-    monkeypatch.setattr(pallas, "semaphore_signal", lambda *arguments, **keywords: None)
-    monkeypatch.setattr(mosaic_gpu, "remote_ref", lambda ref, device_id: ref)
     if not sends:
         monkeypatch.setattr(Gathering, "send", lambda *arguments: None)
 
 
-class _Anything:
+class Itself:
+    """The peer of a device that has no other one."""
+
+    me = 1
+
+    def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
+        pass
+
+    def announce(self, lanes: Any) -> None:
+        pass
+
+    def await_all(self, lanes: Any) -> None:
+        pass
+
+    def twin(self, number: int, offset: Any) -> None:
+        pass
+
+
+def store_box(box: Any, place: Any, twin: None, *, lanes: Any) -> None:
+    mosaic_gpu.copy_smem_to_gmem(box, place, commit_group=False)
+
+
+class Anything:
     """Semaphores that nobody looks at."""
 
     @property

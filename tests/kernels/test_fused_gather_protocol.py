@@ -1,27 +1,29 @@
 """The protocol of the kernel that gathers and multiplies, played by threads in any order.
 
 Its senders and producers are simulated. What they send too late, or overwrite too early, shows as
-rows that have not arrived when they are to be multiplied.
+rows that have not arrived when they are to be multiplied; what they send too early, or to a device
+whose kernel has ended, as memory that another touches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from collective_matmul.kernels import gather_kernel, matmul_kernel, peers
+from collective_matmul.kernels.addresses import WARP
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
 from collective_matmul.kernels.tiles import Problem, Tiles
 from tests.kernels.simulated_memory import Barriers, Reference
+from tests.kernels.simulated_peers import Peers, asked_for
 from tests.kernels.simulation import AXIS, Actor, Simulation
 
 MODULES = gather_kernel, matmul_kernel, peers
@@ -41,46 +43,48 @@ class GatherSimulation(Simulation):
         self.shards = [whole[:, d] for d in range(shapes.devices)]
         self.expected = whole.reshape(problem.batch, problem.rows, shapes.contracted)
         self.gathered = self.allocate(NEVER, *self.expected.shape)
-        self.scoped, arrived = self.asked_for()
-        self.semaphores = self.allocate(0, *arrived.shape, dtype=int)
+        refs = [name for name in ("w", "y") for _ in problem.columns]
+        self.asked = asked_for(gather_kernel, self.work().run, ["shard", *refs, "gathered"])
+        self.semaphores = self.allocate(0, *self.asked.arrived.shape, dtype=int)
+        # What has been gathered when each kernel ends.
+        self.kept: dict[int, np.ndarray] = {}
         self.multiplied = [Counter() for _ in self.shards]
+        others: dict[tuple[int, ...], Peers] = {}
+        shared = {"gathered": self.gathered, "arrived": self.semaphores}
         for place in self.places():
-            self.add(place, self.sender(place[AXIS]))
-            self.add(place, self.producer(place[AXIS]))
+            arrays = [shared[name] for name in self.asked.reached]
+            met = Peers(self, place, others, arrays, WARP)
+            self.add(place, self.sender(met))
+            self.add(place, self.producer(met))
 
-    def work(self) -> Gathering:
+    def work(self, met: Peers | None = None) -> Gathering:
         problem = self.plan.shapes.problem(self.plan.joins)
         arrays = [SimpleNamespace(shape=(problem.batch, problem.rows, n)) for n in problem.columns]
         weights = [SimpleNamespace(shape=(1, *_weight(problem, n))) for n in problem.columns]
         gathered = SimpleNamespace(shape=(problem.batch, problem.rows, *problem.contracted))
-        return Gathering(self.plan, AXIS, self.keep, False, gathered, weights, arrays)
-
-    def asked_for(self) -> tuple[dict[str, Any], Any]:
-        """The memory that a kernel asks for, by name, and its semaphores."""
-        scoped, semaphores = {}, []
-        work = self.work()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gather_kernel.pl, "get_global", semaphores.append)
-            patch.setattr(gather_kernel.pl, "run_scoped", lambda _, **memory: scoped.update(memory))
-            work.run(SimpleNamespace(dtype=jnp.bfloat16), *[None] * (2 * work.results + 1))
-        return scoped, semaphores[0]
+        work = Gathering(self.plan, self.keep, False, gathered, weights, arrays)
+        work.peers = met
+        return work
 
     def operands(self, device: int) -> tuple[Reference, Reference, Reference]:
         arrays = self.shards[device], self.gathered[device], self.semaphores[device]
         shard, gathered, arrived = map(Reference.to, arrays)
         return shard, gathered, arrived
 
-    def sender(self, device: int) -> Callable[[], None]:
+    def sender(self, met: Peers) -> Callable[[], None]:
         def act() -> None:
-            boxes = Reference.to(np.full(self.scoped["boxes"].shape, NEVER))
-            loaded = Barriers(len(boxes.array), self.scoped["loaded"].num_arrivals)
-            self.work().send(*self.operands(device), boxes, loaded)
+            scratch = self.asked.scratch
+            boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
+            loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
+            self.work(met).send(*self.operands(met.me), boxes, loaded)
 
         return act
 
-    def producer(self, device: int) -> Callable[[], None]:
+    def producer(self, met: Peers) -> Callable[[], None]:
+        device = met.me
+
         def act() -> None:
-            work = self.work()
+            work = self.work(met)
             ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(work.results)]
             tile, within = self.plan.tiles.rows, self.expected.shape[1]
 
@@ -107,6 +111,10 @@ class GatherSimulation(Simulation):
 
         return act
 
+    def end(self, device: int) -> None:
+        self.kept[device] = self.gathered[device].copy()
+        super().end(device)
+
     def receivers(self, actor: Actor) -> list[int]:
         """The devices that an actor has stored to, in this order."""
         stores = (copy.destination.array for group in actor.groups for copy in group)
@@ -125,25 +133,42 @@ LOW = Tiles(64, 64, split="columns", swizzle=64, share=None, sweep="columns", sw
 HIGH = replace(LOW, rows=128, columns=128, split="rows", share="w")
 
 PLANS = {
-    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, 64, 1, (16, 64), 1),
-    "messages of several boxes": Plan(Shapes(3, 1, 72, 128, (192,)), LOW, False, 64, 1, (1, 64), 4),
+    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, 64, 1, (16, 64), 1, (1,)),
+    "fewer messages than blocks": Plan(
+        Shapes(3, 1, 64, 64, (64,)), LOW, False, 64, 1, (64, 64), 1, (1, 1)
+    ),
+    "messages of several boxes": Plan(
+        Shapes(3, 1, 72, 128, (192,)), LOW, False, 64, 1, (1, 64), 4, (1, 1)
+    ),
+    "messages of several boxes, in one pass": Plan(
+        Shapes(3, 1, 40, 128, (192,)), LOW, False, 40, 1, (1, 64), 4, (2,)
+    ),
     "clusters, a smaller last group": Plan(
-        Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1
+        Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1, (1,)
     ),
     "clusters along the columns": Plan(
-        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1
+        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1, (1, 1, 1)
     ),
-    "slabs": Plan(Shapes(2, 1, 64, 256, (64,)), LOW, False, 64, 4, (8, 64), 2),
+    "clusters along the columns, in two passes": Plan(
+        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1, (1, 2)
+    ),
+    "slabs": Plan(Shapes(2, 1, 64, 256, (64,)), LOW, False, 64, 4, (8, 64), 2, (1,)),
     "slabs of several boxes, a smaller last group": Plan(
-        Shapes(3, 2, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4
+        Shapes(3, 2, 24, 256, (64,)), LOW, False, 16, 2, (2, 64), 2, (1, 1)
+    ),
+    "slabs of several boxes, in one pass": Plan(
+        Shapes(3, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2,)
+    ),
+    "slabs, in two passes, the first to several": Plan(
+        Shapes(4, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2, 1)
     ),
     "slabs, clusters, groups smaller than tiles": Plan(
-        Shapes(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1
+        Shapes(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1, (1,)
     ),
-    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2),
-    "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1),
-    "joins, slabs": Plan(Shapes(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1),
-    "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1),
+    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2, (3,)),
+    "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1, (2,)),
+    "joins, slabs": Plan(Shapes(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1, (2,)),
+    "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1, (2,)),
 }
 
 
@@ -168,15 +193,27 @@ def test_every_row_is_here_when_it_is_multiplied(
             for step in range(plan.shapes.contracted // tiles.contracted)
         }
         if keep or plan.joins:
-            np.testing.assert_array_equal(simulation.gathered[device], simulation.expected)
+            np.testing.assert_array_equal(simulation.kept[device], simulation.expected)
 
 
-@pytest.mark.parametrize("name", ["messages of several boxes", "clusters along the columns"])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "messages of several boxes",
+        "messages of several boxes, in one pass",
+        "clusters along the columns",
+        "clusters along the columns, in two passes",
+        "slabs, in two passes, the first to several",
+        "joins",
+    ],
+)
 def test_the_device_that_needs_a_shard_first_gets_it_first(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And those of a pass get each box together."""
     plan = PLANS[name]
-    simulation = GatherSimulation(plan, False, 2, 0)
+    simulation = GatherSimulation(plan, keep, 2, 0)
     simulation.play(monkeypatch, MODULES)
     simulation.run()
     devices = plan.shapes.devices
@@ -188,6 +225,14 @@ def test_the_device_that_needs_a_shard_first_gets_it_first(
     assert len(orders) == 2 * devices
     for sender, order in orders:
         # Device d multiplies the shards of d, d + 1, d + 2 and so on.
-        expected = [(sender - later) % devices for later in range(1, devices)]
-        assert list(dict.fromkeys(order)) == expected
-        assert order == sorted(order, key=expected.index)
+        needing = [(sender - later) % devices for later in range(1, devices)]
+        passes = [needing[sum(plan.passes[:n]) :][:peers] for n, peers in enumerate(plan.passes)]
+        if plan.joins:
+            passes[0].append(sender)
+        elif keep:
+            passes.append([sender])
+        boxes = len(order) // sum(map(len, passes)) // plan.pieces
+        sent = iter(order)
+        for together, _ in itertools.product(passes, range(boxes)):
+            copies = itertools.islice(sent, len(together) * plan.pieces)
+            assert Counter(copies) == Counter(together * plan.pieces)

@@ -79,6 +79,16 @@ def test_what_is_measured_is_chosen(call: Call, tuned: Table) -> None:
         assert chosen(call) == plan
 
 
+def test_plans_are_told_apart_by_who_gets_a_shard_together(tuned: Table) -> None:
+    call = CALLS["gather"]
+    first = plans_of(call)[0]
+    alike = [plan for plan in plans_of(call) if replace(plan, passes=first.passes) == first]
+    assert {plan.passes for plan in alike} == {(1, 1, 1), (3,)}
+    for plan in alike:
+        tuned.holds(call.line(plan, 12.3))
+        assert chosen(call) == plan
+
+
 @every_call
 def test_other_calls_are_not_meant(call: Call, tuned: Table) -> None:
     """Neither other widths, nor other GPUs, nor more rows."""

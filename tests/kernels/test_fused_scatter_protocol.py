@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from collective_matmul.kernels import matmul_kernel, peers, scatter_kernel, scatter_walk
+from collective_matmul.kernels.addresses import WARPGROUP
 from collective_matmul.kernels.fused_scatter import in_rows
 from collective_matmul.kernels.matmul_kernel import Work
 from collective_matmul.kernels.scatter_kernel import Scattering
@@ -19,6 +20,7 @@ from collective_matmul.kernels.scatter_plan import Plan, Shapes
 from collective_matmul.kernels.scatter_walk import Strips
 from collective_matmul.kernels.tiles import CONSUMERS, Tiles
 from tests.kernels.simulated_memory import Barriers, Image, Reference
+from tests.kernels.simulated_peers import Peers, asked_for
 from tests.kernels.simulation import AXIS, Actor, Simulation
 
 MODULES = scatter_kernel, scatter_walk, matmul_kernel, peers
@@ -53,17 +55,26 @@ class ScatterSimulation(Simulation):
         self.ys = self.allocate(NEVER, *results, dtype=np.float32)
         sources = shapes.planes * plan.sources
         self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
-        self.semaphores = self.allocate(0, plan.own_tiles + 1, dtype=int)
+        terms = [name for name in ("x", "w") for _ in shapes.contracted]
+        self.asked = asked_for(scatter_kernel, self.work(0).run, [*terms, "y", "partials"])
+        self.semaphores = self.allocate(0, *self.asked.arrived.shape, dtype=int)
         # The results, and what peers had stored, as they were when each kernel ended.
         self.kept: dict[int, np.ndarray] = {}
         self.received: dict[int, np.ndarray] = {}
         # Of a cluster, since a stage is free when all its blocks have let it go.
         arrivals = CONSUMERS * math.prod(plan.tiles.cluster)
         consumed = defaultdict(lambda: Barriers(plan.tiles.stages, arrivals))
+        others: dict[tuple[int, ...], Peers] = {}
+        shared = {"y": self.ys, "partials": self.partials, "arrived": self.semaphores}
         for place in self.places():
-            self.add_block(place, consumed[place[AXIS], place["cluster"]])
+            arrays = [shared[name] for name in self.asked.reached]
+            met = Peers(self, place, others, arrays, WARPGROUP)
+            self.add_block(place, consumed[place[AXIS], place["cluster"]], met)
 
-    def add_block(self, place: dict[str, int], consumed: Barriers) -> None:
+    def work(self, device: int) -> Scattering:
+        return Scattering(self.plan, False, self.xs[device], self.ws[device])
+
+    def add_block(self, place: dict[str, int], consumed: Barriers, peers: Peers) -> None:
         tiles, shapes, device = self.plan.tiles, self.plan.shapes, place[AXIS]
 
         def memory(*shape: int) -> Reference:
@@ -84,11 +95,13 @@ class ScatterSimulation(Simulation):
         results = self.ys, self.partials, self.semaphores
         y, partials, arrived = (Reference.to(arrays[device]) for arrays in results)
 
+        met = Barriers(1, self.asked.scratch["met"].num_arrivals).at[0]
+
         def work() -> Scattering:
-            made = Scattering(self.plan, AXIS, False, self.xs[device], self.ws[device])
+            made = self.work(device)
             # What is made in `run`.
             made.incoming = Strips(incoming, Image.of(incoming, tiles.swizzle))
-            made.peers = [peers.peer(AXIS, offset) for offset in range(shapes.devices)]
+            made.peers, made.met = peers, met
             return made
 
         def produce() -> None:
@@ -102,18 +115,16 @@ class ScatterSimulation(Simulation):
             self.add(place, act)
 
     def end(self, device: int) -> None:
-        """What comes after a kernel: its memory is used for something else."""
         plan = self.plan
         expected = plan.sources * CONSUMERS
         assert set(self.semaphores[device][: plan.own_tiles]) <= {0, expected}
         self.received[device] = self.partials[device].copy()
-        self.partials[device][...] = NEVER
         y = self.ys[device]
         blocked = plan.shapes.kind == "two_step"
         self.kept[device] = (
             np.array(in_rows(jnp.asarray(y), plan.tiles.swizzle)) if blocked else y.copy()
         )
-        self.ys[device][...] = NEVER
+        super().end(device)
 
     def expected(self, device: int) -> np.ndarray:
         shapes = self.plan.shapes
@@ -222,18 +233,18 @@ def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
     simulation = ScatterSimulation(plan, 1, 0)
     multiplied: Counter[Actor] = Counter()
     stored = defaultdict(list)
-    store = simulation.store
+    start = simulation.start
 
     def multiply(work, accumulator, turn, x, w, stages, steps):
         Work.multiply(work, accumulator, turn, x, w, stages, steps)
         multiplied[simulation.here()] += len(range(*steps))
 
-    def note(*copy, **options):
+    def note(*copy):
         stored[simulation.here()].append(multiplied[simulation.here()])
-        store(*copy, **options)
+        start(*copy)
 
     monkeypatch.setattr(Scattering, "multiply", multiply)
-    monkeypatch.setattr(simulation, "store", note)
+    monkeypatch.setattr(simulation, "start", note)
     simulation.play(monkeypatch, MODULES)
     simulation.run()
     assert len(stored) == plan.shapes.devices * CONSUMERS

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.implementations.collectives import ONE_SHOT
 from collective_matmul.kernels import one_shot, workspace
 from tests.conftest import MeshFactory
+from tests.kernels.conftest import assert_an_ordinary_kernel, needs_kernels
 from tests.reference import AXIS
 
 pytestmark = pytest.mark.usefixtures("_for_hopper")
@@ -27,16 +28,6 @@ COLLECTIVES: dict[str, Callable] = {
     "scatter": one_shot.reduce_scatter,
     "reduce": one_shot.all_reduce,
 }
-needs_this_jax = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="one_shot.why_not says that this JAX has no such kernels"
-)
-
-
-@pytest.fixture(autouse=True)
-def _small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing runs."""
-    monkeypatch.setattr(workspace, "workspace_bytes", lambda devices: 4)
-    monkeypatch.setattr(workspace, "_spaces", {})
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ CALLS = {
 }
 
 
-@needs_this_jax
+@needs_kernels
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_it_lowers(kind: str, call: tuple, make_mesh: MeshFactory) -> None:
@@ -107,12 +98,9 @@ def test_it_lowers(kind: str, call: tuple, make_mesh: MeshFactory) -> None:
     (result,) = traced.out_info
     assert (result.shape, result.dtype) == (collective.result, collective.dtype)
     text = lowered(traced)
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert_an_ordinary_kernel(text)
     assert len(re.findall(r"call @launch", text)) == 1
     assert_no_other_collective(text)
-    # For the host it is a kernel like any other.
-    assert "uses_xla_collective_metadata = false" in text
-    assert "nvshmem" not in text and "symmetric_memory" not in text
 
 
 def assert_no_other_collective(text: str) -> None:
@@ -120,7 +108,7 @@ def assert_no_other_collective(text: str) -> None:
     assert not re.search(rf"stablehlo\.({'|'.join(others)})\b", text)
 
 
-@needs_this_jax
+@needs_kernels
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_launches_alike_share_their_kernel(kind: str, make_mesh: MeshFactory) -> None:
     text = lowered(Call(kind, (40,), devices=3, repeats=4).traced(make_mesh))
@@ -128,7 +116,7 @@ def test_launches_alike_share_their_kernel(kind: str, make_mesh: MeshFactory) ->
     assert len(re.findall(r"call @launch", text)) == 4
 
 
-@needs_this_jax
+@needs_kernels
 @pytest.mark.parametrize("steps", [1, 2])
 def test_all_reduces_are_typed_as_replicated(
     steps: int, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +134,7 @@ def test_all_reduces_are_typed_as_replicated(
     assert_no_other_collective(text)
 
 
-@needs_this_jax
+@needs_kernels
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
@@ -164,7 +152,7 @@ def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
     assert text.count("custom_call @mosaic_gpu") == 1 and "stablehlo.while" in text
 
 
-@needs_this_jax
+@needs_kernels
 @pytest.mark.parametrize(
     ("x", "devices", "reason"),
     [
@@ -185,6 +173,18 @@ def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
 def test_why_not(x: ShapeDtypeStruct, devices: int, reason: str | None) -> None:
     found = one_shot.why_not(x, devices)
     assert found == reason or (reason and found and found.startswith(reason))
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
+    """It would reach into regions of others."""
+    shape = 3, MOST_ELEMENTS // 3 + 1
+    sentence = (
+        f"({shape[0]}, {shape[1]}) are {one_shot.MOST_BYTES + 2} bytes for each peer, and one shot"
+        f" takes {one_shot.MOST_BYTES}; send it in parts, or by XLA's collective"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        Call(kind, shape, devices=2).traced(make_mesh)
 
 
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])

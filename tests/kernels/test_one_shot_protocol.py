@@ -1,14 +1,8 @@
-"""One-shot collectives, simulated: launch after launch in the same workspaces, in any order.
-
-A device begins its next launch when its own blocks have ended, however far its peers are. What is
-stored in a peer's memory is seen there late, and in any order but behind what is announced.
-"""
+"""One-shot collectives, simulated: launch after launch in the same workspaces, in any order."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,9 +12,8 @@ import pytest
 from collective_matmul.kernels import one_shot, workspace
 from collective_matmul.kernels.addresses import Address
 from collective_matmul.kernels.one_shot import Exchange, Kind
-from collective_matmul.kernels.tiles import Tiles
 from tests.kernels.simulated_memory import Reference
-from tests.kernels.simulation import AXIS, Actor, Simulation
+from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32
 
 Patch = pytest.MonkeyPatch
 
@@ -28,8 +21,6 @@ BLOCKS = 3
 BOX = one_shot._LARGEST_BOX // 2
 #: Of the values that are summed: in another order their sum is another.
 VALUES = np.array([8192, -8192, 2.0**-14, 1, 3], np.float16)
-#: Of every other device the lower half of the address is a negative word.
-FIRST_ADDRESS, BETWEEN_ADDRESSES = 0x7FFF_0000_0000, 1 << 31
 
 
 class Launch(NamedTuple):
@@ -44,31 +35,12 @@ class Launch(NamedTuple):
         return min(self.boxes, BLOCKS)
 
 
-@dataclass(eq=False)
-class Message:
-    """What was stored in a peer's memory, and is not seen there yet; some is seen before it."""
-
-    place: np.ndarray
-    value: np.ndarray
-    sender: Actor
-    after: Sequence[Message] = field(default=())
-    written: bool = False
-
-    def advance(self) -> None:
-        if all(message.written for message in self.after):
-            self.place[...] = self.value.view(np.uint8)
-            self.written = True
-
-
-class ExchangeSimulation(Simulation):
-    """Devices that run the same launches, each with one actor for each of its blocks."""
+class ExchangeSimulation(WorkspaceSimulation):
+    """Devices that exchange boxes."""
 
     def __init__(self, devices: int, launches: Sequence[Launch], seed: int, epoch: int = 0):
-        super().__init__(devices, 1, Tiles(), seed)
-        self.copies: list[Any]
-        self.devices, self.launches = devices, launches
         # Bytes of what is no number.
-        self.memory = self.allocate(0xFF, workspace.workspace_bytes(devices), dtype=np.uint8)
+        super().__init__(devices, BLOCKS, launches, seed, 0xFF)
         for memory in self.memory:
             words = memory[: workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
             words[:: workspace._WORD_BYTES // 4] = epoch
@@ -78,48 +50,14 @@ class ExchangeSimulation(Simulation):
             whole, part = (devices, devices, boxes, BOX), (devices, boxes, BOX)
             self.xs.append(draw.choice(VALUES, whole if kind == "scatter" else part))
             self.ys.append(np.full(whole if kind == "gather" else part, np.nan, np.float16))
-        self.ended: Counter[int] = Counter()
-        self.leader = 0
-        for device, block in np.ndindex(devices, BLOCKS):
-            place = {AXIS: device, "block": block, "launch": 0}
-            self.add(place, lambda device=device, block=block: self.serve(device, block))
 
-    def serve(self, device: int, block: int) -> None:
-        """All of a block's part, launch by launch."""
-        indices = [(device + n) % self.devices for n in range(self.devices)]
-        bases = FIRST_ADDRESS + BETWEEN_ADDRESSES * np.array(indices, np.uint64)
-        words = [*map(int, bases.view(np.int32)), device]
-        for number, (kind, boxes, delays) in enumerate(self.launches):
-            before = number * BLOCKS
-            self.here().wait(lambda before=before: self.ended[device] >= before)
-            if block < self.launches[number].blocks:
-                self.here().place["launch"] = number
-                x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
-                Exchange(kind, self.devices, boxes, delays).run(words, x, y)
-            self.ended[device] += 1
-
-    def choose(self, ready: list[Actor]) -> Actor:
-        """Mostly of one device for some time, so that it gets ahead of the others."""
-        if self.random.random() < 0.02:
-            self.leader = self.random.randrange(self.devices)
-        leaders = [actor for actor in ready if actor.place[AXIS] == self.leader]
-        return super().choose(leaders if leaders and self.random.random() < 0.9 else ready)
-
-    def end(self, device: int) -> None:
-        """What nobody has waited for is seen at some time."""
-        while late := [copy for copy in self.copies if copy.sender.place[AXIS] == device]:
-            self.advance(self.random.choice(late))
+    def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
+        launch = self.launches[number]
+        if block < launch.blocks:
+            x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
+            Exchange(launch.kind, self.devices, launch.boxes, launch.delays).run(words, x, y)
 
     # The primitives.
-
-    def bytes_at(self, address: Address, count: int) -> tuple[int, np.ndarray]:
-        """Whose they are, and they themselves."""
-        low, high, offset = address
-        assert 0 <= offset < 1 << 31
-        where = (low % (1 << 32)) + (high % (1 << 32) << 32) - FIRST_ADDRESS
-        device, start = divmod(where, BETWEEN_ADDRESSES)
-        assert start == 0 and offset + count <= self.memory[device].size
-        return device, self.memory[device][offset : offset + count]
 
     def load_from(self, address: Address, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         self.here().wait()
@@ -130,26 +68,11 @@ class ExchangeSimulation(Simulation):
         self.here().wait()
         self.send(address, value)
 
-    def send(self, address: Address, value: np.ndarray, after: Sequence[Message] = ()) -> None:
-        device, place = self.bytes_at(address, value.nbytes)
-        message = Message(place, value, self.here(), after)
-        if device == self.here().place[AXIS]:
-            place[...] = value.view(np.uint8)  # Its own memory a block sees as it left it.
-        else:
-            self.copies.append(message)
-
-    def word(self, address: Address) -> int:
-        return int(self.bytes_at(address, 4)[1].view(np.int32)[0])
-
-    def load_word(self, address: Address) -> int:
-        self.here().wait()
-        return self.word(address)
-
     def announce(self, value: int, addresses: Sequence[Address]) -> None:
         self.here().wait()
-        before = [message for message in self.copies if message.sender is self.here()]
+        before = self.sent()
         for address in addresses:
-            self.send(address, np.array([value], np.int64).view(np.int32)[:1], before)
+            self.send(address, as_int32(value), before)
 
     def await_words(self, value: int, addresses: Sequence[Address]) -> None:
         def arrived(address: Address) -> bool:

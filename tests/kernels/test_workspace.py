@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import device_constant
-from collective_matmul.kernels import workspace
-from collective_matmul.kernels.addresses import VECTOR_BYTES
+from collective_matmul.kernels import meeting, workspace
+from collective_matmul.kernels.addresses import SAID_BYTES, VECTOR_BYTES
+from collective_matmul.kernels.meeting import MOST_ARRAYS
 
 Patch = pytest.MonkeyPatch
 
@@ -25,17 +27,22 @@ both_vma = pytest.mark.parametrize("check_vma", [False, True])
 
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_nothing_overlaps(devices: int) -> None:
-    """Words, and messages of any slot, source and block."""
-    blocks = np.arange(workspace.BLOCKS)
-    words = [workspace.epoch_offset(blocks)]
-    words += [workspace.flag_offset(source, blocks) for source in range(1, devices)]
-    regions = [
-        workspace.region_offset(devices, slot, source, blocks)
-        for slot in range(workspace.SLOTS)
-        for source in range(devices)
+    """Words, messages of any slot, source and block, and what these say when they meet."""
+    blocks, meeting_blocks = np.arange(workspace.BLOCKS), np.arange(workspace.MEETING_BLOCKS)
+    sources = list(itertools.product(range(workspace.SLOTS), range(devices)))
+    said = MOST_ARRAYS * SAID_BYTES
+    places = [
+        (workspace.epoch_offset(blocks), 4),
+        *((workspace.flag_offset(source, blocks), 4) for source in range(1, devices)),
+        *(
+            (workspace.region_offset(devices, *source, blocks), workspace.REGION_BYTES)
+            for source in sources
+        ),
+        *((workspace.meeting_offset(devices, *source, meeting_blocks), said) for source in sources),
+        (workspace.meeting_offset(devices, 0, 0, meeting_blocks) + meeting._COUNTER_OFFSET, 4),
     ]
-    starts = np.concatenate([*words, *regions])
-    sizes = np.repeat([4, workspace.REGION_BYTES], [np.size(words), np.size(regions)])
+    starts = np.concatenate([offsets for offsets, _ in places])
+    sizes = np.concatenate([np.full_like(offsets, size) for offsets, size in places])
     order = np.argsort(starts)
     ends = (starts + sizes)[order]
     assert starts.min() >= 0
@@ -43,7 +50,8 @@ def test_nothing_overlaps(devices: int) -> None:
     # Offsets are int32, and the words are int32 too.
     assert ends[-1] <= workspace.workspace_bytes(devices) < 1 << 31
     assert workspace.workspace_bytes(devices) % 4 == 0
-    assert not np.any(starts % VECTOR_BYTES)
+    # But for the counters of meetings, which lie behind what is said there.
+    assert not np.any(starts[: -meeting_blocks.size] % VECTOR_BYTES)
 
 
 class Device:
