@@ -67,7 +67,9 @@ SENT_BYTES_PER_MICROSECOND = 1e6
 # By so much less is hoped of a plan for each one of the same sizes that comes before it.
 _DOUBT = 1.08
 # What follows from the number of rows.
-_BY_ROWS = frozenset({"stages", "strips", "swizzle", "slabs", "boxes_per_message", "owned_rows"})
+_BY_ROWS = frozenset(
+    {"stages", "strips", "swizzle", "slabs", "boxes_per_message", "passes", "owned_rows"}
+)
 
 
 class Plan(Protocol):
