@@ -24,6 +24,7 @@ plgpu: Any = mosaic_gpu
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _WHERE = (_SCALAR,) * 3
+_WORD = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
 #: Bytes that a lane of a warpgroup moves at once, and its lanes.
 VECTOR_BYTES = 16
@@ -101,18 +102,16 @@ def store(address: Address, value: jax.Array) -> None:
 def load_word(address: Address, *, settled: bool = False) -> jax.Array:
     """An int32 that lies at an address; of a settled one the multiprocessor may keep a copy."""
     how = "ld" if settled else "ld.relaxed.sys"
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=_WHERE, return_type=result)
+    @plgpu.inline_mgpu(arg_types=_WHERE, return_type=_WORD)
     def at(_, *where):
-        word = ir.IntegerType.get_signless(32)
-        value = _assembly(word, [_pointer(where)], f"{how}.global.u32 $0, [$1];")
-        return gpu.FragmentedArray.splat(value, (), _SCALAR.to_mgpu(), is_signed=True)
+        i32 = ir.IntegerType.get_signless(32)
+        return _splat(_assembly(i32, [_pointer(where)], f"{how}.global.u32 $0, [$1];"))
 
     return at(*address)
 
 
-def store_word(address: Address, value: Any, lanes: Lanes = WARPGROUP) -> None:
+def store_word(address: Address, value: Any, lanes: Lanes) -> None:
     """Puts an int32 to an address, when all lanes have come here."""
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, _WHERE))
@@ -149,9 +148,6 @@ def await_words(value: Any, addresses: Sequence[Address]) -> None:
         _meet(WARPGROUP)
 
     at(value, *map(tuple, addresses))
-
-
-# Arrays of a launch, and what one device does to those of another.
 
 
 # An address, and when it is said, are one word, which is stored and loaded whole: nothing needs to
@@ -223,20 +219,14 @@ def hear(value: Any, first: Address, between: int, count: int, arrays: int, lane
 
 def load_said(place: Address) -> Address:
     """The address that was said at a place, and heard by this block."""
-    half = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=(_WHERE,), return_type=(half, half))
+    @plgpu.inline_mgpu(arg_types=(_WHERE,), return_type=(_WORD, _WORD))
     def at(_, where):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         said = _assembly(i64, [_pointer(where)], "ld.global.b64 $0, [$1];")
         address = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
-        halves = (
-            arith.trunci(i32, word) for word in (address, arith.shrui(address, gpu.c(32, i64)))
-        )
-        return tuple(
-            gpu.FragmentedArray.splat(word, (), _SCALAR.to_mgpu(), is_signed=True)
-            for word in halves
-        )
+        high = arith.shrui(address, gpu.c(32, i64))
+        return _splat(arith.trunci(i32, address)), _splat(arith.trunci(i32, high))
 
     low, high = at(tuple(place))
     return Address(low, high, 0)
@@ -320,6 +310,11 @@ def _by_one(lanes: Lanes, word: Any, places: Sequence[Any], lines: Sequence[str]
     operands = [word.registers.item(), *(_pointer(place) for place in places)]
     with utils.single_thread(scope=lanes):
         _assembly(None, operands, _SCOPE.format("\n".join(lines)))
+
+
+def _splat(word: Any) -> Any:
+    """An int32 that all lanes have, as an array without dimensions."""
+    return gpu.FragmentedArray.splat(word, (), _SCALAR.to_mgpu(), is_signed=True)
 
 
 def _assembly(result: Any, operands: list[Any], text: str) -> Any:

@@ -34,9 +34,8 @@ host makes.
 Nothing but its senders waits when a device starts. When a peer has come, its buffers are free and
 the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
 been counted, for each tile waits for its rows. Nothing else is ever written to another device, but
-what is said in a meeting, in memory that stays.
-Every message is sent by a block that is resident: there are as many blocks as fit at once, and
-clusters of two, which fit everywhere.
+what is said in a meeting, in memory that stays. Every message is sent by a block that is resident:
+there are as many blocks as fit at once, and clusters of two, which fit everywhere.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _AWAITING_MICROSECONDS = 0.2
 # Some multiprocessor sends later than the others: so much of the whole its part of all rows may be
 # late, and less if that is of one slab.
 _LATE = 0.02
-# What arrives where several peers send at once: as much as of XLA's all-gathers.
+# What arrives where several peers send at once: more than of XLA's all-gathers, less than of one.
 _CROWDED_LINK_BYTES_PER_MICROSECOND = 3.0e5
 # Tiles of joined shards begin with rows of every peer: each adds to what the last is late.
 _JOINING_MICROSECONDS = 4.0
@@ -221,14 +221,17 @@ def _plans(shapes: Shapes, multiprocessors: int) -> list[Plan]:
     def fits(problem: Problem, tiles: Tiles) -> bool:
         return tiles.shared_memory_bytes <= _TILE_BYTES and _swizzles(problem, tiles)
 
+    def in_order_of_arrival(joins: bool) -> list[Tiles]:
+        """Rows of one height are multiplied before the next."""
+        found = cuts(functools.partial(fits, shapes.problem(joins)))
+        return [replace(tiles, sweep="columns") for tiles in found]
+
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
-    # Rows arrive in order: those of one height are multiplied before the next.
     return [
-        min(_slabbed(shapes, ordered, joins, passes, multiprocessors), key=predicted)
+        min(_slabbed(shapes, tiles, joins, passes, multiprocessors), key=predicted)
         for joins in (False, True)
-        for tiles in cuts(functools.partial(fits, shapes.problem(joins)))
-        for ordered in [replace(tiles, sweep="columns")]
-        for passes in _passes(shapes, ordered, joins, multiprocessors)
+        for tiles in in_order_of_arrival(joins)
+        for passes in _passes(shapes, tiles, joins, multiprocessors)
     ]
 
 

@@ -162,7 +162,7 @@ class Work:
         """
         tiles, per_batch = self.tiles, self.down * self.across
 
-        @plgpu.nd_loop((self.batch * per_batch,), collective_axes="cluster")
+        @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
         def _(info):
             (index,) = info.index
             down, across = plgpu.planar_snake(
@@ -251,11 +251,15 @@ class Work:
                     read(plane, along), place, filled.at[slot], collective_axes=axis
                 )
 
+    @property
+    def cluster_tiles(self) -> int:
+        """How many tiles all blocks visit together, counted by clusters."""
+        return self.batch * self.down * self.across
+
     def turns(self) -> Any:
         """How many tiles this block visits."""
         clusters = lax.axis_size("cluster")
-        tiles = self.batch * self.down * self.across
-        return lax.div(tiles - lax.axis_index("cluster") + clusters - 1, clusters)
+        return lax.div(self.cluster_tiles - lax.axis_index("cluster") + clusters - 1, clusters)
 
     def consume(self, indices, consumer, stages, strips, outs) -> None:
         """Multiplies this consumer's part of each tile and stores it."""

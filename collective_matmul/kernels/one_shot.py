@@ -118,6 +118,7 @@ def in_two_steps(size: int, devices: int) -> bool:
 
 
 def _too_much(sent: Array) -> str | None:
+    """That no region of a workspace holds a block's part of it, in words; None if they do."""
     size = math.prod(sent.shape) * sent.dtype.itemsize
     if size > MOST_BYTES:
         return f"{sent.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"

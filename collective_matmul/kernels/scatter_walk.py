@@ -53,9 +53,8 @@ class OwnersWalk(Work):
 
     def walk(self, visit) -> None:
         """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles."""
-        tiles = self.batch * self.down * self.across
 
-        @plgpu.nd_loop((tiles,), collective_axes="cluster")
+        @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
         def _(info):
             visit(info.local_index, *self.locate(info.local_index))
 
@@ -80,8 +79,8 @@ class OwnersWalk(Work):
 
     def blocks_with_tiles(self) -> Any:
         """How many blocks of a device visit any tile."""
-        tiles, clusters = self.batch * self.down * self.across, lax.axis_size("cluster")
-        return min(tiles, clusters) * math.prod(self.tiles.cluster)
+        clusters = min(self.cluster_tiles, lax.axis_size("cluster"))
+        return clusters * math.prod(self.tiles.cluster)
 
     def first_step(self, turn) -> Any:
         """How many steps come before a tile's: those with own rows take more."""

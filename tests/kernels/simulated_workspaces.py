@@ -7,11 +7,12 @@ stored in a peer's memory is seen there late, and in any order but behind what i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from collective_matmul.kernels import workspace
 from collective_matmul.kernels.addresses import Address
@@ -82,6 +83,9 @@ class WorkspaceSimulation(Simulation):
         while late := [copy for copy in self.copies if copy.sender.place[AXIS] == device]:
             self.advance(self.random.choice(late))
 
+    def assert_results(self) -> None:
+        """Of what the launches came to, when all have ended; some look at it before."""
+
     # The primitives.
 
     def bytes_at(self, address: Address, count: int) -> tuple[int, np.ndarray]:
@@ -111,6 +115,22 @@ class WorkspaceSimulation(Simulation):
     def load_word(self, address: Address) -> int:
         self.here().wait()
         return self.word(address)
+
+
+def assert_it_shows(
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    simulate: Callable[[int], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That simulations, one for each seed, fail when a mistake has been made."""
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            with monkeypatch.context() as patch:
+                simulation = simulate(seed)
+                simulation.play(patch)
+                mistake(patch)
+                simulation.run()
+                simulation.assert_results()
 
 
 def as_int32(value: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import pytest
 from collective_matmul.kernels import meeting, workspace
 from collective_matmul.kernels.addresses import SAID_BYTES, WARPGROUP, Address, Lanes
 from collective_matmul.kernels.meeting import MOST_ARRAYS, Peers
-from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32
+from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
 from tests.kernels.simulation import Actor
 
 Patch = pytest.MonkeyPatch
@@ -310,10 +310,4 @@ def blocks_share_a_line(monkeypatch: Patch) -> None:
     ],
 )
 def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    with pytest.raises(AssertionError):
-        for seed in range(3):
-            with monkeypatch.context() as patch:
-                simulation = MeetingSimulation(3, LAUNCHES, seed, 2)
-                simulation.play(patch)
-                mistake(patch)
-                simulation.run()
+    assert_it_shows(mistake, lambda seed: MeetingSimulation(3, LAUNCHES, seed, 2), monkeypatch)

@@ -13,7 +13,7 @@ from collective_matmul.kernels import one_shot, workspace
 from collective_matmul.kernels.addresses import Address
 from collective_matmul.kernels.one_shot import Exchange, Kind
 from tests.kernels.simulated_memory import Reference
-from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32
+from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
 
 Patch = pytest.MonkeyPatch
 
@@ -220,11 +220,4 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
     ],
 )
 def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    with pytest.raises(AssertionError):
-        for seed in range(3):
-            with monkeypatch.context() as patch:
-                simulation = ExchangeSimulation(3, LAUNCHES, seed)
-                simulation.play(patch)
-                mistake(patch)
-                simulation.run()
-                simulation.assert_results()
+    assert_it_shows(mistake, lambda seed: ExchangeSimulation(3, LAUNCHES, seed), monkeypatch)
