@@ -68,7 +68,7 @@ SENT_BYTES_PER_MICROSECOND = 1e6
 _DOUBT = 1.08
 # What follows from the number of rows.
 _BY_ROWS = frozenset(
-    {"stages", "strips", "swizzle", "slabs", "boxes_per_message", "passes", "owned_rows"}
+    {"stages", "strips", "swizzle", "slabs", "box", "boxes_per_message", "passes", "owned_rows"}
 )
 
 

@@ -53,7 +53,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
 from collective_matmul.kernels.addresses import WARP, count_up, store_box
-from collective_matmul.kernels.gather_plan import BUFFERS, Plan
+from collective_matmul.kernels.gather_plan import Plan
 from collective_matmul.kernels.matmul_kernel import Work
 from collective_matmul.kernels.meeting import Peers
 from collective_matmul.kernels.operands import Operand, reader
@@ -125,8 +125,10 @@ class Gathering(Work):
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """What the warpgroups of a block share, by name."""
         return super().scratch(dtype) | {
-            "boxes": plgpu.SMEM((BUFFERS, *self.plan.box), dtype),
-            "loaded": plgpu.Barrier(num_arrivals=self.plan.pieces, num_barriers=BUFFERS),
+            "boxes": plgpu.SMEM((self.plan.buffers, *self.plan.box), dtype),
+            "loaded": plgpu.Barrier(
+                num_arrivals=self.plan.pieces, num_barriers=self.plan.buffers
+            ),
         }
 
     def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
@@ -244,7 +246,7 @@ class Gathering(Work):
             return lax.div(turn, messages), message, number
 
         def load(box):
-            slot = lax.rem(box, BUFFERS)
+            slot = lax.rem(box, plan.buffers)
             place = self.place(locate(box)[2])
 
             @pl.loop(0, plan.pieces)
@@ -260,35 +262,38 @@ class Gathering(Work):
             passed, message, _ = locate(box)
             self.count_arrival(passed, arrived.at[self.semaphore(message)])
 
+        # So many boxes are loaded before they are sent, and so many more are sent before one is
+        # counted: later ones do not wait until earlier ones have arrived.
+        ahead = plan.buffers // 2
+
         @pl.when(count > 0)
         def _():
             self.peers.announce(WARP)
-            load(jnp.int32(0))
+            pl.loop(0, jnp.minimum(ahead, count))(load)
             self.peers.await_all(WARP)
 
-        @pl.loop(0, count)
-        def _(box):
-            slot = lax.rem(box, BUFFERS)
-            plgpu.barrier_wait(loaded.at[slot])
-            self.delay(box)
-            passed, _, number = locate(box)
-            self.post(boxes.at[slot], gathered, passed, number)
+            @pl.loop(0, count + ahead)
+            def _(box):
+                @pl.when(box < count)
+                def _():
+                    slot = lax.rem(box, plan.buffers)
+                    plgpu.barrier_wait(loaded.at[slot])
+                    self.delay(box)
+                    passed, _, number = locate(box)
+                    self.post(boxes.at[slot], gathered, passed, number)
 
-            @pl.when(box + 1 < count)
-            def _():
-                plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
-                load(box + 1)
+                # One for each box, and empty ones behind the last.
+                plgpu.commit_smem_to_gmem_group()
 
-            # The message before this one has had time to arrive.
-            @pl.when((box > 0) & (lax.rem(box, per_message) == 0))
-            def _():
-                plgpu.wait_smem_to_gmem(1)
-                signal(box - 1)
+                @pl.when(box + ahead < count)
+                def _():
+                    plgpu.wait_smem_to_gmem(plan.buffers - ahead, wait_read_only=True)
+                    load(box + ahead)
 
-        @pl.when(count > 0)
-        def _():
-            plgpu.wait_smem_to_gmem(0)
-            signal(count - 1)
+                @pl.when((box >= ahead) & (lax.rem(box - ahead + 1, per_message) == 0))
+                def _():
+                    plgpu.wait_smem_to_gmem(ahead)
+                    signal(box - ahead)
 
     def place(self, number) -> Place:
         """Where a box is: planes are sent one by one, in each its groups, in each its slabs."""
@@ -324,7 +329,7 @@ class Gathering(Work):
         return (own * plan.groups + place.group) * plan.slabs + place.slab
 
     def post(self, box, gathered, passed, number) -> None:
-        """Sends a box off to its place at the receivers of a pass, as one group of copies."""
+        """Sends a box off to its place at the receivers of a pass."""
         place = self.place(number)
         me = self.peers.me
         if self.plan.joins:
@@ -343,7 +348,6 @@ class Gathering(Work):
                     store_box(piece_of_box, region, twin, lanes=WARP)
 
         self.on_receivers(passed, copy)
-        plgpu.commit_smem_to_gmem_group()
 
     def count_arrival(self, passed, semaphore) -> None:
         """Counts a message at those receivers of a pass that await it."""

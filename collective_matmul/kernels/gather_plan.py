@@ -26,21 +26,22 @@ from collective_matmul.kernels.tiles import (
     Tiles,
 )
 
-#: Boxes under way in each block, from the shard to the peers: one arrives while another leaves.
-BUFFERS = 2
-_BOX_BYTES = 8_192
-# Few rows leave in so many boxes at least, so that several multiprocessors send them.
-_BOXES = 16
+#: What each block has for boxes under way: two at least.
+BOXES_BYTES = 16_384
+# At most so large are boxes. Small ones leave in turns with others; to send one takes a block about
+# a microsecond, whatever it holds.
+_BOX_BYTES = (8_192, 4_096, 2_048)
+# Of few rows a block sends so many if it can: those of the first slab first.
+_BOXES_PER_BLOCK = 4
 # Boxes are parts of rows by multiples of this: Mosaic copies multiples of 128 bytes.
 _COLUMN_MULTIPLE = 64
 # In how many slabs K may be sent. Narrow ones would be sent in small pieces.
 _SLABS = (1, 2, 4, 8, 16)
 _SLAB_COLUMNS = 512
 # What senders leave of shared memory.
-_TILE_BYTES = SHARED_MEMORY_BYTES - BUFFERS * _BOX_BYTES
+_TILE_BYTES = SHARED_MEMORY_BYTES - BOXES_BYTES
 # So many messages for each block keep all of them sending to the end, and rows arriving in order.
 _MESSAGES_PER_BLOCK = 4
-_OTHER_MESSAGES_PER_BLOCK = (2, 8)
 
 # What a producer takes to look whether a slab has arrived.
 _AWAITING_MICROSECONDS = 0.2
@@ -127,6 +128,12 @@ class Plan:
         return 1 if wide == self.shapes.contracted else high
 
     @property
+    def buffers(self) -> int:
+        """Boxes that are under way in each block, from the shard to the peers."""
+        high, wide = self.box
+        return BOXES_BYTES // max(ITEMSIZE * high * wide, min(_BOX_BYTES))
+
+    @property
     def boxes_across(self) -> int:
         """Side by side, that a slab is as wide as."""
         return self.slab_columns // self.box[1]
@@ -174,6 +181,7 @@ class Plan:
             "tiles": asdict(self.tiles),
             "joins": self.joins,
             "slabs": self.slabs,
+            "box": list(self.box),
             "boxes_per_message": self.boxes_per_message,
             "passes": list(self.passes),
         }
@@ -196,15 +204,13 @@ def candidates(shapes: Shapes, multiprocessors: int = 132) -> tuple[Plan, ...]:
     plans = _plans(shapes, multiprocessors) or _plans(padded, multiprocessors)
 
     def vary(plan: Plan) -> list[Plan]:
-        # Where boxes are few, several counts come to the same.
-        counts = (messages * multiprocessors for messages in _OTHER_MESSAGES_PER_BLOCK)
-        sent = dict.fromkeys(_sent_in(plan, count) for count in counts)
+        boxed = [_sent_in(plan, size, multiprocessors) for size in _BOX_BYTES]
         slabs = _slabbed(plan.shapes, plan.tiles, plan.joins, plan.passes, multiprocessors)
         others = (
             _plan(plan.shapes, tiles, plan.joins, plan.slabs, plan.passes, multiprocessors)
             for tiles in swept(plan.tiles, plan.across, plan.down)
         )
-        return [other for other in (*slabs, *sent, *others) if other != plan]
+        return [other for other in dict.fromkeys((*boxed, *slabs, *others)) if other != plan]
 
     predicted = functools.partial(predicted_plan_microseconds, multiprocessors=multiprocessors)
     return in_order(plans, predicted, _sizes, vary)
@@ -276,16 +282,20 @@ def _plan(
         down = max(1, clusters // min(plan.across, tiles.sweep_width))
         group = min(shapes.rows, down * tiles.rows * tiles.cluster[0])
         plan = replace(plan, rows_per_group=group)
-    return _sent_in(replace(plan, box=_box(plan)), _MESSAGES_PER_BLOCK * multiprocessors)
+    # Shards are mostly cut in powers of two.
+    senders = 1 << multiprocessors.bit_length() - 1
+    share = shapes.shard_bytes // (min(slabs, _BOXES_PER_BLOCK) * senders)
+    size = next((size for size in _BOX_BYTES if size <= share), min(_BOX_BYTES))
+    return _sent_in(plan, size, multiprocessors)
 
 
-def _sent_in(plan: Plan, messages: int) -> Plan:
-    """The same, sent in as few messages as may be, but in so many if there are so many boxes."""
-    boxed = replace(plan, boxes_per_message=1)
+def _sent_in(plan: Plan, box_bytes: int, multiprocessors: int) -> Plan:
+    """The same, in boxes of at most so many bytes, and in no more messages than are wanted."""
+    boxed = replace(plan, box=_box(plan, box_bytes), boxes_per_message=1)
     # No message is of two slabs.
     rows = math.gcd(plan.rows_per_group, plan.shapes.rows)
-    size = _largest_divisor(boxed.boxes_per_slab(rows), max(1, boxed.messages // messages))
-    return replace(plan, boxes_per_message=size)
+    wanted = max(1, boxed.messages // (_MESSAGES_PER_BLOCK * multiprocessors))
+    return replace(boxed, boxes_per_message=_largest_divisor(boxed.boxes_per_slab(rows), wanted))
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
@@ -351,14 +361,13 @@ def _swizzles(problem: Problem, tiles: Tiles) -> bool:
     return whole and problem.swizzles(tiles)
 
 
-def _box(plan: Plan) -> tuple[int, int]:
+def _box(plan: Plan, most_bytes: int) -> tuple[int, int]:
     """The largest box that fills slabs without a rest."""
-    shapes, columns = plan.shapes, plan.slab_columns
-    most = max(_COLUMN_MULTIPLE, min(_BOX_BYTES, shapes.shard_bytes // _BOXES) // ITEMSIZE)
+    columns, most = plan.slab_columns, most_bytes // ITEMSIZE
     if columns > most:
         parts = columns // _COLUMN_MULTIPLE
         return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
-    return _largest_divisor(math.gcd(shapes.rows, plan.rows_per_group), most // columns), columns
+    return _largest_divisor(math.gcd(plan.shapes.rows, plan.rows_per_group), most // columns), columns
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -138,7 +138,7 @@ def test_other_machines_have_no_kernel() -> None:
 LOW = Tiles(64, 128, stages=3, strips=1, split="columns", share=None, sweep="columns")
 HIGH = Tiles(128, 128, stages=3, strips=1, share="w", sweep="columns", sweep_width=2)
 PLANS = {
-    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (24, 192), 1, (1,)),
+    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (12, 192), 1, (1,)),
     "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)),
     "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)),
     "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1, (1,)),
