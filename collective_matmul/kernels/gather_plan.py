@@ -367,7 +367,9 @@ def _box(plan: Plan, most_bytes: int) -> tuple[int, int]:
     if columns > most:
         parts = columns // _COLUMN_MULTIPLE
         return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
-    return _largest_divisor(math.gcd(plan.shapes.rows, plan.rows_per_group), most // columns), columns
+    return _largest_divisor(
+        math.gcd(plan.shapes.rows, plan.rows_per_group), most // columns
+    ), columns
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -16,24 +16,53 @@ takes part in a meeting on all devices or on none; one that stores nothing need 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
+from jax.experimental.mosaic import gpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from collective_matmul.kernels import workspace
 from collective_matmul.kernels.addresses import (
-    SAID_BYTES,
+    SCALAR,
     WARPGROUP,
+    WHERE,
+    WORD,
     Address,
     Lanes,
-    Twin,
-    hear,
-    load_said,
+    assembly,
     load_word,
-    say,
+    pointer,
+    splat,
     store_word,
+    synchronize,
 )
+from collective_matmul.kernels.twins import Twin
+
+# Its annotations are narrower than what it takes and exports.
+plgpu: Any = mosaic_gpu
+
+# An address, and when it is said, are one word, which is stored and loaded whole: no flag needs to
+# be raised behind it. Addresses have 48 bits.
+_ADDRESS_BITS = 48
+#: Of such a word.
+SAID_BYTES = 8
+# Of a warp: each listens to its own word.
+_WARP_LANES = 32
+_HEAR = """{
+.reg .pred p;
+.reg .b64 word;
+HEAR:
+ld.acquire.sys.global.b64 word, [$0];
+shr.u64 word, word, %d;
+setp.ne.u64 p, word, $1;
+@p bra HEAR;
+}"""
 
 # So many words are said at every meeting, or old ones could be mistaken for new ones when the part
 # of the epoch that they have comes round.
@@ -109,3 +138,69 @@ class Peers:
         """Where a source leaves what it says."""
         slot = epoch & (workspace.SLOTS - 1)
         return space.behind(workspace.meeting_offset(self.devices, slot, source, self.block))
+
+
+def say(value: Any, arrays: Sequence[Any], addresses: Sequence[Address], lanes: Lanes) -> None:
+    """Puts where arrays are, a word for each, with the low 16 bits of an int32, to addresses."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [WHERE] * len(addresses))
+    )
+    def at(_, value, arrays, places):
+        i64 = ir.IntegerType.get_signless(64)
+        when = arith.extui(i64, value.registers.item())
+        when = arith.shli(when, gpu.c(_ADDRESS_BITS, i64))
+        words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), when) for array in arrays]
+        with utils.single_thread(scope=lanes):
+            assembly(None, [], "fence.acq_rel.sys;")
+            for place, (number, word) in itertools.product(places, enumerate(words)):
+                there = pointer(place, gpu.c(number * SAID_BYTES, i64))
+                assembly(None, [there, word], "st.relaxed.sys.global.b64 [$0], $1;")
+
+    at(value, list(arrays), [tuple(address) for address in addresses])
+
+
+def hear(value: Any, first: Address, between: int, count: int, arrays: int, lanes: Lanes) -> None:
+    """Waits until others have said where so many arrays are, with the low 16 bits of an int32.
+
+    Args:
+      value: that they say.
+      first: where the first of them says it.
+      between: bytes to where the next one does.
+      count: of others.
+      arrays: of each.
+      lanes: that call this. Each lane of a warp listens to one word.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, WHERE))
+    def at(_, value, where):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        lane = arith.remui(gpu.thread_idx(), gpu.c(_WARP_LANES, i32))
+        when = arith.andi(value.registers.item(), gpu.c((1 << 64 - _ADDRESS_BITS) - 1, i32))
+        for turn in range(-(-count * arrays // _WARP_LANES)):
+            word = arith.addi(lane, gpu.c(turn * _WARP_LANES, i32))
+            word = arith.minui(word, gpu.c(count * arrays - 1, i32))
+            who, which = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
+            behind = arith.addi(
+                arith.muli(who, gpu.c(between, i32)), arith.muli(which, gpu.c(SAID_BYTES, i32))
+            )
+            place = pointer(where, arith.extui(i64, behind))
+            assembly(None, [place, arith.extui(i64, when)], _HEAR % _ADDRESS_BITS)
+        synchronize(lanes)
+
+    at(value, tuple(first))
+
+
+def load_said(place: Address) -> Address:
+    """The address that was said at a place, and heard by this block."""
+
+    @plgpu.inline_mgpu(arg_types=(WHERE,), return_type=(WORD, WORD))
+    def at(_, where):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        said = assembly(i64, [pointer(where)], "ld.global.b64 $0, [$1];")
+        address = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
+        high = arith.shrui(address, gpu.c(32, i64))
+        return splat(arith.trunci(i32, address)), splat(arith.trunci(i32, high))
+
+    low, high = at(tuple(place))
+    return Address(low, high, 0)

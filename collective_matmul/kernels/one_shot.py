@@ -34,11 +34,11 @@ from collective_matmul.kernels.addresses import (
     LANES,
     VECTOR_BYTES,
     Address,
-    announce,
-    await_words,
+    await_flags,
     layout,
     load,
     load_word,
+    raise_flags,
     store,
 )
 from collective_matmul.kernels.peers import Array, delay, delays_of, obstacle
@@ -201,8 +201,8 @@ class Exchange:
         self.for_boxes(functools.partial(self.send, x, y, me, list(map(region, spaces, sources))))
         if self.delays:
             delay(delays_of(me, block, epoch))
-        announce(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
-        await_words(epoch, [flag(own, source) for source in range(1, devices)])
+        raise_flags(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
+        await_flags(epoch, [flag(own, source) for source in range(1, devices)])
         self.for_boxes(functools.partial(self.receive, x, y, me, functools.partial(region, own)))
 
     def for_boxes(self, act: Any) -> None:

@@ -62,6 +62,11 @@ def delays_of(device: Any, block: Any, number: Any) -> Any:
     return lax.rem(drawn, _DELAYS)
 
 
+def delays_here(device: Any, number: Any) -> Any:
+    """`delays_of` a device and this block."""
+    return delays_of(device, block()[0], number)
+
+
 def delay(times: Any) -> None:
     """Has a warpgroup wait for so often `DELAY_NANOSECONDS`."""
     pl.delay(times * DELAY_NANOSECONDS)

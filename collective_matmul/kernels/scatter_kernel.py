@@ -47,12 +47,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.kernels.addresses import WARPGROUP, count_up, store_box
+from collective_matmul.kernels.addresses import WARPGROUP
 from collective_matmul.kernels.meeting import Peers
-from collective_matmul.kernels.peers import block, delay, delays_of
+from collective_matmul.kernels.peers import block, delay, delays_here
 from collective_matmul.kernels.scatter_plan import Plan
 from collective_matmul.kernels.scatter_walk import OwnersWalk, Strips
 from collective_matmul.kernels.tiles import CONSUMERS
+from collective_matmul.kernels.twins import count_up, store_box
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -295,7 +296,7 @@ class Scattering(OwnersWalk):
             self.on_foreign(turn - 1, functools.partial(self.send_strip, part, number))
 
         multiply((count * pace, (count + 1) * pace))
-        self.on_foreign(turn - 1, functools.partial(self.announce, part))
+        self.on_foreign(turn - 1, functools.partial(self.count_tile, part))
         return (count + 1) * pace
 
     def on_foreign(self, turn, act) -> None:
@@ -307,20 +308,20 @@ class Scattering(OwnersWalk):
                 act(*self.locate(turn))
 
     def send(self, part: Part, batch, row, across) -> None:
-        """Sends what is kept to the owners of a tile, and announces it."""
+        """Sends what is kept to the owners of a tile, and counts it there."""
 
         @pl.loop(0, self.tiles.all_strips)
         def _(number):
             self.send_strip(part, number, batch, row, across)
 
-        self.announce(part, batch, row, across)
+        self.count_tile(part, batch, row, across)
 
     def send_strip(self, part: Part, number, batch, row, across) -> None:
         """Starts to store a strip of a tile where its owners sum it up."""
         devices, planes = self.shapes.devices, self.shapes.planes
         column = self.column(across) + part.right + number * self.tiles.strip_columns
         if self.delays:
-            delay(delays_of(self.peers.me, block()[0], batch + row + part.below + column))
+            delay(delays_here(self.peers.me, batch + row + part.below + column))
         strip = part.strips.select(number)
         for offset in self.receivers:
             one_shot = self.shapes.kind == "one_shot"
@@ -331,7 +332,7 @@ class Scattering(OwnersWalk):
                 store_box(box, place, twin, has_it, lanes=WARPGROUP)
         plgpu.commit_smem_to_gmem_group()
 
-    def announce(self, part: Part, batch, row, across) -> None:
+    def count_tile(self, part: Part, batch, row, across) -> None:
         """Counts a tile at its owners, once this consumer's part of it is stored there."""
         plgpu.wait_smem_to_gmem(0)
 

@@ -20,10 +20,11 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.kernels import gather_kernel
+from collective_matmul.kernels import gather_kernel, gather_sender
 from collective_matmul.kernels.fused_gather import all_gather_matmul, why_not
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
+from collective_matmul.kernels.gather_sender import Sender
 from collective_matmul.kernels.tiles import Tiles
 from tests.conftest import MeshFactory
 from tests.kernels.conftest import assert_an_ordinary_kernel, needs_kernels
@@ -177,12 +178,12 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
 def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
     """Of two."""
     monkeypatch.setattr(gather_kernel, "Peers", Itself)
-    monkeypatch.setattr(gather_kernel, "store_box", store_box)
-    monkeypatch.setattr(gather_kernel, "count_up", lambda *arguments: None)
+    monkeypatch.setattr(gather_sender, "store_box", store_box)
+    monkeypatch.setattr(gather_sender, "count_up", lambda *arguments: None)
     monkeypatch.setattr(pallas, "get_global", lambda kind: Anything())
     monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
     if not sends:
-        monkeypatch.setattr(Gathering, "send", lambda *arguments: None)
+        monkeypatch.setattr(Sender, "send", lambda *arguments: None)
 
 
 class Itself:

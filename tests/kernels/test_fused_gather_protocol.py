@@ -17,16 +17,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from collective_matmul.kernels import gather_kernel, matmul_kernel, peers
+from collective_matmul.kernels import gather_kernel, gather_sender, matmul_kernel, peers
 from collective_matmul.kernels.addresses import WARP
 from collective_matmul.kernels.gather_kernel import Gathering
 from collective_matmul.kernels.gather_plan import Plan, Shapes
+from collective_matmul.kernels.gather_sender import Sender
 from collective_matmul.kernels.tiles import Problem, Tiles
 from tests.kernels.simulated_memory import Barriers, Reference
 from tests.kernels.simulated_peers import Peers, asked_for
 from tests.kernels.simulation import AXIS, Actor, Simulation
 
-MODULES = gather_kernel, matmul_kernel, peers
+MODULES = gather_kernel, gather_sender, matmul_kernel, peers
 NEVER = np.nan
 
 
@@ -76,7 +77,11 @@ class GatherSimulation(Simulation):
             scratch = self.asked.scratch
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
             loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
-            self.work(met).send(*self.operands(met.me), boxes, loaded)
+            sender = Sender(self.plan, self.keep, False, met)
+            sender.send(*self.operands(met.me), boxes, loaded)
+            # Shared memory is another kernel's when this one has ended.
+            assert not any(copy.destination.array is boxes.array for copy in self.copies)
+            assert sum(loaded.arrivals) == loaded.num_arrivals * sum(loaded.waits.values())
 
         return act
 

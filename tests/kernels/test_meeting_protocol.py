@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from collective_matmul.kernels import meeting, workspace
-from collective_matmul.kernels.addresses import SAID_BYTES, WARPGROUP, Address, Lanes
-from collective_matmul.kernels.meeting import MOST_ARRAYS, Peers
+from collective_matmul.kernels.addresses import WARPGROUP, Address, Lanes
+from collective_matmul.kernels.meeting import MOST_ARRAYS, SAID_BYTES, Peers
 from tests.kernels.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
 from tests.kernels.simulation import Actor
 

@@ -68,13 +68,13 @@ class ExchangeSimulation(WorkspaceSimulation):
         self.here().wait()
         self.send(address, value)
 
-    def announce(self, value: int, addresses: Sequence[Address]) -> None:
+    def raise_flags(self, value: int, addresses: Sequence[Address]) -> None:
         self.here().wait()
         before = self.sent()
         for address in addresses:
             self.send(address, as_int32(value), before)
 
-    def await_words(self, value: int, addresses: Sequence[Address]) -> None:
+    def await_flags(self, value: int, addresses: Sequence[Address]) -> None:
         def arrived(address: Address) -> bool:
             return (self.word(address) - value) % (1 << 32) < 1 << 31
 
@@ -93,8 +93,8 @@ class ExchangeSimulation(WorkspaceSimulation):
             "load": self.load_from,
             "store": self.store_at,
             "load_word": self.load_word,
-            "announce": self.announce,
-            "await_words": self.await_words,
+            "raise_flags": self.raise_flags,
+            "await_flags": self.await_flags,
             "delays_of": lambda *seed: sum(seed) % 3,
             "delay": lambda times: [self.here().wait() for _ in range(times)],
         }
@@ -163,23 +163,23 @@ def one_slot(monkeypatch: Patch) -> None:
 
 
 def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
-    announce = one_shot.announce
-    monkeypatch.setattr(one_shot, "announce", lambda value, to: announce(value, to[1:]))
+    raise_flags = one_shot.raise_flags
+    monkeypatch.setattr(one_shot, "raise_flags", lambda value, to: raise_flags(value, to[1:]))
 
 
-def announced_while_it_is_stored(monkeypatch: Patch) -> None:
+def flags_are_raised_while_it_is_stored(monkeypatch: Patch) -> None:
     send = ExchangeSimulation.send
     monkeypatch.setattr(ExchangeSimulation, "send", lambda *args: send(*args[:3]))
 
 
 def awaits_the_exchange_before(monkeypatch: Patch) -> None:
-    await_words = one_shot.await_words
-    monkeypatch.setattr(one_shot, "await_words", lambda value, at: await_words(value - 1, at))
+    await_flags = one_shot.await_flags
+    monkeypatch.setattr(one_shot, "await_flags", lambda value, at: await_flags(value - 1, at))
 
 
 def awaits_some_peers(monkeypatch: Patch) -> None:
-    await_words = one_shot.await_words
-    monkeypatch.setattr(one_shot, "await_words", lambda value, at: await_words(value, at[1:]))
+    await_flags = one_shot.await_flags
+    monkeypatch.setattr(one_shot, "await_flags", lambda value, at: await_flags(value, at[1:]))
 
 
 def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
@@ -210,7 +210,7 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
     [
         one_slot,
         own_exchanges_are_not_counted,
-        announced_while_it_is_stored,
+        flags_are_raised_while_it_is_stored,
         awaits_the_exchange_before,
         awaits_some_peers,
         devices_in_the_wrong_direction,

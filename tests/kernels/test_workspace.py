@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import device_constant
 from collective_matmul.kernels import meeting, workspace
-from collective_matmul.kernels.addresses import SAID_BYTES, VECTOR_BYTES
-from collective_matmul.kernels.meeting import MOST_ARRAYS
+from collective_matmul.kernels.addresses import VECTOR_BYTES
+from collective_matmul.kernels.meeting import MOST_ARRAYS, SAID_BYTES
 
 Patch = pytest.MonkeyPatch
 
