@@ -26,10 +26,10 @@ from collective_matmul.kernels.tiles import (
     Tiles,
 )
 
-#: What each block has for boxes under way: two at least.
+#: Bytes of shared memory that each block has for boxes under way, of which there are two at least.
 BOXES_BYTES = 16_384
-# At most so large are boxes. Small ones leave in turns with others; to send one takes a block about
-# a microsecond, whatever it holds.
+# Boxes are at most so large, in bytes. To send one takes a block about a microsecond, whatever it
+# holds.
 _BOX_BYTES = (8_192, 4_096, 2_048)
 # Of few rows a block sends so many if it can: those of the first slab first.
 _BOXES_PER_BLOCK = 4
@@ -282,7 +282,7 @@ def _plan(
         down = max(1, clusters // min(plan.across, tiles.sweep_width))
         group = min(shapes.rows, down * tiles.rows * tiles.cluster[0])
         plan = replace(plan, rows_per_group=group)
-    # Shards are mostly cut in powers of two.
+    # Most shards are powers of two: so many blocks share one evenly.
     senders = 1 << multiprocessors.bit_length() - 1
     share = shapes.shard_bytes // (min(slabs, _BOXES_PER_BLOCK) * senders)
     size = next((size for size in _BOX_BYTES if size <= share), min(_BOX_BYTES))
@@ -290,7 +290,7 @@ def _plan(
 
 
 def _sent_in(plan: Plan, box_bytes: int, multiprocessors: int) -> Plan:
-    """The same, in boxes of at most so many bytes, and in no more messages than are wanted."""
+    """The same, in boxes of at most so many bytes, and in as few messages as keep blocks sending."""
     boxed = replace(plan, box=_box(plan, box_bytes), boxes_per_message=1)
     # No message is of two slabs.
     rows = math.gcd(plan.rows_per_group, plan.shapes.rows)

@@ -161,10 +161,13 @@ def test_the_table_that_ships() -> None:
             continue  # So few rows that no ring was tried.
         bulk, ring = entry.seconds["bulk"], entry.seconds["ring"]
         predicted = predict(site)
-        # Few rows wait for the host, and one machine's takes longer than another's.
-        slack = 1.12 if site.rows <= 256 else 1.0
-        assert 0.7 / slack < predicted.seconds["bulk"] / bulk < 1.25 * slack, site
-        assert 0.75 / slack < predicted.seconds["ring"] / ring < 1.55 * slack, site
+        # Of few rows the host, which differs from machine to machine, may take half as long again
+        # as predicted; 70B of 16 rows is predicted too slow.
+        few = site.rows <= 256
+        least, most = (0.69, 1.32) if few else (0.7, 1.25)
+        assert least < predicted.seconds["bulk"] / bulk < most, site
+        least, most = (0.67, 1.25) if few else (0.75, 1.55)
+        assert least < predicted.seconds["ring"] / ring < most, site
         if choice(site) == "ring":
             assert ring < bulk, site
             gained += math.log(bulk / ring)

@@ -44,15 +44,17 @@ def test_the_table_that_ships() -> None:
     for site, entry in table.entries.items():
         predicted = predict(site, fused="fused" in entry.seconds)
         seconds = {name: entry.seconds[name] for name in predicted.seconds & entry.seconds.keys()}
-        if "fused" in seconds and older_kernels_waited(site):
+        newest = site.axis_size == 2 and "one_shot" in entry.seconds
+        if "fused" in seconds and older_kernels_waited(site) and not newest:
             del seconds["fused"]
         chosen = predicted.fastest(seconds)
         assert seconds[chosen] < 1.01 * seconds["bulk"], site
         gained += math.log(seconds["bulk"] / seconds[chosen])
         possible += math.log(seconds["bulk"] / min(seconds.values()))
         if "fused" in seconds:
-            # Narrow tiles of few rows are multiplied faster than planned.
-            most = 1.65 if site.rows < 512 else 1.42
+            # Sums of few rows take up to 40 % less than predicted; why was not looked into.
+            few_sums = site.op == "matmul_reduce_scatter" and site.rows < 512
+            most = 1.65 if few_sums else 1.42
             assert 0.68 < predicted.seconds["fused"] / seconds["fused"] < most, site
     assert gained > 0.7 * possible
 

@@ -148,6 +148,9 @@ PLANS = {
     "messages of several boxes, in one pass": Plan(
         Shapes(3, 1, 40, 128, (192,)), LOW, False, 40, 1, (1, 64), 4, (2,)
     ),
+    "messages of several of the largest boxes": Plan(
+        Shapes(3, 1, 512, 64, (64,)), LOW, False, 512, 1, (64, 64), 4, (1, 1)
+    ),
     "clusters, a smaller last group": Plan(
         Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1, (1,)
     ),

@@ -45,6 +45,21 @@ def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
         assert plan.tiles.shared_memory_bytes + boxes_bytes <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(("rows", "kilobytes"), [(64, 2), (128, 2), (256, 4), (512, 8), (4096, 8)])
+def test_few_rows_leave_in_small_boxes(devices: int, rows: int, kilobytes: int) -> None:
+    """So every block has one of each of four slabs; the largest boxes are sent fastest."""
+    plans = candidates(Shapes(devices, 1, rows, 4096, (7168,)))
+    plan = next(plan for plan in plans if plan.slabs == 4)
+    box_bytes = ITEMSIZE * math.prod(plan.box)
+    assert box_bytes == 1024 * kilobytes
+    assert plan.slabs * plan.boxes_per_slab(rows) >= min(512, rows * 4)
+    # Shared memory for boxes is used.
+    assert plan.buffers * box_bytes == 16384
+    sizes = {ITEMSIZE * math.prod(other.box) for other in plans}
+    assert {2048, 4096, 8192} <= sizes, "all are tried"
+
+
 @pytest.mark.parametrize("rows", [256, 1024])
 def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
     """Small ones read their operands from shared memory more often than it can keep up with."""
