@@ -290,7 +290,7 @@ def _plan(
 
 
 def _sent_in(plan: Plan, box_bytes: int, multiprocessors: int) -> Plan:
-    """The same, in boxes of at most so many bytes, and in as few messages as keep blocks sending."""
+    """The same, in boxes of at most so many bytes, and in as few messages as keep all sending."""
     boxed = replace(plan, box=_box(plan, box_bytes), boxes_per_message=1)
     # No message is of two slabs.
     rows = math.gcd(plan.rows_per_group, plan.shapes.rows)

@@ -3,9 +3,9 @@
 1. The senders, one warp of every block, cut the device's own shard into boxes. Each copies its
    share into shared memory, and from there into the gathered array of a peer. Whoever stored a
    message, one or a few boxes, waits until it has arrived, and counts up the peer's semaphore of
-   what it is part of. Meanwhile later boxes are on their way. If rows are few, boxes are so small that
-   a block has some of several slabs, and not one of a single slab: so the first slab does not arrive
-   with the last.
+   what it is part of. Meanwhile later boxes are on their way. If rows are few, boxes are so small
+   that a block has some of several slabs, and not one of a single slab: so the first slab does not
+   arrive with the last.
 2. Peers get the shard in the order in which they need it. Those that need it at the same time,
    since all their tiles are multiplied at once, get each message in one pass; others one after the
    other, so that to each device one sends at any time, with all the bandwidth there is.
