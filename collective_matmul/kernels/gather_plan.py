@@ -282,20 +282,24 @@ def _plan(
         down = max(1, clusters // min(plan.across, tiles.sweep_width))
         group = min(shapes.rows, down * tiles.rows * tiles.cluster[0])
         plan = replace(plan, rows_per_group=group)
+    return _sent_in(plan, _usual_box_bytes(plan, multiprocessors), multiprocessors)
+
+
+def _usual_box_bytes(plan: Plan, multiprocessors: int) -> int:
+    """How large boxes are at most where nothing else was measured."""
     # Most shards are powers of two: so many blocks share one evenly.
     senders = 1 << multiprocessors.bit_length() - 1
-    share = shapes.shard_bytes // (min(slabs, _BOXES_PER_BLOCK) * senders)
-    size = next((size for size in _BOX_BYTES if size <= share), min(_BOX_BYTES))
-    return _sent_in(plan, size, multiprocessors)
+    share = plan.shapes.shard_bytes // (min(plan.slabs, _BOXES_PER_BLOCK) * senders)
+    return next((size for size in _BOX_BYTES if size <= share), min(_BOX_BYTES))
 
 
 def _sent_in(plan: Plan, box_bytes: int, multiprocessors: int) -> Plan:
     """The same, in boxes of at most so many bytes, and in as few messages as keep all sending."""
     boxed = replace(plan, box=_box(plan, box_bytes), boxes_per_message=1)
     # No message is of two slabs.
-    rows = math.gcd(plan.rows_per_group, plan.shapes.rows)
+    boxes = boxed.boxes_per_slab(_rows_of_all_groups(plan))
     wanted = max(1, boxed.messages // (_MESSAGES_PER_BLOCK * multiprocessors))
-    return replace(boxed, boxes_per_message=_largest_divisor(boxed.boxes_per_slab(rows), wanted))
+    return replace(boxed, boxes_per_message=_largest_divisor(boxes, wanted))
 
 
 def predicted_plan_microseconds(plan: Plan, multiprocessors: int = 132) -> float:
@@ -367,9 +371,12 @@ def _box(plan: Plan, most_bytes: int) -> tuple[int, int]:
     if columns > most:
         parts = columns // _COLUMN_MULTIPLE
         return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
-    return _largest_divisor(
-        math.gcd(plan.shapes.rows, plan.rows_per_group), most // columns
-    ), columns
+    return _largest_divisor(_rows_of_all_groups(plan), most // columns), columns
+
+
+def _rows_of_all_groups(plan: Plan) -> int:
+    """What the rows of each group are a multiple of, those of a smaller last one too."""
+    return math.gcd(plan.shapes.rows, plan.rows_per_group)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -38,7 +38,8 @@ from collective_matmul.kernels.twins import count_up, store_box
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# The numbers of the arrays that peers store to.
+# The numbers of the arrays that peers store to, in the order in which `gather_kernel` gives them to
+# `meeting.Peers`.
 _GATHERED, _ARRIVED = range(2)
 
 
