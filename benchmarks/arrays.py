@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from collective_matmul.choose.stack import filler
+from collective_matmul.tuning.repeated_site import filler
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _measure(
             timed = Timed(
                 groups=settings.groups,
                 seconds=settings.group_seconds,
-                again="bulk" if checks_noise else None,
+                again="xla" if checks_noise else None,
                 profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
                 # Asking takes as long as a short case.
                 watch=case is cases[0],

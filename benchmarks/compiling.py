@@ -14,7 +14,7 @@ import jax
 from benchmarks import arrays
 from benchmarks.contenders import Contender, Jit
 from benchmarks.programs import Made, Program
-from collective_matmul.choose import Decision, record_decisions
+from collective_matmul.dispatch.selection import Decision, record_decisions
 
 Build = Callable[[Contender], Program]
 

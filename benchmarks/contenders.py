@@ -21,7 +21,7 @@ from benchmarks.communication import (
     Rewritten,
 )
 from collective_matmul import overlap_jit
-from collective_matmul.implementations import IMPLEMENTATIONS, KERNELS
+from collective_matmul.backends import IMPLEMENTATIONS, KERNELS
 
 #: `jax.jit` and its like.
 Jit = Callable[..., Any]
@@ -86,8 +86,8 @@ def make(
         case _:
             communication = CollectiveMatmul(None if name in AUTO else name)
             if name in (*KERNELS, "auto_fused"):
-                jit = functools.partial(overlap_jit, fused=True)
-                return Contender(name, communication, {"overlap_jit(fused=True)": jit})
+                jit = functools.partial(overlap_jit, peer_kernels=True)
+                return Contender(name, communication, {"overlap_jit(peer_kernels=True)": jit})
             return Contender(name, communication, {"overlap_jit": overlap_jit})
     sets = {key: chosen for key, chosen in sets.items() if key not in skip_options}
     if not try_options:

@@ -14,7 +14,7 @@ import jax
 from benchmarks.compiling import Compiled, Executable
 from benchmarks.environment import gpu_state
 from benchmarks.profiling import Profile, record
-from collective_matmul.choose.measure import measure
+from collective_matmul.tuning.timing import measure
 
 #: Groups that decide between sets of options: enough to tell those that differ.
 PILOT_GROUPS = 3

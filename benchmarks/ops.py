@@ -113,7 +113,7 @@ class Ops(Comparison):
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     cases: int = 96
     """Measure that many cases, drawn from all there are; 0 measures all."""
-    contenders: tuple[str, ...] = ("bulk", "auto", "ceiling")
+    contenders: tuple[str, ...] = ("xla", "auto", "ceiling")
     repetitions: int = 4
     """Of the op in one executable at 8192 rows; up to four times as many where rows are fewer, and
     down to half as many where they are more."""

@@ -44,7 +44,7 @@ def _wins_of(content: Content, name: str) -> str:
 
 
 def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
-    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, name, "bulk"))]
+    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, name, "xla"))]
     if not compared:
         return None
     ratios = [ratio for _, ratio in compared]
@@ -63,12 +63,12 @@ def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
 
 
 def _is_bulk(case: Content, name: str) -> bool:
-    return set(implementations(case["contenders"][name])) == {"bulk"}
+    return set(implementations(case["contenders"][name])) == {"xla"}
 
 
 def noise(content: Content) -> str:
     """What two times of one program differ by."""
-    ratios = [ratio for case in content["cases"] if (ratio := speed_up(case, "bulk again", "bulk"))]
+    ratios = [ratio for case in content["cases"] if (ratio := speed_up(case, "bulk again", "xla"))]
     if not ratios:
         return ""
     listed = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
@@ -77,24 +77,24 @@ def noise(content: Content) -> str:
 
 def every_op(content: Content) -> str:
     """Every case: bulk's time, and how many times as fast the others are."""
-    names = [name for name in contender_names(content) if name not in ("bulk", "bulk again")]
+    names = [name for name in contender_names(content) if name not in ("xla", "bulk again")]
     cases = sorted(
         content["cases"], key=lambda c: (c["direction"], c["projection"]["name"], c["rows"])
     )
 
     def cell(case: Content, name: str) -> str:
-        ratio = speed_up(case, name, "bulk")
+        ratio = speed_up(case, name, "xla")
         if ratio is None:
             return ""
         chosen = f" {', '.join(implementations(case['contenders'][name]))}" if name in AUTO else ""
         return f"{ratio:.3f}{chosen}"
 
     def bulk(case: Content) -> str:
-        median = case["contenders"].get("bulk", {}).get("median")
+        median = case["contenders"].get("xla", {}).get("median")
         return "" if median is None else f"{1e3 * median / case['repetitions']:.3f}"
 
     rows = [[c["name"], bulk(c), *(cell(c, name) for name in names)] for c in cases]
     return (
         "## Every case\n\nBulk's ms for one op, and its time over that of the others.\n\n"
-        + table(["", "bulk", *names], rows)
+        + table(["", "xla", *names], rows)
     )

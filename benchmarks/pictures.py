@@ -97,7 +97,7 @@ def _panels(contents: Sequence[Content]) -> dict[tuple[str, str], list[Content]]
 def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
     """A group of bars for each case; the ceiling is a line above each."""
     taking_part = contender_names({"cases": cases})
-    baseline = "baseline" if "baseline" in taking_part else "bulk"
+    baseline = "baseline" if "baseline" in taking_part else "xla"
     names = [
         name
         for name in taking_part
@@ -132,10 +132,10 @@ def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
 def _draw_ops(axes: Axes, cases: Sequence[Content]) -> None:
     """A point for each case, by rows."""
     for name, marker in (("ceiling", "_"), ("auto", "o")):
-        points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, "bulk"))]
+        points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, "xla"))]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, label=name, alpha=0.7)
-    axes.axhline(1, color="gray", linestyle=":", label="bulk")
+    axes.axhline(1, color="gray", linestyle=":", label="xla")
     rows = [case["rows"] for case in cases]
     axes.set_xlim(min(rows) / 1.5, max(rows) * 1.5)
     axes.set_xscale("log", base=2)

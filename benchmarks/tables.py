@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
 
 Content = dict[str, Any]
 
@@ -138,8 +138,8 @@ def memory(content: Content) -> str:
         temporary = result.get("temporary_bytes")
         if temporary is None:
             return ""
-        bulk = case["contenders"].get("bulk", {}).get("temporary_bytes")
-        if bulk is None or "chunk_bytes" not in case or name == "bulk":
+        bulk = case["contenders"].get("xla", {}).get("temporary_bytes")
+        if bulk is None or "chunk_bytes" not in case or name == "xla":
             return f"{temporary / _GIB:.3f}"
         return f"{temporary / _GIB:.3f}, {(temporary - bulk) / case['chunk_bytes']:+.2f}"
 

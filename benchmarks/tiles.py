@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.settings import check_least, check_positive
-from collective_matmul.kernels import device
-from collective_matmul.kernels.chunks import shared_launch
-from collective_matmul.kernels.tiles import (
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
+from collective_matmul.mosaic_gpu.tiling import (
     Problem,
     Tiles,
     as_json,

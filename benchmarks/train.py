@@ -112,7 +112,7 @@ def _overlap_of(communication: Communication) -> str:
     """As the trainer's configuration names it; the trainer rewrites its steps by itself."""
     if isinstance(communication, CollectiveMatmul):
         return communication.implementation or "auto"
-    return "rewrite" if isinstance(communication, Rewritten) else "bulk"
+    return "rewrite" if isinstance(communication, Rewritten) else "xla"
 
 
 def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Array:

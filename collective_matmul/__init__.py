@@ -1,6 +1,5 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
-from collective_matmul.choose.tune import tune
 from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
@@ -11,6 +10,7 @@ from collective_matmul.ops import (
     matmul_reduce_scatter,
 )
 from collective_matmul.rewrite import overlap
+from collective_matmul.tuning.tune import tune
 
 __all__ = [
     "CHECKPOINT_NAME",

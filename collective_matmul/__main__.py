@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from collective_matmul.choose.shapes import LAYERS, ROWS, sites
-from collective_matmul.choose.tune import tune
+from collective_matmul.tuning.model_sites import LAYERS, ROWS, sites
+from collective_matmul.tuning.tune import tune
 
 SHAPES = "llama3-8b,llama3-70b,llama3-405b,llama3-heads,awkward"
 

@@ -121,7 +121,7 @@ def _lower_device_constant(
             f"{'an exported program' if module.lowering_parameters.for_export else what}:"
             " addresses of memory are those of one process's devices; set the jax.sharding.Mesh"
             " with jax.set_mesh (a jax.shard_map within another knows its devices only so), or"
-            " give it to jax.shard_map, or compile without fused=True"
+            " give it to jax.shard_map, or compile without peer_kernels=True"
         )
     value = make(mesh.devices)
     assert value.shape == shape and value.dtype == dtype

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
 
 #: What the ops compute in. float64 is for tests, where jax is told to have it.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))

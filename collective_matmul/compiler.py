@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from collective_matmul.log import say_once
-from collective_matmul.peer_access import kernels_may_address_peers, peer_access_obstacle
+from collective_matmul.log import warn_once
+from collective_matmul.peer_access import no_peer_access_reason, peer_kernels_allowed
 
 _PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
@@ -32,8 +32,8 @@ OVERLAP_OPTIONS = MappingProxyType(
 )
 
 #: Those under which kernels may address peers' memory: see
-#: `collective_matmul.peer_access.program_obstacle`.
-FUSED_OPTIONS = MappingProxyType(
+#: `collective_matmul.peer_access.peer_kernels_disallowed_reason`.
+PEER_KERNEL_OPTIONS = MappingProxyType(
     {
         # All collectives that NCCL's kernels carry out wait for ours, and ours for them.
         "xla_gpu_disable_async_collectives": (
@@ -49,7 +49,7 @@ FUSED_OPTIONS = MappingProxyType(
 def overlap_jit(
     fun: Callable,
     *,
-    fused: bool = False,
+    peer_kernels: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> OverlapJit:
@@ -66,7 +66,7 @@ def overlap_jit(
 
     Args:
       fun: the function to compile.
-      fused: whether the program may use kernels that address peers' memory, fused ones and one-shot
+      peer_kernels: whether the program may use kernels that address peers' memory, fused ones and one-shot
         collectives, where they are requested or should be fastest. XLA then runs no other
         collective beside anything, and calls of such programs wait for each other until they are
         launched, as all devices must have them in the same order. Inference gains by that, training
@@ -85,12 +85,12 @@ def overlap_jit(
       ValueError: when called inside another function that JAX traces.
     """
     users = compiler_options or {}
-    if fused and (taken := sorted(users.keys() & {*FUSED_OPTIONS, _PERMUTE_MODE})):
+    if peer_kernels and (taken := sorted(users.keys() & {*PEER_KERNEL_OPTIONS, _PERMUTE_MODE})):
         raise ValueError(
             f"compiler_options: {', '.join(taken)}: kernels that address peers need our value;"
-            " leave out either the option or fused=True"
+            " leave out either the option or peer_kernels=True"
         )
-    return OverlapJit(fun, users, fused, kwargs)
+    return OverlapJit(fun, users, peer_kernels, kwargs)
 
 
 # Kernels that address peers meet in the order in which programs reach each device: of two threads
@@ -102,22 +102,22 @@ class OverlapJit:
     """A function compiled by `jax.jit`, with options that depend on the devices it finds."""
 
     def __init__(
-        self, fun: Callable, users: Mapping[str, Any], fused: bool, kwargs: Mapping[str, Any]
+        self, fun: Callable, users: Mapping[str, Any], peer_kernels: bool, kwargs: Mapping[str, Any]
     ):
         self._jit = functools.partial(jax.jit, fun, **kwargs)
         self._users_options = users
-        self._fused = fused
+        self._peer_kernels = peer_kernels
         self._jit()  # Refuses what does not fit where it is written, not where it is first used.
         functools.update_wrapper(self, fun, updated=())
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        ours = FUSED_OPTIONS if self._fused else {}
+        ours = PEER_KERNEL_OPTIONS if self._peer_kernels else {}
         return self._jit(compiler_options=_options({**ours, **self._users_options}))
 
     def _tracing(self) -> contextlib.AbstractContextManager:
         """Tells what is traced how it will be compiled."""
-        return kernels_may_address_peers(self._fused)
+        return peer_kernels_allowed(self._peer_kernels)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As an attribute of a class, a method."""
@@ -125,7 +125,7 @@ class OverlapJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        order = _launching if self._fused else contextlib.nullcontext()
+        order = _launching if self._peer_kernels else contextlib.nullcontext()
         with self._tracing(), _refusing_to_be_inside(), order:
             return self._jitted(*args, **kwargs)
 
@@ -167,8 +167,8 @@ def _refusing_to_be_inside() -> Iterator[None]:
 def _options(users: Mapping[str, Any]) -> dict[str, Any]:
     """Our options for the devices there are, and the user's, which win."""
     options: dict[str, Any] = dict(OVERLAP_OPTIONS)
-    if _PERMUTE_MODE not in users and (obstacle := peer_access_obstacle()):
-        say_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}")
+    if _PERMUTE_MODE not in users and (obstacle := no_peer_access_reason()):
+        warn_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}")
         del options[_PERMUTE_MODE]
     if jax.process_count() > 1:
         # Otherwise all devices of a program are one group, whose permutes all go through NCCL if

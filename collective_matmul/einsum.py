@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul import checks
-from collective_matmul.choose import Einsum, Site, choose
-from collective_matmul.choose.site import Op
-from collective_matmul.choose.source import calling_source
+from collective_matmul.dispatch.selection import choose
+from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
-from collective_matmul.gradients import Call, ReverseMode, vary_together
-from collective_matmul.implementations.einsum import contract, gather_einsum, scatter_einsum
+from collective_matmul.gradients import OpParams, ReverseMode, pvary_all
 from collective_matmul.ops import named
+from collective_matmul.site import Einsum, Op, Site
+from collective_matmul.source_location import calling_location
 
 
 def collective_einsum(
@@ -75,7 +75,7 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
         "ring_direct", "fused", "one_shot" (of the last two another, unless it is a matmul).
 
     Returns:
@@ -97,13 +97,13 @@ def collective_einsum(
     else:
         from_w = label not in sizes_x
         _check_scatter(label, (sizes_x | sizes_w)[label], axis_name)
-    x, w = vary_together(axis_name, x, w)
+    x, w = pvary_all(axis_name, x, w)
     x, labels_x = _without_sums(x, labels_x, labels_w + labels_y)
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
     equation = Equation(labels_x, labels_w, labels_y, label)
-    call = Call(axis_name, None, implementation, source=calling_source())
+    call = OpParams(axis_name, None, implementation, source=calling_location())
     einsum = einsum_scattered if gather is None else einsum_of_gathered
     return named(einsum(x, w, equation, call))
 
@@ -113,28 +113,28 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2, 3))
 
 
 @_custom_vjp
-def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
+def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
     """The equation of a, gathered along its label, and b; both vary over the axis."""
     chosen = _chosen(call, "all_gather_matmul", equation, a, b)
     return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
 
 
-def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: Call):
-    with call.again():
+def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
+    with call.suppress_recording():
         return einsum_of_gathered(a, b, equation, call), (a, b)
 
 
 def _gathered_backward(
-    equation: Equation, call: Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
     a, b = residuals
     # XLA would find the forward's gather of a again and keep its result until now.
     a, dy = lax.optimization_barrier((a, dy))
     of_a, of_b = equation.gradients
     left, right = (b, dy) if equation.accumulates else (dy, b)
-    facts = {"rider": a.shape, "direction": "backward", "undivided": of_b}
+    facts = {"co_gathered": a.shape, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **facts)
-    da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, rider=a)
+    da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, co_gathered=a)
     return da, contract(chosen, of_b, gathered, dy)
 
 
@@ -142,19 +142,19 @@ einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @_custom_vjp
-def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: Call) -> jax.Array:
+def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
     """The equation, summed and scattered along its label, which a has; both vary over the axis."""
     chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
     return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
 
 
-def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: Call):
-    with call.again():
+def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
+    with call.suppress_recording():
         return einsum_scattered(a, b, equation, call), (a, b)
 
 
 def _scattered_backward(
-    equation: Equation, call: Call, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
     a, b = residuals
     of_a, of_b = equation.gradients
@@ -168,7 +168,7 @@ einsum_scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def _chosen(
-    call: Call,
+    call: OpParams,
     op: Op,
     equation: Equation,
     a: jax.Array,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collective_matmul.choose.decision import Decision, record_decisions, traced_anew
-from collective_matmul.listing import Line, line_of, listing
-from collective_matmul.peer_access import kernels_may_address_peers
+from collective_matmul.dispatch.decision_table import Line, format_table, line_of
+from collective_matmul.dispatch.selection import Decision, force_retrace, record_decisions
+from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, find_sites
 
 
@@ -31,10 +31,12 @@ class Explanation:
         if not self.decisions and not self.plain:
             return "no collective matmuls"
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
-        return "\n".join([listing(lines), *_totals(self.decisions), *_totals_of_plain(self.plain)])
+        return "\n".join(
+            [format_table(lines), *_totals(self.decisions), *_totals_of_plain(self.plain)]
+        )
 
 
-def explain(fun: Callable, *, fused: bool = False) -> Callable[..., Explanation]:
+def explain(fun: Callable, *, peer_kernels: bool = False) -> Callable[..., Explanation]:
     """What carries out every collective matmul of a function, and why: ``explain(fun)(*args)``.
 
     The function is traced for the shapes of its arguments, and neither compiled nor run; it may be
@@ -58,7 +60,7 @@ def explain(fun: Callable, *, fused: bool = False) -> Callable[..., Explanation]
 
     Args:
       fun: to be explained.
-      fused: whether it is to be compiled by `overlap_jit` with ``fused=True``.
+      peer_kernels: whether it is to be compiled by `overlap_jit` with ``peer_kernels=True``.
 
     Returns:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
@@ -69,13 +71,13 @@ def explain(fun: Callable, *, fused: bool = False) -> Callable[..., Explanation]
         decisions: list[Decision] = []
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with traced_anew(), record_decisions() as taken:
+            with force_retrace(), record_decisions() as taken:
                 result = fun(*args, **kwargs)
             decisions.extend(taken)
             return result
 
         # Sites are found when the function is traced already: what is decided then is not recorded.
-        with kernels_may_address_peers(fused):
+        with peer_kernels_allowed(peer_kernels):
             plain = find_sites(recorded)(*args, **kwargs)
         return Explanation(tuple(decisions), tuple(plain))
 
@@ -93,7 +95,9 @@ def _line_of_plain(site: FoundSite) -> Line:
 def _totals(decisions: Sequence[Decision]) -> list[str]:
     if not decisions:
         return []
-    known = [(d.seconds, d.bulk_seconds) for d in decisions if d.seconds and d.bulk_seconds]
+    known = [
+        (d.seconds, d.reference_seconds) for d in decisions if d.seconds and d.reference_seconds
+    ]
     if not known:
         return [f"{len(decisions)} collective matmuls"]
     seconds, bulk = map(sum, zip(*known, strict=True))

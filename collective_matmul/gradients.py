@@ -1,7 +1,7 @@
 """The ops on matrices, with their gradients; `collective_matmul.ops` derives those.
 
 All are called inside `jax.shard_map`. Shapes, local to one device, are those of
-`collective_matmul.implementations`; so are the names of the arguments. The backward of an op is
+`collective_matmul.backends`; so are the names of the arguments. The backward of an op is
 carried out by the implementation chosen for it, as the forward by its own.
 """
 
@@ -19,19 +19,19 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
-from collective_matmul.choose import Site, choose, record_decisions
-from collective_matmul.choose.site import Op
-from collective_matmul.choose.source import Source
-from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.implementations.arithmetic import add, contract_rows, matmul
-from collective_matmul.implementations.chunks import Gathered
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends.arithmetic import add, contract_rows, matmul
+from collective_matmul.backends.chunked_array import ChunkedArray
+from collective_matmul.dispatch.selection import choose, record_decisions
+from collective_matmul.site import Op, Site
+from collective_matmul.source_location import SourceLocation
 
 #: What a gather hands back beside its products: whole, in chunks, or not.
-Kept = jax.Array | Gathered | None
+GatherResidual = jax.Array | ChunkedArray | None
 
 
 @dataclass(frozen=True)
-class Call:
+class OpParams:
     """What is said of an op beside its arrays, for its forward and its backward.
 
     Attributes:
@@ -50,7 +50,7 @@ class Call:
     implementation: str | None
     transpose_w: bool = False
     keep_gathered: bool = False
-    source: Source | None = field(default=None, compare=False)
+    source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
     def choose(self, op: Op, xs: Sequence, ws: Sequence, **facts: Any) -> Any:
@@ -73,7 +73,7 @@ class Call:
         )
         return IMPLEMENTATIONS[choose(site, self.implementation)]
 
-    def again(self) -> contextlib.AbstractContextManager:
+    def suppress_recording(self) -> contextlib.AbstractContextManager:
         """A block that decides what was decided, and recorded, when the op took its place."""
         return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
 
@@ -103,13 +103,13 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
 def gather_matmul(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: Call
-) -> tuple[tuple[jax.Array, ...], Kept]:
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
+) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     """``all_gather(x) @ w`` for each w, and what was gathered if the call keeps it."""
     return (_gather_matmul_keeping if call.keep_gathered else _gather_matmul)(x, ws, call)
 
 
-def _gather_matmul_primal(x, ws, call: Call) -> tuple[tuple[jax.Array, ...], Kept]:
+def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     chosen = call.choose("all_gather_matmul", (x,) * len(ws), ws, keep_gathered=call.keep_gathered)
     return chosen.all_gather_matmul(
         x,
@@ -121,18 +121,18 @@ def _gather_matmul_primal(x, ws, call: Call) -> tuple[tuple[jax.Array, ...], Kep
     )
 
 
-def _gather_matmul_forward(x, ws, call: Call):
-    with call.again():
+def _gather_matmul_forward(x, ws, call: OpParams):
+    with call.suppress_recording():
         ys, gathered = gather_matmul(x, ws, call)
     return (ys, gathered), (x, ws, gathered)
 
 
-def _gather_matmul_keeping_forward(x, ws, call: Call):
+def _gather_matmul_keeping_forward(x, ws, call: OpParams):
     x, ws = jax.tree.map(lambda primal: primal.value, (x, ws), is_leaf=_is_primal)
     return _gather_matmul_forward(x, ws, call)
 
 
-def _gather_matmul_backward(call: Call, residuals, cotangents):
+def _gather_matmul_backward(call: OpParams, residuals, cotangents):
     x, ws, gathered = residuals
     dys, dgathered = cotangents
     dys = tuple(map(_instantiate, dys))
@@ -140,10 +140,12 @@ def _gather_matmul_backward(call: Call, residuals, cotangents):
     chosen = _implementation_of(gathered)
     dws = chosen.weight_gradients(gathered, dys, dimension=call.dimension)
     dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
-    return together(gathered, dx, dws)
+    return tie_with_barrier(gathered, dx, dws)
 
 
-def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[Any, Any]:
+def _input_gradient(
+    call: OpParams, x, ws, gathered: GatherResidual, dys, dgathered
+) -> tuple[Any, Any]:
     """The gradient of x, and x gathered: again, unless it was kept."""
     transpose_w, dimension = not call.transpose_w, call.dimension
     assert dimension is not None
@@ -155,14 +157,19 @@ def _input_gradient(call: Call, x, ws, gathered: Kept, dys, dgathered) -> tuple[
         dx = lax.psum_scatter(partial, call.axis_name, scatter_dimension=dimension, tiled=True)
         return dx, gathered
     facts: dict[str, Any] = {"direction": "backward"}
-    rider = None
+    co_gathered = None
     if gathered is None:
         # XLA would find the forward's gather of x again and keep its result until now.
-        rider, dys = lax.optimization_barrier((x, dys))
-        facts["rider"] = x.shape
+        co_gathered, dys = lax.optimization_barrier((x, dys))
+        facts["co_gathered"] = x.shape
     chosen = call.choose("matmul_reduce_scatter", dys, ws, **facts)
     dx, again = chosen.matmul_reduce_scatter(
-        dys, ws, call.axis_name, dimension=dimension, transpose_w=transpose_w, rider=rider
+        dys,
+        ws,
+        call.axis_name,
+        dimension=dimension,
+        transpose_w=transpose_w,
+        co_gathered=co_gathered,
     )
     return dx, again if gathered is None else gathered
 
@@ -177,7 +184,9 @@ _gather_matmul_keeping.defvjp(
 
 
 @_custom_vjp
-def matmul_scatter(xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: Call) -> jax.Array:
+def matmul_scatter(
+    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+) -> jax.Array:
     """``reduce_scatter(sum of x @ w)`` over pairs."""
     chosen = call.choose("matmul_reduce_scatter", xs, ws)
     return chosen.matmul_reduce_scatter(
@@ -185,12 +194,12 @@ def matmul_scatter(xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: C
     )[0]
 
 
-def _matmul_scatter_forward(xs, ws, call: Call):
-    with call.again():
+def _matmul_scatter_forward(xs, ws, call: OpParams):
+    with call.suppress_recording():
         return matmul_scatter(xs, ws, call), (xs, ws)
 
 
-def _matmul_scatter_backward(call: Call, residuals, dy):
+def _matmul_scatter_backward(call: OpParams, residuals, dy):
     xs, ws = residuals
     dimension, transpose_w = call.dimension, call.transpose_w
     facts = {"keep_gathered": True, "direction": "backward"}
@@ -204,25 +213,25 @@ def _matmul_scatter_backward(call: Call, residuals, dy):
         keep_gathered=True,
     )
     dws = [weight_gradient(x, gathered, dimension, transpose_w) for x in xs]
-    return together(gathered, tuple(dxs), tuple(dws))
+    return tie_with_barrier(gathered, tuple(dxs), tuple(dws))
 
 
 matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
 @_custom_vjp
-def matmul_all_reduce(x: jax.Array, w: jax.Array, call: Call) -> jax.Array:
+def matmul_all_reduce(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
     """``psum(x @ w)``."""
     chosen = call.choose("matmul_all_reduce", (x,), (w,))
     return chosen.matmul_all_reduce(x, w, call.axis_name)
 
 
-def _matmul_all_reduce_forward(x, w, call: Call):
-    with call.again():
+def _matmul_all_reduce_forward(x, w, call: OpParams):
+    with call.suppress_recording():
         return matmul_all_reduce(x, w, call), (x, w)
 
 
-def _matmul_all_reduce_backward(call: Call, residuals, dy):
+def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
     x, w = residuals  # Nothing is communicated that a matmul could hide.
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(x))
@@ -265,20 +274,20 @@ weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
 
 
 def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
-    chosen = _implementation_of(x if isinstance(x, Gathered) else ys[0])
+    chosen = _implementation_of(x if isinstance(x, ChunkedArray) else ys[0])
     return chosen.weight_gradients(x, ys, dimension=dimension)
 
 
-def whole_of(gathered: Kept, dimension: int | None) -> jax.Array:
+def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:
     """What was gathered as one array; `dimension` is that of its chunks, if it is in chunks."""
     assert gathered is not None
-    if not isinstance(gathered, Gathered):
+    if not isinstance(gathered, ChunkedArray):
         return gathered
     assert dimension is not None
     return gathered.whole(dimension)
 
 
-def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
+def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
     """Types all arrays as varying over the axis and over all that any of them varies over.
 
     Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
@@ -289,30 +298,30 @@ def vary_together(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
     return [vary_over(array, axes) for array in arrays]
 
 
-def _whole_cotangent(gathered: Kept, cotangent: Any, dimension: int) -> jax.Array | None:
+def _whole_cotangent(gathered: GatherResidual, cotangent: Any, dimension: int) -> jax.Array | None:
     """That of what was kept, as one array; None where it is zero."""
-    chunks = cotangent.chunks if isinstance(gathered, Gathered) else [cotangent]
+    chunks = cotangent.chunks if isinstance(gathered, ChunkedArray) else [cotangent]
     if gathered is None or all(map(_is_zero, chunks)):
         return None
-    if not isinstance(gathered, Gathered):
+    if not isinstance(gathered, ChunkedArray):
         return cotangent
-    return Gathered([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
+    return ChunkedArray([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
 
 
-def together(gathered: Kept, *results: Any) -> tuple[Any, ...]:
+def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]:
     """Results as they are, none to be used before all are there if they took chunks.
 
     XLA puts off weight gradients, since nothing waits for them, and the chunks they are made of
     would take memory until then.
     """
-    if not isinstance(gathered, Gathered):
+    if not isinstance(gathered, ChunkedArray):
         return results
     return lax.optimization_barrier(results)
 
 
-def _implementation_of(gathered: Kept) -> Any:
+def _implementation_of(gathered: GatherResidual) -> Any:
     """One that takes what was gathered as it is."""
-    return IMPLEMENTATIONS["ring" if isinstance(gathered, Gathered) else "bulk"]
+    return IMPLEMENTATIONS["ring" if isinstance(gathered, ChunkedArray) else "xla"]
 
 
 def _is_primal(value: Any) -> bool:

@@ -7,6 +7,6 @@ import logging
 
 
 @functools.cache
-def say_once(sentence: str) -> None:
+def warn_once(sentence: str) -> None:
     """Warns through the logger "collective_matmul", the first time that it is given `sentence`."""
     logging.getLogger("collective_matmul").warning(sentence)

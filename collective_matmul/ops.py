@@ -23,8 +23,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import checks, gradients
-from collective_matmul.choose.source import calling_source
-from collective_matmul.gradients import Call, gather_matmul, matmul_scatter, vary_together
+from collective_matmul.gradients import OpParams, gather_matmul, matmul_scatter, pvary_all
+from collective_matmul.source_location import calling_location
 
 #: The name that `jax.checkpoint` policies know the results of the ops by.
 CHECKPOINT_NAME = "collective_matmul"
@@ -65,7 +65,7 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       w: [K, *N], or a sequence of such.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
         "ring_direct", "fused", "one_shot".
 
     Returns:
@@ -80,8 +80,8 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     checks.implementation(implementation)
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
-    x, *matrices = vary_together(axis_name, x, *map(_as_matrix, ws))
-    call = Call(axis_name, dimension, implementation, source=calling_source())
+    x, *matrices = pvary_all(axis_name, x, *map(_as_matrix, ws))
+    call = OpParams(axis_name, dimension, implementation, source=calling_location())
     ys, _ = gather_matmul(x, tuple(matrices), call)
     ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
@@ -112,7 +112,7 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
         "ring_direct", "fused", "one_shot".
 
     Returns:
@@ -128,8 +128,8 @@ def matmul_reduce_scatter(
     checks.operands(x, (w,))
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
-    x, matrix = vary_together(axis_name, x, _as_matrix(w))
-    call = Call(axis_name, dimension, implementation, source=calling_source())
+    x, matrix = pvary_all(axis_name, x, _as_matrix(w))
+    call = OpParams(axis_name, dimension, implementation, source=calling_location())
     y = matmul_scatter((x,), (matrix,), call)
     return named(_split_columns(y / devices if mean else y, w))
 
@@ -152,7 +152,7 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way",
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
         "ring_direct", "fused", "one_shot". A ring needs the product of x's leading dimensions to
         be a multiple of D.
 
@@ -166,8 +166,8 @@ def matmul_all_reduce(
     checks.axis_size(axis_name)
     checks.implementation(implementation)
     checks.operands(x, (w,))
-    x, matrix = vary_together(axis_name, x, _as_matrix(w))
-    call = Call(axis_name, None, implementation, source=calling_source())
+    x, matrix = pvary_all(axis_name, x, _as_matrix(w))
+    call = OpParams(axis_name, None, implementation, source=calling_location())
     y = gradients.matmul_all_reduce(x, matrix, call)
     return named(_split_columns(y, w))
 

@@ -15,32 +15,32 @@ from typing import Any
 import jax
 import numpy as np
 
-#: Whether the program that is traced will be compiled by ``overlap_jit(..., fused=True)``.
-kernels_may_address_peers = jax.make_user_context(False)
+#: Whether the program that is traced will be compiled by ``overlap_jit(..., peer_kernels=True)``.
+peer_kernels_allowed = jax.make_user_context(False)
 
 
-def program_obstacle() -> str | None:
+def peer_kernels_disallowed_reason() -> str | None:
     """Why no kernel may address peers' memory in the program that is traced, or None.
 
     Such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that XLA
     runs at the same time may hold those that a peer's kernel waits for, and wait for this one.
     """
-    if kernels_may_address_peers.value:
+    if peer_kernels_allowed.value:
         return None
     return (
         "collectives at the same time, as this program is compiled, allow no kernel to address"
-        " peers' memory; compile with collective_matmul.overlap_jit(..., fused=True)"
+        " peers' memory; compile with collective_matmul.overlap_jit(..., peer_kernels=True)"
     )
 
 
-def transport_obstacle(axis_name: str) -> str | None:
+def no_peer_copies_reason(axis_name: str) -> str | None:
     """Why a ring over a mesh axis cannot copy between peers, or None. Called while tracing."""
     if _joins_processes(axis_name):
         return (
             f"axis {axis_name!r} joins devices of several processes, and copies between GPUs need"
             " all of them in one"
         )
-    return peer_access_obstacle()
+    return no_peer_access_reason()
 
 
 def _joins_processes(axis_name: str) -> bool:
@@ -62,7 +62,7 @@ def _joins_processes(axis_name: str) -> bool:
 
 
 @functools.cache
-def peer_access_obstacle() -> str | None:
+def no_peer_access_reason() -> str | None:
     """Which of this process's GPUs cannot address which, as a reason; None if each can each other.
 
     None too where there is no NVIDIA GPU. Starts JAX's backend.

@@ -26,16 +26,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import overlap_jit
-from collective_matmul.choose import decision, record_decisions
-from collective_matmul.implementations import IMPLEMENTATIONS
-from tests.choose.sites import H200
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.dispatch import selection
+from collective_matmul.dispatch.selection import record_decisions
+from tests.dispatch.sites import H200
 from tests.reference import AXIS, OPS, Case, reference
 
 PROCESSES = 2
 LOCAL_DEVICES = 2
 #: Sizes of the axes ("data", AXIS): a ring over all processes, and one ring within each.
 ACROSS, WITHIN = (1, PROCESSES * LOCAL_DEVICES), (PROCESSES, LOCAL_DEVICES)
-FEW = (None, "bulk", "ring")
+FEW = (None, "xla", "ring")
 IMPLEMENTATIONS_ON = {ACROSS: (None, *IMPLEMENTATIONS), WITHIN: FEW}
 
 #: The environment of a process that simulates its devices.
@@ -137,7 +138,7 @@ def report(case: Case, mesh: Mesh) -> Report:
     # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing said.
     devices = contextlib.nullcontext()
     if case.implementation is None:
-        devices = mock.patch.object(decision, "_device", lambda: H200)
+        devices = mock.patch.object(selection, "_device", lambda: H200)
     with (
         devices,
         warnings_of_the_library() as said,

@@ -16,13 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import (
-    all_gather_matmul,
-    checks,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
-from collective_matmul.implementations import IMPLEMENTATIONS, RINGS
+from collective_matmul import all_gather_matmul, checks, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul.backends import IMPLEMENTATIONS, RINGS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -204,7 +199,7 @@ def test_a_ring_asked_for_by_name_must_be_able_to_run(
 ) -> None:
     sentence = (
         f"implementation={implementation!r}: 6 rows are not divisible by axis 'tensor' of size 4;"
-        " use 'bulk' for matmul_all_reduce float32 [2,3,2]@[2,5] over tensor=4"
+        " use 'xla' for matmul_all_reduce float32 [2,3,2]@[2,5] over tensor=4"
     )
     fun = partial(matmul_all_reduce, axis_name=AXIS, implementation=implementation)
     refused(fun, zeros(2, 3, 2), zeros(2, 5), ValueError, sentence)

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from collective_matmul import OVERLAP_OPTIONS, compiler, explain, log, overlap, overlap_jit
-from collective_matmul.peer_access import program_obstacle
+from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
 
 PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_results_are_those_of_jit(implementation: str, make_mesh: MeshFactory) -> None:
     case = Case("all_gather_matmul", implementation, 2, (4,), 3, ((4,),))
     x, ws, dys = case.arrays()
@@ -74,7 +74,9 @@ def test_an_unknown_option_is_xlas_error() -> None:
 
 def test_a_decorated_function_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several processes must be joined before JAX looks for devices, and after imports."""
-    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: pytest.fail("looked for devices"))
+    monkeypatch.setattr(
+        compiler, "no_peer_access_reason", lambda: pytest.fail("looked for devices")
+    )
     overlap_jit(jnp.sin)
 
 
@@ -90,7 +92,7 @@ class Recorded:
         self.obstacles: list[str | None] = []
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        self.obstacles.append(program_obstacle())
+        self.obstacles.append(peer_kernels_disallowed_reason())
         return x
 
 
@@ -98,7 +100,7 @@ class Recorded:
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_traced_knows_how_it_is_compiled(use: str, fused: bool) -> None:
     recorded = Recorded()
-    getattr(overlap_jit(recorded, fused=fused), use)(1.0)
+    getattr(overlap_jit(recorded, peer_kernels=fused), use)(1.0)
     (obstacle,) = recorded.obstacles
     assert (obstacle is None) == fused
 
@@ -107,24 +109,24 @@ def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
     recorded = Recorded()
     inner = jax.jit(recorded)
     for fused in (False, True):
-        overlap_jit(lambda x: inner(x), fused=fused)(1.0)
+        overlap_jit(lambda x: inner(x), peer_kernels=fused)(1.0)
     plain, ours = recorded.obstacles
-    assert "compile with collective_matmul.overlap_jit(..., fused=True)" in str(plain)
+    assert "compile with collective_matmul.overlap_jit(..., peer_kernels=True)" in str(plain)
     assert ours is None
 
 
 def test_options_of_fused_kernels(options: Callable) -> None:
-    assert options(fused=True) == {**OVERLAP_OPTIONS, **compiler.FUSED_OPTIONS}
-    assert overlap_jit(jnp.sin, fused=True)(0.0) == 0  # XLA knows them.
+    assert options(peer_kernels=True) == {**OVERLAP_OPTIONS, **compiler.PEER_KERNEL_OPTIONS}
+    assert overlap_jit(jnp.sin, peer_kernels=True)(0.0) == 0  # XLA knows them.
 
 
-@pytest.mark.parametrize("option", [*compiler.FUSED_OPTIONS, PERMUTE_MODE])
+@pytest.mark.parametrize("option", [*compiler.PEER_KERNEL_OPTIONS, PERMUTE_MODE])
 def test_no_fused_kernels_with_other_options(option: str) -> None:
     with pytest.raises(
         ValueError,
         match=f"^compiler_options: {option}: kernels that address peers need our value;",
     ):
-        overlap_jit(jnp.sin, fused=True, compiler_options={option: "CUSTOM_CALL"})
+        overlap_jit(jnp.sin, peer_kernels=True, compiler_options={option: "CUSTOM_CALL"})
     overlap_jit(jnp.sin, compiler_options={option: "CUSTOM_CALL"})
 
 
@@ -226,7 +228,7 @@ def test_programs_that_may_have_kernels_are_launched_one_at_a_time(
     """Whichever they are: two programs, each launched by a thread of its own."""
     crowd = Crowd()
     monkeypatch.setattr(compiler, "_launching", Turns(compiler._launching, crowd))
-    programs = [overlap_jit(jnp.sin, fused=each) for each in fused]
+    programs = [overlap_jit(jnp.sin, peer_kernels=each) for each in fused]
     for program in programs:
         monkeypatch.setattr(program, "_jitted", crowd)
     with ThreadPoolExecutor(2) as pool:
@@ -238,14 +240,14 @@ def test_what_runs_at_a_launch_may_launch_too() -> None:
     with compiler._launching:
         assert compiler._launching.acquire(blocking=False)  # Else it would wait for itself.
         compiler._launching.release()
-        assert overlap_jit(jnp.sin, fused=True)(0.0) == 0
+        assert overlap_jit(jnp.sin, peer_kernels=True)(0.0) == 0
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The options that `jax.jit` gets from `overlap_jit`."""
-    fresh = functools.cache(log.say_once.__wrapped__)
-    monkeypatch.setattr(compiler, "say_once", fresh)
+    fresh = functools.cache(log.warn_once.__wrapped__)
+    monkeypatch.setattr(compiler, "warn_once", fresh)
 
     def given(fused: bool = False, **users: Any) -> dict[str, Any]:
         taken: list[dict[str, Any]] = []
@@ -257,7 +259,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "jit", jit)
-            overlap_jit(lambda: None, fused=fused, compiler_options=users)()
+            overlap_jit(lambda: None, peer_kernels=fused, compiler_options=users)()
         return taken[0]
 
     return given
@@ -276,7 +278,7 @@ def test_permutes_are_left_to_nccl_where_peers_have_none(
     options: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: obstacle)
+    monkeypatch.setattr(compiler, "no_peer_access_reason", lambda: obstacle)
     others = {name: value for name, value in OVERLAP_OPTIONS.items() if name != PERMUTE_MODE}
     for _ in range(2):
         assert options() == others
@@ -288,7 +290,7 @@ def test_permutes_are_left_to_nccl_where_peers_have_none(
 def test_the_users_permute_mode_stays(
     options: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiler, "peer_access_obstacle", lambda: "no access")
+    monkeypatch.setattr(compiler, "no_peer_access_reason", lambda: "no access")
     assert options(**{PERMUTE_MODE: "theirs"}) == {**OVERLAP_OPTIONS, PERMUTE_MODE: "theirs"}
     assert caplog.messages == []
 
@@ -304,4 +306,4 @@ def test_with_several_processes_each_ring_has_its_own_transport(
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_it_returns_can_be_copied(fused: bool) -> None:
-    assert copy.deepcopy(overlap_jit(jnp.sin, fused=fused))(0.0) == 0.0
+    assert copy.deepcopy(overlap_jit(jnp.sin, peer_kernels=fused))(0.0) == 0.0

@@ -19,9 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import collective_einsum, explain
-from collective_matmul.implementations import IMPLEMENTATIONS
-from tests.choose.sites import BFLOAT16, H200
+from collective_matmul.backends import IMPLEMENTATIONS
 from tests.conftest import MeshFactory
+from tests.dispatch.sites import BFLOAT16, H200
 from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
 from tests.reference import AXIS, assert_close, poisoned_results
 from tests.test_transforms import assert_same, result_and_gradients
@@ -41,7 +41,7 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
 @pytest.mark.parametrize(
     ("form", "implementation"),
     [
-        *itertools.product(FORMS, ("bulk", "ring")),
+        *itertools.product(FORMS, ("xla", "ring")),
         *itertools.product(
             ("three batch labels", "gathered contracted label", "scattered batch label"),
             ("ring_two_way", "ring_direct"),
@@ -52,7 +52,7 @@ def test_every_form(form: str, implementation: str, mesh: Mesh) -> None:
     assert_close(case_of(form, implementation).compare(mesh))
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_products_of_chunks_are_summed_in_float32(
     implementation: str, make_mesh: MeshFactory
 ) -> None:
@@ -130,7 +130,7 @@ def test_second_derivatives_under_vmap(check_vma: bool, make_mesh: MeshFactory) 
     )
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 @pytest.mark.parametrize("operand", ["x", "w"])
 def test_gradients_of_replicated_operands_are_summed(
     implementation: str, operand: str, mesh: Mesh
@@ -221,7 +221,7 @@ def test_einsums_are_decided_by_the_cost_model() -> None:
     summed = decide("sd,sf->df", (2048, 8192), (8192, 7168))
     assert stands.site.flops == summed.site.flops
     assert stands.site.bytes_communicated == summed.site.bytes_communicated
-    assert (stands.implementation, summed.implementation) == ("ring", "bulk")
+    assert (stands.implementation, summed.implementation) == ("ring", "xla")
     assert stands.seconds and summed.seconds and stands.seconds < summed.seconds
 
 

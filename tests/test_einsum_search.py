@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
 from tests.conftest import MeshFactory
 from tests.einsum_reference import EinsumCase
 from tests.reference import AXIS, assert_close, poisoned_results

@@ -11,14 +11,11 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
+from collective_matmul.backends import RINGS
+from collective_matmul.backends.ring.schedule import Schedule, Use, make_schedule
+from collective_matmul.einsum_execution import gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation
-from collective_matmul.implementations import RINGS
-from collective_matmul.implementations.einsum import gather_einsum, scatter_einsum
-from collective_matmul.schedule import Schedule, Use, make_schedule
-from tests.conftest import MeshFactory
-from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
-from tests.reference import AXIS
-from tests.test_structure import (
+from tests.backends.ring.test_program_structure import (
     ancestors,
     compiled_operations,
     count,
@@ -26,6 +23,9 @@ from tests.test_structure import (
     indices,
     local_jaxpr,
 )
+from tests.conftest import MeshFactory
+from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
+from tests.reference import AXIS
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_ring = pytest.mark.parametrize("ring", RINGS)
@@ -89,7 +89,7 @@ def test_the_compiler_adds_no_communication(form: str, mesh: Mesh) -> None:
 
 @every_form
 def test_bulk_is_one_collective_and_one_einsum(form: str, mesh: Mesh) -> None:
-    case = case_of(form, "bulk")
+    case = case_of(form, "xla")
     forward, both = passes(case, mesh)
     own, other = ("all_gather", "reduce_scatter")[:: 1 if case.gather else -1]
     assert (count(forward, own), count(forward, "dot_general")) == (1, 1)
@@ -99,7 +99,7 @@ def test_bulk_is_one_collective_and_one_einsum(form: str, mesh: Mesh) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_nothing_gathered_is_kept_for_the_backward(
     form: str, implementation: str, mesh: Mesh
 ) -> None:
@@ -160,7 +160,7 @@ def test_results_can_be_saved_by_name(mesh: Mesh) -> None:
     assert equation.params["name"] == CHECKPOINT_NAME
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 @every_form
 def test_lowers_for_gpus(form: str, implementation: str, mesh: Mesh) -> None:
     case = case_of(form, implementation)

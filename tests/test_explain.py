@@ -22,8 +22,8 @@ from collective_matmul import (
     overlap,
 )
 from collective_matmul.rewrite import find_sites
-from tests.choose.sites import BFLOAT16, H200
 from tests.conftest import MeshFactory
+from tests.dispatch.sites import BFLOAT16, H200
 from tests.reference import AXIS
 
 #: Those of this JAX that address peers.
@@ -101,11 +101,12 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     first, *_ = table.splitlines()[1:]
     decision = explanation.decisions[0]
     assert decision.seconds is not None
-    assert decision.bulk_seconds is not None
+    assert decision.reference_seconds is not None
     assert f"{decision.seconds * 1e6:.0f}" in first.split()
-    assert f"{decision.bulk_seconds * 1e6:.0f}" in first.split()
+    assert f"{decision.reference_seconds * 1e6:.0f}" in first.split()
     total, bulk = (
-        sum(getattr(d, name) for d in explanation.decisions) for name in ("seconds", "bulk_seconds")
+        sum(getattr(d, name) for d in explanation.decisions)
+        for name in ("seconds", "reference_seconds")
     )
     assert table.splitlines()[-1] == (
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
@@ -118,12 +119,12 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
 def test_what_is_carried_out_in_place_of_a_fused_kernel(dtype: Any) -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
     fun = on(mesh, implementation="fused")
-    for line in lines_of(fun, *arguments(512, 256, 4096, dtype=dtype), fused=True):
+    for line in lines_of(fun, *arguments(512, 256, 4096, dtype=dtype), peer_kernels=True):
         if HAS_KERNELS and dtype == BFLOAT16:
             assert (line[5], line[-1]) == ("fused", "requested")
         else:
             why = "dtypes ['float32']" if HAS_KERNELS else f"jax {jax.__version__}"
-            assert line[5] == "bulk"
+            assert line[5] == "xla"
             assert line[-1].startswith(f"fallback: fused is not possible: {why}: ")
 
 
@@ -149,7 +150,7 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
         einsum, mesh=mesh, in_specs=(P(None, AXIS), P()), out_specs=out, check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2, 64, 256), w)]
-    (decision,) = explain(sharded, fused=True)(*shapes).decisions
+    (decision,) = explain(sharded, peer_kernels=True)(*shapes).decisions
     assert (decision.site.dimension, decision.site.transpose_w) == (dimension, transpose_w)
     if dimension is None:
         assert decision.implementation != "fused"
@@ -218,9 +219,9 @@ def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:
         down, mesh=mesh, in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS), check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2048, 14336), (14336, 4096))]
-    (site,) = explain(sharded, fused=fused)(*shapes).plain
+    (site,) = explain(sharded, peer_kernels=fused)(*shapes).plain
     assert site.decision is not None
-    assert site.decision.implementation == ("fused" if fused and HAS_KERNELS else "bulk")
+    assert site.decision.implementation == ("fused" if fused and HAS_KERNELS else "xla")
 
 
 def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
@@ -245,7 +246,7 @@ def test_what_overlap_has_put_in_place_of_a_fused_kernel(make_mesh: MeshFactory)
             " on cpu nothing runs under a matmul"
         )
     (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())
-    assert site.decision is not None and site.decision.implementation == "bulk"
+    assert site.decision is not None and site.decision.implementation == "xla"
 
 
 def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -> None:
@@ -306,8 +307,8 @@ def test_predicted_gain_of_what_is_not_replaced() -> None:
     shapes = flat_arguments(8192, 8192, 28672, dtype=BFLOAT16)
     explanation = explain(plain(mesh))(*shapes)
     site = explanation.plain[0]
-    assert site.decision is not None and site.decision.seconds and site.decision.bulk_seconds
-    seconds, bulk = site.decision.seconds, site.decision.bulk_seconds
+    assert site.decision is not None and site.decision.seconds and site.decision.reference_seconds
+    seconds, bulk = site.decision.seconds, site.decision.reference_seconds
     assert seconds < bulk
     line = re.split(r"  +", str(explanation).splitlines()[1])
     assert line[5:8] == [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case, Comparison, assert_close, poisoned_results, reference
 
@@ -108,7 +108,7 @@ def balanced(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("contraction", ["y", "dx", "dw"])
 def test_matmuls_accumulate_in_float32(
@@ -129,7 +129,7 @@ def test_matmuls_accumulate_in_float32(
     jax.tree.map(np.testing.assert_array_equal, actual, reference(x, [w], [dy]))
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_shares_of_several_weights_are_added_in_float32(
     implementation: str, make_mesh: MeshFactory
 ) -> None:

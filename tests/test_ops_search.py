@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case, assert_close, poisoned_results
 
@@ -38,7 +38,7 @@ def calls(
     leading = draw(st.lists(sizes, min_size=1, max_size=3))
     dimension = draw(st.integers(0, len(leading) - 1))
     # Each shard has one row to three. An all-reduce in bulk takes any number of rows.
-    if op != "matmul_all_reduce" or implementation not in (None, "bulk"):
+    if op != "matmul_all_reduce" or implementation not in (None, "xla"):
         leading[dimension] *= devices
     contracted = draw(sizes)
     shapes = draw(st.lists(columns, min_size=weights[0], max_size=weights[1]))

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh
 
 from collective_matmul import peer_access
 from collective_matmul.peer_access import (
+    no_peer_access_reason,
+    no_peer_copies_reason,
     pair_without_access,
-    peer_access_obstacle,
-    transport_obstacle,
 )
 
 INVALID_DEVICE = 101  # CUDA_ERROR_INVALID_DEVICE
@@ -42,8 +42,8 @@ class Driver:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was found out about this machine's GPUs is forgotten."""
-    fresh = functools.cache(peer_access_obstacle.__wrapped__)
-    monkeypatch.setattr(peer_access, "peer_access_obstacle", fresh)
+    fresh = functools.cache(no_peer_access_reason.__wrapped__)
+    monkeypatch.setattr(peer_access, "no_peer_access_reason", fresh)
 
 
 @pytest.fixture
@@ -78,20 +78,20 @@ def test_an_error_of_the_driver_is_raised() -> None:
 
 def test_the_obstacle_names_the_gpus(pretend: Any) -> None:
     pretend([0, 2], Driver(4, {(2, 0)}))
-    assert peer_access.peer_access_obstacle() == "GPU 2 cannot address the memory of GPU 0"
+    assert peer_access.no_peer_access_reason() == "GPU 2 cannot address the memory of GPU 0"
 
 
 def test_no_obstacle_where_all_have_access_or_no_driver_is(pretend: Any) -> None:
     pretend([0, 1], Driver(2))
-    assert peer_access.peer_access_obstacle() is None
-    peer_access.peer_access_obstacle.cache_clear()
+    assert peer_access.no_peer_access_reason() is None
+    peer_access.no_peer_access_reason.cache_clear()
     pretend([0, 1], None)
-    assert peer_access.peer_access_obstacle() is None
+    assert peer_access.no_peer_access_reason() is None
 
 
 def test_no_obstacle_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_access, "_cuda_driver", lambda: pytest.fail("asked"))
-    assert peer_access.peer_access_obstacle() is None
+    assert peer_access.no_peer_access_reason() is None
 
 
 def test_a_missing_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_axes_across_processes(
 ) -> None:
     with jax.sharding.use_abstract_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes))):
         for axis in sizes:
-            obstacle = transport_obstacle(axis)
+            obstacle = no_peer_copies_reason(axis)
             if axis in within_a_process:
                 assert obstacle is None
             else:
@@ -138,4 +138,4 @@ def test_axes_across_processes(
 def test_an_axis_of_one_process_asks_about_peer_access(pretend: Any) -> None:
     pretend([0, 1], Driver(2, {(0, 1)}))
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("tensor",))):
-        assert transport_obstacle("tensor") == "GPU 0 cannot address the memory of GPU 1"
+        assert no_peer_copies_reason("tensor") == "GPU 0 cannot address the memory of GPU 1"

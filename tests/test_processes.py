@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collective_matmul.implementations import KERNELS
+from collective_matmul.backends import KERNELS
 from tests import processes
 from tests.processes import ACROSS, IMPLEMENTATIONS_ON, PROCESSES, Report
 from tests.reference import OPS
@@ -37,7 +37,7 @@ def test_results_and_gradients(
 @every_op
 def test_the_choice_across_processes_is_bulk(reports: list[list[Report]], op: str) -> None:
     for process in reports:
-        assert of(process, ACROSS, op, None).decisions == ["bulk"]
+        assert of(process, ACROSS, op, None).decisions == ["xla"]
 
 
 def test_the_reason_is_said_once(reports: list[list[Report]]) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from collective_matmul.schedule import make_schedule
+from collective_matmul.backends.ring.schedule import make_schedule
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

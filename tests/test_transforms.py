@@ -29,7 +29,7 @@ from tests.reference import AXIS, OPS, Case, poisoned_results, reference
 
 every_op = pytest.mark.parametrize("op", OPS)
 vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False])
-bulk_and_ring = pytest.mark.parametrize("implementation", ["bulk", "ring"])
+bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -244,7 +244,7 @@ def test_rings_over_two_axes_in_one_program(check_vma: bool, make_mesh: MeshFact
 
 
 def _einsum(x: jax.Array, w: jax.Array) -> jax.Array:
-    return collective_einsum("bd,df->fb", x, w, AXIS, gather="b", implementation="bulk")
+    return collective_einsum("bd,df->fb", x, w, AXIS, gather="b", implementation="xla")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Config:
     """Tokens per sequence."""
     accumulate: int = 1
     """Microbatches that an optimizer step is computed in, one after the other."""
-    overlap: Literal["auto", "ring", "bulk", "rewrite"] = "auto"
+    overlap: Literal["auto", "ring", "xla", "rewrite"] = "auto"
     """How a matmul meets its collective: auto decides for each shape; rewrite does too, in a model
     of JAX's own collectives, whose whole step it gives to collective_matmul.overlap."""
     remat: Remat = "none"

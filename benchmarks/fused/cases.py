@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.communication import AXIS
 from benchmarks.peers import mosaic_example
 from collective_matmul import overlap_jit
-from collective_matmul.choose.measure import Timing
-from collective_matmul.implementations import IMPLEMENTATIONS
-from collective_matmul.implementations.arithmetic import matmul
-from collective_matmul.kernels import fused_gather
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends.arithmetic import matmul
+from collective_matmul.backends.fused import all_gather
+from collective_matmul.tuning.timing import Timing
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Model = Literal["8B", "70B", "small", "tiny"]
@@ -84,10 +84,10 @@ def way_of(contender: str, op: Op) -> Way:
         return matmul
     if contender == "fused_delayed":
         implementation: Any = SimpleNamespace(
-            all_gather_matmul=functools.partial(fused_gather.all_gather_matmul, delays=True)
+            all_gather_matmul=functools.partial(all_gather.all_gather_matmul, delays=True)
         )
     elif contender == "fused" and op == "all_gather_matmul":
-        implementation = fused_gather
+        implementation = all_gather
     else:
         implementation = IMPLEMENTATIONS[contender]
     run = getattr(implementation, op)
@@ -170,7 +170,7 @@ class Checks:
 
         sharded = jax.shard_map(loop, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
         seeds = jnp.arange(self.turns, dtype=jnp.uint32)
-        compiled = overlap_jit(sharded, fused=True).lower(seeds).compile()
+        compiled = overlap_jit(sharded, peer_kernels=True).lower(seeds).compile()
         return lambda: int(compiled(seeds))
 
 
@@ -209,7 +209,7 @@ def lowered_chain(
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(case.shapes, specs[:2], strict=True)
     )
-    return overlap_jit(sharded, fused=True).lower(x, [w] * layers)
+    return overlap_jit(sharded, peer_kernels=True).lower(x, [w] * layers)
 
 
 def quartiles(timing: Timing, layers: int) -> list[float]:

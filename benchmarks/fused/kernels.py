@@ -45,8 +45,8 @@ from benchmarks.settings import (
     make_mesh,
 )
 from benchmarks.tables import table
-from collective_matmul.choose.measure import Timing, measure
-from collective_matmul.implementations import IMPLEMENTATIONS
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.tuning.timing import Timing, measure
 
 _CASES_AT_ONCE = 4
 
@@ -61,7 +61,7 @@ class Fused(Settings):
     """Widths."""
     rows: tuple[int, ...] = (64, 512, 4096)
     """M, of all devices together."""
-    contenders: tuple[str, ...] = ("bulk", "ring", "fused", "mosaic_example", "ceiling")
+    contenders: tuple[str, ...] = ("xla", "ring", "fused", "mosaic_example", "ceiling")
     """Who is timed. The ceiling communicates nothing."""
     repeats: int = 20
     """Turns of every check; 0 checks nothing."""

@@ -51,7 +51,7 @@ from benchmarks.settings import (
     make_mesh,
 )
 from benchmarks.tables import table
-from collective_matmul.kernels.fused_plans import merged, tuned_plans
+from collective_matmul.backends.fused.config_search import merged, tuned_plans
 
 # Cases that XLA compiles before they are timed.
 _AHEAD = 2
@@ -233,7 +233,7 @@ def run(settings: Plans) -> Report:
     check(settings)
     check_least(settings, 1, "candidates", "layers")
     check_positive(settings, "lead_seconds", "step_seconds")
-    check_names("contenders", settings.contenders, ["bulk", "ceiling"])
+    check_names("contenders", settings.contenders, ["xla", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("plans", settings, kinds, [fastest])
     ends = time.time() + settings.limit_seconds

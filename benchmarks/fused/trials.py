@@ -16,9 +16,15 @@ import jax
 from benchmarks.communication import AXIS
 from benchmarks.fused.cases import FEATURES, Case, Way, chain, lowered_chain, quartiles, way_of
 from benchmarks.fused.operands import Operands, Rows
-from collective_matmul.choose.measure import measure
-from collective_matmul.kernels import device, fused_gather, fused_scatter, gather_plan, scatter_plan
-from collective_matmul.kernels.fused_plans import Call, lasting
+from collective_matmul.backends.fused import (
+    all_gather,
+    all_gather_config,
+    reduce_scatter,
+    reduce_scatter_config,
+)
+from collective_matmul.backends.fused.config_search import Call, lasting
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.tuning.timing import measure
 
 Plan = Any
 #: Of an H100 or H200; plans are rehearsed for those where there are none.
@@ -31,12 +37,14 @@ def call_of(case: Case, devices: int) -> Call:
     hidden //= devices
     shapes: Any
     if case.op == "all_gather_matmul":
-        shapes = gather_plan.Shapes(devices, 1, case.rows // devices, features, (hidden,))
+        shapes = all_gather_config.Shapes(devices, 1, case.rows // devices, features, (hidden,))
     elif case.op == "matmul_reduce_scatter":
         owned = case.rows // devices
-        shapes = scatter_plan.Shapes("scatter", devices, 1, owned, (hidden,), features)
+        shapes = reduce_scatter_config.Shapes("scatter", devices, 1, owned, (hidden,), features)
     else:
-        shapes = scatter_plan.Shapes("one_shot", devices, 1, case.rows, (hidden,), features)
+        shapes = reduce_scatter_config.Shapes(
+            "one_shot", devices, 1, case.rows, (hidden,), features
+        )
     target = device.target()
     return Call(case.op, shapes, target.multiprocessors if target else MULTIPROCESSORS)
 
@@ -44,9 +52,9 @@ def call_of(case: Case, devices: int) -> Call:
 def plans_of(call: Call) -> tuple[Plan, ...]:
     """All plans of a call, the likeliest to be fastest first."""
     found: Callable[[Any, int], tuple[Plan, ...]] = {
-        "all_gather_matmul": gather_plan.candidates,
-        "matmul_reduce_scatter": scatter_plan.candidates,
-        "matmul_all_reduce": scatter_plan.all_reduce_candidates,
+        "all_gather_matmul": all_gather_config.candidates,
+        "matmul_reduce_scatter": reduce_scatter_config.candidates,
+        "matmul_all_reduce": reduce_scatter_config.all_reduce_candidates,
     }[call.op]
     return found(call.shapes, call.multiprocessors)
 
@@ -71,14 +79,14 @@ def kind_of(call: Call, plan: Plan) -> str:
 def way_by(plan: Plan, case: Case) -> Way:
     """What carries out a case's op as planned; on devices that no kernel runs on, bulk does."""
     if device.target() is None:
-        return way_of("bulk", case.op)
+        return way_of("xla", case.op)
     if case.op == "all_gather_matmul":
-        gather = functools.partial(fused_gather.all_gather_matmul, dimension=0, plan=plan)
+        gather = functools.partial(all_gather.all_gather_matmul, dimension=0, plan=plan)
         return lambda x, w: gather(x, [w], AXIS)[0][0]
     if case.op == "matmul_reduce_scatter":
-        scatter = functools.partial(fused_scatter.matmul_reduce_scatter, dimension=0, plan=plan)
+        scatter = functools.partial(reduce_scatter.matmul_reduce_scatter, dimension=0, plan=plan)
         return lambda x, w: scatter([x], [w], AXIS)
-    return lambda x, w: fused_scatter.matmul_all_reduce(x, w, AXIS, plan=plan)
+    return lambda x, w: reduce_scatter.matmul_all_reduce(x, w, AXIS, plan=plan)
 
 
 @dataclass

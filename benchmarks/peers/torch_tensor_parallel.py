@@ -197,7 +197,7 @@ class Worker:
         return captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
-        """Seconds per call, each run once in every group, as `collective_matmul.choose.measure`.
+        """Seconds per call, each run once in every group, as `collective_matmul.tuning.timing`.
 
         In an order drawn anew for each group, the same on all devices; each run comes untimed first
         for half as long, so that it is timed at the clocks that its own power leaves.

@@ -1,14 +1,10 @@
 """Flax layers that communicate by the collective matmuls, and a wrapper for existing models."""
 
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
-from collective_matmul.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    shared_gather,
-)
+from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather
 from collective_matmul.layers.parallel_linen import ParallelModule
+from collective_matmul.layers.parallel_styles import Column, Row
 from collective_matmul.layers.parallelize import parallelize
-from collective_matmul.layers.plan import Column, Row
 
 __all__ = [
     "AttentionProjection",

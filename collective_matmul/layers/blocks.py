@@ -9,14 +9,14 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from collective_matmul.layers import checks
+from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear import (
     ColumnParallelLinear,
     LinearOptions,
     RowParallelLinear,
     shared_gather,
 )
-from collective_matmul.layers.worlds import known_axis_size
+from collective_matmul.layers.sharding_context import known_axis_size
 
 
 class GatedFeedForward(nnx.Module):
@@ -55,7 +55,7 @@ class GatedFeedForward(nnx.Module):
         **options: Unpack[LinearOptions],
     ):
         if devices := known_axis_size(axis_name, mesh):
-            checks.features("hidden_features", hidden_features, axis_name, devices)
+            layer_checks.features("hidden_features", hidden_features, axis_name, devices)
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -128,15 +128,15 @@ class AttentionProjection(nnx.Module):
             ("num_heads", num_heads),
             ("num_key_value_heads", num_key_value_heads),
         ):
-            checks.sizes(name, (value,))
+            layer_checks.sizes(name, (value,))
         if num_heads % num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={num_key_value_heads}: does not divide"
                 f" num_heads={num_heads}, whose queries share keys in equal groups"
             )
         if devices := known_axis_size(axis_name, mesh):
-            checks.features("num_heads", num_heads, axis_name, devices)
-            checks.features("num_key_value_heads", num_key_value_heads, axis_name, devices)
+            layer_checks.features("num_heads", num_heads, axis_name, devices)
+            layer_checks.features("num_key_value_heads", num_key_value_heads, axis_name, devices)
 
         def column(heads: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(

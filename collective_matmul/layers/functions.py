@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import checks
-from collective_matmul.layers.worlds import World, partition_spec, sharded
+from collective_matmul.layers import layer_checks
+from collective_matmul.layers.sharding_context import ShardingContext, partition_spec, sharded
 from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 
 def column_parallel(
-    world: World,
+    context: ShardingContext,
     x: jax.Array,
     kernels: Sequence[jax.Array],
     biases: Sequence[jax.Array | None],
@@ -31,7 +31,7 @@ def column_parallel(
     """``x @ kernel + bias`` for every kernel, x gathered once.
 
     Args:
-      world: whether the arrays are local or global.
+      context: whether the arrays are local or global.
       x: global [..., S, K], or local [..., s, K]; whole where `gather_dimension` is None.
       kernels: each global [K, *N], or local [K, N_0/D, *N_1...].
       biases: for each kernel None or [*N], sharded alike.
@@ -43,15 +43,15 @@ def column_parallel(
       For each kernel global [..., S, *N], sharded over the axis in its first feature dimension, or
       this device's shard of that.
     """
-    axis_name = world.axis_name
+    axis_name = context.axis_name
     for kernel, shape in zip(kernels, kernel_shapes, strict=True):
-        checks.features("out_features", shape[1:], axis_name, world.devices)
-        checks.kernel(kernel, shape, 1, world)
-        checks.input_features(x, shape[:1])
-    gather = checks.row_dimension("gather_dimension", gather_dimension, x.ndim - 1)
-    rows = world.rows(x, x.ndim - 1)
+        layer_checks.features("out_features", shape[1:], axis_name, context.devices)
+        layer_checks.kernel(kernel, shape, 1, context)
+        layer_checks.input_features(x, shape[:1])
+    gather = layer_checks.row_dimension("gather_dimension", gather_dimension, x.ndim - 1)
+    rows = context.rows(x, x.ndim - 1)
     x_rows = sharded(rows, gather, axis_name)
-    checks.rows_divide("gather_dimension", gather_dimension, x, x_rows, world)
+    layer_checks.rows_divide("gather_dimension", gather_dimension, x, x_rows, context)
 
     def on_shards(x, kernels, biases):
         if gather is None:
@@ -69,11 +69,11 @@ def column_parallel(
         tuple(b if b is None else P(*names) for b, names in zip(biases, features, strict=True)),
     )
     out_specs = tuple(partition_spec(rows, *names) for names in features)
-    return world.map_shards(on_shards, (x, tuple(kernels), tuple(biases)), in_specs, out_specs)
+    return context.map_shards(on_shards, (x, tuple(kernels), tuple(biases)), in_specs, out_specs)
 
 
 def row_parallel(
-    world: World,
+    context: ShardingContext,
     x: jax.Array,
     kernel: jax.Array,
     bias: jax.Array | None,
@@ -85,7 +85,7 @@ def row_parallel(
     """``x @ kernel + bias``, contracted over every feature dimension, summed over the axis.
 
     Args:
-      world: whether the arrays are local or global.
+      context: whether the arrays are local or global.
       x: global [..., S, *K], or local [..., S, K_0/D, *K_1...].
       kernel: global [*K, N], or local [K_0/D, *K_1..., N].
       bias: None or [N], the same on every device; added once, after the sum.
@@ -97,15 +97,15 @@ def row_parallel(
       Global [..., S, N], sharded over the axis along `scatter_dimension`, or this device's shard of
       that; the same on every device where `scatter_dimension` is None.
     """
-    axis_name = world.axis_name
-    checks.features("in_features", kernel_shape[:-1], axis_name, world.devices)
-    checks.kernel(kernel, kernel_shape, 0, world)
-    checks.input_features(x, kernel.shape[:-1])
+    axis_name = context.axis_name
+    layer_checks.features("in_features", kernel_shape[:-1], axis_name, context.devices)
+    layer_checks.kernel(kernel, kernel_shape, 0, context)
+    layer_checks.input_features(x, kernel.shape[:-1])
     count = x.ndim - kernel.ndim + 1
-    scatter = checks.row_dimension("scatter_dimension", scatter_dimension, count)
-    rows = world.rows(x, count)
+    scatter = layer_checks.row_dimension("scatter_dimension", scatter_dimension, count)
+    rows = context.rows(x, count)
     y_rows = sharded(rows, scatter, axis_name)
-    checks.rows_divide("scatter_dimension", scatter_dimension, x, y_rows, world)
+    layer_checks.rows_divide("scatter_dimension", scatter_dimension, x, y_rows, context)
 
     def on_shards(x, kernel, bias):
         x, kernel = x.reshape(*x.shape[:count], -1), kernel.reshape(-1, kernel.shape[-1])
@@ -121,7 +121,7 @@ def row_parallel(
     bias_spec = bias if bias is None else P(None)
     in_specs = (partition_spec(rows, *features), P(*features, None), bias_spec)
     out_specs = partition_spec(y_rows, None)
-    return world.map_shards(on_shards, (x, kernel, bias), in_specs, out_specs)
+    return context.map_shards(on_shards, (x, kernel, bias), in_specs, out_specs)
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import checks
+from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import column_parallel, row_parallel
-from collective_matmul.layers.worlds import find_world, known_axis_size
+from collective_matmul.layers.sharding_context import current_context, known_axis_size
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -60,7 +60,7 @@ class ColumnParallelLinear(nnx.Module):
       gather_dimension: the dimension of x that is sharded between layers; negative numbers count
         from the features. None: x is whole on every device and nothing is gathered.
       use_bias: whether a bias is added.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
       dtype: of the computation and of what is communicated; None promotes x and the parameters.
       param_dtype: of the parameters.
       kernel_init: called with the shape [in_features, product of out_features].
@@ -92,15 +92,15 @@ class ColumnParallelLinear(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        (self.in_features,) = checks.sizes("in_features", (in_features,))
-        self.out_features = checks.sizes("out_features", out_features)
+        (self.in_features,) = layer_checks.sizes("in_features", (in_features,))
+        self.out_features = layer_checks.sizes("out_features", out_features)
         self.axis_name, self.mesh = axis_name, mesh
         self.gather_dimension = gather_dimension
         self.implementation = implementation
         self.dtype = dtype
         check_implementation(implementation)
         if devices := known_axis_size(axis_name, mesh):
-            checks.features("out_features", self.out_features, axis_name, devices)
+            layer_checks.features("out_features", self.out_features, axis_name, devices)
         columns = math.prod(self.out_features)
         names = (axis_name, *[None] * (len(self.out_features) - 1))
         kernel = kernel_init(rngs.params(), (in_features, columns), param_dtype)
@@ -137,7 +137,7 @@ class RowParallelLinear(nnx.Module):
       scatter_dimension: the dimension of the result to shard; negative numbers count from the
         features. None: the sum is whole on every device.
       use_bias: whether a bias is added.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
       dtype: of the computation and of what is communicated; None promotes x and the parameters.
       param_dtype: of the parameters.
       kernel_init: called with the shape [product of in_features, out_features].
@@ -169,15 +169,15 @@ class RowParallelLinear(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = checks.sizes("in_features", in_features)
-        (self.out_features,) = checks.sizes("out_features", (out_features,))
+        self.in_features = layer_checks.sizes("in_features", in_features)
+        (self.out_features,) = layer_checks.sizes("out_features", (out_features,))
         self.axis_name, self.mesh = axis_name, mesh
         self.scatter_dimension = scatter_dimension
         self.implementation = implementation
         self.dtype = dtype
         check_implementation(implementation)
         if devices := known_axis_size(axis_name, mesh):
-            checks.features("in_features", self.in_features, axis_name, devices)
+            layer_checks.features("in_features", self.in_features, axis_name, devices)
         rows = math.prod(self.in_features)
         names = (axis_name, *[None] * len(self.in_features))
         kernel = kernel_init(rngs.params(), (rows, out_features), param_dtype)
@@ -193,7 +193,7 @@ class RowParallelLinear(nnx.Module):
             (x, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype
         )
         return row_parallel(
-            find_world(self.axis_name, self.mesh),
+            current_context(self.axis_name, self.mesh),
             x,
             kernel,
             bias,
@@ -230,7 +230,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     dtype = canonicalize_dtype(x, *kernels, *biases, dtype=first.dtype)
     return column_parallel(
-        find_world(first.axis_name, first.mesh),
+        current_context(first.axis_name, first.mesh),
         jnp.asarray(x, dtype),
         [kernel.astype(dtype) for kernel in kernels],
         [None if bias is None else bias.astype(dtype) for bias in biases],

@@ -14,10 +14,10 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import plan as plans
+from collective_matmul.layers import parallel_styles as plans
 from collective_matmul.layers.functions import column_parallel, row_parallel
-from collective_matmul.layers.plan import Column, Plan, Row
-from collective_matmul.layers.worlds import find_world
+from collective_matmul.layers.parallel_styles import Column, Plan, Row
+from collective_matmul.layers.sharding_context import current_context
 
 #: The options of linen.Dense that change what it computes, as they must be.
 PLAIN_OPTIONS = {
@@ -132,13 +132,13 @@ class ParallelModule:
 
     def _dense(self, module: linen.Dense, entry: Column | Row, inputs: jax.Array) -> jax.Array:
         """What `module` returns for `inputs`, by the ops."""
-        world = find_world(self.axis_name, self.mesh)
+        context = current_context(self.axis_name, self.mesh)
         kernel = _unboxed(module.get_variable("params", "kernel"))
         bias = _unboxed(module.get_variable("params", "bias")) if module.use_bias else None
         x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=module.dtype)
         if isinstance(entry, Column):
             (y,) = column_parallel(
-                world,
+                context,
                 x,
                 [kernel],
                 [bias],
@@ -148,11 +148,11 @@ class ParallelModule:
             )
             return y
         return row_parallel(
-            world,
+            context,
             x,
             kernel,
             bias,
-            (x.shape[-1] * world.parameter_shards, module.features),
+            (x.shape[-1] * context.parameter_shards, module.features),
             scatter_dimension=entry.scatter_dimension,
             implementation=self.implementation,
         )

@@ -10,9 +10,9 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
-from collective_matmul.layers import plan as plans
+from collective_matmul.layers import parallel_styles as plans
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
-from collective_matmul.layers.plan import Column, Plan, Row
+from collective_matmul.layers.parallel_styles import Column, Plan, Row
 
 #: The options of nnx.Linear that change what it computes, as they must be.
 PLAIN_OPTIONS = {

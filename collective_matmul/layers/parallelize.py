@@ -8,11 +8,11 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import plan as plans
+from collective_matmul.layers import parallel_styles as plans
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_nnx import replace_linears
-from collective_matmul.layers.plan import Plan
-from collective_matmul.layers.worlds import known_axis_size
+from collective_matmul.layers.parallel_styles import Plan
+from collective_matmul.layers.sharding_context import known_axis_size
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -62,7 +62,7 @@ def parallelize(
         too. The path of a layer is that of its parameters: "layers.0.mlp.up".
       axis_name: the mesh axis to spread over.
       mesh: of global arrays; None means that of `jax.set_mesh`.
-      implementation: None chooses per shape; or "bulk", "ring", "ring_two_way", "ring_direct".
+      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
 
     Returns:
       The nnx model itself; for a linen module a `ParallelModule`, with its `init` and `apply`.

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from jax import lax
 from jax.extend.core import Var
 
-from collective_matmul.rewrite.collectives import Collective
+from collective_matmul.rewrite.collective_equations import Collective
+from collective_matmul.rewrite.commuting import Passage, Shape, Step, divided, passage
 from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
-from collective_matmul.rewrite.steps import Passage, Shape, Step, divided, passage
 
 #: What has matmuls inside but no gather from outside: each has its reason not to take one in.
 _BORDERS = {

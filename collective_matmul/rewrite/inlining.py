@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.rewrite.collectives import collectives_in, kind_of
+from collective_matmul.rewrite.collective_equations import collectives_in, kind_of
+from collective_matmul.rewrite.commuting import passage
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.report import is_named
-from collective_matmul.rewrite.steps import passage
 
 
 def inlined(graph: Graph) -> Graph:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.choose.decision import Decision, record
-from collective_matmul.choose.source import Source, is_library
-from collective_matmul.listing import Line, line_of, listing
-from collective_matmul.rewrite.collectives import Kind, axes_of, kind_of
+from collective_matmul.dispatch.decision_table import Line, format_table, line_of
+from collective_matmul.dispatch.selection import Decision, record
+from collective_matmul.rewrite.collective_equations import Kind, axes_of, kind_of
 from collective_matmul.rewrite.graph import type_of
+from collective_matmul.source_location import SourceLocation, is_library
 
 #: The name scope of what takes a site's place; profiles show it.
 NAME = "collective_matmul.overlap"
@@ -40,7 +40,7 @@ class FoundSite:
     """
 
     kind: Kind
-    source: Source | None
+    source: SourceLocation | None
     shapes: str
     matmuls: int
     decision: Decision | None
@@ -61,7 +61,7 @@ class FoundSite:
 
 def table(sites: Sequence[FoundSite]) -> str:
     """What was done about each site, as `collective_matmul.explain` says it."""
-    return listing(site.line for site in sites)
+    return format_table(site.line for site in sites)
 
 
 def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
@@ -75,11 +75,11 @@ def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSi
     return _site(equation, matmuls, decision, decision.reason)
 
 
-def source_of(equation: JaxprEqn) -> Source | None:
+def source_of(equation: JaxprEqn) -> SourceLocation | None:
     """The user's line that an equation comes from."""
     for frame in _frames(equation):
         if not is_library(frame.file_name):
-            return Source(frame.file_name, frame.line_num, frame.function_name)
+            return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
     return None
 
 

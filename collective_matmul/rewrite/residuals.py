@@ -13,13 +13,13 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from collective_matmul.implementations.chunks import Gathered
+from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.rewrite.gathers import GatherMatch, Use, uses_of
 from collective_matmul.rewrite.graph import Graph, is_pure, type_of
+from collective_matmul.rewrite.grouped_wgrad import launches_of, tied
 from collective_matmul.rewrite.inlining import is_plain_call
-from collective_matmul.rewrite.launches import launches_of, tied
-from collective_matmul.rewrite.plan import Placed, consumed_by
-from collective_matmul.rewrite.sites import Handle, launched
+from collective_matmul.rewrite.replacements import Handle, launched
+from collective_matmul.rewrite.site_selection import Placed, consumed_by
 from collective_matmul.rewrite.splice import TracedSite, put_in_place, splice, trace
 
 _OF_ARGUMENTS = ("in_shardings", "in_layouts", "donated_invars")
@@ -39,7 +39,7 @@ class Residual:
 
     place: int
     whole: Var
-    chunks: Gathered
+    chunks: ChunkedArray
     match: GatherMatch
 
 
@@ -48,7 +48,7 @@ def residuals_of(graph: Graph, sites: Sequence[TracedSite], jaxpr: Jaxpr) -> lis
     found = []
     for site in sites:
         match = site.placed.match
-        if not isinstance(match, GatherMatch) or not isinstance(site.kept, Gathered):
+        if not isinstance(match, GatherMatch) or not isinstance(site.kept, ChunkedArray):
             continue
         unused = site.placed.consumed.issuperset(graph.users(match.root))
         places = [i for i, atom in enumerate(graph.jaxpr.outvars) if atom is match.root]

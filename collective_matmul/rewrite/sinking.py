@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from collective_matmul.rewrite.collectives import kind_of
+from collective_matmul.rewrite.collective_equations import kind_of
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 
 #: The names of the call, in one version of JAX or another.

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.choose.decision import Decision, record_decisions
+from collective_matmul.dispatch.selection import Decision, record_decisions
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.plan import Placed
+from collective_matmul.rewrite.replacements import Handle, Replacement
 from collective_matmul.rewrite.report import NAME
-from collective_matmul.rewrite.sites import Handle, Replacement
+from collective_matmul.rewrite.site_selection import Placed
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TracedSite:
     """A site's new equations, by the position at which they come, and what they decided.
 
     Attributes:
-      kept: what was gathered, its variables in a `Kept`; None if it is not kept.
+      kept: what was gathered, its variables in a `GatherResidual`; None if it is not kept.
     """
 
     placed: Placed

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.rewrite.collectives import Collective
+from collective_matmul.rewrite.collective_equations import Collective
+from collective_matmul.rewrite.commuting import Passage, Step, divided, passage, same_blocks
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
-from collective_matmul.rewrite.steps import Passage, Step, divided, passage, same_blocks
 
 _ADDED = "something is added to its matmul before the sum over devices"
 

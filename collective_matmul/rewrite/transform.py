@@ -13,8 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
-from collective_matmul.rewrite.nesting import Rewriter
 from collective_matmul.rewrite.report import FoundSite, table
+from collective_matmul.rewrite.rewriter import Rewriter
 
 
 def overlap(

@@ -6,16 +6,18 @@ import jax
 import pytest
 
 from benchmarks import contenders
-from collective_matmul.peer_access import program_obstacle
+from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
 
-@pytest.mark.parametrize("name", ["auto", "auto_fused", "bulk", "fused", "ring", "rewrite"])
+@pytest.mark.parametrize("name", ["auto", "auto_fused", "xla", "fused", "ring", "rewrite"])
 def test_fused_kernels_may_be_in_programs_that_are_named_for_them(
     name: str, make_mesh: MeshFactory
 ) -> None:
     traced: list[str | None] = []
     (jit,) = contenders.make(name, make_mesh({AXIS: 2})).jits.values()
-    jit(lambda x: traced.append(program_obstacle()) or x).lower(jax.ShapeDtypeStruct((), "float32"))
+    jit(lambda x: traced.append(peer_kernels_disallowed_reason()) or x).lower(
+        jax.ShapeDtypeStruct((), "float32")
+    )
     assert (traced == [None]) == ("fused" in name)

@@ -88,8 +88,8 @@ def test_what_a_contender_cannot_do_is_said_and_costs_the_others_nothing(tmp_pat
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert case["contenders"]["bulk"]["failure"] is None
-    assert case["contenders"]["bulk"]["median"] > 0
+    assert case["contenders"]["xla"]["failure"] is None
+    assert case["contenders"]["xla"]["median"] > 0
     assert "JAX's Mosaic example: " in case["contenders"]["mosaic_example"]["failure"]
     assert "mosaic_example: " in (tmp_path / "report.md").read_text()
 
@@ -103,11 +103,11 @@ def test_a_report_compares_auto_with_bulk(tmp_path):
     command_line.main([*arguments.split(), str(tmp_path)])
     cases = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert [list(case["contenders"]) for case in cases] == [
-        ["bulk", "auto", "auto_fused", "ceiling", "bulk again"],
-        ["bulk", "auto", "auto_fused", "ceiling"],
+        ["xla", "auto", "auto_fused", "ceiling", "bulk again"],
+        ["xla", "auto", "auto_fused", "ceiling"],
     ]
     again = cases[0]["contenders"]["bulk again"]
-    assert again["samples"] != cases[0]["contenders"]["bulk"]["samples"]
+    assert again["samples"] != cases[0]["contenders"]["xla"]["samples"]
     table = (tmp_path / "report.md").read_text()
     # M, cases, not bulk, wins, losses, least, mean, most: the same program, so the ratio is 1.
     assert "| all | 2 | 0 | 0 | 0 | 1.000 | 1.000 | 1.000 |" in table

@@ -36,7 +36,7 @@ def ops_report():
             "rows": rows,
             "direction": "forward",
             "devices": 4,
-            "contenders": {name: {"median": 1.0} for name in ("bulk", "auto")},
+            "contenders": {name: {"median": 1.0} for name in ("xla", "auto")},
         }
         for rows in (512, 8192)
     ]

@@ -67,11 +67,11 @@ def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
     assert [case["name"] for case in report["cases"]] == ["tiny M=16 forward", "tiny M=32 forward"]
     for case in report["cases"]:
         results = case["contenders"]
-        assert list(results) == ["bulk", "ring", "auto", "ceiling"]
+        assert list(results) == ["xla", "ring", "auto", "ceiling"]
         assert all(len(result["samples"]) == 2 for result in results.values())
         # Nothing runs under a matmul on the CPU, so auto decides for bulk.
-        assert results["auto"]["same_program_as"] == "bulk"
-        assert results["auto"]["samples"] == results["bulk"]["samples"]
+        assert results["auto"]["same_program_as"] == "xla"
+        assert results["auto"]["samples"] == results["xla"]["samples"]
     assert "tiny M=32 forward" in capsys.readouterr().out
     assert "| tiny M=32 forward |" in (tmp_path / "report.md").read_text()
 

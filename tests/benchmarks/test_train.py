@@ -15,7 +15,7 @@ def test_contenders_take_turns_with_one_state(make_mesh):
     mesh = make_mesh({"tensor": 2})
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(mesh, np.dtype("float32"))
-    names = ("bulk", "ring", "rewrite")
+    names = ("xla", "ring", "rewrite")
     taking_part = [contenders.make(name, mesh, try_options=False) for name in names]
     made = []
 
@@ -41,7 +41,7 @@ def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     monkeypatch.setattr(transform, "Rewriter", lambda name: made.append(name) or rewriter(name))
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
-    for name, times in (("bulk", 0), ("auto", 0), ("rewrite", 1)):
+    for name, times in (("xla", 0), ("auto", 0), ("rewrite", 1)):
         made.clear()
         contender = contenders.make(name, operands.mesh)
         program = case.build(operands, contender)

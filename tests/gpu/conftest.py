@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import pytest
 
-from collective_matmul.kernels import device
+from collective_matmul.mosaic_gpu import device
 from tests.conftest import skip_without
 from tests.gpu.problems import Call, Prepared
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.implementations import IMPLEMENTATIONS, KERNELS
+from collective_matmul.backends import IMPLEMENTATIONS, KERNELS
 
 
 class Verdict(NamedTuple):
@@ -87,7 +87,7 @@ class Problem(ABC):
         operands, results = self.shardings
         expected = described(jax.eval_shape(draw)[1], results)
         actual = described(
-            jax.eval_shape(self.function("bulk"), *jax.eval_shape(self.draw)), results
+            jax.eval_shape(self.function("xla"), *jax.eval_shape(self.draw)), results
         )
         drawn = jax.jit(draw, out_shardings=(operands, results)).lower()
         judge = functools.partial(jax.tree.map, self.judge)
@@ -121,7 +121,7 @@ class Call:
         operands, results = self.problem.shardings
         fun = overlap_jit(
             self.problem.function(self.implementation),
-            fused=self.implementation in KERNELS,
+            peer_kernels=self.implementation in KERNELS,
             out_shardings=results,
         )
         return fun.lower(*described(jax.eval_shape(self.problem.draw), operands)).compile()

@@ -26,7 +26,7 @@ from collective_matmul import (
     matmul_reduce_scatter,
     overlap_jit,
 )
-from collective_matmul.kernels import fused_gather, fused_scatter
+from collective_matmul.backends.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
@@ -91,7 +91,7 @@ class Case:
     def compile(self, way: Callable[..., Any], *, results: int = 1) -> Callable[..., Any]:
         """A program of global arrays, from a function of local x [1, ...] and w."""
         sharded, shardings = self.sharded(way, results=results)
-        return overlap_jit(sharded, fused=True, in_shardings=shardings)
+        return overlap_jit(sharded, peer_kernels=True, in_shardings=shardings)
 
     def sharded(self, way: Callable[..., Any], *, results: int = 1) -> tuple[Any, Any]:
         """The same to be compiled, and how its arguments are laid out."""
@@ -124,14 +124,12 @@ def op_of(case: Case) -> Callable[[jax.Array, jax.Array], jax.Array]:
 def kernel_of(case: Case, **options: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The kernel itself, which raises where it cannot run."""
     if case.op == "gather":
-        return lambda x, w: fused_gather.all_gather_matmul(x, [w], AXIS, dimension=1, **options)[0][
-            0
-        ]
+        return lambda x, w: all_gather.all_gather_matmul(x, [w], AXIS, dimension=1, **options)[0][0]
     if case.op == "scatter":
-        return lambda x, w: fused_scatter.matmul_reduce_scatter(
+        return lambda x, w: reduce_scatter.matmul_reduce_scatter(
             [x], [w], AXIS, dimension=1, **options
         )
-    return lambda x, w: fused_scatter.matmul_all_reduce(x, w, AXIS, **options)
+    return lambda x, w: reduce_scatter.matmul_all_reduce(x, w, AXIS, **options)
 
 
 def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -172,7 +170,7 @@ def test_gradients(case: Case) -> None:
     x, w, dy = case.arrays()
     op, shardings = case.sharded(lambda x, w: (op_of(case)(x, w),))
 
-    @functools.partial(overlap_jit, fused=True)
+    @functools.partial(overlap_jit, peer_kernels=True)
     def gradients(x, w, dy):
         x, w = lax.with_sharding_constraint((x, w), tuple(shardings))
         return jax.vjp(lambda x, w: op(x, w)[0], x, w)[1](dy)

@@ -25,8 +25,8 @@ from collective_matmul import (
     matmul_reduce_scatter,
     overlap_jit,
 )
-from collective_matmul.choose import record_decisions
-from collective_matmul.kernels import one_shot
+from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.dispatch.selection import record_decisions
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
@@ -42,7 +42,7 @@ MESHES = {
     "2x2 across": ((2, 2), (AXIS, OTHER)),
 }
 # A vector for some lanes, boxes that grow with the array, two boxes for a block, all that there is.
-ELEMENTS = (8, 1000, 65_536, 300_000, 1_500_000, one_shot.MOST_BYTES // 2)
+ELEMENTS = (8, 1000, 65_536, 300_000, 1_500_000, exchange_kernel.MOST_BYTES // 2)
 
 
 def differences(
@@ -57,9 +57,9 @@ def differences(
             x = jax.random.randint(jax.random.fold_in(key, number), (devices, elements), -8, 9)
             x = x.astype(dtype)
             pairs = (
-                (one_shot.all_gather(x[0], axis, delays=delays), lax.all_gather(x[0], axis)),
-                (one_shot.reduce_scatter(x, axis, delays=delays), lax.psum_scatter(x, axis)),
-                (one_shot.all_reduce(x[1], axis, delays=delays), lax.psum(x[1], axis)),
+                (exchange_kernel.all_gather(x[0], axis, delays=delays), lax.all_gather(x[0], axis)),
+                (exchange_kernel.reduce_scatter(x, axis, delays=delays), lax.psum_scatter(x, axis)),
+                (exchange_kernel.all_reduce(x[1], axis, delays=delays), lax.psum(x[1], axis)),
             )
             counts += jnp.stack([jnp.sum(a != b) for a, b in pairs])
         return wrong + counts, None
@@ -70,7 +70,7 @@ def differences(
         return lax.psum(lax.scan(turn, jnp.zeros(3, jnp.int32), keys)[0], mesh.axis_names)
 
     sharded = jax.shard_map(count, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return overlap_jit(sharded, fused=True)
+    return overlap_jit(sharded, peer_kernels=True)
 
 
 def mesh_called(name: str) -> Mesh:
@@ -157,7 +157,7 @@ def test_ops_and_their_gradients(op: str, rows: int) -> None:
         for size in sizes
     )
 
-    @functools.partial(overlap_jit, fused=True)
+    @functools.partial(overlap_jit, peer_kernels=True)
     def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
         y, transpose = jax.vjp(sharded, x, w)
         return y, *transpose(dy)

@@ -26,7 +26,7 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
         for report in reports:
             assert report.error <= 1, report
         across = [r for r in reports if tuple(r.mesh) == ACROSS]
-        assert all(r.decisions == ["bulk"] for r in across if r.implementation is None)
+        assert all(r.decisions == ["xla"] for r in across if r.implementation is None)
         said = [sentence for r in across for sentence in r.said]
         assert said
         assert len(set(said)) == len(said)

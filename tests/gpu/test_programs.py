@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from collective_matmul import overlap_jit
-from collective_matmul.implementations import KERNELS
+from collective_matmul.backends import KERNELS
 from tests.gpu.ops import ALL_REDUCE, GATHER, OpProblem, large_problems
 from tests.gpu.problems import Call, calls, described
 
@@ -44,7 +44,7 @@ class Forward:
         x, ws, _ = jax.eval_shape(self.problem.draw)
         x_sharding, w_shardings, _ = self.problem.shardings[0]
         sharded = self.problem.sharded(self.implementation)
-        fun = overlap_jit(sharded, fused=self.implementation in KERNELS)
+        fun = overlap_jit(sharded, peer_kernels=self.implementation in KERNELS)
         return fun.lower(described(x, x_sharding), described(ws, w_shardings)).compile()
 
 
@@ -59,7 +59,7 @@ class BesideBulk:
 
     @property
     def needs(self) -> tuple[Call, Call]:
-        return self.call, Call(self.call.problem, "bulk")
+        return self.call, Call(self.call.problem, "xla")
 
 
 RINGS = [Forward(p, "ring") for p in LARGE if p.full_size.op != ALL_REDUCE]

@@ -37,7 +37,7 @@ FEATURES, HEADS, HEAD_DIM, HIDDEN = 12, 4, 3, 16
 BIAS: dict[str, Any] = dict(use_bias=True, bias_init=nnx.initializers.normal(1.0))
 
 every_world = pytest.mark.parametrize("world", WORLDS)
-bulk_and_ring = pytest.mark.parametrize("implementation", ["bulk", "ring"])
+bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture

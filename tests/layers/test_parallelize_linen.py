@@ -79,7 +79,7 @@ def expected_outcome() -> Any:
     return result_and_gradients(Model().apply, variables(), X)
 
 
-@pytest.mark.parametrize("implementation", ["bulk", "ring"])
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_a_wrapped_module_computes_what_it_did_on_global_arrays(
     implementation: str, make_mesh: MeshFactory
 ) -> None:

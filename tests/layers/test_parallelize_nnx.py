@@ -91,7 +91,7 @@ def make_model() -> Model:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_wrapped_model_computes_what_it_did(world: str, mesh: Mesh) -> None:
     x = random(4, 8, FEATURES)
-    model = parallelize(make_model(), PLAN, implementation="ring" if world != "auto" else "bulk")
+    model = parallelize(make_model(), PLAN, implementation="ring" if world != "auto" else "xla")
     assert_close(outcome(model, x, world, mesh), unsharded_outcome(make_model(), x))
 
 

@@ -81,7 +81,7 @@ def sharded_loss_and_grads(functions: ModelFunctions, mesh):
     ("sizes", "changes"),
     [
         ((1, 4), dict(overlap="ring")),
-        ((2, 4), dict(overlap="bulk", remat="dots")),
+        ((2, 4), dict(overlap="xla", remat="dots")),
         ((2, 2), dict(overlap="ring", remat="full")),
         ((1, 2), dict(overlap="ring", tied_head=True, remat="dots")),
         ((1, 1), dict(overlap="auto")),
@@ -155,7 +155,7 @@ def test_dots_keeps_matmul_results_and_full_keeps_block_inputs_only():
     """Counts the matmuls of forward and backward together: recomputing adds more of them."""
 
     def dots(remat: str) -> int:
-        _, functions = model_functions(overlap="bulk", remat=remat)
+        _, functions = model_functions(overlap="xla", remat=remat)
         step = sharded_loss_and_grads(functions, make_abstract_mesh(1, 1))
         tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
         text = step.trace(functions.abstract_params, tokens, tokens).lower().as_text()

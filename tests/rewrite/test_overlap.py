@@ -34,7 +34,7 @@ from tests.rewrite.programs import (
     sites,
 )
 
-bulk_and_ring = pytest.mark.parametrize("implementation", ["bulk", "ring"])
+bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def block(make_mesh: MeshFactory) -> tuple[Callable, list[np.ndarray]]:
 
 @bulk_and_ring
 def test_twice_is_once(implementation: str, block: tuple) -> None:
-    """Also of its gradients, before or after; the gathers of "bulk" are no sites again."""
+    """Also of its gradients, before or after; the gathers of "xla" are no sites again."""
     fun, arguments = block
     once = overlap(fun, implementation=implementation)
     for rewritten in (once, gradients_of(once, 3)):
@@ -163,7 +163,7 @@ def test_shapes_are_enough_to_find_sites(block: tuple) -> None:
     gather, scatter = find_sites(fun)(*shapes)
     assert (gather.kind, scatter.kind) == ("all_gather", "reduce_scatter")
     assert gather.decision is not None and gather.decision.site.source == gather.source
-    assert gather.decision.implementation == "bulk"
+    assert gather.decision.implementation == "xla"
     assert gather.shapes == "float32 [2,2,8] over tensor"
 
 
@@ -203,7 +203,7 @@ def test_only_a_ring_needs_rows_that_the_axis_divides(make_mesh: MeshFactory) ->
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     (site,) = sites(fun, *arguments)
     assert site.reason == "ring needs rows that the axis divides, and there are 3"
-    for implementation in (None, "bulk", "fused"):
+    for implementation in (None, "xla", "fused"):
         (site,) = find_sites(fun, implementation=implementation)(*arguments)
         assert site.replaced
 

@@ -15,9 +15,10 @@ import pytest
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from collective_matmul import all_gather_matmul, kernels, matmul_reduce_scatter
-from collective_matmul.implementations.arithmetic import add, contract_rows
-from collective_matmul.implementations.chunks import read
+from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from collective_matmul.backends.arithmetic import add, contract_rows
+from collective_matmul.backends.chunked_array import read
+from collective_matmul.mosaic_gpu import chunk_matmul
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite import blocks
@@ -51,7 +52,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[Shapes]:
         ]
         return tuple(add(*terms) for terms in zip(*products, strict=True))
 
-    monkeypatch.setattr(kernels, "contract_chunks", contract_chunks)
+    monkeypatch.setattr(chunk_matmul, "contract_chunks", contract_chunks)
     return counter
 
 

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from collective_matmul import overlap
-from collective_matmul.choose import record_decisions
-from collective_matmul.schedule import make_schedule
+from collective_matmul.backends.ring.schedule import make_schedule
+from collective_matmul.dispatch.selection import record_decisions
 from tests.rewrite.programs import counts
 from train import config as configs
 from train import step as steps
@@ -63,13 +63,13 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, np.ndarray]:
-    return Trainer(dataclasses.replace(SHORT, overlap="bulk"), 1, 1).run(50)
+    return Trainer(dataclasses.replace(SHORT, overlap="xla"), 1, 1).run(50)
 
 
 @pytest.mark.parametrize(
     ("sizes", "overlap"),
     [
-        *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "bulk"]),
+        *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "xla"]),
         ((1, 1), "ring"),  # With bulk it is the curve that all are compared with.
         ((2, 4), "rewrite"),
     ],
@@ -177,7 +177,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
 
 
 def test_bulk_has_no_permute():
-    trainer = Trainer(dataclasses.replace(SHORT, overlap="bulk"), 2, 4)
+    trainer = Trainer(dataclasses.replace(SHORT, overlap="xla"), 2, 4)
     found = collectives(trainer.step.lower(trainer.state, trainer.batch()).compile().as_text())
     assert found["collective-permute"] == 0
     assert found["all-gather"] > 1

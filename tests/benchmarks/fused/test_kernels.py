@@ -26,15 +26,15 @@ every_op = pytest.mark.parametrize("op", get_args(Op))
 @every_op
 def test_what_is_right_passes(op: Op, make_mesh: MeshFactory) -> None:
     checks = Checks(Case(op, "tiny", 16), make_mesh({AXIS: 4}), jnp.bfloat16, turns=2)
-    for contender in ("bulk", "ring"):
+    for contender in ("xla", "ring"):
         assert checks.exact(way_of(contender, op))() == 0
-    assert checks.repeated(way_of("bulk", op))() == 0
+    assert checks.repeated(way_of("xla", op))() == 0
 
 
 def test_one_row_too_early_fails(make_mesh: MeshFactory) -> None:
     """As if it still held what another shard left there."""
     case = Case("all_gather_matmul", "tiny", 16)
-    right = way_of("bulk", case.op)
+    right = way_of("xla", case.op)
 
     def way(x: jax.Array, w: jax.Array) -> jax.Array:
         y = right(x, w)
@@ -49,7 +49,7 @@ def test_the_ceiling_does_the_same_work(op: Op, make_mesh: MeshFactory) -> None:
     mesh, case = make_mesh({AXIS: 4}), Case(op, "tiny", 16)
     flops = [
         chain(case, contender, mesh, jnp.bfloat16, 2).cost_analysis()["flops"]
-        for contender in ("bulk", "ceiling")
+        for contender in ("xla", "ceiling")
     ]
     assert flops[1] == pytest.approx(flops[0], rel=0.02)
 
@@ -110,7 +110,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, capfd: pytest.CaptureFixture) -> 
     command_line.main([*arguments.split(), str(tmp_path)])
     content = json.loads((tmp_path / "report.json").read_text())
     (case,) = content["cases"]
-    assert not case["hung"] and set(case["times"]) == {"bulk", "ring"}
+    assert not case["hung"] and set(case["times"]) == {"xla", "ring"}
     assert content["environment"]["versions"]["jax"] == jax.__version__
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# fused: 2 × cpu\n") and "-m benchmarks" in text
@@ -142,7 +142,7 @@ def test_settings_that_nothing_can_be_measured_with(
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command_line.main(["fused", "--contenders", "bulk", "fast"])
+        command_line.main(["fused", "--contenders", "xla", "fast"])
     assert "contenders: 'fast' is unknown; expected bulk, " in capsys.readouterr().err
 
 
@@ -157,12 +157,12 @@ def test_cases_are_compiled_several_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         return contender
 
     monkeypatch.setattr(kernels, "chain", chain)
-    settings = kernels.Fused(contenders=("bulk", "ring"))
+    settings = kernels.Fused(contenders=("xla", "ring"))
     cases = [Case("all_gather_matmul", "tiny", rows) for rows in range(2, 14, 2)]
     programs = kernels.Programs(cases, None, settings)  # type: ignore[arg-type]
     # One was done by a process that has ended.
     for number, case in enumerate(cases[1:]):
         found = programs.take(case)
-        assert list(found.values()) == ["bulk", "ValueError: no ring"]
+        assert list(found.values()) == ["xla", "ValueError: no ring"]
         assert len(compiled) == 2 * (4 if number < 4 else 5)
     assert len(set(compiled)) == len(compiled)

@@ -54,7 +54,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         cases = arguments()[0]
         for case in cases:
             note(Said(case, ("mesh", AXIS), 2))
-            note(Said(case, ("times", "all"), {"bulk": [1.0, 2.0, 3.0], "ceiling": "too large"}))
+            note(Said(case, ("times", "all"), {"xla": [1.0, 2.0, 3.0], "ceiling": "too large"}))
 
     monkeypatch.setattr(kernels, "run_apart", run_apart)
 
@@ -67,7 +67,7 @@ def test_peers_stand_in_the_same_table(tmp_path: Path, asked: list, measured: No
     assert settings["devices"] == 2 and settings["groups"] == 3
     assert math.isfinite(settings["limit_seconds"])
     gather, total = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert gather["times"]["bulk"] == [1.0, 2.0, 3.0]
+    assert gather["times"]["xla"] == [1.0, 2.0, 3.0]
     assert gather["times"]["torch"] == pytest.approx([750.0, 1000.0, 1500.0])
     assert gather["peers"]["torch"]["samples"] == [4e-3, 2e-3, 8e-3]
     assert gather["times"]["torch_async_tp"] == "not on this device"
@@ -93,7 +93,7 @@ def test_who_is_not_asked_is_not_there(
     command_line.main([*RUN.replace("--peers", "").split(), *more, "--output", str(tmp_path)])
     assert not asked
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [set(case["times"]) for case in report["cases"]] == [{"bulk", "ceiling"}] * 2
+    assert [set(case["times"]) for case in report["cases"]] == [{"xla", "ceiling"}] * 2
     assert "PyTorch" not in (tmp_path / "report.md").read_text()
 
 

@@ -28,7 +28,8 @@ from benchmarks.fused.trials import (
     text_of,
     way_by,
 )
-from collective_matmul.kernels import device, fused_gather, fused_scatter
+from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.mosaic_gpu import device
 from tests.conftest import MeshFactory
 
 every_op = pytest.mark.parametrize("op", get_args(Op))
@@ -45,7 +46,7 @@ def test_a_plan_is_launched_as_given(
         raise Launched(plan)
 
     monkeypatch.setattr(device, "target", lambda: device.Target(132))
-    for module in (fused_gather, fused_scatter):
+    for module in (all_gather, reduce_scatter):
         # Of JAX's version it is asked where the kernels are tested.
         monkeypatch.setattr(module, "obstacle", lambda *_: None)
         monkeypatch.setattr(module, "_shared_launch", launch)
@@ -73,7 +74,7 @@ def test_a_wrong_row_counts(
     case, mesh = Case(op, "tiny", 16), make_mesh({AXIS: 2})
     call, layers = call_of(case, 2), 3
     plans = plans_of(call)[:3]
-    right = way_of("bulk", op)
+    right = way_of("xla", op)
 
     def way(plan: Any, _: Case) -> Any:
         return [
@@ -147,7 +148,7 @@ def test_a_run_leaves_a_table(tmp_path: Path, capfd: pytest.CaptureFixture) -> N
     assert (tmp_path / "tuned_plans.jsonl").read_text() == plans.merged(table)
     for outcome in found:
         assert not outcome["wrong"] and not outcome["failure"]
-        medians = {name: times[1] for name, times in outcome["times"].items() if name != "bulk"}
+        medians = {name: times[1] for name, times in outcome["times"].items() if name != "xla"}
         assert len(medians) == len(outcome["times"]) - 1 == 2
         assert outcome["best"] == min(medians, key=medians.__getitem__)
         assert json.loads(outcome["line"])["plan"] == json.loads(outcome["best"])

@@ -1,0 +1,113 @@
+"""Matmuls of chunks, by the kernel that works in place or else by XLA's matmul and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.backends.arithmetic import add, contract_rows, matmul
+from collective_matmul.mosaic_gpu import chunk_matmul
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+
+
+def multiply_chunks(
+    xs: Sequence[Rows],
+    ws: Sequence[Sequence[jax.Array]],
+    outs: Sequence[Rows],
+    *,
+    dimension: int,
+    transpose_w: bool,
+) -> tuple[jax.Array, ...]:
+    """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
+
+    Shapes are those of `collective_matmul.mosaic_gpu.chunk_matmul.multiply_chunks`; returns the arrays of outs.
+    """
+    written = chunk_matmul.multiply_chunks(
+        xs, ws, outs, dimension=dimension, transpose_w=transpose_w
+    )
+    if written is not None:
+        return written
+    operands = [read(x, dimension) for x in xs]
+    arrays = []
+    for q, out in enumerate(outs):
+        products = [matmul(x, term[q], transpose_w) for x, term in zip(operands, ws, strict=True)]
+        arrays.append(write(out, add(*products), dimension))
+    return tuple(arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ChunkedArray:
+    """A gathered array, still in the chunks it arrived in.
+
+    Attributes:
+      chunks: arrays [..., size, ..., columns]; together they are the whole.
+      starts: where each begins in the whole.
+    """
+
+    chunks: list[jax.Array]
+    starts: list[jax.Array]
+
+    def whole(self, dimension: int) -> jax.Array:
+        """The chunks in one array, in the order of their starts."""
+        rows = sum(chunk.shape[dimension] for chunk in self.chunks)
+        whole = empty_like(self.chunks[0], {dimension: rows})
+        for chunk, start in zip(self.chunks, self.starts, strict=True):
+            whole = write(Rows(whole, start, chunk.shape[dimension]), chunk, dimension)
+        return whole
+
+
+def weight_gradients(
+    x: jax.Array | ChunkedArray, ys: Sequence[jax.Array | ChunkedArray], *, dimension: int
+) -> tuple[jax.Array, ...]:
+    """``xᵀ y`` for each y, contracted over all rows: [K, N].
+
+    Args:
+      x: [..., rows, ..., K].
+      ys: each [..., rows, ..., N].
+      dimension: that of the chunks of what is gathered: x, or the only y.
+    """
+    gathered = x if isinstance(x, ChunkedArray) else ys[0]
+    if isinstance(gathered, ChunkedArray):
+        xs = _chunks_of(x, gathered, dimension)
+        terms = zip(*(_chunks_of(y, gathered, dimension) for y in ys), strict=True)
+        products = chunk_matmul.contract_chunks(xs, list(terms), dimension=dimension)
+        if products is not None:
+            return products
+    x, *ys = (a.whole(dimension) if isinstance(a, ChunkedArray) else a for a in (x, *ys))
+    return tuple(contract_rows(x, y) for y in ys)
+
+
+def _chunks_of(
+    array: jax.Array | ChunkedArray, gathered: ChunkedArray, dimension: int
+) -> list[Rows]:
+    """The chunks of an array that face those of `gathered`, in its order."""
+    sizes = [chunk.shape[dimension] for chunk in gathered.chunks]
+    if isinstance(array, ChunkedArray):
+        return [Rows(chunk, 0, size) for chunk, size in zip(array.chunks, sizes, strict=True)]
+    return [Rows(array, *place) for place in zip(gathered.starts, sizes, strict=True)]
+
+
+def read(chunk: Rows, dimension: int) -> jax.Array:
+    """The chunk as an array of its own."""
+    if chunk.array.shape[dimension] == chunk.size:
+        return chunk.array
+    return lax.dynamic_slice_in_dim(chunk.array, chunk.start, chunk.size, dimension)
+
+
+def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
+    """The chunk's array with `value` in its place."""
+    if chunk.array.shape[dimension] == chunk.size:
+        return value
+    return lax.dynamic_update_slice_in_dim(chunk.array, value, chunk.start, dimension)
+
+
+def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> jax.Array:
+    """An array to be written whole: `array`'s shape but for `sizes`, varying as all arrays do."""
+    shape = [sizes.get(i, size) for i, size in enumerate(array.shape)]
+    axes = frozenset().union(*map(varying_axes, (array, *others)))
+    return vary_over(lax.empty(tuple(shape), array.dtype), axes)

@@ -1,0 +1,159 @@
+"""All-gather and matmul in one launch: where the kernel can do it, and how it sees the arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.extend.core import jaxpr_as_fun
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.backends.fused.all_gather_config import (
+    Plan,
+    Shapes,
+    make_plan,
+    predicted_plan_microseconds,
+)
+from collective_matmul.backends.fused.all_gather_kernel import Gathering
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.requirements import Array, obstacle
+from collective_matmul.mosaic_gpu.workspace import addresses
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    *,
+    dimension: int,
+    transpose_w: bool = False,
+    keep_gathered: bool = False,
+    delays: bool = False,
+    plan: Plan | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
+
+    Args:
+      x: this device's shard, [..., m, ..., K]; bfloat16 or float16.
+      ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype.
+      axis_name: a mesh axis of D devices, all driven by this process.
+      dimension: of x, gathered: that of m.
+      transpose_w: whether the ws are contracted along their last dimension.
+      keep_gathered: whether to return x whole.
+      delays: has senders wait for random times, up to 16 µs, before each box they send, so that
+        races show. For tests.
+      plan: how the kernel is cut, one of `gather_plan.candidates`; None takes the best known.
+
+    Returns:
+      Each product [..., D*m, ..., N_q]; and x whole [..., D*m, ..., K], or None.
+
+    Raises:
+      ValueError: where the kernel cannot do this; see `why_not`.
+    """
+    devices = lax.axis_size(axis_name)
+    reason = why_not(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    if reason is not None:
+        raise ValueError(f"{reason}; use 'ring' or 'xla'")
+    target, plan = device.target(), plan or _plan(x, ws, devices, dimension, transpose_w)
+    assert target is not None and plan is not None
+    planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
+    shard = x.reshape(planes, rows, x.shape[-1])
+    shard = jnp.pad(shard, ((0, 0), (0, plan.shapes.rows - rows), (0, 0)))
+    launch = _shared_launch(plan, axis_name, keep_gathered, delays, target)
+    *products, gathered = launch(shard, [w[None] for w in ws])
+    whole = list(x.shape)
+    whole[dimension] *= plan.shapes.devices
+
+    def unpadded(array: jax.Array) -> jax.Array:
+        columns = array.shape[-1]
+        shards = array.reshape(planes, plan.shapes.devices, plan.shapes.rows, columns)
+        return shards[:, :, :rows].reshape(*whole[:-1], columns)
+
+    return tuple(map(unpadded, products)), unpadded(gathered) if keep_gathered else None
+
+
+def why_not(
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> str | None:
+    """Why `all_gather_matmul` cannot do this on so many devices, in words; None if it can.
+
+    Of x and the ws, shapes and dtypes are enough.
+    """
+    if reason := obstacle(devices, x, *ws):
+        return reason
+    if _plan(x, ws, devices, dimension, transpose_w) is None:
+        shapes = [w.shape for w in ws]
+        return (
+            f"x {x.shape} times {shapes}: the fused kernel wants K to be a multiple of 64 and"
+            " the columns of 32; pad them"
+        )
+    return None
+
+
+def predicted_microseconds(
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> float:
+    """What the matmul that `why_not` allows should take by its plan."""
+    target, plan = device.target(), _plan(x, ws, devices, dimension, transpose_w)
+    assert target is not None and plan is not None
+    return predicted_plan_microseconds(plan, target.multiprocessors)
+
+
+def _plan(
+    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+) -> Plan | None:
+    target = device.target()
+    assert target is not None
+    shapes = Shapes(
+        devices=devices,
+        planes=math.prod(x.shape[:dimension]),
+        rows=math.prod(x.shape[dimension:-1]),
+        contracted=x.shape[-1],
+        columns=tuple(w.shape[0 if transpose_w else 1] for w in ws),
+        w_contracted=2 if transpose_w else 1,
+    )
+    return make_plan(shapes, target.multiprocessors)
+
+
+@functools.cache
+def _shared_launch(
+    plan: Plan, axis_name: str, keep_gathered: bool, delays: bool, target: device.Target
+) -> Any:
+    """One function for all launches alike, so that they are traced, lowered and compiled once."""
+
+    @sequential_vmap
+    def launch(shard: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        problem = plan.shapes.problem(plan.joins)
+        axes = varying_axes(shard).union({axis_name}, *map(varying_axes, ws))
+
+        def empty(columns: int) -> jax.Array:
+            array = lax.empty((problem.batch, problem.rows, columns), shard.dtype)
+            return vary_over(array, axes)
+
+        def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
+            *products, gathered = outs
+            work = Gathering(plan, keep_gathered, delays, gathered, ws, products)
+            kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
+            return kernel(words, shard, *ws)
+
+        outs = [empty(columns) for columns in (*problem.columns, plan.shapes.contracted)]
+        return _traced_apart(call, addresses(axis_name), shard, list(ws), outs)
+
+    return jax.jit(launch)
+
+
+def _traced_apart(call: Callable, *operands: Any) -> Any:
+    """Calls it, traced without the mesh axes over which its operands vary.
+
+    Warps of a kernel take no references to arrays that are typed as varying.
+    """
+    arrays, tree = jax.tree.flatten(operands)
+    types = tree.unflatten(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+    jaxpr = jax.make_jaxpr(call)(*types)
+    return jaxpr_as_fun(jaxpr)(*arrays)

@@ -1,0 +1,237 @@
+"""How a device sends its shard to its peers while it multiplies: the senders of `gather_kernel`.
+
+1. The senders, one warp of every block, cut the device's own shard into boxes. Each copies its
+   share into shared memory, and from there into the gathered array of a peer. Whoever stored a
+   message, one or a few boxes, waits until it has arrived, and counts up the peer's semaphore of
+   what it is part of. Meanwhile later boxes are on their way. If rows are few, boxes are so small
+   that a block has some of several slabs, and not one of a single slab: so the first slab does not
+   arrive with the last.
+2. Peers get the shard in the order in which they need it. Those that need it at the same time,
+   since all their tiles are multiplied at once, get each message in one pass; others one after the
+   other, so that to each device one sends at any time, with all the bandwidth there is.
+
+Whole rows, or a part of one, are one piece of memory, whose copy needs an address and no more. So
+boxes are copied piece by piece. Peers tell their addresses when they come to the launch
+(`meeting`), and senders wait for them. A copy of several pieces would need a descriptor, which the
+host makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu
+from jax.extend.mlir import ir
+
+from collective_matmul.backends.fused.all_gather_config import Plan
+from collective_matmul.mosaic_gpu.peer_memory import WARP
+from collective_matmul.mosaic_gpu.remote_store import count_up, store_box
+from collective_matmul.mosaic_gpu.requirements import DELAY_NANOSECONDS, block, delays_here
+
+# Its annotations are narrower than what it takes and exports.
+plgpu: Any = mosaic_gpu
+
+# The numbers of the arrays that peers store to, in the order in which `gather_kernel` gives them to
+# `meeting.Peers`.
+_GATHERED, _ARRIVED = range(2)
+
+
+def boxes_of(plan: Plan, group: Any) -> Any:
+    """How many boxes a slab of a group is sent in: the last group may have fewer."""
+    full, all_groups = map(plan.boxes_per_slab, (plan.rows_per_group, plan.shapes.rows))
+    return jnp.minimum(full, all_groups - group * full)
+
+
+def semaphore_of(plan: Plan, plane: Any, group: Any, slab: Any) -> Any:
+    """The number of a slab's semaphore; groups count from the first of a plane of one shard on."""
+    return (plane * plan.groups + group) * plan.slabs + slab
+
+
+class Place(NamedTuple):
+    """Where a box is in a shard: its plane, group and slab, and its first row and column."""
+
+    plane: Any
+    group: Any
+    slab: Any
+    row: Any
+    column: Any
+
+
+class Sender:
+    """What a block's sender does: it sends the block's share of the shard."""
+
+    def __init__(self, plan: Plan, keep: bool, delays: bool, peers):
+        self.plan = plan
+        self.devices = plan.shapes.devices
+        # As of `meeting`.
+        self.peers = peers
+        self.delays = delays
+        # By offset along the axis, farthest first: each device needs the shards in this order.
+        offsets = iter(range(self.devices - 1, 0, -1))
+        # Of each pass over the shard.
+        self.receivers = [list(itertools.islice(offsets, count)) for count in plan.passes]
+        if plan.joins:
+            self.receivers[0].append(0)
+        elif keep:
+            self.receivers.append([0])
+
+    def send(self, shard, gathered, arrived, boxes, loaded) -> None:
+        """Copies this block's messages to all receivers, and counts each once it has arrived."""
+        plan = self.plan
+        per_message = plan.boxes_per_message
+        this, blocks = block()
+        messages = lax.div(plan.messages - this + blocks - 1, blocks)
+        count = messages * len(self.receivers) * per_message
+
+        def locate(box):
+            """The pass and the message that a box is part of, and its number in the shard."""
+            turn = lax.div(box, per_message)
+            message = this + lax.rem(turn, messages) * blocks
+            number = message * per_message + lax.rem(box, per_message)
+            return lax.div(turn, messages), message, number
+
+        def load(box):
+            slot = lax.rem(box, plan.buffers)
+            self.load(shard, locate(box)[2], boxes.at[slot], loaded.at[slot])
+
+        def signal(box):
+            passed, message, _ = locate(box)
+            self.count_arrival(passed, arrived.at[self.semaphore(message)])
+
+        # So many boxes are loaded before they are sent, and so many more are sent before one is
+        # counted: later ones do not wait until earlier ones have arrived.
+        ahead = plan.buffers // 2
+
+        @pl.when(count > 0)
+        def _():
+            self.peers.announce(WARP)
+            pl.loop(0, jnp.minimum(ahead, count))(load)
+            self.peers.await_all(WARP)
+
+            @pl.loop(0, count + ahead)
+            def _(box):
+                @pl.when(box < count)
+                def _():
+                    slot = lax.rem(box, plan.buffers)
+                    plgpu.barrier_wait(loaded.at[slot])
+                    self.delay(box)
+                    passed, _, number = locate(box)
+                    self.post(boxes.at[slot], gathered, passed, number)
+
+                # One for each box, and empty ones behind the last.
+                plgpu.commit_smem_to_gmem_group()
+
+                @pl.when(box + ahead < count)
+                def _():
+                    plgpu.wait_smem_to_gmem(plan.buffers - ahead, wait_read_only=True)
+                    load(box + ahead)
+
+                @pl.when((box >= ahead) & (lax.rem(box - ahead + 1, per_message) == 0))
+                def _():
+                    plgpu.wait_smem_to_gmem(ahead)
+                    signal(box - ahead)
+
+    def load(self, shard, number, box, loaded) -> None:
+        """Starts to copy a box, by its number, of the shard to shared memory."""
+        place = self.place(number)
+
+        @pl.loop(0, self.plan.pieces)
+        def _(piece):
+            plgpu.copy_gmem_to_smem(
+                self.region(shard, place, piece),
+                self.piece_of(box, piece),
+                loaded,
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+    def place(self, number) -> Place:
+        """Where a box is: planes are sent one by one, in each its groups, in each its slabs."""
+        plan = self.plan
+        high, wide = plan.box
+        plane, within = (f(number, plan.boxes_per_plane) for f in (lax.div, lax.rem))
+        per_group = plan.slabs * plan.boxes_per_slab(plan.rows_per_group)
+        group, within = lax.div(within, per_group), lax.rem(within, per_group)
+        per_slab = boxes_of(plan, group)
+        slab, within = lax.div(within, per_slab), lax.rem(within, per_slab)
+        down, across = (f(within, plan.boxes_across) for f in (lax.div, lax.rem))
+        row = group * plan.rows_per_group + down * high
+        return Place(plane, group, slab, row, slab * plan.slab_columns + across * wide)
+
+    def region(self, array, place: Place, piece) -> Any:
+        """What a piece of a box holds of an array."""
+        high, wide = self.plan.box
+        rows = high // self.plan.pieces
+        return array.at[
+            place.plane, pl.ds(place.row + piece * rows, rows), pl.ds(place.column, wide)
+        ]
+
+    def piece_of(self, box, piece) -> Any:
+        """A piece of a box, which is one piece of memory."""
+        rows = self.plan.box[0] // self.plan.pieces
+        return box.at[pl.ds(piece * rows, rows)]
+
+    def semaphore(self, message) -> Any:
+        """The number of the semaphore that counts a message of this device's shard."""
+        plan = self.plan
+        place = self.place(message * plan.boxes_per_message)
+        own = place.plane * self.devices + self.peers.me
+        return semaphore_of(plan, own, place.group, place.slab)
+
+    def post(self, box, gathered, passed, number) -> None:
+        """Sends a box off to its place at the receivers of a pass."""
+        place = self.place(number)
+        me = self.peers.me
+        if self.plan.joins:
+            place = place._replace(row=place.row + me * self.plan.shapes.rows)
+        else:
+            place = place._replace(plane=place.plane * self.devices + me)
+
+        def copy(offsets):
+            twins = [self.peers.twin(_GATHERED, offset) for offset in offsets]
+
+            @pl.loop(0, self.plan.pieces)
+            def _(piece):
+                piece_of_box = self.piece_of(box, piece)
+                region = self.region(gathered, place, piece)
+                for twin in twins:
+                    store_box(piece_of_box, region, twin, lanes=WARP)
+
+        self.on_receivers(passed, copy)
+
+    def count_arrival(self, passed, semaphore) -> None:
+        """Counts a message at those receivers of a pass that await it."""
+
+        def count(offsets):
+            awaiting = [offset for offset in offsets if offset or self.plan.joins]
+            if awaiting:
+                twins = [self.peers.twin(_ARRIVED, offset) for offset in awaiting]
+                count_up(semaphore, twins, WARP)
+
+        self.on_receivers(passed, count)
+
+    def on_receivers(self, passed, act: Callable[[list[int]], None]) -> None:
+        """Calls `act` with the offsets, numbers, of the devices that a pass is for."""
+        for number, offsets in enumerate(self.receivers):
+            here = functools.partial(act, offsets)
+            here() if len(self.receivers) == 1 else pl.when(passed == number)(here)
+
+    def delay(self, box) -> None:
+        """Waits for a time that no two boxes have in common, if asked to."""
+        if self.delays:
+
+            @pl.loop(0, delays_here(self.peers.me, box))
+            def _(_):
+                _sleep()
+
+
+@plgpu.inline_mgpu()
+def _sleep(_) -> None:
+    """`pl.delay` is for whole warpgroups."""
+    mosaic.nanosleep(mosaic.c(DELAY_NANOSECONDS, ir.IntegerType.get_signless(32)))

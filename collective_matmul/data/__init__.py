@@ -1,0 +1,154 @@
+"""Measured data: one schema and one loader for everything that was measured on a kind of device.
+
+``data/<device>/<what>.jsonl`` holds JSON lines. The first line says what the file is; each further
+line is one problem, and the microseconds that something took for it::
+
+    {"format": 2, "measures": "backends", "device_kind": "NVIDIA H200", "runs": [{"date": ...}]}
+    {"problem": {"op": "all_gather_matmul", ...}, "run": 0, "microseconds": {"xla": 291.0, ...}}
+
+====================  ========================  ============================================
+file                  a problem is              microseconds are of
+====================  ========================  ============================================
+backends              a site of an op           every backend, and "compute_only"
+fused_configs         a call of a fused kernel  the fastest configuration, which is ``config``
+matmul_tilings        a chunk's matmul          "kernel" with the tiling ``config``, and "xla"
+====================  ========================  ============================================
+
+Who reads a file knows its problems and configurations; this module knows neither.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from typing import Any
+
+FORMAT = 2
+#: How names of format 1 are spelled today.
+_RENAMED = {"bulk": "xla", "ceiling": "compute_only", "rider": "co_gathered"}
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """What measured a record.
+
+    Attributes:
+      date: its day, as 2026-11-21.
+      jax: the version of jax.
+      devices: what the devices were and how they were clocked.
+    """
+
+    date: str
+    jax: str
+    devices: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line: what was measured, and what it took.
+
+    Attributes:
+      problem: as JSON has it.
+      microseconds: by the name of what was timed.
+      config: the configuration that was timed, as JSON has it, if that is not fixed.
+      run: what measured it, if that was recorded.
+    """
+
+    problem: Mapping[str, Any]
+    microseconds: Mapping[str, float]
+    config: Mapping[str, Any] | None = None
+    run: Run | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredData:
+    """The content of one file."""
+
+    measures: str
+    device_kind: str
+    records: Sequence[Record] = field(repr=False)
+
+    @classmethod
+    def from_text(cls, text: str) -> MeasuredData:
+        """Reads a file's text, of this format or an older one.
+
+        Raises:
+          ValueError: if the text is not such a file's, saying what is wrong.
+        """
+        try:
+            head, *lines = map(json.loads, text.splitlines())
+            if head["format"] == 1:
+                head, lines = _upgraded(head, lines)
+            if head["format"] != FORMAT:
+                raise ValueError(f"its format is {head['format']!r}, expected {FORMAT}")
+            runs = [Run(**run) for run in head["runs"]]
+            records = [_record(line, runs) for line in lines]
+            return cls(head["measures"], head["device_kind"], records)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def to_text(self) -> str:
+        """The text of the file, records in their order."""
+        runs = sorted({record.run for record in self.records if record.run is not None})
+        head = {
+            "format": FORMAT,
+            "measures": self.measures,
+            "device_kind": self.device_kind,
+            "runs": [asdict(run) for run in runs],
+        }
+        lines = (_line(record, runs) for record in self.records)
+        return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in (head, *lines))
+
+
+def folder_name(device_kind: str) -> str:
+    """`"NVIDIA H200"` -> `"h200"`."""
+    short = device_kind.lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-")
+
+
+def shipped(device_kind: str, measures: str) -> MeasuredData | None:
+    """The file that ships with the library; None if there is none of this kind of device."""
+    folder = resources.files(__name__).joinpath(folder_name(device_kind))
+    file = folder.joinpath(f"{measures}.jsonl")
+    return MeasuredData.from_text(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _record(line: Mapping[str, Any], runs: Sequence[Run]) -> Record:
+    run = runs[line["run"]] if "run" in line else None
+    microseconds = {name: float(value) for name, value in line["microseconds"].items()}
+    if not all(value > 0 for value in microseconds.values()):
+        raise ValueError(f"times that are not above zero: {line}")
+    return Record(line["problem"], microseconds, line.get("config"), run)
+
+
+def _line(record: Record, runs: Sequence[Run]) -> dict[str, Any]:
+    line: dict[str, Any] = {"problem": dict(record.problem)}
+    if record.config is not None:
+        line["config"] = dict(record.config)
+    if record.run is not None:
+        line["run"] = runs.index(record.run)
+    rounded = {name: _rounded(value) for name, value in record.microseconds.items()}
+    return line | {"microseconds": rounded}
+
+
+def _upgraded(head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> tuple[dict, list[dict]]:
+    """A table of backends as users saved it in format 1: the problem's fields stood in the line."""
+    upgraded = []
+    for line in lines:
+        problem = {k: v for k, v in line.items() if k not in ("run", "microseconds")}
+        upgraded.append(
+            {
+                "problem": {_RENAMED.get(name, name): value for name, value in problem.items()},
+                "run": line["run"],
+                "microseconds": {_RENAMED.get(k, k): v for k, v in line["microseconds"].items()},
+            }
+        )
+    return {**head, "format": FORMAT, "measures": "backends"}, upgraded
+
+
+def _rounded(microseconds: float) -> float:
+    """To four digits: more than a measurement repeats."""
+    return float(f"{microseconds:.4g}")

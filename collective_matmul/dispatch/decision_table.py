@@ -1,0 +1,94 @@
+"""What was decided for the parts of a program that communicate, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from collective_matmul.dispatch.selection import Decision
+from collective_matmul.source_location import SourceLocation
+
+_HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "bulk µs", "gain", "why")
+
+
+@dataclass(frozen=True)
+class Line:
+    """An op, or a gather or sum over devices in a plain program.
+
+    Attributes:
+      source: where in the user's program.
+      direction: which pass of an op that the program calls; empty where that is unknown.
+      op: its name, or the collective's.
+      shapes: the local arrays, to be read.
+      chosen: what carries it out.
+      reason: in words.
+      seconds, reference_seconds: predicted for what was chosen, and for bulk; None if unknown.
+    """
+
+    source: SourceLocation | None
+    direction: str
+    op: str
+    shapes: str
+    chosen: str
+    reason: str
+    seconds: float | None = None
+    reference_seconds: float | None = None
+
+    @property
+    def gain(self) -> str:
+        """Microseconds and ratio against bulk; empty if unknown."""
+        if not self.seconds or not self.reference_seconds:
+            return ""
+        gained = (self.reference_seconds - self.seconds) * 1e6
+        return f"{gained:.0f} µs ({self.reference_seconds / self.seconds:.2f}×)"
+
+
+def line_of(decision: Decision) -> Line:
+    """The line of an op, be it called or put in the place of a collective and its matmuls."""
+    site = decision.site
+    # A plain program may be differentiated before: its gathers may be of either pass.
+    known = site.direction == "backward" or site.replaces is None
+    return Line(
+        site.source,
+        site.direction if known else "",
+        site.op,
+        site.shapes,
+        f"{decision.implementation} by overlap" if site.replaces else decision.implementation,
+        decision.reason,
+        decision.seconds,
+        decision.reference_seconds,
+    )
+
+
+def format_table(lines: Iterable[Line]) -> str:
+    """A table with a head; equal lines are one, with their number. Empty columns are left out."""
+    rows = [
+        (
+            f"{count}×",
+            str(line.source or "?"),
+            line.direction,
+            line.op,
+            line.shapes,
+            line.chosen,
+            _microseconds(line.seconds),
+            _microseconds(line.reference_seconds),
+            line.gain,
+            line.reason,
+        )
+        for line, count in Counter(lines).items()
+    ]
+    columns = [column for column in zip(_HEAD, *rows, strict=True) if any(column[1:])]
+    return _aligned([*zip(*columns, strict=True)])
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.0f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,178 @@
+"""A table of measured seconds by backend; `collective_matmul.data` has the format of its file.
+
+The problems of its records are sites::
+
+    {"op": "all_gather_matmul", "devices": 4, "dtype": "bfloat16", "operands": [[2048, 4096, 3584]]}
+
+Operands are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined in M.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from collective_matmul.data import MeasuredData, Record, Run
+from collective_matmul.site import Site
+
+#: As the data of all tables is named.
+MEASURES = "backends"
+
+#: The name, among those of implementations, of the matmuls alone with nothing communicated.
+COMPUTE_ONLY = "compute_only"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Median seconds of one site by implementation, bulk among them, and of the ceiling.
+
+    Where a site has a weight gradient, its matmul is included.
+    """
+
+    seconds: Mapping[str, float]
+    run: Run
+
+
+@dataclass
+class Table:
+    """Entries of one kind of device by `Site.flat`, and the file they are in, if any."""
+
+    device_kind: str
+    entries: dict[Site, Entry] = field(default_factory=dict, repr=False)
+    path: Path | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        entries = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
+        where = f", in {self.path}" if self.path else ""
+        return f"table of {self.device_kind}: {entries}{where}"
+
+    def of_kind(self, site: Site) -> Sequence[tuple[Site, Entry]]:
+        """The sites that are comparable with one, and their entries."""
+        return self._by_kind.get(_kind(site), ())
+
+    @functools.cached_property
+    def _by_kind(self) -> Mapping[tuple, Sequence[tuple[Site, Entry]]]:
+        # Every decision asks: of all entries it would take a millisecond.
+        kinds = collections.defaultdict(list)
+        for site, entry in self.entries.items():
+            kinds[_kind(site)].append((site, entry))
+        return kinds
+
+    @classmethod
+    def from_text(cls, text: str) -> Table:
+        """The table of a file's text.
+
+        Raises:
+          ValueError: if the text is not that of a table, saying what is wrong.
+        """
+        return cls.from_data(MeasuredData.from_text(text))
+
+    @classmethod
+    def from_data(cls, data: MeasuredData) -> Table:
+        """The table of a file's content.
+
+        Raises:
+          ValueError: if the content is not that of a table, saying what is wrong.
+        """
+        try:
+            if data.measures != MEASURES:
+                raise ValueError(f"it measures {data.measures!r}, expected {MEASURES!r}")
+            return cls(data.device_kind, dict(map(_entry_from, data.records)))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def to_text(self) -> str:
+        """The text of the table's file."""
+        records = [
+            Record(
+                _site_fields(site),
+                {name: 1e6 * seconds for name, seconds in entry.seconds.items()},
+                run=entry.run,
+            )
+            for site, entry in sorted(self.entries.items(), key=lambda item: _order(item[0]))
+        ]
+        return MeasuredData(MEASURES, self.device_kind, records).to_text()
+
+    def write(self, path: Path) -> None:
+        """Replaces the file at `path` in one step: readers see the old table or the new one."""
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_text())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _site_fields(site: Site) -> dict[str, Any]:
+    fields = {
+        "op": site.op,
+        "devices": site.axis_size,
+        "dtype": site.dtype.name,
+        "operands": [[*x, w[1]] for x, w in site.operands],
+    }
+    if site.co_gathered is not None:
+        fields["co_gathered"] = list(site.co_gathered)
+    if site.keep_gathered:
+        fields["keep_gathered"] = True
+    return fields
+
+
+def _kind(site: Site) -> tuple:
+    """What sites have in common that differ in sizes alone."""
+    rides = site.co_gathered is not None
+    is_matmul = site.einsum is None
+    work = site.op, site.axis_size, rides, site.keep_gathered, is_matmul
+    # What is not aligned takes longer to multiply, which the gains of what is say nothing of.
+    return *work, site.dtype.itemsize, site.is_aligned
+
+
+def _entry_from(record: Record) -> tuple[Site, Entry]:
+    problem = record.problem
+    co_gathered = problem.get("co_gathered")
+    site = Site(
+        op=problem["op"],
+        operands=tuple(((m, k), (k, n)) for m, k, n in problem["operands"]),
+        dtype=jnp.dtype(problem["dtype"]),
+        axis_name="",
+        axis_size=int(problem["devices"]),
+        co_gathered=None if co_gathered is None else (int(co_gathered[0]), int(co_gathered[1])),
+        keep_gathered=bool(problem.get("keep_gathered", False)),
+    )
+    if not all(size > 0 for size in _sizes(site)):
+        raise ValueError(f"sizes that are not above zero: {dict(problem)}")
+    if record.run is None:
+        raise ValueError(f"no run: {dict(problem)}")
+    seconds = {name: 1e-6 * value for name, value in record.microseconds.items()}
+    if "xla" not in seconds:
+        raise KeyError("xla")
+    return site.flat, Entry(seconds, record.run)
+
+
+def _sizes(site: Site) -> Iterator[int]:
+    yield from (site.axis_size, site.rows, site.contracted, site.columns)
+
+
+def _order(site: Site) -> tuple:
+    """Layer by layer, the rows of each ascending."""
+    weights = tuple(w for _, w in site.operands)
+    co_gathered = site.co_gathered is not None
+    return (
+        site.axis_size,
+        site.dtype.name,
+        weights,
+        site.op,
+        co_gathered,
+        site.keep_gathered,
+        site.rows,
+    )

@@ -1,0 +1,119 @@
+"""Where tables lie, and which of them speak for a kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from collective_matmul import data
+from collective_matmul.dispatch.table import MEASURES, Entry, Table
+from collective_matmul.log import warn_once
+from collective_matmul.site import Site
+
+CACHE_VARIABLE = "COLLECTIVE_MATMUL_CACHE_DIR"
+
+#: Kinds of devices without a table that ships, another kind that speaks for each, and why it can.
+DEVICE_ALIASES = {
+    "NVIDIA H100 80GB HBM3": (
+        "NVIDIA H200",
+        "the same chip and links as H200, with slower memory",
+    ),
+}
+
+
+def file_name(device_kind: str) -> str:
+    """`"NVIDIA H200"` -> `"h200.jsonl"`."""
+    return f"{data.folder_name(device_kind)}.jsonl"
+
+
+def cache_path(device_kind: str) -> Path:
+    """The file of the user's own table.
+
+    It lies in the directory that the environment variable COLLECTIVE_MATMUL_CACHE_DIR names, else
+    in ``collective_matmul`` beneath XDG_CACHE_HOME or ``~/.cache``.
+    """
+    folder = os.environ.get(CACHE_VARIABLE)
+    if not folder:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(caches) / "collective_matmul"
+    return Path(folder) / file_name(device_kind)
+
+
+def known(device_kind: str) -> list[tuple[str, Table]]:
+    """The tables that speak for a kind of device, each with where it is from, best first."""
+    tables = [("your table", read_users(cache_path(device_kind)))]
+    tables.append((f"table of {device_kind}", _shipped(device_kind)))
+    if device_kind in DEVICE_ALIASES:
+        other, reason = DEVICE_ALIASES[device_kind]
+        tables.append((f"table of {other}: {reason}", _shipped(other)))
+    return [(origin, table) for origin, table in tables if table is not None and table.entries]
+
+
+def read_users(path: Path) -> Table | None:
+    """The table at `path`; None if there is no file, or, after a warning, a damaged one."""
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warn_once(f"{path} is ignored, since it is no table that can be read: {error}")
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> Table:
+    del modified  # Another time is another file.
+    return dataclasses.replace(Table.from_text(path.read_text(encoding="utf-8")), path=path)
+
+
+@functools.cache
+def _shipped(device_kind: str) -> Table | None:
+    found = data.shipped(device_kind, MEASURES)
+    return None if found is None else Table.from_data(found)
+
+
+def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
+    """Adds entries to the table at `path`, new ones in place of old; returns the whole.
+
+    Processes that save at the same time wait for each other. What is there and cannot be read stays
+    beside the table under another name.
+
+    Raises:
+      ValueError: if the table there is of another kind of device.
+      OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        present = read_users(path)
+        if present is None and path.exists():
+            path.rename(_free_name(path))
+        if present is not None and present.device_kind != device_kind:
+            raise ValueError(
+                f"path={str(path)!r}: a table of {present.device_kind}, expected one of"
+                f" {device_kind}; give another path"
+            )
+        table = Table(device_kind, {**(present.entries if present else {}), **entries}, path)
+        table.write(path)
+    return table
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block; one that dies is in it no more."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,94 @@
+"""Arguments of the layers are checked here, before anything is traced into the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from collective_matmul.layers.sharding_context import Rows, ShardingContext
+
+
+def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """`value` as a tuple. Raises ValueError unless it is one or several whole numbers from 1 on."""
+    several = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not several or any(not isinstance(n, int | np.integer) or n < 1 for n in several):
+        raise ValueError(
+            f"{argument}={value!r}: expected a whole number of at least 1, or several of them"
+        )
+    return several
+
+
+def features(argument: str, value: int | Sequence[int], axis_name: str, devices: int) -> None:
+    """Raises ValueError unless the axis divides `value`, or the first of several sizes."""
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,)
+    size = sizes[0]
+    if size % devices:
+        shown = size if len(sizes) == 1 else sizes
+        below = size // devices * devices
+        nearest = f"{below} or {below + devices}" if below else f"{devices}"
+        raise ValueError(
+            f"{argument}={shown}: {size} is not divisible by axis {axis_name!r} of size {devices};"
+            f" the nearest to it: {nearest}"
+        )
+
+
+def kernel(
+    value: jax.Array, shape: tuple[int, ...], sharded_dimension: int, context: ShardingContext
+) -> None:
+    """Raises ValueError unless a kernel is what `context` makes of the global `shape`."""
+    expected = list(shape)
+    expected[sharded_dimension] //= context.parameter_shards
+    if value.shape == tuple(expected):
+        return
+    if context.parameter_shards == 1:
+        advice = f"the global shape {shape}"
+    else:
+        advice = (
+            f"{tuple(expected)}, this device's shard over axis {context.axis_name!r} of the global"
+            f" {shape}; pass the parameters through shard_map with the in_specs that"
+            " nnx.get_partition_spec gives for nnx, partition_specs for linen"
+        )
+    raise ValueError(f"kernel: shape {value.shape}; expected {advice}")
+
+
+def input_features(x: Any, expected: tuple[int, ...]) -> None:
+    """Raises ValueError unless x [..., *K] has a dimension before the features `expected`."""
+    if x.ndim <= len(expected) or x.shape[-len(expected) :] != expected:
+        names = ", ".join(map(str, expected))
+        raise ValueError(
+            f"x: shape {x.shape}; expected [..., {names}], the features that the kernel here"
+            " contracts"
+        )
+
+
+def row_dimension(argument: str, value: int | None, rows: int) -> int | None:
+    """`value` counted from the front, of `rows` dimensions and one of features after them.
+
+    Raises:
+      ValueError: if it names no dimension, or the features.
+    """
+    if value is None:
+        return None
+    if not -rows - 1 <= value < rows or value == -1:
+        raise ValueError(
+            f"{argument}={value}: there are {rows} dimension(s) before the features; expected one"
+            f" from {-rows - 1} to -2, or from 0 to {rows - 1}"
+        )
+    return value % (rows + 1)
+
+
+def rows_divide(
+    argument: str, value: int | None, x: jax.Array, rows: Rows, context: ShardingContext
+) -> None:
+    """Raises ValueError unless every dimension of x can be cut as `rows` says."""
+    for size, axes in zip(x.shape, rows, strict=False):
+        pieces = context.shards(axes)
+        if size % pieces:
+            over = f"axis {axes[0]!r}" if len(axes) == 1 else f"the axes {axes}"
+            raise ValueError(
+                f"{argument}={value}: size {size} of x {x.shape} is not divisible by {over} of"
+                f" size {pieces}; pad it to {-(-size // pieces) * pieces}"
+            )

@@ -1,0 +1,1 @@
+"""What kernels for Hopper GPUs share: the matmul, its tiling, and memory of peer GPUs."""

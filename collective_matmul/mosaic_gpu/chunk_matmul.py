@@ -1,0 +1,203 @@
+"""Matmuls of chunks where they lie: which of them the kernel can do, and how it sees the arrays.
+
+A chunk is a range of one dimension of an array [..., rows, ..., columns]; chunks of one size fill
+the dimension. As planes [planes, rows, columns] the array has one plane for each chunk and each
+index of the dimensions before it; dimensions behind it join the rows of their chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from collective_matmul._compat import partly_automatic, vary_over, varying_axes
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.matmul import matmul
+from collective_matmul.mosaic_gpu.operands import Operand
+from collective_matmul.mosaic_gpu.tiling import Problem, Tiles, choose_tiles
+
+
+class Rows(NamedTuple):
+    """A chunk: the `size` rows of an array from `start` on, which is a multiple of `size`."""
+
+    array: Any
+    start: Any
+    size: int
+
+
+def multiply_chunks(
+    xs: Sequence[Rows],
+    ws: Sequence[Sequence[jax.Array]],
+    outs: Sequence[Rows],
+    *,
+    dimension: int,
+    transpose_w: bool,
+) -> tuple[jax.Array, ...] | None:
+    """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
+
+    Args:
+      xs: chunks of arrays [..., rows, ..., K_p].
+      ws: ws[p][q] is [K_p, N_q], or [N_q, K_p] if `transpose_w`.
+      outs: chunks of arrays [..., rows, ..., N_q], of the size of those in xs.
+      dimension: of the chunks, in xs and outs.
+      transpose_w: whether the ws are contracted along their last dimension.
+
+    Returns:
+      The arrays of outs, or None where the kernel cannot do this.
+    """
+    lead, trail = _around(xs[0].array, dimension)
+    problem = Problem(
+        batch=lead,
+        rows=xs[0].size * trail,
+        contracted=tuple(x.array.shape[-1] for x in xs),
+        columns=tuple(out.array.shape[-1] for out in outs),
+        w_contracted=2 if transpose_w else 1,
+    )
+    if not _possible(problem, xs[0].array.dtype):
+        return None
+    x_operands = [
+        Operand(_planes(x, dimension), 2, _number(x), per_batch=_count(x, dimension)) for x in xs
+    ]
+    w_operands = [[Operand(w[None], problem.w_contracted) for w in term] for term in ws]
+    planes = [_planes(out, dimension) for out in outs]
+    written = _launch(problem, x_operands, w_operands, planes, _number(outs[0]))
+    return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
+
+
+def contract_chunks(
+    xs: Sequence[Rows], ys: Sequence[Sequence[Rows]], *, dimension: int
+) -> tuple[jax.Array, ...] | None:
+    """Returns ``sum over p of xs[p]ᵀ @ ys[p][q]`` for each q: [K, N_q], contracted over all rows.
+
+    Args:
+      xs: chunks of arrays [..., rows, ..., K].
+      ys: ys[p][q] is a chunk of an array [..., rows, ..., N_q], of the size of xs[p].
+      dimension: of the chunks.
+
+    Returns:
+      The products, or None where the kernel cannot do this.
+    """
+    lead, trail = _around(xs[0].array, dimension)
+    problem = Problem(
+        batch=1,
+        rows=xs[0].array.shape[-1],
+        contracted=tuple(x.size * trail for x in xs),
+        columns=tuple(y.array.shape[-1] for y in ys[0]),
+        contracted_planes=lead,
+        x_contracted=1,
+    )
+    dtype = xs[0].array.dtype
+    if not _possible(problem, dtype):
+        return None
+
+    def operand(chunk: Rows) -> Operand:
+        count = _count(chunk, dimension)
+        return Operand(_planes(chunk, dimension), 1, _number(chunk), per_contracted=count)
+
+    axes = varying_axes(xs[0].array) | varying_axes(ys[0][0].array)
+    shapes = [(1, problem.rows, columns) for columns in problem.columns]
+    empty = [vary_over(lax.empty(shape, dtype), axes) for shape in shapes]
+    products = _launch(
+        problem, [operand(x) for x in xs], [[operand(y) for y in term] for term in ys], empty, 0
+    )
+    return tuple(product[0] for product in products)
+
+
+def _launch(
+    problem: Problem,
+    xs: Sequence[Operand],
+    ws: Sequence[Sequence[Operand]],
+    outs: Sequence[jax.Array],
+    out_index: Any,
+) -> tuple[jax.Array, ...]:
+    layout = tuple((o.per_batch, o.per_contracted) for o in [*xs, *(w for t in ws for w in t)])
+    launch = shared_launch(problem, choose_tiles(problem), layout, device.target())
+    arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
+    indices = [[o.index for o in xs], [[w.index for w in term] for term in ws], out_index]
+    return launch(*arrays, list(outs), jax.tree.map(jnp.int32, indices))
+
+
+@functools.cache
+def shared_launch(
+    problem: Problem,
+    tiles: Tiles,
+    layout: tuple[tuple[int, int], ...],
+    target: device.Target,
+) -> Any:
+    """One function for all launches alike, so that they are traced, lowered and compiled once.
+
+    Args:
+      problem: the shapes.
+      tiles: the cut.
+      layout: (per_batch, per_contracted) of every operand: the xs, then the ws of each x.
+      target: what to build for.
+
+    Returns:
+      ``launch(xs, ws, outs, (x indices, w indices, out index)) -> outs``, of planes.
+    """
+
+    @sequential_vmap
+    def launch(xs, ws, outs, indices):
+        x_indices, w_indices, out_index = indices
+        strides = iter(layout)
+
+        def operand(array, contracted, index):
+            return Operand(array, contracted, index, *next(strides))
+
+        return matmul(
+            [operand(x, problem.x_contracted, i) for x, i in zip(xs, x_indices, strict=True)],
+            [
+                [operand(w, problem.w_contracted, i) for w, i in zip(*term, strict=True)]
+                for term in zip(ws, w_indices, strict=True)
+            ],
+            outs,
+            out_index,
+            batch=problem.batch,
+            contracted_planes=problem.contracted_planes,
+            tiles=tiles,
+            multiprocessors=target.multiprocessors,
+            interpret=target.interpret,
+        )
+
+    return jax.jit(launch)
+
+
+def _possible(problem: Problem, dtype: Any) -> bool:
+    # Where the compiler still shards arrays as it sees fit, it would first gather a kernel's.
+    return (
+        jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+        and device.target() is not None
+        and not partly_automatic()
+        and choose_tiles(problem) is not None
+    )
+
+
+def _around(array: jax.Array, dimension: int) -> tuple[int, int]:
+    """Sizes of the dimensions before that of the chunks, and between it and the columns."""
+    return math.prod(array.shape[:dimension]), math.prod(array.shape[dimension + 1 : -1])
+
+
+def _planes(chunk: Rows, dimension: int) -> jax.Array:
+    """[..., rows, ..., columns] -> [planes, rows of a chunk, columns]."""
+    lead, trail = _around(chunk.array, dimension)
+    planes = lead * _count(chunk, dimension)
+    return chunk.array.reshape(planes, chunk.size * trail, chunk.array.shape[-1])
+
+
+def _count(chunk: Rows, dimension: int) -> int:
+    return chunk.array.shape[dimension] // chunk.size
+
+
+def _number(chunk: Rows) -> Any:
+    return (
+        chunk.start // chunk.size
+        if isinstance(chunk.start, int)
+        else lax.div(chunk.start, jnp.int32(chunk.size))
+    )

@@ -1,0 +1,59 @@
+"""A Hopper matmul that reads and writes chunks where they lie.
+
+``outs[q][b, j] = sum over p of xs[p][b, i_p] @ ws[p][q]``
+
+A ring multiplies one chunk at a time. A library matmul wants each chunk as an array of its own, so
+XLA copies it out of a larger operand before the matmul, copies the product into a larger result
+after it, and adds products in further passes. Here the indices of the chunks are operands: the
+kernel reads and writes them in place, sums over several pairs of operands (weights whose gradients
+meet, chunks that are not contiguous) in its float32 accumulator, and serves several weights with
+one launch, so that together they fill waves.
+
+The kernel itself is `collective_matmul.mosaic_gpu.matmul_kernel`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collective_matmul.mosaic_gpu.matmul_kernel import Work
+from collective_matmul.mosaic_gpu.operands import Operand
+from collective_matmul.mosaic_gpu.tiling import Tiles
+
+
+def matmul(
+    xs: Sequence[Operand],
+    ws: Sequence[Sequence[Operand]],
+    outs: Sequence[jax.Array],
+    out_index: Any,
+    *,
+    batch: int,
+    contracted_planes: int = 1,
+    tiles: Tiles,
+    multiprocessors: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """Returns `outs` with plane ``b * J + out_index`` of each written, for every batch b.
+
+    Args:
+      xs: one operand for each term p of the sum; all bfloat16 or all float16. Every array's last
+        dimension is a multiple of 8.
+      ws: ws[p][q] multiplies xs[p] in result q.
+      outs: one for each q, [batch * J, rows, columns]. Other planes keep what they hold.
+      out_index: which of every J planes to write.
+      batch: of the results.
+      contracted_planes: planes of every operand that are summed over, besides its contracted axis.
+      tiles: how the work is cut.
+      multiprocessors: of the GPU, one persistent block each.
+      interpret: runs the kernel on the CPU, as for `pl.kernel`.
+    """
+    operands = [*xs, *itertools.chain.from_iterable(ws)]
+    indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
+    work = Work(xs, ws, outs, batch, contracted_planes, tiles)
+    kernel = work.kernel(outs, "chunk_matmul", multiprocessors, interpret)
+    return kernel(indices, *(operand.array for operand in operands))

@@ -1,0 +1,1 @@
+"""Measures backends on this machine and saves what it finds."""

@@ -1,0 +1,132 @@
+"""Sites of transformers: what is worth measuring before anybody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from collective_matmul.site import Site
+
+#: Rows, most telling first: crossings lie between 1024 and 4096, training above, decoding below.
+ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768, 256, 128, 64, 32, 16)
+
+#: So few rows are decoded. There is no backward, and with no sequence to scatter, layers sum whole.
+DECODED_ROWS = 256
+
+_HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matmul of a model and what it communicates: global sizes K, and N of every weight."""
+
+    name: str
+    kind: Literal["gather", "scatter"]
+    contracted: int
+    columns: tuple[int, ...]
+
+
+def _llama(features: int, hidden: int) -> tuple[Layer, ...]:
+    """The layers of a Llama 3 block. Fused weights are as several of one gather."""
+    shared = _KEY_VALUE_HEADS * _HEAD_SIZE
+    return (
+        Layer("gate and up", "gather", features, (hidden, hidden)),
+        Layer("down", "scatter", hidden, (features,)),
+        Layer("query, key and value", "gather", features, (features, shared, shared)),
+        Layer("attention output", "scatter", features, (features,)),
+        Layer("up", "gather", features, (hidden,)),
+    )
+
+
+LAYERS: dict[str, tuple[Layer, ...]] = {
+    "llama3-8b": _llama(4096, 14336),
+    "llama3-70b": _llama(8192, 28672),
+    "llama3-405b": _llama(16384, 53248),
+    "llama3-heads": tuple(
+        Layer(f"head of {features}", "gather", features, (128256,)) for features in (4096, 8192)
+    ),
+    # Sizes that fill no tile or no wave.
+    "awkward": (
+        Layer("K=5120", "gather", 5120, (13824,)),
+        Layer("N=5120", "scatter", 13824, (5120,)),
+        Layer("N=11000", "gather", 4096, (11000,)),
+        Layer("K=11000", "scatter", 11000, (4096,)),
+    ),
+    "square": (
+        Layer("up", "gather", 8192, (8192,)),
+        Layer("down", "scatter", 8192, (8192,)),
+    ),
+    # To try tuning itself.
+    "tiny": (
+        Layer("up", "gather", 16, (32, 32)),
+        Layer("down", "scatter", 32, (16,)),
+    ),
+}
+
+
+def sites(
+    shapes: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
+) -> Iterator[Site]:
+    """Every layer of `shapes`, names in `LAYERS`, in its passes, at each number of global rows.
+
+    Raises:
+      ValueError: for an unknown name, fewer than 2 devices, or sizes that devices do not divide.
+    """
+    if devices < 2:
+        raise ValueError(
+            f"devices={devices}: expected at least 2, since one communicates with nobody;"
+            f" give --devices; {how_to_simulate(4)}"
+        )
+    for name in shapes:
+        if name not in LAYERS:
+            raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
+    for m in rows:
+        for name in shapes:
+            for layer in LAYERS[name]:
+                yield from _passes(layer, m, devices, jnp.dtype(dtype))
+
+
+def how_to_simulate(devices: int) -> str:
+    """What to do where there are fewer devices, as part of a sentence."""
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
+
+
+def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:
+    """A layer's op, and the op of its backward; for a gather in two ways.
+
+    Our own gather is gathered again in the backward. One that `collective_matmul.overlap` finds in
+    a program differentiated by JAX is kept for that instead. Where few rows are decoded, both ways
+    to sum a product.
+    """
+    divided = (rows, *(layer.columns if layer.kind == "gather" else (layer.contracted,)))
+    for size in divided:
+        if size % devices or size < 1:
+            raise ValueError(
+                f"layer {layer.name!r} with {rows} rows: size {size} is no positive multiple of"
+                f" {devices} devices; choose other rows, shapes or devices"
+            )
+    shard = rows // devices
+    if layer.kind == "gather":
+        ws = [(layer.contracted, n // devices) for n in layer.columns]
+        forward = tuple(((shard, layer.contracted), w) for w in ws)
+        backward = tuple(((rows, n), (n, k)) for k, n in ws)
+        yield Site("all_gather_matmul", forward, dtype, "", devices)
+        if rows <= DECODED_ROWS:
+            return
+        co_gathered = (shard, layer.contracted)
+        yield Site("matmul_reduce_scatter", backward, dtype, "", devices, co_gathered=co_gathered)
+        yield Site("all_gather_matmul", forward, dtype, "", devices, keep_gathered=True)
+        yield Site("matmul_reduce_scatter", backward, dtype, "", devices)
+    else:
+        k, (n,) = layer.contracted // devices, layer.columns
+        forward, backward = ((rows, k), (k, n)), ((shard, n), (n, k))
+        yield Site("matmul_reduce_scatter", (forward,), dtype, "", devices)
+        if rows <= DECODED_ROWS:
+            yield Site("matmul_all_reduce", (forward,), dtype, "", devices)
+            return
+        yield Site("all_gather_matmul", (backward,), dtype, "", devices, keep_gathered=True)

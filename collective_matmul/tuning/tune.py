@@ -1,0 +1,214 @@
+"""Measures sites by every implementation and saves what it finds, for later decisions."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.dispatch import table_files
+from collective_matmul.dispatch.obstacles import obstacle_of
+from collective_matmul.dispatch.selection import decisions_of
+from collective_matmul.data import Run
+from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table
+from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.peer_access import peer_kernels_allowed
+from collective_matmul.site import Site
+from collective_matmul.tuning.model_sites import how_to_simulate
+from collective_matmul.tuning.timing import measure
+from collective_matmul.tuning.trials import Measure, Trial, trials
+
+
+def tune(
+    target: Callable | Iterable[Site],
+    *args: Any,
+    devices: Sequence[Any] | None = None,
+    implementations: Sequence[str] | None = None,
+    path: str | os.PathLike | None = None,
+    groups: int = 5,
+    seconds_per_group: float = 0.05,
+    limit_seconds: float = math.inf,
+    again: bool = False,
+) -> Table:
+    """Measures collective matmuls on the devices here, so that they are decided by what is fastest.
+
+    ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective matmul
+    found, those of gradients too if it takes gradients. Each is measured in a program that repeats
+    it, by every implementation in turns. Takes seconds for each, mostly to compile; says how far it
+    is. Every result is saved at once: an interrupted call loses nothing and can be repeated.
+    Einsums that are no matmul are left out: the cost model decides about them.
+
+    What is saved counts from then on in every process of this user, for functions that are traced
+    after that: one that `jax.jit` has compiled stays as it is.
+
+    Args:
+      target: a function, or sites to measure, such as those of an `Explanation`'s decisions.
+      *args: arguments of the function, or their `jax.ShapeDtypeStruct`.
+      devices: all of one kind; a site on an axis of size D is measured on the first D. Default:
+        all of the default backend.
+      implementations: names; default: all. Bulk is always among them.
+      path: of the table; default: this kind of device's in the user's cache, where decisions look
+        for it.
+      groups: timed groups, of which the median counts; in each, implementations take turns.
+      seconds_per_group: that one implementation is timed for in one group.
+      limit_seconds: no further site is begun after so many seconds.
+      again: measure too what the table has from this version of JAX.
+
+    Returns:
+      The table at `path`, with what it had before.
+
+    Raises:
+      ValueError: for names that are no implementations, a function without collective matmuls,
+        arguments without a function, fewer devices than a site has, devices of different kinds, a
+        table at `path` of another kind, several processes, or numbers that nothing can be measured
+        with.
+      OSError: if the table cannot be written.
+    """
+    if not limit_seconds > 0:
+        raise ValueError(f"limit_seconds={limit_seconds}: expected more than 0")
+    timed = functools.partial(measure, seconds_per_group=seconds_per_group)
+    timed({}, groups=groups)  # Refuses its settings before anything is compiled.
+    found = jax.devices() if devices is None else list(devices)
+    names = tuple(IMPLEMENTATIONS) if implementations is None else tuple(implementations)
+    with peer_kernels_allowed(True):  # As in what is compiled to time them.
+        sites = _sites(target, args)
+    _check(sites, found, names)
+    kind = found[0].device_kind
+    tuner = _Tuner(
+        devices=found,
+        implementations=tuple(dict.fromkeys(("xla", *names))),
+        path=cache_path(kind) if path is None else Path(path),
+        measure=timed,
+        groups=groups,
+        limit_seconds=limit_seconds,
+        run=_describe(found),
+    )
+    with peer_kernels_allowed(True):
+        return tuner.tune(sites, again)
+
+
+def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
+    if args and not callable(target):
+        raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
+    found = _sites_in(target, args) if callable(target) else target
+    distinct = dict.fromkeys(site.flat for site in found)
+    return [s for s in distinct if s.axis_size > 1 and s.flops > 0 and s.einsum is None]
+
+
+def _sites_in(fun: Callable, args: tuple) -> list[Site]:
+    found = [decision.site for decision in decisions_of(fun, *args)]
+    if not found:
+        raise ValueError(
+            f"target={fun!r}: calls no collective matmul; give a function that does, such as what"
+            " collective_matmul.overlap makes of it"
+        )
+    return found
+
+
+def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) -> None:
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"tune: {jax.process_count()} processes; run it in one, on the devices of one node"
+        )
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            expected = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"implementations: {name!r} is unknown; expected some of {expected}")
+    kinds = {device.device_kind for device in devices}
+    if len(kinds) != 1:
+        raise ValueError(f"devices: of kinds {sorted(kinds)}; expected at least one, all alike")
+    for site in sites:
+        if site.axis_size > len(devices):
+            raise ValueError(
+                f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
+                f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
+            )
+
+
+def _describe(devices: Sequence[Any]) -> Run:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    text = f"{len(devices)} × {devices[0].device_kind}"
+    fields = "clocks.max.sm,clocks.max.mem,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    if devices[0].platform == "gpu":
+        try:
+            output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+            sm, memory, power, driver = output.stdout.splitlines()[0].split(", ")
+            text += f", up to {sm} (memory {memory}) and {power}, driver {driver}"
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+            text += ", clocks unknown"
+    return Run(date=today, jax=jax.__version__, devices=text)
+
+
+@dataclass(frozen=True)
+class _Tuner:
+    """How and where to measure sites; see `tune`."""
+
+    devices: Sequence[Any]
+    implementations: tuple[str, ...]
+    path: Path
+    measure: Measure
+    groups: int
+    limit_seconds: float
+    run: Run
+    started: float = field(default_factory=lambda: time.monotonic())
+    said: set[str] = field(default_factory=set)
+
+    def tune(self, sites: Sequence[Site], again: bool) -> Table:
+        present = table_files.read_users(self.path)
+        known = {} if again or present is None else present.entries
+        missing = [site for site in sites if not self._is_measured(site, known.get(site))]
+        table = self._save({})
+        self._say(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
+        for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
+            table = self._measure(trial) or table
+            if done < len(missing) and self._seconds_passed() > self.limit_seconds:
+                self._say(f"out of time: {len(missing) - done} sites are left")
+                break
+        return table
+
+    def _is_measured(self, site: Site, entry: Entry | None) -> bool:
+        return (
+            entry is not None
+            and entry.run.jax == self.run.jax
+            and all(
+                name in entry.seconds or obstacle_of(site, name)
+                for name in (*self.implementations, COMPUTE_ONLY)
+            )
+        )
+
+    def _measure(self, trial: Trial) -> Table | None:
+        """Adds one site to the table, if it runs at least in bulk."""
+        seconds = trial.seconds(self.measure, self.groups)
+        for name, reason in trial.failures.items():
+            self._say_once(f"{name} is left out: {reason}")
+        if "xla" not in seconds:
+            return None
+        shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
+        self._say(f"{trial.site}: {shown} µs")
+        return self._save({trial.site: Entry(seconds, self.run)})
+
+    def _save(self, entries: dict[Site, Entry]) -> Table:
+        return table_files.save(self.path, self.devices[0].device_kind, entries)
+
+    def _say(self, sentence: str) -> None:
+        print(f"[{self._seconds_passed():6.1f} s] {sentence}", flush=True)
+
+    def _say_once(self, sentence: str) -> None:
+        """Most of what is left out is so at every site."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            self._say(f"{sentence} (said once)")
+
+    def _seconds_passed(self) -> float:
+        return time.monotonic() - self.started

@@ -1,0 +1,205 @@
+"""The kernels that multiply and sum over devices: they lower for CUDA, one launch for each op."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap_jit
+from collective_matmul.backends.fused import ops, reduce_scatter
+from collective_matmul.backends.fused.reduce_scatter_config import Kind, Shapes, candidates
+from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES
+from tests.conftest import MeshFactory
+from tests.hopper import assert_an_ordinary_kernel, needs_kernels
+from tests.reference import AXIS
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel; shapes are local.
+
+    Attributes:
+      mesh: sizes of its axes; the others replicate.
+      leading: x's dimensions but the last.
+      contracted: K of each term.
+      dimension: scattered; None reduces all.
+    """
+
+    mesh: tuple[tuple[str, int], ...] = ((AXIS, 4),)
+    leading: tuple[int, ...] = (1024,)
+    contracted: tuple[int, ...] = (512,)
+    columns: int = 1024
+    dimension: int | None = 0
+    transpose_w: bool = False
+    delays: bool = False
+    dtype: str = "bfloat16"
+    check_vma: bool = True
+
+    def lowered(self, make_mesh: MeshFactory) -> tuple[str, Any]:
+        """The program, and its result's type."""
+        devices = dict(self.mesh)[AXIS]
+        sizes = [k * devices for k in self.contracted]
+        xs = [ShapeDtypeStruct((*self.leading, k), self.dtype) for k in sizes]
+        shapes = [(k, self.columns)[:: -1 if self.transpose_w else 1] for k in sizes]
+        ws = [ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+
+        def call(xs: list[jax.Array], ws: list[jax.Array]) -> jax.Array:
+            if self.dimension is None:
+                return reduce_scatter.matmul_all_reduce(xs[0], ws[0], AXIS, delays=self.delays)
+            return reduce_scatter.matmul_reduce_scatter(
+                xs,
+                ws,
+                AXIS,
+                dimension=self.dimension,
+                transpose_w=self.transpose_w,
+                delays=self.delays,
+            )
+
+        sharded = jax.shard_map(
+            call,
+            mesh=make_mesh(dict(self.mesh)),
+            in_specs=(
+                P(*[None] * len(self.leading), AXIS),
+                P(None, AXIS) if self.transpose_w else P(AXIS),
+            ),
+            out_specs=P() if self.dimension is None else P(*[None] * self.dimension, AXIS),
+            check_vma=self.check_vma,
+        )
+        traced = jax.jit(sharded).trace(xs, ws)
+        return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.out_info
+
+
+TWO_AXES = (("data", 2), (AXIS, 2))
+
+CALLS = {
+    "rows of one owner to a tile": Call(),
+    "one row for each device": Call(leading=(4,), delays=True),
+    "ragged rows, an inner axis": Call(
+        TWO_AXES, (2, 6, 50), contracted=(96, 64), columns=320, dimension=1, transpose_w=True
+    ),
+    "an outer axis, untracked": Call(TWO_AXES[::-1], (256,), dtype="float16", check_vma=False),
+    "eight devices": Call(((AXIS, 8),), (2048,), delays=True),
+    "reduced, an odd number of swizzles": Call(
+        ((AXIS, 2), ("data", 4)), (24,), contracted=(4096,), columns=1024, dimension=None
+    ),
+    "reduced in one shot": Call(leading=(3, 5), dimension=None, delays=True),
+    "reduced in two steps": Call(TWO_AXES, (1001,), dimension=None, dtype="float16"),
+    "reduced by eight, untracked": Call(((AXIS, 8),), (640,), dimension=None, check_vma=False),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_lowers_to_one_launch(call: Call, make_mesh: MeshFactory, _for_hopper: None) -> None:
+    text, result = call.lowered(make_mesh)
+    leading = list(call.leading)
+    assert result.shape == (*leading, call.columns)
+    assert result.dtype == jnp.dtype(call.dtype)
+    assert_an_ordinary_kernel(text)
+    # Nothing but the kernel multiplies, sums or communicates. Indices of devices are added.
+    others = "dot_general|reduce|reduce_scatter|all_reduce|collective_permute|all_gather"
+    assert not re.findall(rf"stablehlo\.(?:{others})\b", text)
+    assert not re.findall(r"stablehlo\.add\b.*f(?:16|32)>", text)
+
+
+@pytest.mark.parametrize("kind", ["scatter", "two_step", "one_shot"])
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 8, 24, 64, 72, 192, 1000, 2048])
+def test_plans(kind: Kind, devices: int, rows: int) -> None:
+    """All rows are owned, clusters of two at most fit on a GPU together, and its memory is enough.
+
+    Blocks that wait for each other must all be resident. Four blocks of a cluster do not fit into
+    what pairs leave of an odd number of pairs.
+    """
+    plans = candidates(Shapes(kind, devices, 2, rows, (512, 96), 4096))
+    assert len(set(plans)) == len(plans) > 0
+    for plan in plans:
+        assert plan.fits()
+        assert plan.shapes.rows >= rows and plan.shapes.rows % 8 == 0
+        assert plan.shapes.rows - rows < (256 if rows > 64 else max(8, rows))
+        assert plan.down * plan.cluster_rows >= plan.shapes.all_rows
+        assert plan.tiles.share != "both"
+        assert plan.tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
+
+
+def test_owners_share_all_their_tiles_or_none() -> None:
+    """Where devices share some tiles but not all of theirs, they could wait for each other."""
+    shapes = Shapes("scatter", 4, 1, 192, (512,), 4096)
+    (plan, *_) = (plan for plan in candidates(shapes) if plan.shapes == shapes)
+    assert not plan.shared
+    high = replace(plan.tiles, rows=128, columns=128, split="rows")
+    assert not replace(plan, tiles=high).fits()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"contracted": (50,)}, "wants every K, and N, to be a multiple of 32"),
+        ({"columns": 100}, "every K, and N, to be a multiple of 32"),
+        ({"dtype": "float32"}, "take bfloat16, or float16, for all"),
+        ({"mesh": ((AXIS, 1),)}, "axis of size 1"),
+        ({"leading": (0,)}, "without elements"),
+    ],
+)
+@pytest.mark.parametrize("dimension", [0, None])
+def test_refuses_what_it_cannot_do(
+    changes: dict[str, Any],
+    sentence: str,
+    dimension: int | None,
+    make_mesh: MeshFactory,
+    _for_hopper: None,
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        replace(Call(dimension=dimension), **changes).lowered(make_mesh)
+
+
+def test_refuses_other_devices(make_mesh: MeshFactory) -> None:
+    with pytest.raises(ValueError, match="Hopper GPUs only"):
+        Call().lowered(make_mesh)
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", [matmul_reduce_scatter, matmul_all_reduce])
+def test_ops_vmap_and_gradients(op: Any, make_mesh: MeshFactory, _for_hopper: None) -> None:
+    """By name, the ops launch the kernel; a batch launches it again and again."""
+    mesh = make_mesh({AXIS: 2})
+    out_spec = P() if op is matmul_all_reduce else P(None, AXIS)
+
+    def call(xs: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.vmap(lambda x: op(x, w, AXIS, implementation="fused"))(xs)
+
+    specs = (P(None, None, AXIS), P(AXIS))
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out_spec)
+
+    def loss(xs: jax.Array, w: jax.Array) -> jax.Array:
+        return sharded(xs, w).astype(jnp.float32).sum()
+
+    xs, w = (ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 64, 256), (256, 128)))
+    traced = overlap_jit(jax.value_and_grad(loss, (0, 1)), peer_kernels=True).trace(xs, w)
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernels
+def test_a_rider_is_there_before_the_launch(make_mesh: MeshFactory, _for_hopper: None) -> None:
+    """A collective beside a kernel that holds all multiprocessors could wait for it forever."""
+
+    def call(x: jax.Array, w: jax.Array, co_gathered: jax.Array) -> Any:
+        return ops.matmul_reduce_scatter([x], [w], AXIS, dimension=0, co_gathered=co_gathered)
+
+    specs = (P(None, AXIS), P(AXIS), P(AXIS))
+    mesh = make_mesh({AXIS: 2})
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+    shapes = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
+    text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    gather, barrier, launch = map(
+        text.index, ("stablehlo.all_gather", "stablehlo.optimization_barrier", "call @launch")
+    )
+    assert gather < barrier < launch

@@ -1,0 +1,111 @@
+"""Collectives along any dimension, made of one-shot ones: these are played by XLA's here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul._compat import tracks_varying_axes
+from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot.collectives import ONE_SHOT, XLA
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+
+both_vma = pytest.mark.parametrize("check_vma", [False, True])
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each was called."""
+    called: Counter[str] = Counter()
+
+    def all_gather(x: jax.Array, axis_name: str, *, replicated: bool = False) -> jax.Array:
+        called["all_gather"] += 1
+        gathered = lax.all_gather(x, axis_name)
+        if replicated and tracks_varying_axes(axis_name):
+            # All are the same, and so any of them is the largest.
+            return lax.pmax(gathered, axis_name)
+        return gathered
+
+    def reduce_scatter(x: jax.Array, axis_name: str) -> jax.Array:
+        called["reduce_scatter"] += 1
+        return lax.psum_scatter(x, axis_name)
+
+    def all_reduce(x: jax.Array, axis_name: str) -> jax.Array:
+        called["all_reduce"] += 1
+        return lax.psum(x, axis_name)
+
+    for function in (all_gather, reduce_scatter, all_reduce):
+        monkeypatch.setattr(exchange_kernel, function.__name__, function)
+    yield called
+
+
+def on_devices(
+    fun: Callable[..., Any], mesh: Any, out: P, x: np.ndarray, check_vma: bool
+) -> np.ndarray:
+    """Of global arrays whose first dimension is the devices'."""
+    sharded = jax.shard_map(
+        lambda x: fun(x[0]) if out == P() else fun(x[0])[None],
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=out,
+        check_vma=check_vma,
+    )
+    return np.asarray(jax.jit(sharded)(x))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    """Whole ones, which sum up exactly."""
+    return np.random.default_rng(0).integers(-100, 100, shape).astype(np.float32)
+
+
+@both_vma
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_along_any_dimension(
+    name: str, dimension: int, check_vma: bool, make_mesh: MeshFactory, played: Counter[str]
+) -> None:
+    mesh, x = make_mesh({AXIS: 3}), numbers(3, 6, 3, 9)
+    ours, expected = (
+        on_devices(
+            lambda x, by=by: getattr(by, name)(x, AXIS, dimension), mesh, P(AXIS), x, check_vma
+        )
+        for by in (ONE_SHOT, XLA)
+    )
+    np.testing.assert_array_equal(ours, expected)
+    assert played == {name: 1}
+
+
+@both_vma
+@pytest.mark.parametrize("shape", [(1,), (6,), (5, 7), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_all_reduces(
+    steps: int,
+    shape: tuple[int, ...],
+    check_vma: bool,
+    make_mesh: MeshFactory,
+    played: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def in_two_steps(size: int, devices: int) -> bool:
+        asked.append((size, devices))
+        return steps == 2
+
+    monkeypatch.setattr(exchange_kernel, "in_two_steps", in_two_steps)
+    x = numbers(3, *shape)
+    sums = on_devices(
+        lambda x: ONE_SHOT.all_reduce(x, AXIS), make_mesh({AXIS: 3}), P(), x, check_vma
+    )
+    np.testing.assert_array_equal(sums, x.sum(0))
+    assert asked == [(x[0].nbytes, 3)]
+    two = {"reduce_scatter": 1, "all_gather": 1}
+    assert played == ({"all_reduce": 1} if steps == 1 else two)

@@ -1,0 +1,230 @@
+"""One-shot collectives, simulated: launch after launch in the same workspaces, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot.exchange_kernel import Exchange, Kind
+from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu.peer_memory import Address
+from tests.mosaic_gpu.simulated_memory import Reference
+from tests.mosaic_gpu.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
+
+Patch = pytest.MonkeyPatch
+
+BLOCKS = 3
+BOX = exchange_kernel._LARGEST_BOX // 2
+#: Of the values that are summed: in another order their sum is another.
+VALUES = np.array([8192, -8192, 2.0**-14, 1, 3], np.float16)
+
+
+class Launch(NamedTuple):
+    """A collective, and how many boxes each device sends to each peer."""
+
+    kind: Kind
+    boxes: int
+    delays: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return min(self.boxes, BLOCKS)
+
+
+class ExchangeSimulation(WorkspaceSimulation):
+    """Devices that exchange boxes."""
+
+    def __init__(self, devices: int, launches: Sequence[Launch], seed: int, epoch: int = 0):
+        # Bytes of what is no number.
+        super().__init__(devices, BLOCKS, launches, seed, 0xFF)
+        for memory in self.memory:
+            words = memory[: workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
+            words[:: workspace._WORD_BYTES // 4] = epoch
+        draw = np.random.default_rng(seed)
+        self.xs, self.ys = [], []
+        for kind, boxes, _ in launches:
+            whole, part = (devices, devices, boxes, BOX), (devices, boxes, BOX)
+            self.xs.append(draw.choice(VALUES, whole if kind == "scatter" else part))
+            self.ys.append(np.full(whole if kind == "gather" else part, np.nan, np.float16))
+
+    def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
+        launch = self.launches[number]
+        if block < launch.blocks:
+            x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
+            Exchange(launch.kind, self.devices, launch.boxes, launch.delays).run(words, x, y)
+
+    # The primitives.
+
+    def load_from(self, address: Address, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        self.here().wait()
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.bytes_at(address, count)[1].view(dtype).reshape(shape).copy()
+
+    def store_at(self, address: Address, value: np.ndarray) -> None:
+        self.here().wait()
+        self.send(address, value)
+
+    def raise_flags(self, value: int, addresses: Sequence[Address]) -> None:
+        self.here().wait()
+        before = self.sent()
+        for address in addresses:
+            self.send(address, as_int32(value), before)
+
+    def await_flags(self, value: int, addresses: Sequence[Address]) -> None:
+        def arrived(address: Address) -> bool:
+            return (self.word(address) - value) % (1 << 32) < 1 << 31
+
+        self.here().wait(lambda: all(map(arrived, addresses)))
+
+    def axis_size(self, axis: str) -> int:
+        assert axis == "block"
+        return self.launches[self.here().place["launch"]].blocks
+
+    def play(self, monkeypatch: Patch, modules: Sequence[Any] = (exchange_kernel,)) -> None:
+        super().play(monkeypatch, modules)
+        monkeypatch.setattr(exchange_kernel.lax, "axis_size", self.axis_size)
+        monkeypatch.setattr(exchange_kernel, "plgpu", SimpleNamespace(load=read))
+        primitives = {
+            "layout": lambda shape, dtype: None,
+            "load": self.load_from,
+            "store": self.store_at,
+            "load_word": self.load_word,
+            "raise_flags": self.raise_flags,
+            "await_flags": self.await_flags,
+            "delays_of": lambda *seed: sum(seed) % 3,
+            "delay": lambda times: [self.here().wait() for _ in range(times)],
+        }
+        for name, played in primitives.items():
+            monkeypatch.setattr(exchange_kernel, name, played)
+
+    def assert_results(self) -> None:
+        for (kind, *_), xs, ys in zip(self.launches, self.xs, self.ys, strict=True):
+            for device, y in enumerate(ys):
+                np.testing.assert_array_equal(y, self.expected(kind, xs, device))
+
+    def expected(self, kind: Kind, xs: np.ndarray, device: int) -> np.ndarray:
+        if kind == "gather":
+            return xs
+        if kind == "scatter":
+            # In the order of the devices behind this one.
+            xs = np.roll(xs[:, device], -device, axis=0)
+        total = xs[0].astype(np.float32)
+        for x in xs[1:]:
+            total += x.astype(np.float32)
+        return total.astype(np.float16)
+
+
+def read(box: Reference, layout: None, optimized: bool) -> np.ndarray:
+    assert box.is_within()
+    return box.read()
+
+
+@pytest.fixture(autouse=True)
+def _few_blocks(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(workspace, "BLOCKS", BLOCKS)
+
+
+LAUNCHES = [
+    Launch("gather", 2 * BLOCKS),
+    Launch("reduce", 1),
+    Launch("scatter", BLOCKS + 1),
+    Launch("reduce", 2 * BLOCKS - 1, delays=True),
+    Launch("reduce", BLOCKS),
+    Launch("gather", 2),
+    Launch("scatter", 1, delays=True),
+    Launch("gather", BLOCKS, delays=True),
+]
+
+
+def run(monkeypatch: Patch, devices: int, seed: int, epoch: int = 0) -> None:
+    simulation = ExchangeSimulation(devices, LAUNCHES, seed, epoch)
+    simulation.play(monkeypatch)
+    simulation.run()
+    simulation.assert_results()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_results(devices: int, seed: int, monkeypatch: Patch) -> None:
+    run(monkeypatch, devices, seed)
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**31 - 2, 2**31 - 1, -2])
+def test_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
+    run(monkeypatch, 3, 0, epoch)
+
+
+def one_slot(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(workspace, "SLOTS", 1)
+
+
+def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
+    raise_flags = exchange_kernel.raise_flags
+    monkeypatch.setattr(
+        exchange_kernel, "raise_flags", lambda value, to: raise_flags(value, to[1:])
+    )
+
+
+def flags_are_raised_while_it_is_stored(monkeypatch: Patch) -> None:
+    send = ExchangeSimulation.send
+    monkeypatch.setattr(ExchangeSimulation, "send", lambda *args: send(*args[:3]))
+
+
+def awaits_the_exchange_before(monkeypatch: Patch) -> None:
+    await_flags = exchange_kernel.await_flags
+    monkeypatch.setattr(
+        exchange_kernel, "await_flags", lambda value, at: await_flags(value - 1, at)
+    )
+
+
+def awaits_some_peers(monkeypatch: Patch) -> None:
+    await_flags = exchange_kernel.await_flags
+    monkeypatch.setattr(
+        exchange_kernel, "await_flags", lambda value, at: await_flags(value, at[1:])
+    )
+
+
+def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Exchange, "device", lambda e, me, number: (me - number) % e.devices)
+
+
+def sources_share_a_flag(monkeypatch: Patch) -> None:
+    flag_offset = workspace.flag_offset
+    monkeypatch.setattr(workspace, "flag_offset", lambda source, block: flag_offset(1, block))
+
+
+def blocks_share_a_flag(monkeypatch: Patch) -> None:
+    flag_offset = workspace.flag_offset
+    monkeypatch.setattr(workspace, "flag_offset", lambda source, block: flag_offset(source, 0))
+
+
+def blocks_share_a_region(monkeypatch: Patch) -> None:
+    region_offset = workspace.region_offset
+
+    def of_the_first(devices: int, slot: int, source: int, block: int) -> int:
+        return region_offset(devices, slot, source, 0)
+
+    monkeypatch.setattr(workspace, "region_offset", of_the_first)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        one_slot,
+        own_exchanges_are_not_counted,
+        flags_are_raised_while_it_is_stored,
+        awaits_the_exchange_before,
+        awaits_some_peers,
+        devices_in_the_wrong_direction,
+        sources_share_a_flag,
+        blocks_share_a_flag,
+        blocks_share_a_region,
+    ],
+)
+def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    assert_it_shows(mistake, lambda seed: ExchangeSimulation(3, LAUNCHES, seed), monkeypatch)

@@ -1,0 +1,160 @@
+"""Which sites one-shot collectives can carry out, how long they take, and where that decides."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.dispatch import cost_model, selection
+from collective_matmul.dispatch.cost_model import matmul_seconds, reference_seconds
+from collective_matmul.dispatch.exchanges import exchange_seconds
+from collective_matmul.dispatch.lookup import Prediction
+from collective_matmul.dispatch.obstacles import obstacle_of
+from collective_matmul.dispatch.selection import choose, record_decisions
+from collective_matmul.log import warn_once
+from collective_matmul.peer_access import peer_kernels_allowed
+from collective_matmul.site import Op, Site
+from tests.dispatch.sites import H200, site_of, tracing_for
+from tests.reference import OPS
+
+every_op = pytest.mark.parametrize("op", OPS)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _on_h200(monkeypatch: Patch) -> Iterator[None]:
+    """In programs that may have kernels, and by a JAX that has them."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
+    with tracing_for(H200), peer_kernels_allowed(True):
+        yield
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
+@every_op
+def test_only_newer_versions(op: Op, version: tuple[int, ...], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    found = obstacle_of(site_of(op, 64, 512, 1024), "one_shot")
+    assert (found is None) == (version >= (0, 11))
+    assert found is None or "these kernels need 0.11 or newer" in found
+
+
+def test_all_that_is_sent_must_fit() -> None:
+    """Of an all-reduce only a share of the sum, exchange by exchange."""
+    columns = 1024
+    rows = exchange_kernel.MOST_BYTES // 2 // columns
+    for more, possible in ((0, True), (1, False)):
+        gather = site_of("all_gather_matmul", 4 * (rows + more), columns, 512)
+        scatter = site_of("matmul_reduce_scatter", 4 * (rows + more), 512, columns)
+        reduce = site_of("matmul_all_reduce", 4 * (rows + more), 512, columns)
+        riding = site_of(
+            "matmul_reduce_scatter", 64, 512, columns, co_gathered=(rows + more, columns)
+        )
+        for site in (gather, scatter, reduce, riding):
+            assert (obstacle_of(site, "one_shot") is None) == possible, site
+
+
+@every_op
+def test_too_much_for_one_shot_is_said_once(
+    op: Op, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is requested, and where it was the fastest of what was measured."""
+    found = Prediction({"xla": 4e-6, "ring": 2e-6, "one_shot": 1e-6}, 0.02, "measured")
+    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+    monkeypatch.setattr(selection, "_why_not_fused", lambda *args: None)
+    sizes = (8192, 4096, 1024) if op == "all_gather_matmul" else (8192, 1024, 4096)
+    sent = (2048, 4096) if op == "all_gather_matmul" else (2048 * 4096,)
+    why = (
+        f"one_shot is not possible: {sent} are {2 * 2048 * 4096} bytes for each peer, and one shot"
+        f" takes {exchange_kernel.MOST_BYTES}"
+    )
+    with record_decisions() as decisions:
+        assert choose(site_of(op, *sizes), None) == "ring"
+    assert decisions[0].reason == f"fallback: {why}; measured: 4 µs bulk, 2 µs ring"
+    without = Prediction({"xla": 4e-6, "ring": 2e-6}, 0.02, "measured")
+    monkeypatch.setattr(selection.tables, "look_up", lambda *args: without)
+    for _ in range(2):
+        assert choose(site_of(op, *sizes), "one_shot") == "ring"
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == [f"{op} falls back to ring: {why}"]
+
+
+@every_op
+@pytest.mark.parametrize("measured", [False, True])
+def test_few_rows_where_programs_may_have_kernels(
+    op: Op, measured: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the cost model, beside what was measured or alone."""
+    found = Prediction({"xla": 6e-5, "fused": 7e-5}, 0.02, "measured") if measured else None
+    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+
+    def chosen(rows: int, requested: str | None = None) -> str:
+        sizes = (4096, 14336) if op == "all_gather_matmul" else (14336, 4096)
+        return choose(site_of(op, rows, *sizes), requested)
+
+    assert chosen(64) == "one_shot"
+    assert chosen(1 << 14) != "one_shot"
+    with peer_kernels_allowed(False):
+        assert chosen(64) == "xla"
+    assert not caplog.records
+    assert chosen(1024, "one_shot") == "one_shot"
+    monkeypatch.setattr(cost_model, "ONE_SHOT_MARGIN", 10.0)
+    assert chosen(64) != "one_shot"
+
+
+def test_what_was_modelled_is_not_said_to_be_measured(monkeypatch: Patch) -> None:
+    found = Prediction({"xla": 6e-5, "fused": 7e-5}, 0.02, "measured")
+    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+    with record_decisions() as decisions:
+        assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "one_shot"
+    assert decisions[0].reason.startswith("measured: 60 µs bulk, ")
+    assert " µs one_shot (cost model)" in decisions[0].reason
+
+
+def test_the_model_is_not_of_other_gpus(monkeypatch: Patch) -> None:
+    found = Prediction({"xla": 6e-5, "ring": 7e-5}, 0.02, "measured")
+    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+    monkeypatch.setattr(cost_model, "DEVICE_KINDS", ("NVIDIA H20",))
+    assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "xla"
+
+
+def one_exchange(elements: int, devices: int = 4) -> float:
+    return exchange_kernel.predicted_seconds(2 * elements, devices)
+
+
+@pytest.mark.parametrize(
+    ("site", "exchanges"),
+    [
+        (site_of("all_gather_matmul", 64, 512, 1024), [16 * 512]),
+        (site_of("all_gather_matmul", 64, 512, 1024, keep_gathered=True), [16 * 512]),
+        (site_of("matmul_reduce_scatter", 64, 512, 1024), [16 * 1024]),
+        (
+            site_of("matmul_reduce_scatter", 64, 512, 1024, co_gathered=(16, 96)),
+            [16 * 1024, 16 * 96],
+        ),
+        (site_of("matmul_all_reduce", 6, 512, 1024), [6 * 1024]),
+        # In two steps, each of a quarter.
+        (site_of("matmul_all_reduce", 1024, 512, 1024), [256 * 1024] * 2),
+    ],
+    ids=str,
+)
+def test_every_exchange_takes_its_time(site: Site, exchanges: list[int]) -> None:
+    expected = sum(map(one_exchange, exchanges))
+    assert exchange_seconds(site) == pytest.approx(expected)
+    predicted = cost_model.predict_one_shot(site)
+    assert predicted.seconds["xla"] == reference_seconds(site)
+    multiplication = matmul_seconds(site.product_rows, *site.operands[0][1])
+    if site.has_weight_gradient:
+        k, n = site.operands[0][1]
+        multiplication += matmul_seconds(k, site.product_rows, n)
+    assert predicted.seconds["one_shot"] == pytest.approx(multiplication + expected)
+    assert predicted.margins.get("one_shot", predicted.margin) == cost_model.ONE_SHOT_MARGIN
+
+
+def test_more_devices_and_more_bytes_take_longer() -> None:
+    assert one_exchange(1 << 10) < one_exchange(1 << 20) < one_exchange(1 << 20, devices=8)

@@ -1,0 +1,309 @@
+"""What is chosen for which site, what is said about it, and what is recorded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.backends import RINGS
+from collective_matmul.dispatch import lookup, selection, table_files
+from collective_matmul.dispatch.cost_model import predict
+from collective_matmul.dispatch.selection import Decision, choose, record_decisions
+from collective_matmul.log import warn_once
+from collective_matmul.site import Op, Site
+from tests.conftest import MeshFactory
+from tests.dispatch.sites import H200, site_of
+from tests.dispatch.tables import entry, layer, table_of
+from tests.reference import AXIS, OPS, Case
+
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_device", lambda: H200)
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kind of device was measured."""
+    monkeypatch.setattr(table_files, "known", lambda kind: [])
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was said once before may be said again."""
+    monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
+
+
+def decide(site: Site, requested: str | None = None) -> Decision:
+    with record_decisions() as decisions:
+        name = choose(site, requested)
+    (taken,) = decisions
+    assert (taken.site, taken.implementation) == (site, name)
+    return taken
+
+
+def trace(case: Case, mesh: Mesh, *, gradients: bool) -> list[Decision]:
+    """The decisions of tracing a case."""
+    fun = case.sharded(mesh)
+
+    def transpose(x, ws, dys):
+        return jax.vjp(fun, x, ws)[1](dys)
+
+    x, ws, dys = case.arrays()
+    with record_decisions() as decisions:
+        if gradients:
+            jax.eval_shape(transpose, x, tuple(ws), tuple(dys))
+        else:
+            jax.eval_shape(fun, x, tuple(ws))
+    return decisions
+
+
+def site_from(case: Case, op: Op, *operands: tuple, **facts: Any) -> Site:
+    return Site(op, operands, np.dtype(case.dtype), AXIS, case.devices, **facts)
+
+
+def test_sites_of_a_gather_and_its_backward(make_mesh: MeshFactory) -> None:
+    case = Case("all_gather_matmul", "ring", 2, (3, 8), 5, ((6,), (4, 7)), dimension=1)
+    gather = site_from(case, "all_gather_matmul", ((3, 4, 5), (5, 3)), ((3, 4, 5), (5, 14)))
+    scatter = site_from(
+        case,
+        "matmul_reduce_scatter",
+        ((3, 8, 3), (3, 5)),
+        ((3, 8, 14), (14, 5)),
+        co_gathered=(3, 4, 5),
+    )
+    mesh = make_mesh({AXIS: 2})
+    assert trace(case, mesh, gradients=False) == [Decision(gather, "ring", "requested")]
+    decisions = trace(case, mesh, gradients=True)
+    assert decisions == [
+        Decision(gather, "ring", "requested"),
+        Decision(scatter, "ring", "requested"),
+    ]
+    assert [(d.site.dimension, d.site.transpose_w) for d in decisions] == [(1, False), (1, True)]
+
+
+def test_sites_of_a_scatter_and_its_backward(make_mesh: MeshFactory) -> None:
+    case = Case("matmul_reduce_scatter", "ring", 2, (3, 8), 10, ((4, 7),), dimension=1)
+    scatter = site_from(case, "matmul_reduce_scatter", ((3, 8, 5), (5, 28)))
+    gather = site_from(case, "all_gather_matmul", ((3, 4, 28), (28, 5)), keep_gathered=True)
+    decisions = trace(case, make_mesh({AXIS: 2}), gradients=True)
+    assert decisions == [
+        Decision(scatter, "ring", "requested"),
+        Decision(gather, "ring", "requested"),
+    ]
+    assert [(d.site.dimension, d.site.transpose_w) for d in decisions] == [(1, False), (1, True)]
+
+
+def test_sites_of_an_all_reduce(make_mesh: MeshFactory) -> None:
+    """Its backward communicates nothing that a matmul could hide: there is nothing to decide."""
+    case = Case("matmul_all_reduce", "ring", 2, (3, 8), 10, ((7,),))
+    site = site_from(case, "matmul_all_reduce", ((3, 8, 5), (5, 7)))
+    assert trace(case, make_mesh({AXIS: 2}), gradients=True) == [
+        Decision(site, "ring", "requested")
+    ]
+
+
+def test_every_recorder_hears_a_decision_and_none_later() -> None:
+    first, second = site_of("all_gather_matmul", 8, 8, 8), site_of("all_gather_matmul", 4, 4, 4)
+    with record_decisions() as outer:
+        choose(first, "xla")
+        with record_decisions() as inner:
+            choose(second, "xla")
+    choose(first, "xla")
+    assert [taken.site for taken in outer] == [first, second]
+    assert [taken.site for taken in inner] == [second]
+
+
+def test_a_recorder_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), record_decisions() as decisions:
+        raise KeyError
+    choose(site_of("all_gather_matmul", 8, 8, 8), "xla")
+    assert decisions == []
+
+
+@every_op
+@pytest.mark.parametrize("implementation", ["xla", *RINGS])
+def test_a_request_is_followed(op: Op, implementation: str) -> None:
+    taken = decide(site_of(op, 8, 8, 8), implementation)
+    assert (taken.implementation, taken.reason) == (implementation, "requested")
+
+
+@every_op
+def test_one_device_has_nothing_to_communicate(op: Op, on_gpus: None) -> None:
+    taken = decide(site_of(op, 1 << 16, 8192, 8192, devices=1))
+    assert (taken.implementation, taken.reason) == ("xla", "one device: nothing to communicate")
+
+
+@every_op
+def test_the_cpu_has_nothing_to_run_under_a_matmul(op: Op) -> None:
+    taken = decide(site_of(op, 1 << 16, 8192, 8192))
+    assert (taken.implementation, taken.reason) == ("xla", "on cpu nothing runs under a matmul")
+
+
+def test_the_reason_is_the_prediction(on_gpus: None, untuned: None) -> None:
+    site = site_of("all_gather_matmul", 8192, 8192, 28672)
+    predicted = predict(site).seconds
+    bulk, ring = predicted["xla"], predicted["ring"]
+    taken = decide(site)
+    assert (taken.implementation, taken.seconds, taken.reference_seconds) == ("ring", ring, bulk)
+    assert taken.reason == f"cost model: {bulk * 1e6:.0f} µs bulk, {ring * 1e6:.0f} µs ring"
+
+
+def test_a_ring_that_hardly_gains_is_not_chosen(on_gpus: None, monkeypatch) -> None:
+    for gain, name in ((1.01, "xla"), (1.03, "ring_direct")):
+        seconds = {"xla": 1e-4, "ring": 1.1e-4, "ring_direct": 1e-4 / gain}
+        prediction = lookup.Prediction(seconds, 0.02, "measured")
+        monkeypatch.setattr(lookup, "look_up", lambda *args, p=prediction: p)
+        taken = decide(site_of("all_gather_matmul", 8192, 8192, 8192))
+        assert taken.implementation == name
+        assert taken.reason == f"measured: 100 µs bulk, {100 / gain:.0f} µs ring_direct"
+
+
+def test_an_implementation_that_is_gone_is_not_chosen(on_gpus: None, monkeypatch) -> None:
+    prediction = lookup.Prediction({"xla": 3e-6, "ring": 2e-6, "gone": 1e-6}, 0.02, "measured")
+    monkeypatch.setattr(lookup, "look_up", lambda *args: prediction)
+    assert decide(site_of("all_gather_matmul", 8, 8, 8)).implementation == "ring"
+
+
+@pytest.mark.parametrize("requested", [None, "fused", "xla"])
+def test_what_cannot_be_chosen_hides_nothing_that_can(
+    requested: str | None, on_gpus: None, nothing_said: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the only entry, its gain of a kernel would tell nothing, not of rings either."""
+    measured = table_of((layer(1024), entry(xla=200.0, ring=250.0, fused=150.0)))
+    monkeypatch.setattr(table_files, "known", lambda kind: [("a table", measured)])
+    taken = decide(layer(512), requested)
+    assert taken.implementation == "xla"
+    assert taken.reference_seconds == pytest.approx(100e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fused", "chosen", "basis"),
+    [
+        (8192, 0.8, "fused", "measured"),
+        (8192, 1.1, "ring", "cost model"),
+        (64, 1.1, "xla", "measured"),  # Too few for a ring.
+    ],
+)
+def test_where_fused_alone_was_measured_a_ring_may_gain(
+    rows: int, fused: float, chosen: str, basis: str, on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bulk = 1e6 * predict(layer(rows)).seconds["xla"]
+    measured = table_of((layer(rows), entry(xla=bulk, fused=fused * bulk)))
+    monkeypatch.setattr(table_files, "known", lambda kind: [("here", measured)])
+    obstacles = {"one_shot": "it is another kernel"}
+    monkeypatch.setattr(selection, "obstacle_of", lambda site, name: obstacles.get(name))
+    monkeypatch.setattr(selection, "peer_kernels_disallowed_reason", lambda: None)
+    taken = decide(layer(rows))
+    assert taken.implementation == chosen
+    assert taken.reason.startswith(basis)
+    assert "fused was not measured" not in taken.reason
+
+
+def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
+    site = site_of("all_gather_matmul", 8192, 8192, 28672)
+    taken = decide(site, "ring")
+    predicted = predict(site).seconds
+    assert (taken.seconds, taken.reference_seconds) == (predicted["ring"], predicted["xla"])
+    assert decide(site, "ring_direct").seconds is None
+
+
+def test_gpus_that_nothing_is_known_of_get_bulk_and_say_so_once(
+    nothing_said: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = AbstractDevice("NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")
+    monkeypatch.setattr(selection, "_device", lambda: device)
+    obstacle = "NVIDIA A100-SXM4-40GB was not measured; collective_matmul.tune can"
+    for _ in range(2):
+        taken = decide(site_of("all_gather_matmul", 8192, 8192, 28672))
+        assert (taken.implementation, taken.reason) == ("xla", f"fallback: {obstacle}")
+    assert warnings_of(caplog) == [f"all_gather_matmul falls back to bulk: {obstacle}"]
+
+
+def test_the_mesh_says_what_device_is_traced_for() -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    kinds = []
+    jax.eval_shape(
+        jax.shard_map(
+            lambda x: (kinds.append(selection._device().device_kind), x)[1],
+            mesh=mesh,
+            in_specs=P(AXIS),
+            out_specs=P(AXIS),
+        ),
+        jax.ShapeDtypeStruct((8,), "float32"),
+    )
+    assert kinds == ["NVIDIA H200"]
+    assert selection._device().device_kind == jax.devices()[0].device_kind
+
+
+def test_an_empty_array_has_nothing_to_multiply(on_gpus: None) -> None:
+    taken = decide(site_of("all_gather_matmul", 0, 8, 8))
+    assert (taken.implementation, taken.reason) == ("xla", "an empty array: nothing to multiply")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_rows_that_do_not_divide_fall_back_and_say_so_once(
+    on_gpus: None, nothing_said: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = site_of("matmul_all_reduce", 8190, 8192, 8192)
+    obstacle = "8190 rows are not divisible by axis 'tensor' of size 4"
+    reason = f"ring is not possible: {obstacle}"
+    for _ in range(2):
+        taken = decide(site)
+        assert taken.implementation == "xla"
+        assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
+    assert warnings_of(caplog) == [f"matmul_all_reduce falls back to bulk: {reason}"]
+
+
+@every_op
+def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
+    op: Op,
+    on_gpus: None,
+    untuned: None,
+    nothing_said: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    obstacle = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(selection, "no_peer_copies_reason", lambda axis_name: obstacle)
+    reason = f"ring would hide nothing: {obstacle}"
+    for rows in (4096, 8192):
+        taken = decide(site_of(op, rows, 8192, 8192))
+        assert taken.implementation == "xla"
+        assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
+    assert warnings_of(caplog) == [f"{op} falls back to bulk: {reason}"]
+
+
+@pytest.mark.parametrize("implementation", RINGS)
+def test_a_named_ring_that_cannot_run_raises(implementation: str) -> None:
+    with (
+        record_decisions() as decisions,
+        pytest.raises(ValueError, match=rf"^implementation='{implementation}': 6 rows are not"),
+    ):
+        choose(site_of("matmul_all_reduce", 6, 8, 8), implementation)
+    assert decisions == []
+
+
+@every_op
+def test_no_bulk_collective_where_it_would_gather_what_the_compiler_shards(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "partly_automatic", lambda: True)
+    taken = decide(site_of(op, 64, 64, 64))
+    if op == "matmul_all_reduce":  # An all-reduce XLA can cut.
+        assert taken.implementation == "xla"
+    else:
+        assert taken.implementation == "ring_direct"
+        assert "would gather what the automatic mesh axes shard" in taken.reason

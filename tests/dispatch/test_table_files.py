@@ -1,0 +1,262 @@
+"""Tables: their text, their files, and which of them speak for a device."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import stat
+from importlib import resources
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from collective_matmul.dispatch import selection, table_files
+from collective_matmul.dispatch.lookup import look_up
+from collective_matmul.dispatch.table import Run, Table
+from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.log import warn_once
+from collective_matmul.site import Site
+from tests.dispatch.sites import BFLOAT16, site_of
+from tests.dispatch.tables import KIND, RUN, entry, layer, table_of
+from tests.reference import AXIS
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of the user's table for KIND, not there yet."""
+    monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(table_files, "warn_once", functools.cache(warn_once.__wrapped__))
+    return cache_path(KIND)
+
+
+@pytest.fixture
+def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_files, "_shipped", lambda kind: None)
+
+
+def some_sites() -> list[Site]:
+    x = (6, 4)
+    return [
+        Site("all_gather_matmul", ((x, (4, 5)), (x, (4, 7))), BFLOAT16, AXIS, 3),
+        Site("all_gather_matmul", (((2, 3, 4), (4, 5)),), BFLOAT16, AXIS, 2, keep_gathered=True),
+        Site("matmul_reduce_scatter", ((x, (4, 5)),), BFLOAT16, AXIS, 3, co_gathered=(1, 2, 5)),
+        Site("matmul_all_reduce", ((x, (4, 5)),), np.dtype("float32"), AXIS, 2),
+    ]
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    other = Run("2027-01-01", "0.12.0", "2 × NVIDIA H200")
+    runs = [RUN, other, RUN, other]
+    written = table_of(
+        *((s, entry(run, xla=123.4, ring=0.5)) for s, run in zip(some_sites(), runs, strict=True))
+    )
+    read = Table.from_text(written.to_text())
+    assert read.device_kind == KIND
+    assert set(read.entries) == {site.flat for site in some_sites()}
+    for site, found in read.entries.items():
+        assert found.run == written.entries[site].run
+        assert found.seconds == pytest.approx(written.entries[site].seconds)
+    assert read.to_text() == written.text()
+
+
+def test_one_line_for_each_entry_in_an_order_of_its_own() -> None:
+    entries = [(site, entry(xla=10.0)) for site in some_sites()]
+    text = table_of(*entries).to_text()
+    assert text == table_of(*reversed(entries)).to_text()
+    assert len(text.splitlines()) == 1 + len(entries)
+
+
+def test_a_table_may_have_weights_in_any_order() -> None:
+    x, small, large = (512, 4096), (4096, 256), (4096, 1024)
+    site = Site("all_gather_matmul", ((x, small), (x, large)), BFLOAT16, "", 4)
+    read = Table.from_text(Table(KIND, {site: entry(xla=10.0)}).to_text())
+    assert [*read.entries] == [site.flat]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not enough values"),
+        ("{", "Expecting"),
+        ("[]\n", "TypeError"),
+        ('{"format": 2}\n', "its format is 2, expected 1"),
+        ('{"format": 1, "device_kind": "x", "runs": []}\n{"op": "f"}\n', "KeyError"),
+    ],
+)
+def test_a_text_that_is_no_table_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Table.from_text(text)
+
+
+def test_times_that_cannot_be_are_refused() -> None:
+    text = table_of((layer(512), entry(xla=10.0))).to_text()
+    for broken in (text.replace("10.0", "0.0"), text.replace('"xla"', '"ring"')):
+        with pytest.raises(ValueError, match=r"not above zero|KeyError: 'xla'"):
+            Table.from_text(broken)
+
+
+def test_a_write_that_fails_leaves_the_old_table(cache: Path, monkeypatch) -> None:
+    table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+    before = cache.read_text()
+    monkeypatch.setattr(Table, "text", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        table_files.save(cache, KIND, {layer(512).flat: entry(xla=20.0)})
+    assert cache.read_text() == before
+    assert list(cache.parent.iterdir()) == [cache]
+
+
+def test_others_may_read_a_table(cache: Path) -> None:
+    table_files.save(cache, KIND, {})
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o644
+
+
+def test_nobody_else_saves_between_reading_and_writing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_locked() -> bool:
+        handle = os.open(cache.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    locked = []
+
+    def noting(call):
+        return lambda *args: (locked.append(is_locked()), call(*args))[1]
+
+    monkeypatch.setattr(table_files, "read_users", noting(table_files.read_users))
+    monkeypatch.setattr(Table, "write", noting(Table.write))
+    table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+    assert locked == [True, True]
+    assert not is_locked()
+
+
+def test_saving_keeps_what_is_there(cache: Path) -> None:
+    old, new = layer(512).flat, layer(1024).flat
+    table_files.save(cache, KIND, {old: entry(xla=10.0)})
+    table_files.save(cache, KIND, {new: entry(xla=20.0)})
+    replaced = table_files.save(cache, KIND, {old: entry(xla=30.0)})
+    read = Table.from_text(cache.read_text())
+    assert {s: e.seconds["xla"] for s, e in read.entries.items()} == {
+        old: pytest.approx(30e-6),
+        new: pytest.approx(20e-6),
+    }
+    assert set(replaced.entries) == {old, new}
+
+
+def test_a_table_is_of_one_kind_of_device(cache: Path) -> None:
+    table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+    before = cache.read_text()
+    message = f"^path='{cache}': a table of {KIND}, expected one of cpu; give another path"
+    with pytest.raises(ValueError, match=message):
+        table_files.save(cache, "cpu", {layer(1024).flat: entry(xla=10.0)})
+    assert cache.read_text() == before
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_path("NVIDIA H200") == tmp_path / "own" / "h200.jsonl"
+    monkeypatch.delenv("COLLECTIVE_MATMUL_CACHE_DIR")
+    assert cache_path("cpu") == tmp_path / "xdg" / "collective_matmul" / "cpu.jsonl"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    kind = "NVIDIA H100 80GB HBM3"
+    expected = tmp_path / "home" / ".cache" / "collective_matmul" / "h100-80gb-hbm3.jsonl"
+    assert cache_path(kind) == expected
+
+
+def test_nothing_is_known_of_a_device_that_was_not_measured(cache: Path) -> None:
+    assert table_files.known("NVIDIA A100-SXM4-40GB") == []
+
+
+def test_the_users_table_comes_before_the_one_that_ships(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, shipped_only = layer(4096), layer(8192)
+    ships = table_of((both, entry(xla=10, ring=5)), (shipped_only, entry(xla=20, ring=8)))
+    monkeypatch.setattr(table_files, "_shipped", lambda kind: ships if kind == KIND else None)
+    table_files.save(cache, KIND, {both.flat: entry(xla=9.0, ring=99.0)})
+
+    prediction = look_up(both, table_files.known(KIND))
+    assert prediction is not None
+    assert (prediction.basis, prediction.fastest({"ring"})) == ("measured (your table)", "xla")
+    prediction = look_up(shipped_only, table_files.known(KIND))
+    assert prediction is not None
+    assert prediction.basis == "measured (table of NVIDIA H200)"
+    assert prediction.fastest({"ring"}) == "ring"
+
+
+def test_an_h100_is_decided_for_by_the_table_of_h200_and_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ships = table_of((layer(4096), entry(xla=10, ring=5)))
+    monkeypatch.setattr(table_files, "_shipped", lambda kind: ships if kind == KIND else None)
+    prediction = look_up(layer(4096), table_files.known("NVIDIA H100 80GB HBM3"))
+    assert prediction is not None
+    assert "table of NVIDIA H200: the same chip and links" in prediction.basis
+    assert table_files.known("NVIDIA H100 PCIe") == []
+
+
+def test_tables_that_ship_can_be_read() -> None:
+    shipped = [
+        f / "backends.jsonl"
+        for f in resources.files("collective_matmul.data").iterdir()
+        if f.is_dir() and f.name != "__pycache__"
+    ]
+    for file in shipped:
+        table = Table.from_text(file.read_text(encoding="utf-8"))
+        assert table_files.file_name(table.device_kind) == file.name
+        assert file.read_text(encoding="utf-8") == table.to_text()
+
+
+def test_a_damaged_table_is_ignored_and_named_once(
+    cache: Path, nothing_ships: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("{ no table")
+    for _ in range(2):
+        assert table_files.known(KIND) == []
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert record.message.startswith(f"{cache} is ignored")
+    assert cache.read_text() == "{ no table"
+
+
+def test_saving_keeps_damaged_tables_beside_the_new_one(cache: Path) -> None:
+    cache.parent.mkdir()
+    for number in (1, 2):
+        cache.write_text(f"damaged {number}")
+        table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+        assert cache.with_name(f"h200.jsonl.damaged-{number}").read_text() == f"damaged {number}"
+    assert len(Table.from_text(cache.read_text()).entries) == 1
+
+
+def test_a_table_prints_as_one_line(cache: Path) -> None:
+    saved = table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+    for table in (saved, table_files.read_users(cache)):
+        assert str(table) == f"table of NVIDIA H200: 1 entry, in {cache}"
+        assert len(repr(table)) < 100 + len(str(cache))
+    assert str(Table(KIND)) == "table of NVIDIA H200: 0 entries"
+
+
+def test_a_table_that_changes_is_read_again(cache: Path, nothing_ships: None) -> None:
+    for rows in (512, 1024):
+        table_files.save(cache, KIND, {layer(rows).flat: entry(xla=10.0)})
+        ((_, table),) = table_files.known(KIND)
+        assert layer(rows).flat in table.entries
+
+
+def test_the_users_table_decides_on_a_cpu(cache: Path) -> None:
+    site = site_of("all_gather_matmul", 8, 4, 4)
+    assert selection.choose(site, None) == "xla"
+    kind = jax.devices()[0].device_kind
+    table_files.save(cache_path(kind), kind, {site.flat: entry(xla=12, ring_two_way=10)})
+    assert selection.choose(site, None) == "ring_two_way"

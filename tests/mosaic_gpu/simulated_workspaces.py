@@ -1,0 +1,138 @@
+"""Workspaces as simulated kernels use them, launch after launch, in any order.
+
+A device begins its next launch when its own blocks have ended, however far its peers are. What is
+stored in a peer's memory is seen there late, and in any order but behind what is announced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu.peer_memory import Address
+from collective_matmul.mosaic_gpu.tiling import Tiles
+from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
+
+#: Of every other device the lower half of the address is a negative word.
+_FIRST_ADDRESS, _BETWEEN_ADDRESSES = 0x7FFF_0000_0000, 1 << 31
+
+
+@dataclass(eq=False)
+class Message:
+    """What was stored in a peer's memory, and is not seen there yet; some is seen before it."""
+
+    place: np.ndarray
+    value: np.ndarray
+    sender: Actor
+    after: Sequence[Message] = field(default=())
+    written: bool = False
+
+    def advance(self) -> None:
+        if all(message.written for message in self.after):
+            self.place[...] = self.value.view(np.uint8)
+            self.written = True
+
+
+class WorkspaceSimulation(Simulation):
+    """Devices that run the same launches, each with one actor for each of its blocks."""
+
+    def __init__(self, devices: int, blocks: int, launches: Sequence[Any], seed: int, byte: int):
+        """Workspaces begin with the same byte everywhere."""
+        super().__init__(devices, 1, Tiles(), seed)
+        self.copies: list[Any]
+        self.devices, self.blocks, self.launches = devices, blocks, launches
+        size = workspace.workspace_bytes(devices)
+        self.memory = [np.full(size, byte, np.uint8) for _ in range(devices)]
+        self.ended: Counter[int] = Counter()
+        self.leader = 0
+        for device, block in np.ndindex(devices, blocks):
+            place = {AXIS: device, "block": block, "launch": 0}
+            self.add(place, lambda device=device, block=block: self.serve(device, block))
+
+    def serve(self, device: int, block: int) -> None:
+        """All of a block's part, launch by launch."""
+        indices = [(device + n) % self.devices for n in range(self.devices)]
+        bases = _FIRST_ADDRESS + _BETWEEN_ADDRESSES * np.array(indices, np.uint64)
+        words = [*map(int, bases.view(np.int32)), device]
+        for number in range(len(self.launches)):
+            before = number * self.blocks
+            self.here().wait(lambda before=before: self.ended[device] >= before)
+            self.here().place["launch"] = number
+            self.take_part(words, number, device, block)
+            self.ended[device] += 1
+
+    def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
+        """What a block does in a launch; words are as of `workspace.addresses`."""
+        raise NotImplementedError
+
+    def choose(self, ready: list[Actor]) -> Actor:
+        """Mostly of one device for some time, so that it gets ahead of the others."""
+        if self.random.random() < 0.02:
+            self.leader = self.random.randrange(self.devices)
+        leaders = [actor for actor in ready if actor.place[AXIS] == self.leader]
+        return super().choose(leaders if leaders and self.random.random() < 0.9 else ready)
+
+    def end(self, device: int) -> None:
+        """What nobody has waited for is seen at some time."""
+        while late := [copy for copy in self.copies if copy.sender.place[AXIS] == device]:
+            self.advance(self.random.choice(late))
+
+    def assert_results(self) -> None:
+        """Of what the launches came to, when all have ended; some look at it before."""
+
+    # The primitives.
+
+    def bytes_at(self, address: Address, count: int) -> tuple[int, np.ndarray]:
+        """Whose they are, and they themselves."""
+        low, high, offset = address
+        assert 0 <= offset < 1 << 31
+        where = (low % (1 << 32)) + (high % (1 << 32) << 32) - _FIRST_ADDRESS
+        device, start = divmod(where, _BETWEEN_ADDRESSES)
+        assert start == 0 and offset + count <= self.memory[device].size
+        return device, self.memory[device][offset : offset + count]
+
+    def send(self, address: Address, value: np.ndarray, after: Sequence[Message] = ()) -> None:
+        device, place = self.bytes_at(address, value.nbytes)
+        message = Message(place, value, self.here(), after)
+        if device == self.here().place[AXIS]:
+            place[...] = value.view(np.uint8)  # Its own memory a block sees as it left it.
+        else:
+            self.copies.append(message)
+
+    def sent(self) -> list[Message]:
+        """What a block has stored in peers' memory that is not seen there yet."""
+        return [message for message in self.copies if message.sender is self.here()]
+
+    def word(self, address: Address) -> int:
+        return int(self.bytes_at(address, 4)[1].view(np.int32)[0])
+
+    def load_word(self, address: Address) -> int:
+        self.here().wait()
+        return self.word(address)
+
+
+def assert_it_shows(
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    simulate: Callable[[int], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That simulations, one for each seed, fail when a mistake has been made."""
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            with monkeypatch.context() as patch:
+                simulation = simulate(seed)
+                simulation.play(patch)
+                mistake(patch)
+                simulation.run()
+                simulation.assert_results()
+
+
+def as_int32(value: int) -> np.ndarray:
+    """As it wraps around."""
+    return np.array([value], np.int64).view(np.int32)[:1]

@@ -1,0 +1,318 @@
+"""A simulator of Mosaic GPU kernels: the threads of several devices, in any order, on NumPy arrays.
+
+A kernel's own code runs here, on Python numbers: only the primitives are played. A thread is a warp
+or a warpgroup; one acts at a time, drawn at random after each primitive. A copy takes place at any
+moment from when it was issued to when it was waited for. So a wait that is missing, or counts too
+little, shows as a wrong value; one that counts too much, as a deadlock.
+
+Devices begin their kernels at different times. Before that, and when it has ended, nobody may touch
+the memory that a kernel has.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
+from collective_matmul.mosaic_gpu.tiling import Tiles
+from tests.mosaic_gpu.simulated_memory import Barriers, Copy, Reference
+
+AXIS = "ring"
+
+
+@dataclass(eq=False)
+class Actor(threading.Thread):
+    """A warp or a warpgroup: it acts when it is its turn, and goes on when it is `ready`.
+
+    Attributes:
+      place: the device, the cluster and the block, as indices along their axes.
+      act: what it runs.
+      groups: its copies to global memory; the last group is not committed yet.
+    """
+
+    simulation: Simulation
+    place: dict[str, int]
+    act: Callable[[], None]
+    ready: Callable[[], bool] = field(default=lambda: True)
+    groups: list[list[Copy]] = field(default_factory=lambda: [[]])
+    failure: BaseException | None = None
+
+    def __post_init__(self):
+        super().__init__(daemon=True)
+        self.turn = threading.Semaphore(0)
+        self.ended = False
+
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            self.act()
+        except BaseException as error:
+            self.failure = error
+        self.ended = True
+        self.simulation.scheduler.release()
+
+    def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Hands over; goes on at some time when `ready()`."""
+        self.ready = ready
+        self.simulation.scheduler.release()
+        self.turn.acquire()
+
+
+class Simulation:
+    """Devices along `AXIS`, each with some clusters of blocks, whose actors are to be added."""
+
+    def __init__(self, devices: int, clusters: int, tiles: Tiles, seed: int):
+        down, across = tiles.cluster
+        axes = AXIS, "cluster", *BLOCK_AXES
+        self.sizes: dict[str, int] = dict(zip(axes, (devices, clusters, down, across), strict=True))
+        self.random = random.Random(seed)
+        # Of copies: low, and they take place as late as waits allow.
+        self.eagerness = (0.5, 0.1, 0.0)[seed]
+        # Of devices: low, and they begin when nobody else can go on.
+        self.haste = (0.0, 0.02, 0.2)[seed]
+        self.scheduler = threading.Semaphore(0)
+        self.copies: list[Copy] = []
+        self.actors: list[Actor] = []
+        self.begun: set[int] = set()
+        # The arrays of all devices, and what they hold while no kernel has them.
+        self.allocated: list[tuple[list[np.ndarray], Any]] = []
+
+    def add(self, place: dict[str, int], act: Callable[[], None]) -> None:
+        """Adds an actor."""
+        self.actors.append(Actor(self, place, act))
+
+    def places(self) -> list[dict[str, int]]:
+        """Those of all blocks."""
+        indices = np.ndindex(*self.sizes.values())
+        return [dict(zip(self.sizes, map(int, index), strict=True)) for index in indices]
+
+    def allocate(self, value: Any, *shape: int, dtype: type = float) -> list[np.ndarray]:
+        """An array of every device, which is its kernel's while that runs, and first of a value."""
+        arrays = [np.full(shape, value, dtype) for _ in range(self.sizes[AXIS])]
+        self.allocated.append((arrays, value))
+        return arrays
+
+    def begin(self, device: int) -> None:
+        """A device's kernel begins."""
+        self.assert_untouched(device)
+        self.begun.add(device)
+
+    def end(self, device: int) -> None:
+        """What comes after a device's kernel: its memory is used for something else."""
+        for arrays, value in self.allocated:
+            arrays[device][...] = value
+
+    def assert_untouched(self, device: int) -> None:
+        """That nobody has written to the memory of a device's kernel, which does not run."""
+        for arrays, value in self.allocated:
+            np.testing.assert_array_equal(arrays[device], value)
+
+    def run(self) -> None:
+        """Lets actors act and copies take place until all have ended."""
+        for actor in self.actors:
+            actor.start()
+        late = list(range(self.sizes[AXIS]))
+        while running := [actor for actor in self.actors if not actor.ended]:
+            ready = [a for a in running if a.place[AXIS] in self.begun and a.ready()]
+            assert ready or self.copies or late, "deadlock"
+            if late and (not (ready or self.copies) or self.random.random() < self.haste):
+                self.begin(late.pop(self.random.randrange(len(late))))
+                continue
+            if self.copies and (not ready or self.random.random() < self.eagerness):
+                self.advance(self.random.choice(self.copies))
+                continue
+            chosen = self.choose(ready)
+            chosen.turn.release()
+            self.scheduler.acquire()
+            if chosen.failure is not None:
+                raise chosen.failure
+            device = chosen.place[AXIS]
+            if all(actor.ended for actor in self.actors if actor.place[AXIS] == device):
+                self.end(device)
+        assert not self.copies, "a kernel ended before its copies"
+        for device in self.begun:
+            self.assert_untouched(device)
+
+    def choose(self, ready: list[Actor]) -> Actor:
+        """Who acts next."""
+        return self.random.choice(ready)
+
+    def advance(self, copy: Copy) -> None:
+        """Has a copy read, or else write."""
+        copy.advance()
+        if copy.written:
+            self.copies.remove(copy)
+
+    def here(self) -> Actor:
+        """Whose turn it is."""
+        actor = threading.current_thread()
+        assert isinstance(actor, Actor)
+        return actor
+
+    # The primitives, in the order in which kernels come to them.
+
+    def walk(self, grid: tuple[int], *, collective_axes: str) -> Callable:
+        first, step = self.here().place[collective_axes], self.sizes[collective_axes]
+        turns = [
+            SimpleNamespace(index=(index,), local_index=turn)
+            for turn, index in enumerate(range(first, *grid, step))
+        ]
+        return lambda body: _each(body, turns)
+
+    def load(
+        self,
+        source: Reference,
+        box: Reference,
+        barrier: tuple[Barriers, int],
+        collective_axes: str | None = None,
+        oob_mode: Any = None,
+    ) -> None:
+        # Every block loads all that it needs, and regions end where their arrays do.
+        del oob_mode
+        if collective_axes is not None:
+            # In truth each loads a part for all of them, of whole swizzles.
+            assert box.shape[0] % (8 * self.sizes[collective_axes]) == 0
+        self.here().wait()
+        self.copies.append(Copy(source, box, functools.partial(_count, *barrier)))
+
+    def store(
+        self, box: Reference, place: Reference, predicate: bool = True, commit_group: bool = True
+    ) -> None:
+        self.start(box, place, predicate)
+        if commit_group:
+            self.commit()
+
+    def start(self, box: Reference, place: Reference, predicate: bool) -> None:
+        """Starts to copy a box to a place of global memory, if it is to be copied."""
+        self.here().wait()
+        if predicate:
+            # The copy engine may not see an end of the columns.
+            assert place.starts[-1] < place.array.shape[-1]
+            copy = Copy(box, place)
+            self.copies.append(copy)
+            self.here().groups[-1].append(copy)
+
+    def commit(self) -> None:
+        self.here().groups.append([])
+
+    def wait_for_stores(self, most: int, wait_read_only: bool = False) -> None:
+        committed = self.here().groups[:-1]
+        copies = [copy for group in committed[: len(committed) - most] for copy in group]
+        if wait_read_only:
+            self.here().wait(lambda: all(copy.value is not None for copy in copies))
+        else:
+            self.here().wait(lambda: all(copy.written for copy in copies))
+
+    def barrier_wait(self, barrier: tuple[Barriers, int]) -> None:
+        barriers, slot = barrier
+        key = self.here(), slot
+        barriers.waits[key] = phase = barriers.waits.get(key, 0) + 1
+        self.here().wait(lambda: barriers.arrivals[slot] >= phase * barriers.num_arrivals)
+
+    def barrier_arrive(self, barrier: tuple[Barriers, int]) -> None:
+        self.here().wait()
+        _count(*barrier)
+
+    def store_box(
+        self, box: Reference, place: Reference, twin: Any, *wanted: bool, lanes: Any
+    ) -> None:
+        there = twin.part(place, lanes)
+        assert box.shape == there.shape
+        # There is no copy engine that knows where arrays end.
+        assert not all(wanted) or (box.is_one_piece() and there.is_one_piece())
+        self.start(box, there, all(wanted))
+
+    def count_up(self, word: Reference, twins: Sequence[Any], lanes: Any) -> None:
+        self.here().wait()
+        for twin in twins:
+            there = twin.part(word, lanes)
+            there.array[there.starts] += 1
+
+    def await_semaphore(self, semaphore: Reference, count: int, decrement: bool) -> None:
+        assert not decrement
+        self.here().wait(lambda: bool(semaphore.array[semaphore.starts] >= count))
+
+    def axis_index(self, axis: str) -> int:
+        assert axis != AXIS, "a kernel that asks XLA for its device is prepared by the host"
+        return self.here().place[axis]
+
+    def play(self, monkeypatch: pytest.MonkeyPatch, modules: Sequence[ModuleType]) -> None:
+        """Puts what actors do in the place of the primitives of a kernel's modules."""
+        primitives = {
+            "pl": {
+                "ds": lambda start, size: slice(start, start + size),
+                "cdiv": lambda a, b: -(-a // b),
+                "when": lambda condition: lambda body: body() if condition else None,
+                "loop": lambda start, stop: functools.partial(_each, values=range(start, stop)),
+                "run_scoped": lambda body, accumulator: body(accumulator),
+                "semaphore_wait": self.await_semaphore,
+            },
+            "plgpu": {
+                "OOBFillMode": SimpleNamespace(PROMISE_IN_BOUNDS=None),
+                "ACC": lambda shape, dtype: Reference.to(np.zeros(shape, dtype)),
+                "nd_loop": self.walk,
+                "planar_snake": _snake,
+                "copy_gmem_to_smem": self.load,
+                "copy_smem_to_gmem": self.store,
+                "commit_smem_to_gmem_group": self.commit,
+                "wait_smem_to_gmem": self.wait_for_stores,
+                "commit_smem": _nothing,
+                "barrier_wait": self.barrier_wait,
+                "barrier_arrive": self.barrier_arrive,
+                "wgmma": _wgmma,
+                "wgmma_wait": _nothing,
+                "async_prefetch": _nothing,
+            },
+            "lax": {
+                "axis_index": self.axis_index,
+                "axis_size": lambda axis: self.sizes[axis],
+                "div": lambda a, b: a // b,
+                "rem": lambda a, b: a % b,
+            },
+            "jnp": {
+                "int32": int,
+                "float32": np.float32,
+                "maximum": max,
+                "minimum": min,
+                "logical_not": lambda x: not x,
+                "where": lambda condition, a, b: a if condition else b,
+            },
+        }
+        own = {"store_box": self.store_box, "count_up": self.count_up, "_fence": _nothing}
+        for module in modules:
+            for name, played in primitives.items():
+                monkeypatch.setattr(module, name, SimpleNamespace(**played), raising=False)
+            for name, played in own.items():
+                monkeypatch.setattr(module, name, played, raising=False)
+
+
+def _each(body: Callable, values: Sequence[Any]) -> None:
+    for value in values:
+        body(value)
+
+
+def _count(barriers: Barriers, slot: int) -> None:
+    barriers.arrivals[slot] += 1
+
+
+def _wgmma(accumulator: Reference, x: Reference, w: Reference) -> None:
+    accumulator[...] = accumulator[...] + x.read() @ w.read()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@functools.cache
+def _snake(*arguments: Any) -> tuple[int, ...]:
+    return tuple(map(int, mosaic_gpu.planar_snake(*arguments)))

@@ -1,0 +1,300 @@
+"""The kernel's numbers, on the CPU: Mosaic's interpreter plays its threads, copies and barriers.
+
+It also finds memory that two of them touch at once. What surrounds a chunk that is read is NaN, and
+results begin as random numbers: an element read from elsewhere, or not written, shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.mosaic_gpu import chunk_matmul, device
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
+from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Problem, Tiles
+from tests.reference import AXIS
+
+INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
+needs_interpreter = pytest.mark.skipif(
+    INTERPRETER is None, reason="the interpreter of GPU kernels is not public in this JAX"
+)
+pytestmark = needs_interpreter
+
+TILES = Tiles(128, 128, stages=3, strips=1, share=None)
+
+UseTiles = Callable[[Tiles], None]
+Draw = Callable[..., np.ndarray]
+
+
+@pytest.fixture
+def use_tiles(monkeypatch: pytest.MonkeyPatch) -> UseTiles:
+    """Has the kernel interpreted, and its work cut as asked.
+
+    By two blocks or one cluster, so that each visits several tiles and its stages go round.
+    """
+
+    def use(tiles: Tiles) -> None:
+        blocks = max(2, math.prod(tiles.cluster))
+        target = device.Target(blocks, interpreter())
+        monkeypatch.setattr(device, "target", lambda: target)
+
+        def choose_tiles(problem: Problem) -> Tiles:
+            assert problem.swizzles(tiles) and tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
+            return tiles
+
+        monkeypatch.setattr(chunk_matmul, "choose_tiles", choose_tiles)
+
+    return use
+
+
+def interpreter() -> Any:
+    """That finds races. It has no registers, and so leaves out the fences that order them."""
+    return INTERPRETER(detect_races=True, inline_mgpu="ignore")
+
+
+def drawing(dtype: str) -> Draw:
+    """A function that draws an array of a shape."""
+    generator = np.random.default_rng(0)
+    return lambda *shape: generator.standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def among_nans(value: np.ndarray, number: int, count: int, dimension: int) -> Rows:
+    """`value` as chunk `number` of `count`."""
+    parts = [np.full_like(value, math.nan)] * count
+    parts[number] = value
+    return rows_of(np.concatenate(parts, dimension), number, count, dimension)
+
+
+def rows_of(array: Any, number: int, count: int, dimension: int) -> Rows:
+    """Chunk `number` of `count` of an array. As in rings, only the device knows where it starts."""
+    size = array.shape[dimension] // count
+    return Rows(jnp.asarray(array), jnp.int32(number * size), size)
+
+
+def assert_sum_of_products(
+    actual: np.ndarray,
+    pairs: Iterable[tuple[np.ndarray, np.ndarray]],
+    roundings: int = 1,
+) -> None:
+    """``actual = sum of x @ w over pairs``, as closely as can be told.
+
+    A sum of n terms in float32 is off by at most γ = n u / (1 - n u) of the sum of magnitudes, with
+    u = 2⁻²⁴ (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Each rounding to
+    the result's dtype adds at most half a unit in its last place.
+    """
+    expected, magnitude, terms = np.zeros(actual.shape), np.zeros(actual.shape), 0
+    for x, w in pairs:
+        x, w = x.astype(np.float64), w.astype(np.float64)
+        expected, magnitude, terms = expected + x @ w, magnitude + abs(x) @ abs(w), terms + len(w)
+    gamma = terms * 2**-24 / (1 - terms * 2**-24)
+    bound = (1 + gamma) * (1 + float(jnp.finfo(actual.dtype).eps) / 2) ** roundings - 1
+    wrong = ~(abs(actual.astype(np.float64) - expected) <= bound * magnitude)
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, the first at {np.argwhere(wrong)[0]}"
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """A call of `multiply_chunks`.
+
+    Attributes:
+      size: rows of a chunk.
+      contracted: K of each term.
+      columns: N of each result.
+      read: which chunk of the xs, and of how many.
+      written: which chunk of the results, and of how many.
+      lead: sizes of the dimensions before that of the chunks.
+      trail: sizes of those between it and the columns.
+    """
+
+    size: int
+    contracted: tuple[int, ...]
+    columns: tuple[int, ...]
+    read: tuple[int, int] = (0, 1)
+    written: tuple[int, int] = (0, 1)
+    lead: tuple[int, ...] = ()
+    trail: tuple[int, ...] = ()
+    transpose_w: bool = False
+    dtype: str = "bfloat16"
+    tiles: Tiles = TILES
+
+
+# Neither rows nor columns fill the last tile.
+MULTIPLIES = {
+    "several results": Multiply(
+        72, (192,), (320, 192), written=(1, 3), tiles=replace(TILES, sweep="columns", sweep_width=2)
+    ),
+    "two strips in flight": Multiply(
+        136, (128,), (192,), (2, 3), dtype="float16", tiles=replace(TILES, strips=2)
+    ),
+    "several terms": Multiply(72, (64, 192), (320,), (1, 2), transpose_w=True),
+    "dimensions around": Multiply(24, (64,), (192, 64), (1, 2), (2, 3), lead=(2,), trail=(3,)),
+    "parts side by side": Multiply(
+        264, (128,), (192,), (0, 2), tiles=replace(TILES, split="columns")
+    ),
+    "tall tiles": Multiply(
+        264, (64,), (192,), written=(0, 2), transpose_w=True, tiles=replace(TILES, rows=256)
+    ),
+    # Half a stage of the contraction is empty.
+    "224 columns": Multiply(
+        136, (96,), (480,), (1, 2), tiles=replace(TILES, columns=224, swizzle=64)
+    ),
+    "a cluster along the rows": Multiply(
+        296, (128, 64), (192, 128), (1, 2), transpose_w=True, tiles=replace(TILES, share="w")
+    ),
+    "a cluster along the columns": Multiply(
+        72, (128,), (320, 192), written=(1, 2), tiles=replace(TILES, share="x")
+    ),
+    "a cluster along both": Multiply(
+        264, (64,), (320, 64), (0, 2), tiles=replace(TILES, share="both")
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MULTIPLIES.values(), ids=MULTIPLIES)
+def test_multiply_chunks(case: Multiply, use_tiles: UseTiles) -> None:
+    use_tiles(case.tiles)
+    draw, dimension = drawing(case.dtype), len(case.lead)
+
+    def draw_chunks(count: int, columns: int) -> np.ndarray:
+        return draw(*case.lead, count * case.size, *case.trail, columns)
+
+    xs = [draw_chunks(1, k) for k in case.contracted]
+    ws = [[draw(k, n) for n in case.columns] for k in case.contracted]
+    number, count = case.written
+    before = [draw_chunks(count, n) for n in case.columns]
+    results = multiply_chunks(
+        [among_nans(x, *case.read, dimension) for x in xs],
+        [[jnp.asarray(w.T if case.transpose_w else w) for w in term] for term in ws],
+        [rows_of(out, number, count, dimension) for out in before],
+        dimension=dimension,
+        transpose_w=case.transpose_w,
+    )
+    assert results is not None
+    for q, result in enumerate(results):
+        parts = np.split(np.asarray(result), count, dimension)
+        pairs = ((x, term[q]) for x, term in zip(xs, ws, strict=True))
+        assert_sum_of_products(parts.pop(number), pairs)
+        untouched = np.split(before[q], count, dimension)
+        untouched.pop(number)
+        assert [part.tobytes() for part in parts] == [part.tobytes() for part in untouched]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A call of `contract_chunks`: one side is one array, the other an array for each chunk.
+
+    Attributes:
+      gathered: the side that is in several arrays.
+      size: rows of a chunk.
+      rows: K.
+      columns: N of each result.
+      lead: sizes of the dimensions before that of the chunks.
+      trail: sizes of those between it and the columns.
+    """
+
+    gathered: Literal["x", "y"]
+    size: int
+    rows: int
+    columns: tuple[int, ...]
+    lead: tuple[int, ...] = ()
+    trail: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    tiles: Tiles = TILES
+
+
+CONTRACTS = {
+    "several results": Contract("x", 72, 192, (192, 64)),
+    "dimensions around": Contract(
+        "y", 24, 192, (128,), (2,), (3,), "float16", replace(TILES, split="columns")
+    ),
+    "224 columns": Contract("x", 40, 96, (480,), tiles=replace(TILES, columns=224, swizzle=64)),
+    "a cluster along the rows": Contract("y", 72, 320, (192,), tiles=replace(TILES, share="w")),
+    "a cluster along both": Contract("x", 8, 192, (320,), tiles=replace(TILES, share="both")),
+}
+
+
+@pytest.mark.parametrize("case", CONTRACTS.values(), ids=CONTRACTS)
+def test_contract_chunks(case: Contract, use_tiles: UseTiles) -> None:
+    use_tiles(case.tiles)
+    draw, dimension = drawing(case.dtype), len(case.lead)
+    # Where in the one array each of the gathered chunks belongs.
+    places = (1, 2, 0)
+
+    def draw_chunks(columns: int) -> list[np.ndarray]:
+        return [draw(*case.lead, case.size, *case.trail, columns) for _ in places]
+
+    def apart(values: list[np.ndarray]) -> list[Rows]:
+        return [Rows(jnp.asarray(value), 0, case.size) for value in values]
+
+    def together(values: list[np.ndarray]) -> list[Rows]:
+        whole = np.concatenate([values[places.index(i)] for i in range(len(places))], dimension)
+        return [rows_of(whole, number, len(places), dimension) for number in places]
+
+    lay_x, lay_y = (apart, together) if case.gathered == "x" else (together, apart)
+    x, ys = draw_chunks(case.rows), [draw_chunks(n) for n in case.columns]
+    terms = list(zip(*map(lay_y, ys), strict=True))
+    results = contract_chunks(lay_x(x), terms, dimension=dimension)
+    assert results is not None
+    for y, result in zip(ys, results, strict=True):
+        pairs = (
+            (a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]))
+            for a, b in zip(x, y, strict=True)
+        )
+        assert_sum_of_products(np.asarray(result), pairs)
+
+
+# Whole rings: the interpreter knows one device only, which plays those of the axis as a batch.
+DEVICES, ROWS, WIDTH, HIDDEN = 2, 32, 64, 128
+RING: Any = IMPLEMENTATIONS["ring"]
+
+
+def test_gather_in_a_ring(use_tiles: UseTiles) -> None:
+    """The forward of all_gather_matmul, and the weight's gradient in matmul_reduce_scatter."""
+    use_tiles(TILES)
+    draw = drawing("bfloat16")
+    x, w = draw(DEVICES, ROWS, WIDTH), draw(DEVICES, WIDTH, HIDDEN)
+    z = draw(DEVICES, DEVICES * ROWS, HIDDEN)
+
+    def run(x, w, z):
+        (y,), gathered = RING.all_gather_matmul(x, [w], AXIS, dimension=0, keep_gathered=True)
+        assert gathered is not None
+        return y, *RING.weight_gradients(z, [gathered], dimension=0)
+
+    y, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(x, w, z)
+    whole = x.reshape(DEVICES * ROWS, WIDTH)
+    for d in range(DEVICES):
+        assert_sum_of_products(np.asarray(y[d]), [(whole, w[d])])
+        assert_sum_of_products(np.asarray(dw[d]), [(z[d].T, whole)])
+
+
+def test_scatter_in_a_ring(use_tiles: UseTiles) -> None:
+    """The backward of all_gather_matmul."""
+    use_tiles(TILES)
+    draw = drawing("bfloat16")
+    dy, w = draw(DEVICES, DEVICES * ROWS, HIDDEN), draw(DEVICES, WIDTH, HIDDEN)
+    x = draw(DEVICES, ROWS, WIDTH)
+
+    def run(dy, w, x):
+        dx, gathered = RING.matmul_reduce_scatter(
+            [dy], [w], AXIS, dimension=0, transpose_w=True, co_gathered=x
+        )
+        assert gathered is not None
+        return dx, *RING.weight_gradients(gathered, [dy], dimension=0)
+
+    dx, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(dy, w, x)
+    whole = x.reshape(DEVICES * ROWS, WIDTH)
+    for d in range(DEVICES):
+        mine = slice(d * ROWS, (d + 1) * ROWS)
+        # A product is rounded, and again wherever it is added to another device's.
+        pairs = [(dy[e, mine], w[e].T) for e in range(DEVICES)]
+        assert_sum_of_products(np.asarray(dx[d]), pairs, roundings=DEVICES)
+        assert_sum_of_products(np.asarray(dw[d]), [(whole.T, dy[d])])

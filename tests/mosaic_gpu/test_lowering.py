@@ -1,0 +1,289 @@
+"""Every form of the kernel lowers for CUDA, on machines without GPUs too, and what then is left.
+
+Where the kernel works, a ring is its launches and its permutes: nothing multiplies, copies or adds
+chunks beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from collective_matmul.backends.ring.schedule import Use, make_schedule
+from collective_matmul.mosaic_gpu import device, tiling
+from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
+from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
+from collective_matmul.mosaic_gpu.tiling import Problem, Tiles
+from tests.backends.ring.test_program_structure import RINGS, equations
+from tests.conftest import MeshFactory
+from tests.hopper import MULTIPROCESSORS
+from tests.reference import AXIS, OPS, Case
+
+pytestmark = pytest.mark.usefixtures("_for_hopper")
+
+DEVICES = 3
+
+every_op = pytest.mark.parametrize("op", OPS)
+every_ring = pytest.mark.parametrize("ring", RINGS)
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({AXIS: DEVICES})
+
+
+def lowered(fun: Callable, *arguments: Any) -> str:
+    return jax.jit(fun).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def case_of(op: str, ring: str, devices: int = DEVICES) -> Case:
+    """All global arrays are square."""
+    size = 64 * devices
+    return Case(op, ring, devices, (size,), size, ((size,),), dtype="bfloat16")
+
+
+def shapes(case: Case) -> tuple[Any, Any, Any]:
+    """Of what `Case.arrays` draws."""
+
+    def shape(*sizes: int) -> ShapeDtypeStruct:
+        return ShapeDtypeStruct(sizes, case.dtype)
+
+    x = shape(*case.leading, case.contracted)
+    ws = tuple(shape(case.contracted, *columns) for columns in case.columns)
+    return x, ws, tuple(shape(*case.leading, *columns) for columns in case.columns)
+
+
+def forward_and_backward(case: Case, mesh: Mesh) -> str:
+    """The program that `Case.run` would compile."""
+
+    def lower(fun: Callable) -> Callable:
+        return functools.partial(lowered, fun)
+
+    return str(case.run(mesh, shapes(case), jit=lower))
+
+
+def multiplies(use: Use, ring: str) -> int:
+    return sum(len(step.multiply) for step in make_schedule(use, RINGS[ring], DEVICES).steps)
+
+
+def launches(op: str, ring: str) -> int:
+    """One for each chunk, and one for the weights' gradients."""
+    if op == "matmul_all_reduce":
+        return multiplies("scatter", ring)
+    return multiplies("gather", ring) + multiplies("scatter", ring) + 1
+
+
+def kernels(text: str) -> list[str]:
+    """The kernels in a program, each once: all their launches call one function."""
+    return [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
+
+
+def calls(text: str) -> int:
+    return len(re.findall(r"call @launch", text))
+
+
+def count(text: str, name: str) -> int:
+    return len(re.findall(rf"stablehlo\.{name}\b", text))
+
+
+def assert_nothing_but_kernels(text: str, op: str, ring: str) -> None:
+    """And each overwrites, for every result, an operand."""
+    assert calls(text) == launches(op, ring)
+    # The backward of an all-reduce has nothing to hide, and is left to XLA.
+    assert count(text, "dot_general") == (2 if op == "matmul_all_reduce" else 0)
+    assert count(text, "dynamic_slice") == count(text, "dynamic_update_slice") == 0
+    for kernel in kernels(text):
+        results = kernel.rpartition("->")[2].count("tensor<")
+        assert kernel.count("#stablehlo.output_operand_alias<") == results
+
+
+@every_op
+@every_ring
+def test_ring(op: str, ring: str, mesh: Mesh) -> None:
+    assert_nothing_but_kernels(forward_and_backward(case_of(op, ring), mesh), op, ring)
+
+
+@every_op
+@every_ring
+def test_ring_with_more_dimensions_and_weights(op: str, ring: str, mesh: Mesh) -> None:
+    """Before the chunks' and behind it; one gather for several weights; untracked axes; float16."""
+    columns = (96 * DEVICES,), (DEVICES, 32)
+    case = replace(
+        case_of(op, ring),
+        leading=(3, 16 * DEVICES, 2),
+        columns=columns if op == "all_gather_matmul" else columns[:1],
+        dimension=1,
+        dtype="float16",
+        check_vma=False,
+    )
+    assert_nothing_but_kernels(forward_and_backward(case, mesh), op, ring)
+
+
+@every_op
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0)], ids=str)
+def test_vmap(op: str, in_axes: tuple[int | None, int | None], mesh: Mesh) -> None:
+    case = case_of(op, "ring")
+    x_spec, (w_spec,), (y_spec,) = case.specs
+    x, (w,), (dy,) = shapes(case)
+
+    def batched_spec(spec: P, axis: int | None = 0) -> P:
+        return spec if axis is None else P(None, *spec)
+
+    def batched(array: ShapeDtypeStruct, axis: int | None = 0) -> ShapeDtypeStruct:
+        return array if axis is None else ShapeDtypeStruct((5, *array.shape), array.dtype)
+
+    sharded = jax.shard_map(
+        jax.vmap(lambda x, w: case.call(x, (w,))[0], in_axes),
+        mesh=mesh,
+        in_specs=(batched_spec(x_spec, in_axes[0]), batched_spec(w_spec, in_axes[1])),
+        out_specs=batched_spec(y_spec),
+    )
+
+    def result_and_gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, transpose = jax.vjp(sharded, x, w)
+        return y, transpose(dy)
+
+    operands = map(batched, (x, w), in_axes)
+    assert kernels(lowered(result_and_gradients, *operands, batched(dy)))
+
+
+def layers(number: int, mesh: Mesh) -> str:
+    """A stack of feed-forward layers, with gradients."""
+
+    def stack(x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> jax.Array:
+        for up, gate, down in weights:
+            u, g = all_gather_matmul(x, (up, gate), AXIS, implementation="ring")
+            x += matmul_reduce_scatter(jax.nn.silu(g) * u, down, AXIS, implementation="ring")
+        return x
+
+    weight_specs = [(P(None, AXIS), P(None, AXIS), P(AXIS))] * number
+    sharded = jax.shard_map(stack, mesh=mesh, in_specs=(P(AXIS), weight_specs), out_specs=P(AXIS))
+
+    def loss(x: jax.Array, weights: Any) -> jax.Array:
+        return jnp.sum(sharded(x, weights).astype(jnp.float32))
+
+    rows, width, hidden = 64 * DEVICES, 64, 64 * DEVICES
+    x, up, down = (
+        ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((rows, width), (width, hidden), (hidden, width))
+    )
+    return lowered(jax.value_and_grad(loss, (0, 1)), x, [(up, up, down)] * number)
+
+
+def test_layers_share_their_kernels(mesh: Mesh) -> None:
+    """Each takes long to compile."""
+    one, three = layers(1, mesh), layers(3, mesh)
+    assert calls(three) == 3 * calls(one)
+    assert len(kernels(three)) == len(kernels(one))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float32"}, {"contracted": 36}, {"columns": ((24,),)}, {"leading": (20,)}],
+    ids=str,
+)
+def test_what_the_kernel_cannot_do_is_left_to_xla(
+    change: dict[str, Any], make_mesh: MeshFactory
+) -> None:
+    case = replace(case_of("all_gather_matmul", "ring", 2), **change)
+    text = forward_and_backward(case, make_mesh({AXIS: 2}))
+    assert not kernels(text)
+    # Each chunk of both passes, and the weight's gradient.
+    assert count(text, "dot_general") == 2 + 2 + 1
+
+
+def test_where_the_compiler_shards_too_it_gets_no_kernels(make_mesh: MeshFactory) -> None:
+    """It cannot divide one, and would gather its operands."""
+    case = case_of("all_gather_matmul", "ring", 2)
+    x, ws, _ = shapes(case)
+    x_spec, w_specs, y_specs = case.specs
+    sharded = jax.shard_map(
+        case.call,
+        mesh=make_mesh({"data": 2, AXIS: 2}),
+        in_specs=(x_spec, w_specs),
+        out_specs=y_specs,
+        axis_names={AXIS},
+    )
+    assert not kernels(lowered(sharded, x, ws))
+
+
+def test_other_machines_get_no_kernels(monkeypatch: pytest.MonkeyPatch, mesh: Mesh) -> None:
+    monkeypatch.setattr(device, "target", lambda: None)
+    for ring in RINGS:
+        assert not kernels(forward_and_backward(case_of("all_gather_matmul", ring), mesh))
+
+
+def tuned_forms() -> list[tuple[Problem, Tiles]]:
+    """All tuned tiles, each for the orientations it was tuned for; their order is left out.
+
+    A single term and result, since a kernel with more repeats the same for each of them.
+    """
+    forms = {}
+    for problem, (found, *_) in tiling._tuned().items():
+        form = replace(problem, contracted=problem.contracted[:1], columns=problem.columns[:1])
+        key = replace(found, sweep="rows", sweep_width=8), form.x_contracted, form.w_contracted
+        forms.setdefault(key, (form, found))
+    return list(forms.values())
+
+
+# Clusters of four blocks, which no problem of the table is best cut into.
+SHARING_BOTH = [
+    (Problem(1, 512, (512,), (512,)), Tiles(share="both")),
+    (Problem(1, 512, (512,), (512,), w_contracted=2), Tiles(256, 128, strips=1, share="both")),
+    (Problem(1, 512, (512,), (512,), x_contracted=1), Tiles(128, 224, swizzle=64, share="both")),
+]
+
+
+def launch_of(problem: Problem, cut: Tiles) -> tuple[Callable, tuple]:
+    """A launch of one term and one result, and the shapes of its arguments."""
+    (contracted,), (columns,) = problem.contracted, problem.columns
+
+    def planes(*shape: int) -> ShapeDtypeStruct:
+        return ShapeDtypeStruct((1, *shape), jnp.bfloat16)
+
+    x, w, out = (contracted, problem.rows), (contracted, columns), planes(problem.rows, columns)
+    arguments = (
+        [planes(*(x if problem.x_contracted == 1 else x[::-1]))],
+        [[planes(*(w if problem.w_contracted == 1 else w[::-1]))]],
+        [out],
+        ([0], [[0]], 0),
+    )
+    target = device.Target(MULTIPROCESSORS)
+    return shared_launch(problem, cut, ((0, 0), (0, 0)), target), arguments
+
+
+@pytest.mark.parametrize(("problem", "cut"), [*tuned_forms(), *SHARING_BOTH], ids=str)
+def test_tiles(problem: Problem, cut: Tiles) -> None:
+    assert problem.swizzles(cut)
+    launch, arguments = launch_of(problem, cut)
+    assert len(kernels(lowered(launch, *arguments))) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "x_axis", "w_axis"),
+    [(None, None, None), ("w", None, 0), ("x", 1, None), ("both", 1, 0)],
+)
+def test_blocks_share_what_their_tiles_have_in_common(
+    share: Literal["x", "w", "both"] | None, x_axis: int | None, w_axis: int | None
+) -> None:
+    """Blocks below each other w, side by side x. Interpreted, each block copies all it needs."""
+    launch, arguments = launch_of(Problem(1, 256, (64,), (512,)), Tiles(share=share))
+    found: list[Any] = list(equations(jax.make_jaxpr(launch)(*arguments).jaxpr))
+    copies = [
+        (equation.invars[0].aval.shape, equation.params["collective_axes"])
+        for equation in found
+        if equation.primitive.name == "copy_gmem_to_smem"
+    ]
+    axes = [None if axis is None else (BLOCK_AXES[axis],) for axis in (x_axis, w_axis)]
+    assert copies == list(zip([(1, 256, 64), (1, 64, 512)], axes, strict=True))

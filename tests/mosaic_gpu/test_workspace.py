@@ -1,0 +1,241 @@
+"""Where devices leave messages for each other, and how programs come to know the addresses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul._compat import device_constant
+from collective_matmul.mosaic_gpu import rendezvous, workspace
+from collective_matmul.mosaic_gpu.peer_memory import VECTOR_BYTES
+from collective_matmul.mosaic_gpu.rendezvous import MOST_ARRAYS, SAID_BYTES
+
+Patch = pytest.MonkeyPatch
+
+both_vma = pytest.mark.parametrize("check_vma", [False, True])
+
+
+@pytest.mark.parametrize("devices", range(2, 9))
+def test_nothing_overlaps(devices: int) -> None:
+    """Words, messages of any slot, source and block, and what these say when they meet."""
+    blocks, meeting_blocks = np.arange(workspace.BLOCKS), np.arange(workspace.MEETING_BLOCKS)
+    sources = list(itertools.product(range(workspace.SLOTS), range(devices)))
+    said = MOST_ARRAYS * SAID_BYTES
+    places = [
+        (workspace.epoch_offset(blocks), 4),
+        *((workspace.flag_offset(source, blocks), 4) for source in range(1, devices)),
+        *(
+            (workspace.region_offset(devices, *source, blocks), workspace.REGION_BYTES)
+            for source in sources
+        ),
+        *((workspace.meeting_offset(devices, *source, meeting_blocks), said) for source in sources),
+        (workspace.meeting_offset(devices, 0, 0, meeting_blocks) + rendezvous._COUNTER_OFFSET, 4),
+    ]
+    starts = np.concatenate([offsets for offsets, _ in places])
+    sizes = np.concatenate([np.full_like(offsets, size) for offsets, size in places])
+    order = np.argsort(starts)
+    ends = (starts + sizes)[order]
+    assert starts.min() >= 0
+    assert np.all(ends[:-1] <= starts[order][1:])
+    # Offsets are int32, and the words are int32 too.
+    assert ends[-1] <= workspace.workspace_bytes(devices) < 1 << 31
+    assert workspace.workspace_bytes(devices) % 4 == 0
+    # But for the counters of meetings, which lie behind what is said there.
+    assert not np.any(starts[: -meeting_blocks.size] % VECTOR_BYTES)
+
+
+class Device:
+    """It has an identity, and a workspace needs no more."""
+
+
+class Space:
+    """A workspace, which lies somewhere."""
+
+    def __init__(self, device: Any, pointer: int):
+        self.device, self.pointer = device, pointer
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self.pointer
+
+
+@pytest.fixture
+def _few_blocks(monkeypatch: Patch) -> None:
+    """Workspaces that are made are small, and of one test alone."""
+    monkeypatch.setattr(workspace, "BLOCKS", 2)
+    monkeypatch.setattr(workspace, "_spaces", {})
+
+
+@pytest.fixture
+def spaces(_few_blocks: None, monkeypatch: Patch) -> list[Space]:
+    """Those made since; beyond 4 GiB, every other one with a lower half that is negative."""
+    made: list[Space] = []
+
+    def put(value: np.ndarray, device: Any) -> Space:
+        assert value.dtype == np.int32 and not value.any()
+        space = Space(device, 0xFFF0_0000_0000_0000 + (len(made) + 1) * 0x8000_0010)
+        made.append(space)
+        return space
+
+    monkeypatch.setattr(jax, "device_put", put)
+    return made
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2), (2, 1, 3), (2, 3, 4)], ids=str)
+def test_each_device_knows_those_along_its_axis(
+    shape: tuple[int, ...], spaces: list[Space]
+) -> None:
+    devices = np.array([Device() for _ in range(math.prod(shape))]).reshape(shape)
+    used: set[int] = set()
+    for axis, size in enumerate(shape):
+        before = len(spaces)
+        table = workspace._Table(axis)(devices)
+        assert table.shape == (*shape, size, 2) and table.dtype == np.int32
+        pointers = {space.device: space.pointer for space in spaces[before:]}
+        for place in np.ndindex(shape):
+            along = [devices[(*place[:axis], n, *place[axis + 1 :])] for n in range(size)]
+            words = table[place].view(np.uint32).tolist()
+            found = [low + (high << 32) for low, high in words]
+            assert found == [pointers[device] for device in along]
+        assert used.isdisjoint(pointers.values())
+        used |= set(pointers.values())
+
+
+class Watched:
+    """A lock that tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.awaited = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.awaited.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.lock.release()
+
+
+def test_threads_that_lower_at_once_share_workspaces(
+    spaces: list[Space], monkeypatch: Patch
+) -> None:
+    lock, put = Watched(), jax.device_put
+
+    def put_when_another_waits(*arguments: Any) -> Any:
+        assert lock.awaited.wait(timeout=20)
+        return put(*arguments)
+
+    monkeypatch.setattr(workspace, "_one_at_a_time", lock)
+    monkeypatch.setattr(jax, "device_put", put_when_another_waits)
+    devices = (Device(), Device(), Device())
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: workspace._workspaces(devices, (3,), 0), range(2))
+    assert one is other
+    assert list(one.values()) == spaces and len(spaces) == 3
+
+
+def mesh_of(sizes: tuple[int, ...], seed: int = 0) -> Mesh:
+    """Of devices in some order."""
+    order = np.random.default_rng(seed).permutation(len(jax.devices()))
+    devices = np.array(jax.devices())[order][: math.prod(sizes)].reshape(sizes)
+    return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@both_vma
+@pytest.mark.usefixtures("_few_blocks")
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (2, 1, 2), (2, 2, 2)], ids=str)
+def test_addresses_begin_with_ones_own(sizes: tuple[int, ...], check_vma: bool) -> None:
+    mesh = mesh_of(sizes)
+    for axis, (name, size) in enumerate(mesh.shape.items()):
+        if size == 1:
+            continue
+        sharded = jax.shard_map(
+            lambda name=name: workspace.addresses(name),
+            mesh=mesh,
+            in_specs=(),
+            out_specs=P(mesh.axis_names),
+            check_vma=check_vma,
+        )
+        words = np.asarray(jax.jit(sharded)()).reshape(*sizes, 2 * size + 1)
+        spaces = workspace._spaces[tuple(mesh.devices.flat), sizes, axis]
+        for place in np.ndindex(sizes):
+            along = np.roll(np.moveaxis(mesh.devices, axis, -1), -place[axis], axis=-1)
+            around = along[(*place[:axis], *place[axis + 1 :])]
+            pointers = [spaces[device].unsafe_buffer_pointer() for device in around]
+            assert list(words[place][:-1]) == list(np.array(pointers, np.uint64).view(np.int32))
+            assert words[place][-1] == place[axis]
+            assert all(space.devices() == {device} for device, space in spaces.items())
+
+
+def identities(devices: np.ndarray) -> np.ndarray:
+    return np.array([device.id for device in devices.flat], np.int32).reshape(devices.shape)
+
+
+@jax.jit
+def constant(x: jax.Array) -> jax.Array:
+    """Of a mesh of 4 devices; traced once for all of them."""
+    return x + device_constant(identities, (4,), np.int32)
+
+
+def sharded(mesh: Mesh | AbstractMesh | None, check_vma: bool = True) -> Callable:
+    return jax.shard_map(
+        constant, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma
+    )
+
+
+ZEROS = np.zeros(16, np.int32)
+
+
+@both_vma
+def test_a_constant_is_of_the_mesh_that_it_is_lowered_for(check_vma: bool) -> None:
+    for seed in range(3):
+        mesh = mesh_of((4,), seed)
+        rows = np.asarray(jax.jit(sharded(mesh, check_vma))(ZEROS)).reshape(4, 4)
+        assert [list(row) for row in rows] == [list(identities(mesh.devices))] * 4
+
+
+@both_vma
+def test_one_function_under_several_meshes(check_vma: bool) -> None:
+    """Of the same shape: JAX traces it once for all of them."""
+    traced = []
+
+    def once(x: jax.Array) -> jax.Array:
+        traced.append(x)
+        return sharded(None, check_vma)(x)
+
+    jitted = jax.jit(once)
+    for seed in range(3):
+        mesh = mesh_of((4,), seed)
+        with jax.set_mesh(mesh):
+            value = np.asarray(jitted(ZEROS))
+        assert list(value[:4]) == list(identities(mesh.devices))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_without_devices_there_are_no_addresses(platform: str) -> None:
+    mesh = AbstractMesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    traced = jax.jit(sharded(mesh)).trace(jax.ShapeDtypeStruct((16,), np.int32))
+    with pytest.raises(ValueError, match=r"^a program for AbstractMesh.* without devices: .*;"):
+        traced.lower(lowering_platforms=(platform,))
+
+
+def test_an_exported_program_has_no_addresses() -> None:
+    with pytest.raises(
+        ValueError, match=r"^an exported program: addresses .* without peer_kernels=True"
+    ):
+        jax.export.export(jax.jit(sharded(mesh_of((4,)))))(ZEROS)
+
+
+def test_outside_a_mesh_there_are_no_addresses() -> None:
+    with pytest.raises(ValueError, match=r"^a program outside a mesh: .* jax\.set_mesh"):
+        jax.jit(lambda: device_constant(identities, (4,), np.int32))()

@@ -1,0 +1,338 @@
+"""Tuning: what is measured, what is saved, and that it decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import __main__ as command
+from collective_matmul import all_gather_matmul, explain, tune
+from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
+from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.site import Einsum, Site
+from collective_matmul.tuning import model_sites
+from collective_matmul.tuning import trials as trying
+from collective_matmul.tuning import tune as tuning
+from collective_matmul.tuning.timing import Timing
+from collective_matmul.tuning.trials import trials
+from tests.conftest import MeshFactory
+from tests.dispatch.sites import site_of
+from tests.reference import AXIS
+
+FLOAT32 = np.dtype("float32")
+JAX_VERSION = jax.__version__
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "cache"))
+    return cache_path(jax.devices()[0].device_kind)
+
+
+def read(path: Path) -> Table:
+    return Table.from_text(path.read_text(encoding="utf-8"))
+
+
+def ring_is_fastest(contenders: Mapping, *, groups: int, seconds_per_group: float = 1.0) -> dict:
+    """As `measure`, after one call each."""
+    del groups, seconds_per_group
+    jax.block_until_ready([run() for run in contenders.values()])
+    return {name: Timing((1.0 if name == "ring" else 2.0,)) for name in contenders}
+
+
+def test_what_is_tuned_decides(
+    cache: Path, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sites of an op and its gradient. Programs are compiled and run; times are made up."""
+    layer = jax.shard_map(
+        lambda x, w: all_gather_matmul(x, w, AXIS),
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=P(None, AXIS),
+    )
+    gradients = jax.jit(jax.grad(lambda *args: layer(*args).sum(), (0, 1)))
+    arguments = [jax.ShapeDtypeStruct(shape, FLOAT32) for shape in ((8, 4), (4, 6))]
+    before = explain(gradients)(*arguments).decisions
+    assert [d.implementation for d in before] == ["xla", "xla"]
+
+    monkeypatch.setattr(tuning, "measure", ring_is_fastest)
+    table = tune(gradients, *arguments, implementations=["ring"])
+    assert set(table.entries) == {d.site.flat for d in before}
+    assert read(cache).entries.keys() == table.entries.keys()
+    for entry in table.entries.values():
+        assert set(entry.seconds) == {"xla", "ring", COMPUTE_ONLY}
+        assert entry.run.jax == jax.__version__
+
+    after = explain(gradients)(*arguments).decisions
+    assert [d.implementation for d in after] == ["ring", "ring"]
+    assert all(d.reason.startswith("measured (your table): ") for d in after)
+    assert [d.site.direction for d in after] == ["forward", "backward"]
+
+
+def test_times_are_of_one_repetition_and_what_fails_is_told() -> None:
+    site = Site("all_gather_matmul", (((2, 4), (4, 3)),), FLOAT32, "", 2)
+    (trial,) = trials([site], jax.devices(), ["xla", "ring"])
+    measured: list[tuple[int, list[str]]] = []
+
+    def measure(contenders: Mapping, *, groups: int) -> dict[str, Timing]:
+        measured.append((groups, list(contenders)))
+        jax.block_until_ready([run() for run in contenders.values()])
+        return {n: Timing(({"xla": 16.0, "ring": 32.0, COMPUTE_ONLY: 8.0}[n],)) for n in contenders}
+
+    trial._compiling["ring_direct"] = trial._compiling["xla"].__class__()
+    trial._compiling["ring_direct"].set_exception(RuntimeError("out of memory\nand more"))
+    seconds = trial.seconds(measure, 5)
+    assert seconds == {"xla": 1.0, "ring": 2.0, COMPUTE_ONLY: 0.5}
+    # A ring that takes twice as long needs no further group.
+    assert measured == [(1, ["xla", "ring", COMPUTE_ONLY]), (5, ["xla", COMPUTE_ONLY])]
+    assert trial.failures == {"ring_direct": "RuntimeError: out of memory"}
+
+
+def test_arrays_of_one_trial_differ_and_those_of_one_shape_share_a_program() -> None:
+    site = Site("all_gather_matmul", (((2, 4), (4, 3)), ((2, 4), (4, 3))), FLOAT32, "", 2)
+    (trial,) = trials([site], jax.devices(), ["xla"])
+    arrays = jax.tree.leaves(trial._fill())
+    assert len({float(array.ravel()[0]) for array in arrays}) == len(arrays) > 16
+    assert set(trial._fillers) == set(jax.tree.leaves(trial._described))
+    assert len(trial._fillers) == 3  # A shard of x, x gathered, and a weight.
+
+
+def test_few_sites_are_compiled_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(trying, "Trial", lambda site, *_: made.append(site) or site)
+    monkeypatch.setattr(trying.os, "cpu_count", lambda: 4)
+    sites: Any = range(16)
+    before = [len(made) for _ in trials(sites, [], ["xla", "ring"])]
+    assert before == 2 * [2] + 4 * [6] + 4 * [10] + 4 * [14] + 2 * [16]
+    assert made == [*sites]
+
+
+def test_what_cannot_carry_out_a_site_is_not_compiled() -> None:
+    site = Site("matmul_all_reduce", (((3, 4), (4, 2)),), FLOAT32, "", 2)
+    (trial,) = trials([site], jax.devices(), ["xla", "ring", "fused"])
+    assert set(trial._compiling) == {"xla", COMPUTE_ONLY}
+    assert trial.failures == {
+        "ring": "3 rows are not divisible by axis '' of size 2",
+        "fused": "these kernels run on Hopper GPUs only",
+    }
+
+
+@dataclass
+class Result:
+    """A trial without its programs."""
+
+    site: Site
+    times: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def seconds(self, measure, groups: int) -> dict[str, float]:
+        return self.times
+
+
+@dataclass
+class Bench:
+    """Stands for the devices: what was tried on them, and what comes out."""
+
+    tried: list[Site] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=lambda: {"xla": 2e-6, "ring": 1e-6})
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def trials(self, sites, devices, implementations) -> Iterator[Result]:
+        for site in sites:
+            self.tried.append(site)
+            times = {**{name: 3e-6 for name in (*implementations, COMPUTE_ONLY)}, **self.times}
+            kept = {name: t for name, t in times.items() if name not in self.failures}
+            yield Result(site, kept, self.failures)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr(tuning, "trials", bench.trials)
+    return bench
+
+
+SITES = [site_of("all_gather_matmul", rows, 8, 8, devices=2) for rows in (8, 16, 32)]
+FLAT = [site.flat for site in SITES]
+
+
+def test_sites_that_are_the_same_or_have_nothing_to_measure_are_tried_once_or_never(
+    cache: Path, bench: Bench
+) -> None:
+    alone = site_of("all_gather_matmul", 8, 8, 8, devices=1)
+    empty = site_of("all_gather_matmul", 0, 8, 8, devices=2)
+    einsum = dataclasses.replace(SITES[2], einsum=Einsum("sd,sf->df", ((8, 8), (8, 8)), True))
+    tune([*SITES[:2], SITES[0], FLAT[0], alone, empty, einsum])
+    assert bench.tried == FLAT[:2]
+
+
+def test_what_the_table_has_is_not_measured_again_unless_asked_to(
+    cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(SITES[:1], implementations=["ring"])
+    tune(SITES[:2], implementations=["ring"])
+    assert bench.tried == FLAT[:2]
+    tune(SITES[:1], implementations=["ring", "ring_direct"])  # That one was not measured.
+    tune(SITES[:1], again=True)
+    assert bench.tried == [*FLAT[:2], FLAT[0], FLAT[0]]
+    tune(SITES[:1], implementations=["ring", "fused"])  # That cannot be.
+    assert len(bench.tried) == 4
+    assert set(read(cache).entries) == set(FLAT[:2])
+    monkeypatch.setattr(jax, "__version__", "9.9.9")
+    tune(SITES[:1])
+    assert len(bench.tried) == 5
+    assert {entry.run.jax for entry in read(cache).entries.values()} == {"9.9.9", JAX_VERSION}
+
+
+def test_what_was_not_possible_and_now_is_is_measured(
+    cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.failures["fused"] = "these kernels run on Hopper GPUs only"
+    for possible in (False, False, True):
+        if possible:
+            monkeypatch.setattr(tuning, "obstacle_of", lambda site, name: None)
+        tune(SITES[:1])
+    assert bench.tried == FLAT[:1] * 2
+
+
+def test_all_implementations_are_measured_unless_some_are_named(cache: Path, bench: Bench) -> None:
+    table = tune(SITES[:1])
+    assert set(table.entries[FLAT[0]].seconds) == {*IMPLEMENTATIONS, COMPUTE_ONLY}
+    table = tune(SITES[1:2], implementations=["ring"])
+    assert set(table.entries[FLAT[1]].seconds) == {"xla", "ring", COMPUTE_ONLY}
+
+
+def test_a_table_elsewhere_leaves_the_users_alone(
+    cache: Path, bench: Bench, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep" / "table.jsonl"
+    table = tune(SITES, path=path)
+    assert read(path).entries.keys() == table.entries.keys() == set(FLAT)
+    assert not cache.exists()
+
+
+def test_out_of_time_what_was_measured_is_kept(
+    cache: Path, bench: Bench, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: float(next(clock)))
+    tune(SITES, limit_seconds=1)
+    assert bench.tried == FLAT[:1]
+    assert set(read(cache).entries) == set(FLAT[:1])
+    assert "out of time: 2 sites are left" in capsys.readouterr().out
+
+
+def test_every_site_is_saved_before_the_next(
+    cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(sites, devices, implementations):
+        yield from bench.trials(sites[:2], devices, implementations)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "trials", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(SITES)
+    assert set(read(cache).entries) == set(FLAT[:2])
+
+
+def test_progress_and_failures_are_said(
+    cache: Path, bench: Bench, capsys: pytest.CaptureFixture
+) -> None:
+    """What is left out at every site, and most is, once."""
+    bench.failures["ring_direct"] = "RuntimeError: no"
+    table = tune(SITES[:2])
+    first, failure, *sites = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"2 of 2 sites to measure; the table is {cache}")
+    assert failure.endswith("] ring_direct is left out: RuntimeError: no (said once)")
+    assert len(sites) == 2
+    for line, site in zip(sites, FLAT, strict=False):
+        assert f"{site}: bulk 2, ring 1" in line
+    assert "ring_direct" not in table.entries[FLAT[0]].seconds
+
+
+def test_a_site_without_bulk_is_not_saved(cache: Path, bench: Bench) -> None:
+    bench.failures["xla"] = "RuntimeError: out of memory"
+    assert tune(SITES[:1]).entries == {}
+
+
+def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
+    for message, call in {
+        "^target=<function .*>: calls no collective matmul; give": lambda: tune(lambda x: x, 1.0),
+        "^args: 1 beside sites; expected none": lambda: tune(SITES, 1.0),
+        "^implementations: 'fast' is unknown; expected some of bulk, ring": lambda: tune(
+            SITES, implementations=["fast"]
+        ),
+        r"^devices: of kinds \[\]; expected at least one": lambda: tune(SITES, devices=[]),
+        "^devices: 1, .* needs 2; give more, .*--devices.*device_count=2 simulates 2": lambda: tune(
+            SITES, devices=jax.devices()[:1]
+        ),
+        "^groups=0: expected at least 1": lambda: tune(SITES, groups=0),
+        "^limit_seconds=0: expected more than 0": lambda: tune(SITES, limit_seconds=0),
+        "^seconds_per_group=-1: expected more than 0": lambda: tune(SITES, seconds_per_group=-1),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert bench.tried == []
+    assert not cache.exists()
+
+
+def test_several_processes_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^tune: 2 processes; run it in one"):
+        tune(SITES)
+
+
+def test_devices_say_what_they_were(cache: Path, bench: Bench) -> None:
+    (entry,) = tune(SITES[:1], devices=jax.devices()[:3]).entries.values()
+    assert entry.run.devices == f"3 × {jax.devices()[0].device_kind}"
+
+
+def test_the_clocks_of_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        device_kind, platform = "NVIDIA H200", "gpu"
+
+    output = "1980 MHz, 3201 MHz, 700.00 W, 580.1\n" * 4
+    finished = tuning.subprocess.CompletedProcess([], 0, stdout=output)
+    monkeypatch.setattr(tuning.subprocess, "run", lambda *args, **keywords: finished)
+    expected = "4 × NVIDIA H200, up to 1980 MHz (memory 3201 MHz) and 700.00 W, driver 580.1"
+    assert tuning._describe([Gpu()] * 4).devices == expected  # type: ignore[list-item]
+
+    def missing(*args, **keywords):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tuning.subprocess, "run", missing)
+    assert tuning._describe([Gpu()]).devices == "1 × NVIDIA H200, clocks unknown"  # type: ignore
+
+
+def test_the_command_measures_the_layers_of_models(
+    cache: Path, bench: Bench, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.jsonl"
+    command.main(
+        f"tune --shapes tiny --rows 16,32 --devices 4 --dtype float32 --output {path}".split()
+    )
+    expected = {site.flat for site in model_sites.sites(["tiny"], [16, 32], 4, "float32")}
+    assert read(path).entries.keys() == expected
+    assert bench.tried[0].rows == 4
+
+
+def test_the_command_ends_with_a_sentence(
+    cache: Path, bench: Bench, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--shapes", "gpt"])
+    assert "shapes='gpt': expected one of llama3-8b" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--shapes", "tiny", "--devices", "1"])
+    simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
+    assert "devices=1: expected at least 2" in (error := capsys.readouterr().err)
+    assert "--devices" in error and simulated in error
