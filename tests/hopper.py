@@ -8,14 +8,14 @@ import jax
 import pytest
 from jax.experimental.mosaic import gpu as mosaic
 
-from collective_matmul.mosaic_gpu import device, workspace
+from collective_matmul.mosaic_gpu import device, symmetric_workspace
 
 #: Of an H100 or H200.
 MULTIPROCESSORS = 132
 
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
-    reason="peers.obstacle says that this JAX has no kernels that address peers",
+    reason="unsupported_reason says that this JAX has no kernels that address peers",
 )
 
 
@@ -26,8 +26,8 @@ def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     Kernels must find their peers by themselves.
     """
     monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
-    monkeypatch.setattr(workspace, "workspace_bytes", lambda devices: 4)
-    monkeypatch.setattr(workspace, "_spaces", {})
+    monkeypatch.setattr(symmetric_workspace, "workspace_bytes", lambda devices: 4)
+    monkeypatch.setattr(symmetric_workspace, "_allocated", {})
 
     def look_up(*operands: Any, **options: Any) -> None:
         raise AssertionError("XLA is asked where a peer's array is")

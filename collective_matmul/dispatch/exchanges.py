@@ -12,7 +12,7 @@ from collective_matmul.site import Site
 
 def why_not(site: Site) -> str | None:
     """Why one-shot collectives cannot do it, in words; None if they can."""
-    reasons = (exchange_kernel.why_not(array, site.axis_size) for array in _sent(site))
+    reasons = (exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site))
     return next(filter(None, reasons), None)
 
 
@@ -31,7 +31,7 @@ def _sent(site: Site) -> list[jax.ShapeDtypeStruct]:
         shapes = [x]
     elif site.op == "matmul_reduce_scatter":
         shapes = [(share,)] + ([] if site.co_gathered is None else [site.co_gathered])
-    elif exchange_kernel.in_two_steps(product * site.dtype.itemsize, site.axis_size):
+    elif exchange_kernel.is_two_shot(product * site.dtype.itemsize, site.axis_size):
         shapes = [(share,)] * 2
     else:
         shapes = [(product,)]

@@ -27,22 +27,22 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import (
+    ADDRESS,
+    INT32,
     SCALAR,
     WARPGROUP,
-    WHERE,
-    WORD,
     Address,
-    Lanes,
-    assembly,
-    load_word,
-    pointer,
+    ThreadScope,
+    inline_ptx,
+    llvm_pointer,
+    load_int32,
     splat,
-    store_word,
+    store_int32,
     synchronize,
 )
-from collective_matmul.mosaic_gpu.remote_store import Twin
+from collective_matmul.mosaic_gpu.remote_store import PeerBuffer
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -51,10 +51,10 @@ plgpu: Any = mosaic_gpu
 # be raised behind it. Addresses have 48 bits.
 _ADDRESS_BITS = 48
 #: Of such a word.
-SAID_BYTES = 8
+POINTER_BYTES = 8
 # Of a warp: each listens to its own word.
 _WARP_LANES = 32
-_HEAR = """{
+_POLL_PTX = """{
 .reg .pred p;
 .reg .b64 word;
 HEAR:
@@ -66,25 +66,25 @@ setp.ne.u64 p, word, $1;
 
 # So many words are said at every meeting, or old ones could be mistaken for new ones when the part
 # of the epoch that they have comes round.
-MOST_ARRAYS = 3
+MAX_BUFFERS = 3
 # Behind what a device says to itself in the first slot: the block's own epoch.
-_COUNTER_OFFSET = MOST_ARRAYS * SAID_BYTES
+_EPOCH_OFFSET = MAX_BUFFERS * POINTER_BYTES
 
 
-class Peers:
+class Rendezvous:
     """The devices of a mesh axis, as one block of a kernel knows them.
 
-    `announce` and `await_all` are called by one warp or warpgroup of the block, and `twin` by any
+    `publish` and `wait_for_peers` are called by one warp or warpgroup of the block, and `peer_buffer` by any
     that knows that it has had all peers come.
     """
 
     def __init__(self, words: Any, devices: int, block: tuple[Any, int], arrays: Sequence[Any]):
         """Of a block, its number and how many there are.
 
-        Peers store to the arrays, at most `MOST_ARRAYS`; words are as of `workspace.addresses`.
+        Peers store to the arrays, at most `MAX_BUFFERS`; words are as of `symmetric_workspace.workspace_pointers`.
         """
         self.block, blocks = block
-        assert blocks <= workspace.MEETING_BLOCKS and len(arrays) <= MOST_ARRAYS
+        assert blocks <= symmetric_workspace.RENDEZVOUS_BLOCKS and len(arrays) <= MAX_BUFFERS
         self.devices = devices
         self.arrays = list(arrays)
         self._words = words
@@ -93,74 +93,84 @@ class Peers:
     # Words are loaded where they are needed: those that multiply have no registers to keep them in.
 
     @property
-    def me(self) -> Any:
+    def axis_index(self) -> Any:
         """This device's index along the axis."""
         return self._words[2 * self.devices]
 
-    def _space(self, offset: int) -> Address:
+    def _workspace(self, offset: int) -> Address:
         """The workspace of the device so far along the axis."""
         return Address(self._words[2 * offset], self._words[2 * offset + 1], 0)
 
-    def announce(self, lanes: Lanes = WARPGROUP) -> None:
+    def publish(self, scope: ThreadScope = WARPGROUP) -> None:
         """Tells all peers that this device has come, and where its arrays are."""
-        self._epoch = epoch = load_word(self._counter) + 1
+        self._epoch = epoch = load_int32(self._epoch_counter) + 1
         # As another device counts, from itself on, this one is so far away.
         places = [
-            self._said(self._space(offset), epoch, -offset % self.devices)
+            self._mailbox(self._workspace(offset), epoch, -offset % self.devices)
             for offset in range(self.devices)
         ]
-        arrays = [*self.arrays, *[self.arrays[-1]] * (MOST_ARRAYS - len(self.arrays))]
-        say(epoch, arrays, places, lanes)
-        store_word(self._counter, epoch, lanes)
+        arrays = [*self.arrays, *[self.arrays[-1]] * (MAX_BUFFERS - len(self.arrays))]
+        publish_pointers(epoch, arrays, places, scope)
+        store_int32(self._epoch_counter, epoch, scope)
 
-    def await_all(self, lanes: Lanes = WARPGROUP) -> None:
-        """Waits until all peers have come; `announce` must have been called."""
-        first = self._said(self._space(0), self._epoch, 1)
-        between = workspace.meeting_offset(self.devices, 0, 1, 0)
-        between -= workspace.meeting_offset(self.devices, 0, 0, 0)
-        hear(self._epoch, first, between, self.devices - 1, len(self.arrays), lanes)
+    def wait_for_peers(self, scope: ThreadScope = WARPGROUP) -> None:
+        """Waits until all peers have come; `publish` must have been called."""
+        first = self._mailbox(self._workspace(0), self._epoch, 1)
+        between = symmetric_workspace.mailbox_offset(self.devices, 0, 1, 0)
+        between -= symmetric_workspace.mailbox_offset(self.devices, 0, 0, 0)
+        poll_pointers(self._epoch, first, between, self.devices - 1, len(self.arrays), scope)
 
-    def twin(self, number: int, offset: Any) -> Twin:
+    def peer_buffer(self, number: int, offset: Any) -> PeerBuffer:
         """Of an array, by its number, on the device so far along the axis; 0 is this one."""
-        place = self._said(self._space(0), load_word(self._counter, settled=True), offset)
-        return Twin(self.arrays[number], load_said(place.behind(number * SAID_BYTES)))
+        place = self._mailbox(
+            self._workspace(0), load_int32(self._epoch_counter, cached=True), offset
+        )
+        return PeerBuffer(
+            self.arrays[number], load_peer_pointer(place.plus(number * POINTER_BYTES))
+        )
 
-    def index(self, offset: Any) -> Any:
+    def peer_index(self, offset: Any) -> Any:
         """Of the device so far along the axis."""
-        return lax.rem(self.me + offset, self.devices)
+        return lax.rem(self.axis_index + offset, self.devices)
 
     @property
-    def _counter(self) -> Address:
-        line = workspace.meeting_offset(self.devices, 0, 0, self.block)
-        return self._space(0).behind(line + _COUNTER_OFFSET)
+    def _epoch_counter(self) -> Address:
+        line = symmetric_workspace.mailbox_offset(self.devices, 0, 0, self.block)
+        return self._workspace(0).plus(line + _EPOCH_OFFSET)
 
-    def _said(self, space: Address, epoch: Any, source: Any) -> Address:
+    def _mailbox(self, space: Address, epoch: Any, source: Any) -> Address:
         """Where a source leaves what it says."""
-        slot = epoch & (workspace.SLOTS - 1)
-        return space.behind(workspace.meeting_offset(self.devices, slot, source, self.block))
+        slot = epoch & (symmetric_workspace.SLOTS - 1)
+        return space.plus(
+            symmetric_workspace.mailbox_offset(self.devices, slot, source, self.block)
+        )
 
 
-def say(value: Any, arrays: Sequence[Any], addresses: Sequence[Address], lanes: Lanes) -> None:
+def publish_pointers(
+    value: Any, arrays: Sequence[Any], addresses: Sequence[Address], scope: ThreadScope
+) -> None:
     """Puts where arrays are, a word for each, with the low 16 bits of an int32, to addresses."""
 
     @plgpu.inline_mgpu(
-        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [WHERE] * len(addresses))
+        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [ADDRESS] * len(addresses))
     )
     def at(_, value, arrays, places):
         i64 = ir.IntegerType.get_signless(64)
         when = arith.extui(i64, value.registers.item())
         when = arith.shli(when, gpu.c(_ADDRESS_BITS, i64))
         words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), when) for array in arrays]
-        with utils.single_thread(scope=lanes):
-            assembly(None, [], "fence.acq_rel.sys;")
+        with utils.single_thread(scope=scope):
+            inline_ptx(None, [], "fence.acq_rel.sys;")
             for place, (number, word) in itertools.product(places, enumerate(words)):
-                there = pointer(place, gpu.c(number * SAID_BYTES, i64))
-                assembly(None, [there, word], "st.relaxed.sys.global.b64 [$0], $1;")
+                there = llvm_pointer(place, gpu.c(number * POINTER_BYTES, i64))
+                inline_ptx(None, [there, word], "st.relaxed.sys.global.b64 [$0], $1;")
 
     at(value, list(arrays), [tuple(address) for address in addresses])
 
 
-def hear(value: Any, first: Address, between: int, count: int, arrays: int, lanes: Lanes) -> None:
+def poll_pointers(
+    value: Any, first: Address, between: int, count: int, arrays: int, scope: ThreadScope
+) -> None:
     """Waits until others have said where so many arrays are, with the low 16 bits of an int32.
 
     Args:
@@ -169,10 +179,10 @@ def hear(value: Any, first: Address, between: int, count: int, arrays: int, lane
       between: bytes to where the next one does.
       count: of others.
       arrays: of each.
-      lanes: that call this. Each lane of a warp listens to one word.
+      scope: that call this. Each lane of a warp listens to one word.
     """
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, WHERE))
+    @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS))
     def at(_, value, where):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         lane = arith.remui(gpu.thread_idx(), gpu.c(_WARP_LANES, i32))
@@ -182,22 +192,22 @@ def hear(value: Any, first: Address, between: int, count: int, arrays: int, lane
             word = arith.minui(word, gpu.c(count * arrays - 1, i32))
             who, which = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
             behind = arith.addi(
-                arith.muli(who, gpu.c(between, i32)), arith.muli(which, gpu.c(SAID_BYTES, i32))
+                arith.muli(who, gpu.c(between, i32)), arith.muli(which, gpu.c(POINTER_BYTES, i32))
             )
-            place = pointer(where, arith.extui(i64, behind))
-            assembly(None, [place, arith.extui(i64, when)], _HEAR % _ADDRESS_BITS)
-        synchronize(lanes)
+            place = llvm_pointer(where, arith.extui(i64, behind))
+            inline_ptx(None, [place, arith.extui(i64, when)], _POLL_PTX % _ADDRESS_BITS)
+        synchronize(scope)
 
     at(value, tuple(first))
 
 
-def load_said(place: Address) -> Address:
+def load_peer_pointer(place: Address) -> Address:
     """The address that was said at a place, and heard by this block."""
 
-    @plgpu.inline_mgpu(arg_types=(WHERE,), return_type=(WORD, WORD))
+    @plgpu.inline_mgpu(arg_types=(ADDRESS,), return_type=(INT32, INT32))
     def at(_, where):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        said = assembly(i64, [pointer(where)], "ld.global.b64 $0, [$1];")
+        said = inline_ptx(i64, [llvm_pointer(where)], "ld.global.b64 $0, [$1];")
         address = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
         high = arith.shrui(address, gpu.c(32, i64))
         return splat(arith.trunci(i32, address)), splat(arith.trunci(i32, high))

@@ -22,7 +22,7 @@ DELAY_NANOSECONDS = 256
 Array = jax.Array | jax.ShapeDtypeStruct
 
 
-def obstacle(devices: int, *arrays: Array) -> str | None:
+def unsupported_reason(devices: int, *arrays: Array) -> str | None:
     """Why no kernel can work on arrays and on so many peers' along an axis, in words; or None."""
     if device.target() is None:
         return "these kernels run on Hopper GPUs only"

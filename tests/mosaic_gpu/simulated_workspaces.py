@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
 from collective_matmul.mosaic_gpu.tiling import Tiles
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
@@ -47,7 +47,7 @@ class WorkspaceSimulation(Simulation):
         super().__init__(devices, 1, Tiles(), seed)
         self.copies: list[Any]
         self.devices, self.blocks, self.launches = devices, blocks, launches
-        size = workspace.workspace_bytes(devices)
+        size = symmetric_workspace.workspace_bytes(devices)
         self.memory = [np.full(size, byte, np.uint8) for _ in range(devices)]
         self.ended: Counter[int] = Counter()
         self.leader = 0
@@ -68,7 +68,7 @@ class WorkspaceSimulation(Simulation):
             self.ended[device] += 1
 
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
-        """What a block does in a launch; words are as of `workspace.addresses`."""
+        """What a block does in a launch; words are as of `symmetric_workspace.workspace_pointers`."""
         raise NotImplementedError
 
     def choose(self, ready: list[Actor]) -> Actor:
@@ -112,7 +112,7 @@ class WorkspaceSimulation(Simulation):
     def word(self, address: Address) -> int:
         return int(self.bytes_at(address, 4)[1].view(np.int32)[0])
 
-    def load_word(self, address: Address) -> int:
+    def load_int32(self, address: Address) -> int:
         self.here().wait()
         return self.word(address)
 

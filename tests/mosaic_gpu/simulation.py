@@ -223,19 +223,19 @@ class Simulation:
         self.here().wait()
         _count(*barrier)
 
-    def store_box(
-        self, box: Reference, place: Reference, twin: Any, *wanted: bool, lanes: Any
+    def async_remote_store(
+        self, box: Reference, place: Reference, peer_buffer: Any, *wanted: bool, scope: Any
     ) -> None:
-        there = twin.part(place, lanes)
+        there = peer_buffer.part(place, scope)
         assert box.shape == there.shape
         # There is no copy engine that knows where arrays end.
         assert not all(wanted) or (box.is_one_piece() and there.is_one_piece())
         self.start(box, there, all(wanted))
 
-    def count_up(self, word: Reference, twins: Sequence[Any], lanes: Any) -> None:
+    def signal_peers(self, word: Reference, peer_buffers: Sequence[Any], scope: Any) -> None:
         self.here().wait()
-        for twin in twins:
-            there = twin.part(word, lanes)
+        for peer_buffer in peer_buffers:
+            there = peer_buffer.part(word, scope)
             there.array[there.starts] += 1
 
     def await_semaphore(self, semaphore: Reference, count: int, decrement: bool) -> None:
@@ -288,7 +288,11 @@ class Simulation:
                 "where": lambda condition, a, b: a if condition else b,
             },
         }
-        own = {"store_box": self.store_box, "count_up": self.count_up, "_fence": _nothing}
+        own = {
+            "async_remote_store": self.async_remote_store,
+            "signal_peers": self.signal_peers,
+            "_fence": _nothing,
+        }
         for module in modules:
             for name, played in primitives.items():
                 monkeypatch.setattr(module, name, SimpleNamespace(**played), raising=False)

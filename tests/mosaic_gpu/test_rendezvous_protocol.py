@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import rendezvous, workspace
-from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, Address, Lanes
-from collective_matmul.mosaic_gpu.rendezvous import MOST_ARRAYS, SAID_BYTES, Peers
+from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
+from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, Address, ThreadScope
+from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
 from tests.mosaic_gpu.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
 from tests.mosaic_gpu.simulation import Actor
 
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     awaiting: int = BLOCKS
 
 
-class MeetingSimulation(WorkspaceSimulation):
+class RendezvousSimulation(WorkspaceSimulation):
     """Devices whose blocks look for each other's arrays.
 
     Of the epoch, words have so many bits as given. Two are enough: one is the slot's.
@@ -51,45 +51,46 @@ class MeetingSimulation(WorkspaceSimulation):
         # How often something has come, by the launch and the device.
         self.came: Counter[tuple[int, int]] = Counter()
         # Words that a multiprocessor may have kept.
-        self.settled: dict[tuple[Actor, int, Address], int] = {}
+        self.cached: dict[tuple[Actor, int, Address], int] = {}
 
     def begin_behind(self, epoch: int) -> None:
         """All that was said at the last two meetings is there still."""
         for memory, block in itertools.product(self.memory, range(BLOCKS)):
             counter = (
-                workspace.meeting_offset(self.devices, 0, 0, block) + rendezvous._COUNTER_OFFSET
+                symmetric_workspace.mailbox_offset(self.devices, 0, 0, block)
+                + rendezvous._EPOCH_OFFSET
             )
             memory[counter:][:4] = as_int32(epoch).view(np.uint8)
             for said, source in itertools.product((epoch - 1, epoch), range(self.devices)):
-                line = workspace.meeting_offset(self.devices, said & 1, source, block)
-                words = memory[line:][: MOST_ARRAYS * SAID_BYTES].view(np.uint64)
+                line = symmetric_workspace.mailbox_offset(self.devices, said & 1, source, block)
+                words = memory[line:][: MAX_BUFFERS * POINTER_BYTES].view(np.uint64)
                 words[...] = self.said_with(said, 0)
 
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
         launch = self.launches[number]
         arrays = [address_of(number, device, which) for which in range(launch.arrays)]
-        peers = Peers(words, self.devices, (block, BLOCKS), arrays)
+        mine = Rendezvous(words, self.devices, (block, BLOCKS), arrays)
         if block < launch.announcing:
-            peers.announce()
+            mine.publish()
         if block < launch.awaiting:
-            peers.await_all()
+            mine.wait_for_peers()
             for offset in range(1, self.devices):
-                self.assert_found(peers, number, offset)
-                self.store(number, peers.index(offset))
+                self.assert_found(mine, number, offset)
+                self.store(number, mine.peer_index(offset))
             self.random.shuffle(offsets := list(range(self.devices)))
             for offset in offsets:
-                self.assert_found(peers, number, offset)
+                self.assert_found(mine, number, offset)
         # A kernel waits for all that comes, at least in one of its blocks.
         if block == 0:
             all_blocks = (self.devices - 1) * launch.awaiting
             self.here().wait(lambda: self.came[number, device] == all_blocks)
 
-    def assert_found(self, peers: Peers, number: int, offset: int) -> None:
+    def assert_found(self, mine: Rendezvous, number: int, offset: int) -> None:
         """That a block finds the arrays of a launch on another device."""
-        for which in range(len(peers.arrays)):
-            assert peers.twin(which, offset) == (
-                address_of(number, peers.me, which),
-                address_of(number, peers.index(offset), which),
+        for which in range(len(mine.arrays)):
+            assert mine.peer_buffer(which, offset) == (
+                address_of(number, mine.axis_index, which),
+                address_of(number, mine.peer_index(offset), which),
             )
 
     def store(self, number: int, device: int) -> None:
@@ -100,28 +101,28 @@ class MeetingSimulation(WorkspaceSimulation):
     # The primitives.
 
     def said(self, address: Address) -> int:
-        return int(self.bytes_at(address, SAID_BYTES)[1].view(np.uint64)[0])
+        return int(self.bytes_at(address, POINTER_BYTES)[1].view(np.uint64)[0])
 
     def said_with(self, epoch: int, array: int) -> int:
         """The word that has both."""
         assert array < 1 << self.address_bits
         return array | epoch << self.address_bits & (1 << 64) - 1
 
-    def say(
-        self, value: int, arrays: Sequence[int], addresses: Sequence[Address], lanes: Lanes
+    def publish_pointers(
+        self, value: int, arrays: Sequence[int], addresses: Sequence[Address], scope: ThreadScope
     ) -> None:
         self.here().wait()
         before = self.sent()
         for address, (number, array) in itertools.product(addresses, enumerate(arrays)):
             word = np.array([self.said_with(value, array)], np.uint64)
-            self.send(address.behind(number * SAID_BYTES), word, before)
+            self.send(address.plus(number * POINTER_BYTES), word, before)
 
-    def hear(
-        self, value: int, first: Address, between: int, count: int, arrays: int, lanes: Lanes
+    def poll_pointers(
+        self, value: int, first: Address, between: int, count: int, arrays: int, scope: ThreadScope
     ) -> None:
         """Each lane waits for its own word, and no longer looks at it when that has come."""
         missing = {
-            first.behind(who * between + which * SAID_BYTES)
+            first.plus(who * between + which * POINTER_BYTES)
             for who, which in itertools.product(range(count), range(arrays))
         }
 
@@ -132,7 +133,7 @@ class MeetingSimulation(WorkspaceSimulation):
 
         self.here().wait(heard)
 
-    def load_said(self, place: Address) -> int:
+    def load_peer_pointer(self, place: Address) -> int:
         self.here().wait()
         return self.said(place) % (1 << self.address_bits)
 
@@ -140,31 +141,37 @@ class MeetingSimulation(WorkspaceSimulation):
         """With which an address was said, where a word has it."""
         return self.said(address) >> self.address_bits << self.address_bits
 
-    def load_word(self, address: Address, *, settled: bool = False) -> int:
-        value = super().load_word(address)
-        if not settled:
+    def load_int32(self, address: Address, *, cached: bool = False) -> int:
+        value = super().load_int32(address)
+        if not cached:
             return value
-        return self.settled.setdefault((self.here(), self.here().place["launch"], address), value)
+        return self.cached.setdefault((self.here(), self.here().place["launch"], address), value)
 
-    def store_word(self, address: Address, value: int, lanes: Lanes = WARPGROUP) -> None:
+    def store_int32(self, address: Address, value: int, scope: ThreadScope = WARPGROUP) -> None:
         self.here().wait()
         self.send(address, as_int32(value))
 
     def play(self, monkeypatch: Patch, modules: Sequence[Any] = (rendezvous,)) -> None:
         super().play(monkeypatch, modules)
-        for name in ("say", "hear", "load_said", "load_word", "store_word"):
+        for name in (
+            "publish_pointers",
+            "poll_pointers",
+            "load_peer_pointer",
+            "load_int32",
+            "store_int32",
+        ):
             monkeypatch.setattr(rendezvous, name, getattr(self, name))
 
 
 def address_of(launch: int, device: int, which: int) -> int:
     """Arrays are elsewhere in every launch, on every device."""
-    return 0x7F00_0000_0000 + ((launch * 16 + device) * MOST_ARRAYS + which) * 256
+    return 0x7F00_0000_0000 + ((launch * 16 + device) * MAX_BUFFERS + which) * 256
 
 
 @pytest.fixture(autouse=True)
 def _few_blocks(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(workspace, "BLOCKS", 1)
-    monkeypatch.setattr(workspace, "MEETING_BLOCKS", BLOCKS)
+    monkeypatch.setattr(symmetric_workspace, "EXCHANGE_BLOCKS", 1)
+    monkeypatch.setattr(symmetric_workspace, "RENDEZVOUS_BLOCKS", BLOCKS)
 
 
 LAUNCHES = [
@@ -190,7 +197,7 @@ both_bits = pytest.mark.parametrize("bits", [16, 2])
 def test_blocks_find_their_peers_arrays(
     devices: int, seed: int, bits: int, monkeypatch: Patch
 ) -> None:
-    simulation = MeetingSimulation(devices, LAUNCHES, seed, bits)
+    simulation = RendezvousSimulation(devices, LAUNCHES, seed, bits)
     simulation.play(monkeypatch)
     simulation.run()
 
@@ -200,92 +207,96 @@ def test_blocks_find_their_peers_arrays(
     "epoch", [2**16 - 4, 2**16 - 3, 2**16 - 2, 2**31 - 4, 2**31 - 3, 2**31 - 2, -4, -3, -2]
 )
 def test_epochs_wrap_around(epoch: int, bits: int, monkeypatch: Patch) -> None:
-    simulation = MeetingSimulation(3, LAUNCHES, 0, bits)
+    simulation = RendezvousSimulation(3, LAUNCHES, 0, bits)
     simulation.begin_behind(epoch)
     simulation.play(monkeypatch)
     simulation.run()
 
 
 def one_slot(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(workspace, "SLOTS", 1)
+    monkeypatch.setattr(symmetric_workspace, "SLOTS", 1)
 
 
 def meetings_are_not_counted(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rendezvous, "store_word", lambda address, value, lanes: None)
+    monkeypatch.setattr(rendezvous, "store_int32", lambda address, value, scope: None)
 
 
 def they_are_counted_from_what_is_kept(monkeypatch: Patch) -> None:
-    load_word = rendezvous.load_word
+    load_int32 = rendezvous.load_int32
     monkeypatch.setattr(
-        rendezvous, "load_word", lambda at, settled=True: load_word(at, settled=True)
+        rendezvous, "load_int32", lambda at, cached=True: load_int32(at, cached=True)
     )
 
 
 def no_more_words_are_said_than_there_are_arrays(monkeypatch: Patch) -> None:
-    say = rendezvous.say
+    publish_pointers = rendezvous.publish_pointers
 
-    def say_them(value: int, arrays: list[int], addresses: list[Address], lanes: Lanes) -> None:
-        say(value, sorted(set(arrays)), addresses, lanes)
+    def publish_each_once(
+        value: int, arrays: list[int], addresses: list[Address], scope: ThreadScope
+    ) -> None:
+        publish_pointers(value, sorted(set(arrays)), addresses, scope)
 
-    monkeypatch.setattr(rendezvous, "say", say_them)
+    monkeypatch.setattr(rendezvous, "publish_pointers", publish_each_once)
 
 
 def words_are_said_in_halves(monkeypatch: Patch) -> None:
-    send = MeetingSimulation.send
+    send = RendezvousSimulation.send
 
     def send_halves(simulation, address: Address, value: np.ndarray, after=()) -> None:
         for number, half in enumerate(value.view(np.int32)):
-            send(simulation, address.behind(4 * number), np.array([half]), after)
+            send(simulation, address.plus(4 * number), np.array([half]), after)
 
-    monkeypatch.setattr(MeetingSimulation, "send", send_halves)
+    monkeypatch.setattr(RendezvousSimulation, "send", send_halves)
 
 
 def nobody_is_awaited(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rendezvous, "hear", lambda *args: None)
+    monkeypatch.setattr(rendezvous, "poll_pointers", lambda *args: None)
 
 
 def the_meeting_before_is_awaited(monkeypatch: Patch) -> None:
-    await_all = Peers.await_all
+    wait_for_peers = Rendezvous.wait_for_peers
 
-    def await_before(peers: Peers) -> None:
-        peers._epoch -= 1
-        await_all(peers)
+    def await_before(mine: Rendezvous) -> None:
+        mine._epoch -= 1
+        wait_for_peers(mine)
 
-    monkeypatch.setattr(Peers, "await_all", await_before)
+    monkeypatch.setattr(Rendezvous, "wait_for_peers", await_before)
 
 
 def some_peers_are_awaited(monkeypatch: Patch) -> None:
-    hear: Any = rendezvous.hear
+    poll_pointers: Any = rendezvous.poll_pointers
 
-    def hear_some(value: int, first: Address, between: int, count: int, *rest: Any) -> None:
-        hear(value, first, between, count - 1, *rest)
+    def poll_some(value: int, first: Address, between: int, count: int, *rest: Any) -> None:
+        poll_pointers(value, first, between, count - 1, *rest)
 
-    monkeypatch.setattr(rendezvous, "hear", hear_some)
+    monkeypatch.setattr(rendezvous, "poll_pointers", poll_some)
 
 
 def some_arrays_are_awaited(monkeypatch: Patch) -> None:
-    hear: Any = rendezvous.hear
+    poll_pointers: Any = rendezvous.poll_pointers
 
-    def hear_some(*facts: Any) -> None:
-        *others, arrays, lanes = facts
-        hear(*others, arrays - 1, lanes)
+    def poll_some(*facts: Any) -> None:
+        *others, arrays, scope = facts
+        poll_pointers(*others, arrays - 1, scope)
 
-    monkeypatch.setattr(rendezvous, "hear", hear_some)
+    monkeypatch.setattr(rendezvous, "poll_pointers", poll_some)
 
 
 def peers_are_looked_for_in_the_wrong_direction(monkeypatch: Patch) -> None:
-    twin = Peers.twin
-    monkeypatch.setattr(Peers, "twin", lambda peers, n, offset: twin(peers, n, -offset % 3))
+    peer_buffer = Rendezvous.peer_buffer
+    monkeypatch.setattr(
+        Rendezvous, "peer_buffer", lambda mine, n, offset: peer_buffer(mine, n, -offset % 3)
+    )
 
 
 def share(monkeypatch: Patch, **same: int) -> None:
-    meeting_offset = workspace.meeting_offset
+    mailbox_offset = symmetric_workspace.mailbox_offset
 
     def shared(devices: int, slot: int, source: int, block: int) -> int:
         places = {"slot": slot, "source": source, "block": block} | same
-        return meeting_offset(devices, **places)
+        return mailbox_offset(devices, **places)
 
-    monkeypatch.setattr(workspace, "meeting_offset", shared)
+    monkeypatch.setattr(symmetric_workspace, "mailbox_offset", shared)
 
 
 def sources_share_a_line(monkeypatch: Patch) -> None:
@@ -314,4 +325,4 @@ def blocks_share_a_line(monkeypatch: Patch) -> None:
     ],
 )
 def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    assert_it_shows(mistake, lambda seed: MeetingSimulation(3, LAUNCHES, seed, 2), monkeypatch)
+    assert_it_shows(mistake, lambda seed: RendezvousSimulation(3, LAUNCHES, seed, 2), monkeypatch)

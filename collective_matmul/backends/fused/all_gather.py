@@ -22,8 +22,8 @@ from collective_matmul.backends.fused.all_gather_config import (
 )
 from collective_matmul.backends.fused.all_gather_kernel import Gathering
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array, obstacle
-from collective_matmul.mosaic_gpu.workspace import addresses
+from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
+from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
 
 
 def all_gather_matmul(
@@ -85,7 +85,7 @@ def why_not(
 
     Of x and the ws, shapes and dtypes are enough.
     """
-    if reason := obstacle(devices, x, *ws):
+    if reason := unsupported_reason(devices, x, *ws):
         return reason
     if _plan(x, ws, devices, dimension, transpose_w) is None:
         shapes = [w.shape for w in ws]
@@ -143,7 +143,7 @@ def _shared_launch(
             return kernel(words, shard, *ws)
 
         outs = [empty(columns) for columns in (*problem.columns, plan.shapes.contracted)]
-        return _traced_apart(call, addresses(axis_name), shard, list(ws), outs)
+        return _traced_apart(call, workspace_pointers(axis_name), shard, list(ws), outs)
 
     return jax.jit(launch)
 

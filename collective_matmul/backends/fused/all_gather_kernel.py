@@ -44,7 +44,7 @@ from collective_matmul.backends.fused.all_gather_config import Plan
 from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_of, semaphore_of
 from collective_matmul.mosaic_gpu.matmul_kernel import Work
 from collective_matmul.mosaic_gpu.operands import Operand, reader
-from collective_matmul.mosaic_gpu.rendezvous import Peers
+from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.requirements import block
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
 
@@ -73,15 +73,15 @@ class Gathering(Work):
         self.keep = keep
         self.delays = delays
         # Found in `run`.
-        self.peers: Any = None
+        self.rendezvous: Any = None
 
     def run(self, words, shard, *refs) -> None:
-        """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
+        """What every warpgroup of every block runs; words are as of `symmetric_workspace.workspace_pointers`."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
         plan = self.plan
         count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        self.peers = Peers(words, self.devices, block(), (gathered, arrived))
+        self.rendezvous = Rendezvous(words, self.devices, block(), (gathered, arrived))
         xs = (shard, gathered, arrived)
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (len(self.ws[0]) + 2)
@@ -109,7 +109,7 @@ class Gathering(Work):
             @pl.when(warp == 1)
             def _():
                 shard, gathered, arrived = operands[1]
-                sender = Sender(self.plan, self.keep, self.delays, self.peers)
+                sender = Sender(self.plan, self.keep, self.delays, self.rendezvous)
                 sender.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
 
     def out_plane(self, indices, batch) -> Any:
@@ -120,7 +120,7 @@ class Gathering(Work):
     def plane(self, batch) -> Any:
         """The plane of a batch of tiles whose shards do not join: this device's own come first."""
         planes = self.plan.shapes.planes
-        chunk = lax.rem(self.peers.me + lax.div(batch, planes), self.devices)
+        chunk = lax.rem(self.rendezvous.axis_index + lax.div(batch, planes), self.devices)
         return lax.rem(batch, planes) * self.devices + chunk
 
     def load_tile(self, operands, stages, turn, batch, row, across) -> None:

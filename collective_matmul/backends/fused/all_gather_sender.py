@@ -12,7 +12,7 @@
 
 Whole rows, or a part of one, are one piece of memory, whose copy needs an address and no more. So
 boxes are copied piece by piece. Peers tell their addresses when they come to the launch
-(`meeting`), and senders wait for them. A copy of several pieces would need a descriptor, which the
+(`rendezvous`), and senders wait for them. A copy of several pieces would need a descriptor, which the
 host makes.
 """
 
@@ -32,14 +32,14 @@ from jax.extend.mlir import ir
 
 from collective_matmul.backends.fused.all_gather_config import Plan
 from collective_matmul.mosaic_gpu.peer_memory import WARP
-from collective_matmul.mosaic_gpu.remote_store import count_up, store_box
+from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.requirements import DELAY_NANOSECONDS, block, delays_here
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
 # The numbers of the arrays that peers store to, in the order in which `gather_kernel` gives them to
-# `meeting.Peers`.
+# `rendezvous.Rendezvous`.
 _GATHERED, _ARRIVED = range(2)
 
 
@@ -70,8 +70,8 @@ class Sender:
     def __init__(self, plan: Plan, keep: bool, delays: bool, peers):
         self.plan = plan
         self.devices = plan.shapes.devices
-        # As of `meeting`.
-        self.peers = peers
+        # As of `rendezvous`.
+        self.rendezvous = peers
         self.delays = delays
         # By offset along the axis, farthest first: each device needs the shards in this order.
         offsets = iter(range(self.devices - 1, 0, -1))
@@ -111,9 +111,9 @@ class Sender:
 
         @pl.when(count > 0)
         def _():
-            self.peers.announce(WARP)
+            self.rendezvous.publish(WARP)
             pl.loop(0, jnp.minimum(ahead, count))(load)
-            self.peers.await_all(WARP)
+            self.rendezvous.wait_for_peers(WARP)
 
             @pl.loop(0, count + ahead)
             def _(box):
@@ -181,27 +181,27 @@ class Sender:
         """The number of the semaphore that counts a message of this device's shard."""
         plan = self.plan
         place = self.place(message * plan.boxes_per_message)
-        own = place.plane * self.devices + self.peers.me
+        own = place.plane * self.devices + self.rendezvous.axis_index
         return semaphore_of(plan, own, place.group, place.slab)
 
     def post(self, box, gathered, passed, number) -> None:
         """Sends a box off to its place at the receivers of a pass."""
         place = self.place(number)
-        me = self.peers.me
+        me = self.rendezvous.axis_index
         if self.plan.joins:
             place = place._replace(row=place.row + me * self.plan.shapes.rows)
         else:
             place = place._replace(plane=place.plane * self.devices + me)
 
         def copy(offsets):
-            twins = [self.peers.twin(_GATHERED, offset) for offset in offsets]
+            peer_buffers = [self.rendezvous.peer_buffer(_GATHERED, offset) for offset in offsets]
 
             @pl.loop(0, self.plan.pieces)
             def _(piece):
                 piece_of_box = self.piece_of(box, piece)
                 region = self.region(gathered, place, piece)
-                for twin in twins:
-                    store_box(piece_of_box, region, twin, lanes=WARP)
+                for peer_buffer in peer_buffers:
+                    async_remote_store(piece_of_box, region, peer_buffer, scope=WARP)
 
         self.on_receivers(passed, copy)
 
@@ -211,8 +211,10 @@ class Sender:
         def count(offsets):
             awaiting = [offset for offset in offsets if offset or self.plan.joins]
             if awaiting:
-                twins = [self.peers.twin(_ARRIVED, offset) for offset in awaiting]
-                count_up(semaphore, twins, WARP)
+                peer_buffers = [
+                    self.rendezvous.peer_buffer(_ARRIVED, offset) for offset in awaiting
+                ]
+                signal_peers(semaphore, peer_buffers, WARP)
 
         self.on_receivers(passed, count)
 
@@ -226,7 +228,7 @@ class Sender:
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
 
-            @pl.loop(0, delays_here(self.peers.me, box))
+            @pl.loop(0, delays_here(self.rendezvous.axis_index, box))
             def _(_):
                 _sleep()
 

@@ -49,7 +49,7 @@ class OwnersWalk(Work):
         self.plan = plan
         self.shapes = shapes
         # Found when the kernel runs.
-        self.peers: Any = None
+        self.rendezvous: Any = None
 
     def walk(self, visit) -> None:
         """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles."""
@@ -67,7 +67,7 @@ class OwnersWalk(Work):
         index = jnp.where(own, index - plan.foreign_tiles, index)
         batch, index = lax.div(index, height * plan.across), lax.rem(index, height * plan.across)
         down, across = plgpu.planar_snake(index, (height, plan.across), 0, plan.tiles.sweep_width)
-        first = lax.div(self.first_row(self.peers.me), plan.cluster_rows)
+        first = lax.div(self.first_row(self.rendezvous.axis_index), plan.cluster_rows)
         down = lax.rem(first + jnp.where(own, 0, plan.own_down) + down, plan.down)
         down = plan.tiles.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
         return batch, down * plan.tiles.rows, across
@@ -132,7 +132,7 @@ class OwnersWalk(Work):
 
     def box(self, strip, plane, row, column) -> tuple[Any, Any, Any]:
         """What of a strip this device owns, where in its plane of the result that goes, or not."""
-        first, rows = self.first_row(self.peers.me), self.tiles.part[0]
+        first, rows = self.first_row(self.rendezvous.axis_index), self.tiles.part[0]
         columns = pl.ds(column, self.tiles.strip_columns)
         # Left to the copy engine, columns beyond the end would be stored if there is one strip.
         within = column < self.shapes.columns

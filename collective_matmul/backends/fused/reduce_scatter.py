@@ -25,9 +25,9 @@ from collective_matmul.backends.fused.reduce_scatter_config import (
 )
 from collective_matmul.backends.fused.reduce_scatter_kernel import Scattering
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array, obstacle
+from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
+from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, ROW_MULTIPLE
-from collective_matmul.mosaic_gpu.workspace import addresses
 
 
 def matmul_reduce_scatter(
@@ -129,7 +129,7 @@ def why_not_reduce_scatter(
 
     Of the xs and ws, shapes and dtypes are enough.
     """
-    return obstacle(devices, *xs, *ws) or _no_plan(
+    return unsupported_reason(devices, *xs, *ws) or _no_plan(
         _scatter_plan(xs, ws, devices, dimension, transpose_w), xs, ws
     )
 
@@ -139,7 +139,7 @@ def why_not_all_reduce(x: Array, w: Array, devices: int) -> str | None:
 
     Of x and w, shapes and dtypes are enough.
     """
-    return obstacle(devices, x, w) or _no_plan(_reduce_plan(x, w, devices), [x], [w])
+    return unsupported_reason(devices, x, w) or _no_plan(_reduce_plan(x, w, devices), [x], [w])
 
 
 def predicted_reduce_scatter_microseconds(
@@ -232,7 +232,7 @@ def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any
         partials = empty(axes, shapes.planes * plan.sources, *blocked)
         work = Scattering(plan, delays, xs, ws)
         kernel = work.kernel([y, partials], f"matmul_{shapes.kind}", target.multiprocessors)
-        y = kernel(addresses(axis_name), *xs, *ws)[0]
+        y = kernel(workspace_pointers(axis_name), *xs, *ws)[0]
         return in_rows(y, plan.tiles.swizzle) if shapes.kind == "two_step" else y
 
     return jax.jit(launch)

@@ -26,7 +26,7 @@ rows, and sends its rounded products to all devices, itself included. All add th
 the devices, so that their sums are the same bits.
 
 What goes to peers goes in contiguous blocks, images of swizzled shared memory: their copies take
-plain addresses, which peers tell when they come to the launch (`meeting`). Copies of other boxes
+plain addresses, which peers tell when they come to the launch (`rendezvous`). Copies of other boxes
 take descriptors, which the host makes.
 
 No device waits at the start. While the first tile is multiplied its producer waits for all peers:
@@ -50,8 +50,8 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul.backends.fused.owner_tile_scheduler import OwnersWalk, Strips
 from collective_matmul.backends.fused.reduce_scatter_config import Plan
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
-from collective_matmul.mosaic_gpu.remote_store import count_up, store_box
-from collective_matmul.mosaic_gpu.rendezvous import Peers
+from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
+from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.requirements import block, delay, delays_here
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS
 
@@ -102,7 +102,7 @@ class Scattering(OwnersWalk):
         self.receivers = range(first, plan.shapes.devices)
 
     def run(self, words, *refs) -> None:
-        """What every warpgroup of every block runs; words are as of `workspace.addresses`."""
+        """What every warpgroup of every block runs; words are as of `symmetric_workspace.workspace_pointers`."""
         terms = len(self.xs)
         xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
         # The last one counts the blocks of peers that have stored all their sums here.
@@ -110,7 +110,7 @@ class Scattering(OwnersWalk):
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
-        self.peers = Peers(words, self.shapes.devices, block(), (y, partials, arrived))
+        self.rendezvous = Rendezvous(words, self.shapes.devices, block(), (y, partials, arrived))
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
@@ -150,7 +150,7 @@ class Scattering(OwnersWalk):
 
     def produce(self, operands, stages) -> None:
         """Fills the stages; one block waits for the sums that peers store here."""
-        self.peers.announce()
+        self.rendezvous.publish()
         super().produce(operands, stages)
         if self.shapes.kind == "two_step":
             _, (_, _, arrived), _ = operands
@@ -167,7 +167,7 @@ class Scattering(OwnersWalk):
 
         @pl.when(turn == 0)
         def _():
-            self.peers.await_all()
+            self.rendezvous.wait_for_peers()
             plgpu.barrier_arrive(self.met)
 
         @pl.when(turn >= self.foreign_turns())
@@ -179,7 +179,7 @@ class Scattering(OwnersWalk):
         plan, tiles = self.plan, self.tiles
         width = tiles.strip_columns
         _, _, filled, consumed = stages
-        me = self.peers.me
+        me = self.rendezvous.axis_index
         # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
         here = self.owns(me, row)
         first = self.first_row(me)
@@ -261,8 +261,10 @@ class Scattering(OwnersWalk):
 
             @pl.when(self.turns() > 0)
             def _():
-                twins = [self.peers.twin(_ARRIVED, offset) for offset in self.receivers]
-                count_up(part.arrived.at[plan.own_tiles], twins, WARPGROUP)
+                peer_buffers = [
+                    self.rendezvous.peer_buffer(_ARRIVED, offset) for offset in self.receivers
+                ]
+                signal_peers(part.arrived.at[plan.own_tiles], peer_buffers, WARPGROUP)
 
     def keep(self, product, part: Part) -> None:
         """Rounds a part's product to strips, which it is sent from."""
@@ -321,15 +323,18 @@ class Scattering(OwnersWalk):
         devices, planes = self.shapes.devices, self.shapes.planes
         column = self.column(across) + part.right + number * self.tiles.strip_columns
         if self.delays:
-            delay(delays_here(self.peers.me, batch + row + part.below + column))
+            delay(delays_here(self.rendezvous.axis_index, batch + row + part.below + column))
         strip = part.strips.select(number)
         for offset in self.receivers:
             one_shot = self.shapes.kind == "one_shot"
-            source = self.peers.me if one_shot else devices - offset - 1
-            plane, owner = part.partials.at[source * planes + batch], self.peers.index(offset)
-            twin = self.peers.twin(_PARTIALS, offset)
+            source = self.rendezvous.axis_index if one_shot else devices - offset - 1
+            plane, owner = (
+                part.partials.at[source * planes + batch],
+                self.rendezvous.peer_index(offset),
+            )
+            peer_buffer = self.rendezvous.peer_buffer(_PARTIALS, offset)
             for box, place, has_it in self.blocks(strip, plane, owner, row + part.below, column):
-                store_box(box, place, twin, has_it, lanes=WARPGROUP)
+                async_remote_store(box, place, peer_buffer, has_it, scope=WARPGROUP)
         plgpu.commit_smem_to_gmem_group()
 
     def count_tile(self, part: Part, batch, row, across) -> None:
@@ -338,12 +343,12 @@ class Scattering(OwnersWalk):
 
         @pl.loop(self.receivers.start, self.receivers.stop)
         def _(offset):
-            owner = self.peers.index(offset)
+            owner = self.rendezvous.peer_index(offset)
 
             @pl.when(self.owns(owner, row))
             def _():
                 semaphore = part.arrived.at[self.number(owner, batch, row, across)]
-                count_up(semaphore, [self.peers.twin(_ARRIVED, offset)], WARPGROUP)
+                signal_peers(semaphore, [self.rendezvous.peer_buffer(_ARRIVED, offset)], WARPGROUP)
 
     def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
@@ -376,12 +381,12 @@ class Scattering(OwnersWalk):
     def store_sum(self, strip: Strips, y, batch, row, column) -> None:
         """Starts to copy a strip of sums to where it belongs."""
         if self.shapes.kind == "two_step":
-            me = self.peers.me
+            me = self.rendezvous.axis_index
             plane = y.at[batch * self.shapes.devices + me]
             for offset in (0, *self.receivers):
-                twin = self.peers.twin(_SUMS, offset)
+                peer_buffer = self.rendezvous.peer_buffer(_SUMS, offset)
                 for box, place, has_it in self.blocks(strip, plane, me, row, column):
-                    store_box(box, place, twin, has_it, lanes=WARPGROUP)
+                    async_remote_store(box, place, peer_buffer, has_it, scope=WARPGROUP)
         else:
             box, place, has_it = self.box(strip.swizzled, y.at[batch], row, column)
             plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=False)

@@ -50,7 +50,7 @@ def _reduce_scatter_in_one_shot(x: jax.Array, axis_name: str, dimension: int) ->
 def _all_reduce_in_one_shot(x: jax.Array, axis_name: str) -> jax.Array:
     """In one exchange; in two, which send less together, where that takes less time."""
     devices = lax.axis_size(axis_name)
-    if not exchange_kernel.in_two_steps(x.nbytes, devices):
+    if not exchange_kernel.is_two_shot(x.nbytes, devices):
         return exchange_kernel.all_reduce(x, axis_name)
     parts = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
     sums = exchange_kernel.reduce_scatter(parts, axis_name)

@@ -29,19 +29,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import in_place_kernel, vary_over, varying_axes
-from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu import requirements, symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import (
-    LANES,
     VECTOR_BYTES,
+    WARPGROUP_LANES,
     Address,
-    await_flags,
     layout,
     load,
-    load_word,
-    raise_flags,
+    load_int32,
+    set_signals,
     store,
+    wait_for_signals,
 )
-from collective_matmul.mosaic_gpu.requirements import Array, delay, delays_of, obstacle
+from collective_matmul.mosaic_gpu.requirements import Array, delay, delays_of
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -49,9 +49,9 @@ plgpu: Any = mosaic_gpu
 Kind = Literal["gather", "scatter", "reduce"]
 
 #: Bytes of the smallest box, a vector for each lane, and of the largest, which registers hold.
-_SMALLEST_BOX, _LARGEST_BOX = LANES * VECTOR_BYTES, 8 * LANES * VECTOR_BYTES
+_SMALLEST_BOX, _LARGEST_BOX = WARPGROUP_LANES * VECTOR_BYTES, 8 * WARPGROUP_LANES * VECTOR_BYTES
 #: What a device can send to each of its peers at once.
-MOST_BYTES = workspace.BLOCKS * workspace.REGION_BYTES
+MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BYTES
 
 #: Of an exchange inside a program on H200 GPUs: its launch and the announcements, and what a device
 #: sends to all of its peers together.
@@ -101,9 +101,9 @@ def all_reduce(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax.Arr
     return y.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def why_not(sent: Array, devices: int) -> str | None:
+def unsupported_reason(sent: Array, devices: int) -> str | None:
     """Why no device can send such an array to each of its peers, in words; None if all can."""
-    return obstacle(devices, sent) or _too_much(sent)
+    return requirements.unsupported_reason(devices, sent) or _too_much(sent)
 
 
 def predicted_seconds(size: int, devices: int) -> float:
@@ -111,7 +111,7 @@ def predicted_seconds(size: int, devices: int) -> float:
     return _SECONDS + (devices - 1) * size / _BYTES_PER_SECOND
 
 
-def in_two_steps(size: int, devices: int) -> bool:
+def is_two_shot(size: int, devices: int) -> bool:
     """Whether it is faster to reduce and scatter so many bytes, and then to gather the sums."""
     two = 2 * predicted_seconds(-(-size // devices), devices)
     return size > MOST_BYTES or two < predicted_seconds(size, devices)
@@ -135,7 +135,7 @@ def _boxes(x: jax.Array) -> jax.Array:
         raise ValueError(f"{reason}; send it in parts, or by XLA's collective")
     itemsize = x.dtype.itemsize
     box = _SMALLEST_BOX
-    while box < _LARGEST_BOX and x.size * itemsize > box * workspace.BLOCKS:
+    while box < _LARGEST_BOX and x.size * itemsize > box * symmetric_workspace.EXCHANGE_BLOCKS:
         box *= 2
     elements = box // itemsize
     return jnp.pad(x.reshape(-1), (0, -x.size % elements)).reshape(-1, elements)
@@ -159,7 +159,7 @@ def _shared_launch(kind: Kind, axis_name: str, delays: bool, replicated: bool) -
         y = vary_over(lax.empty(shape, x.dtype), axes)
         boxes = x.shape[-2]
         mesh = plgpu.Mesh(
-            grid=(min(boxes, workspace.BLOCKS),),
+            grid=(min(boxes, symmetric_workspace.EXCHANGE_BLOCKS),),
             grid_names=("block",),
             num_threads=1,
             thread_name="warpgroup",
@@ -167,7 +167,7 @@ def _shared_launch(kind: Kind, axis_name: str, delays: bool, replicated: bool) -
         )
         work = Exchange(kind, devices, boxes, delays)
         kernel = in_place_kernel(work.run, mesh, [y], name=f"one_shot_{kind}")
-        return kernel(workspace.addresses(axis_name), x)[0]
+        return kernel(symmetric_workspace.workspace_pointers(axis_name), x)[0]
 
     return jax.jit(launch)
 
@@ -182,27 +182,27 @@ class Exchange:
         self.delays = delays
 
     def run(self, words, x, y) -> None:
-        """What every block runs; words as of `workspace.addresses`, x and y as of the launch."""
+        """What every block runs; words as of `symmetric_workspace.workspace_pointers`, x and y as of the launch."""
         devices, block = self.devices, lax.axis_index("block")
         spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
         me, own = words[2 * devices], spaces[0]
-        counter = own.behind(workspace.epoch_offset(block))
-        epoch = load_word(counter) + 1
+        counter = own.plus(symmetric_workspace.epoch_offset(block))
+        epoch = load_int32(counter) + 1
 
         def region(space: Address, source: Any) -> Address:
-            slot = epoch & (workspace.SLOTS - 1)
-            return space.behind(workspace.region_offset(devices, slot, source, block))
+            slot = epoch & (symmetric_workspace.SLOTS - 1)
+            return space.plus(symmetric_workspace.region_offset(devices, slot, source, block))
 
         def flag(space: Address, source: int) -> Address:
-            return space.behind(workspace.flag_offset(source, block))
+            return space.plus(symmetric_workspace.signal_offset(source, block))
 
         # As another device counts, from itself on, this one is so far away.
         sources = [-n % devices for n in range(devices)]
         self.for_boxes(functools.partial(self.send, x, y, me, list(map(region, spaces, sources))))
         if self.delays:
             delay(delays_of(me, block, epoch))
-        raise_flags(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
-        await_flags(epoch, [flag(own, source) for source in range(1, devices)])
+        set_signals(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
+        wait_for_signals(epoch, [flag(own, source) for source in range(1, devices)])
         self.for_boxes(functools.partial(self.receive, x, y, me, functools.partial(region, own)))
 
     def for_boxes(self, act: Any) -> None:
@@ -224,13 +224,13 @@ class Exchange:
             if self.kind == "gather" and number == 0:
                 y[me, box] = value
             else:
-                store(place.behind(offset), value)
+                store(place.plus(offset), value)
 
     def receive(self, x, y, me, region, box, offset: int) -> None:
         """Loads what the others left, and stores it or what it comes to."""
 
         def load_from(source: Any) -> jax.Array:
-            return load(region(source).behind(offset), x.shape[-1:], x.dtype)
+            return load(region(source).plus(offset), x.shape[-1:], x.dtype)
 
         if self.kind == "gather":
             for source in range(1, self.devices):

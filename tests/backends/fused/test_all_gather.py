@@ -177,9 +177,9 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
 
 def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
     """Of two."""
-    monkeypatch.setattr(all_gather_kernel, "Peers", Itself)
-    monkeypatch.setattr(all_gather_sender, "store_box", store_box)
-    monkeypatch.setattr(all_gather_sender, "count_up", lambda *arguments: None)
+    monkeypatch.setattr(all_gather_kernel, "Rendezvous", Itself)
+    monkeypatch.setattr(all_gather_sender, "async_remote_store", async_remote_store)
+    monkeypatch.setattr(all_gather_sender, "signal_peers", lambda *arguments: None)
     monkeypatch.setattr(pallas, "get_global", lambda kind: Anything())
     monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
     if not sends:
@@ -189,22 +189,22 @@ def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> Non
 class Itself:
     """The peer of a device that has no other one."""
 
-    me = 1
+    axis_index = 1
 
     def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
         pass
 
-    def announce(self, lanes: Any) -> None:
+    def publish(self, scope: Any) -> None:
         pass
 
-    def await_all(self, lanes: Any) -> None:
+    def wait_for_peers(self, scope: Any) -> None:
         pass
 
-    def twin(self, number: int, offset: Any) -> None:
+    def peer_buffer(self, number: int, offset: Any) -> None:
         pass
 
 
-def store_box(box: Any, place: Any, twin: None, *, lanes: Any) -> None:
+def async_remote_store(box: Any, place: Any, peer_buffer: None, *, scope: Any) -> None:
     mosaic_gpu.copy_smem_to_gmem(box, place, commit_group=False)
 
 

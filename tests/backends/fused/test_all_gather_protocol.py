@@ -25,7 +25,7 @@ from collective_matmul.mosaic_gpu import matmul_kernel, requirements
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.tiling import Problem, Tiles
 from tests.mosaic_gpu.simulated_memory import Barriers, Reference
-from tests.mosaic_gpu.simulated_peers import Peers, asked_for
+from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
 MODULES = all_gather_kernel, all_gather_sender, matmul_kernel, requirements
@@ -46,26 +46,28 @@ class GatherSimulation(Simulation):
         self.expected = whole.reshape(problem.batch, problem.rows, shapes.contracted)
         self.gathered = self.allocate(NEVER, *self.expected.shape)
         refs = [name for name in ("w", "y") for _ in problem.columns]
-        self.asked = asked_for(all_gather_kernel, self.work().run, ["shard", *refs, "gathered"])
-        self.semaphores = self.allocate(0, *self.asked.arrived.shape, dtype=int)
+        self.requested = requested_resources(
+            all_gather_kernel, self.work().run, ["shard", *refs, "gathered"]
+        )
+        self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # What has been gathered when each kernel ends.
         self.kept: dict[int, np.ndarray] = {}
         self.multiplied = [Counter() for _ in self.shards]
-        others: dict[tuple[int, ...], Peers] = {}
+        others: dict[tuple[int, ...], SimulatedRendezvous] = {}
         shared = {"gathered": self.gathered, "arrived": self.semaphores}
         for place in self.places():
-            arrays = [shared[name] for name in self.asked.reached]
-            met = Peers(self, place, others, arrays, WARP)
-            self.add(place, self.sender(met))
-            self.add(place, self.producer(met))
+            arrays = [shared[name] for name in self.requested.reached]
+            rendezvous = SimulatedRendezvous(self, place, others, arrays, WARP)
+            self.add(place, self.sender(rendezvous))
+            self.add(place, self.producer(rendezvous))
 
-    def work(self, met: Peers | None = None) -> Gathering:
+    def work(self, rendezvous: SimulatedRendezvous | None = None) -> Gathering:
         problem = self.plan.shapes.problem(self.plan.joins)
         arrays = [SimpleNamespace(shape=(problem.batch, problem.rows, n)) for n in problem.columns]
         weights = [SimpleNamespace(shape=(1, *_weight(problem, n))) for n in problem.columns]
         gathered = SimpleNamespace(shape=(problem.batch, problem.rows, *problem.contracted))
         work = Gathering(self.plan, self.keep, False, gathered, weights, arrays)
-        work.peers = met
+        work.rendezvous = rendezvous
         return work
 
     def operands(self, device: int) -> tuple[Reference, Reference, Reference]:
@@ -73,24 +75,24 @@ class GatherSimulation(Simulation):
         shard, gathered, arrived = map(Reference.to, arrays)
         return shard, gathered, arrived
 
-    def sender(self, met: Peers) -> Callable[[], None]:
+    def sender(self, rendezvous: SimulatedRendezvous) -> Callable[[], None]:
         def act() -> None:
-            scratch = self.asked.scratch
+            scratch = self.requested.scratch
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
             loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
-            sender = Sender(self.plan, self.keep, False, met)
-            sender.send(*self.operands(met.me), boxes, loaded)
+            sender = Sender(self.plan, self.keep, False, rendezvous)
+            sender.send(*self.operands(rendezvous.axis_index), boxes, loaded)
             # Shared memory is another kernel's when this one has ended.
             assert not any(copy.destination.array is boxes.array for copy in self.copies)
             assert sum(loaded.arrivals) == loaded.num_arrivals * sum(loaded.waits.values())
 
         return act
 
-    def producer(self, met: Peers) -> Callable[[], None]:
-        device = met.me
+    def producer(self, rendezvous: SimulatedRendezvous) -> Callable[[], None]:
+        device = rendezvous.axis_index
 
         def act() -> None:
-            work = self.work(met)
+            work = self.work(rendezvous)
             ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(work.results)]
             tile, within = self.plan.tiles.rows, self.expected.shape[1]
 

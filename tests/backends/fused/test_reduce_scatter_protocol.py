@@ -21,7 +21,7 @@ from collective_matmul.mosaic_gpu.matmul_kernel import Work
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiles
 from tests.mosaic_gpu.simulated_memory import Barriers, Image, Reference
-from tests.mosaic_gpu.simulated_peers import Peers, asked_for
+from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
 MODULES = reduce_scatter_kernel, owner_tile_scheduler, matmul_kernel, requirements
@@ -57,25 +57,29 @@ class ScatterSimulation(Simulation):
         sources = shapes.planes * plan.sources
         self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
         terms = [name for name in ("x", "w") for _ in shapes.contracted]
-        self.asked = asked_for(reduce_scatter_kernel, self.work(0).run, [*terms, "y", "partials"])
-        self.semaphores = self.allocate(0, *self.asked.arrived.shape, dtype=int)
+        self.requested = requested_resources(
+            reduce_scatter_kernel, self.work(0).run, [*terms, "y", "partials"]
+        )
+        self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # The results, and what peers had stored, as they were when each kernel ended.
         self.kept: dict[int, np.ndarray] = {}
         self.received: dict[int, np.ndarray] = {}
         # Of a cluster, since a stage is free when all its blocks have let it go.
         arrivals = CONSUMERS * math.prod(plan.tiles.cluster)
         consumed = defaultdict(lambda: Barriers(plan.tiles.stages, arrivals))
-        others: dict[tuple[int, ...], Peers] = {}
+        others: dict[tuple[int, ...], SimulatedRendezvous] = {}
         shared = {"y": self.ys, "partials": self.partials, "arrived": self.semaphores}
         for place in self.places():
-            arrays = [shared[name] for name in self.asked.reached]
-            met = Peers(self, place, others, arrays, WARPGROUP)
-            self.add_block(place, consumed[place[AXIS], place["cluster"]], met)
+            arrays = [shared[name] for name in self.requested.reached]
+            rendezvous = SimulatedRendezvous(self, place, others, arrays, WARPGROUP)
+            self.add_block(place, consumed[place[AXIS], place["cluster"]], rendezvous)
 
     def work(self, device: int) -> Scattering:
         return Scattering(self.plan, False, self.xs[device], self.ws[device])
 
-    def add_block(self, place: dict[str, int], consumed: Barriers, peers: Peers) -> None:
+    def add_block(
+        self, place: dict[str, int], consumed: Barriers, rendezvous: SimulatedRendezvous
+    ) -> None:
         tiles, shapes, device = self.plan.tiles, self.plan.shapes, place[AXIS]
 
         def memory(*shape: int) -> Reference:
@@ -96,13 +100,13 @@ class ScatterSimulation(Simulation):
         results = self.ys, self.partials, self.semaphores
         y, partials, arrived = (Reference.to(arrays[device]) for arrays in results)
 
-        met = Barriers(1, self.asked.scratch["met"].num_arrivals).at[0]
+        met = Barriers(1, self.requested.scratch["met"].num_arrivals).at[0]
 
         def work() -> Scattering:
             made = self.work(device)
             # What is made in `run`.
             made.incoming = Strips(incoming, Image.of(incoming, tiles.swizzle))
-            made.peers, made.met = requirements, met
+            made.rendezvous, made.met = rendezvous, met
             return made
 
         def produce() -> None:

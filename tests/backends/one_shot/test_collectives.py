@@ -96,11 +96,11 @@ def test_all_reduces(
 ) -> None:
     asked = []
 
-    def in_two_steps(size: int, devices: int) -> bool:
+    def is_two_shot(size: int, devices: int) -> bool:
         asked.append((size, devices))
         return steps == 2
 
-    monkeypatch.setattr(exchange_kernel, "in_two_steps", in_two_steps)
+    monkeypatch.setattr(exchange_kernel, "is_two_shot", is_two_shot)
     x = numbers(3, *shape)
     sums = on_devices(
         lambda x: ONE_SHOT.all_reduce(x, AXIS), make_mesh({AXIS: 3}), P(), x, check_vma

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.backends.one_shot.collectives import ONE_SHOT
-from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu import symmetric_workspace
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
 from tests.reference import AXIS
@@ -84,7 +84,10 @@ CALLS = {
     "an element": ((1,), {}),
     "odd sizes": ((3, 5, 7), {"dtype": "float16", "check_vma": False}),
     "two devices, delayed": ((BOX_ELEMENTS + 1,), {"devices": 2, "delays": True}),
-    "more than the smallest boxes of all blocks": ((workspace.BLOCKS * BOX_ELEMENTS + 3,), {}),
+    "more than the smallest boxes of all blocks": (
+        (symmetric_workspace.EXCHANGE_BLOCKS * BOX_ELEMENTS + 3,),
+        {},
+    ),
     "the most": ((MOST_ELEMENTS,), {"devices": 2, "check_vma": False}),
 }
 
@@ -123,7 +126,7 @@ def test_all_reduces_are_typed_as_replicated(
     steps: int, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two steps what is gathered is the same on all devices too."""
-    monkeypatch.setattr(exchange_kernel, "in_two_steps", lambda size, devices: steps == 2)
+    monkeypatch.setattr(exchange_kernel, "is_two_shot", lambda size, devices: steps == 2)
     sharded = jax.shard_map(
         lambda x: ONE_SHOT.all_reduce(x, AXIS),
         mesh=make_mesh({AXIS: 4}),
@@ -172,7 +175,7 @@ def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
     ids=str,
 )
 def test_why_not(x: ShapeDtypeStruct, devices: int, reason: str | None) -> None:
-    found = exchange_kernel.why_not(x, devices)
+    found = exchange_kernel.unsupported_reason(x, devices)
     assert found == reason or (reason and found and found.startswith(reason))
 
 
@@ -191,7 +194,7 @@ def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
 def test_only_newer_versions(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "__version_info__", version)
-    found = exchange_kernel.why_not(struct(8), 2)
+    found = exchange_kernel.unsupported_reason(struct(8), 2)
     assert (found is None) == (version >= (0, 11))
     assert found is None or "these kernels need 0.11 or newer" in found
 
@@ -199,7 +202,7 @@ def test_only_newer_versions(version: tuple[int, ...], monkeypatch: pytest.Monke
 def test_an_all_reduce_takes_two_steps_where_that_sends_less() -> None:
     for devices in (2, 4, 8):
         sizes = [1 << bits for bits in range(4, 24)]
-        steps = [exchange_kernel.in_two_steps(size, devices) for size in sizes]
+        steps = [exchange_kernel.is_two_shot(size, devices) for size in sizes]
         assert not steps[0] and steps == sorted(steps)
         assert steps[-1]  # Too much for one shot.
         for size, two in zip(sizes, steps, strict=True):
@@ -209,13 +212,18 @@ def test_an_all_reduce_takes_two_steps_where_that_sends_less() -> None:
 
 
 def test_boxes_hold_all_elements_and_fit_their_regions() -> None:
-    for elements in (1, BOX_ELEMENTS, workspace.BLOCKS * BOX_ELEMENTS + 1, MOST_ELEMENTS):
+    for elements in (
+        1,
+        BOX_ELEMENTS,
+        symmetric_workspace.EXCHANGE_BLOCKS * BOX_ELEMENTS + 1,
+        MOST_ELEMENTS,
+    ):
         x = np.resize(np.arange(1 << 12, dtype=np.uint16), elements).view(np.float16)
         boxes = np.asarray(exchange_kernel._boxes(jnp.asarray(x)))
         count, size = boxes.shape[0], boxes[0].nbytes
         assert boxes.reshape(-1)[:elements].tobytes() == x.tobytes()
         assert (count - 1) * boxes.shape[1] < elements
-        turns = -(-count // workspace.BLOCKS)
-        assert (turns - 1) * exchange_kernel._LARGEST_BOX + size <= workspace.REGION_BYTES
+        turns = -(-count // symmetric_workspace.EXCHANGE_BLOCKS)
+        assert (turns - 1) * exchange_kernel._LARGEST_BOX + size <= symmetric_workspace.REGION_BYTES
         # Another box is begun by a block only if none could be larger.
         assert turns == 1 or size == exchange_kernel._LARGEST_BOX

@@ -11,7 +11,7 @@ import pytest
 
 from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.backends.one_shot.exchange_kernel import Exchange, Kind
-from collective_matmul.mosaic_gpu import workspace
+from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
 from tests.mosaic_gpu.simulated_memory import Reference
 from tests.mosaic_gpu.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
@@ -43,8 +43,8 @@ class ExchangeSimulation(WorkspaceSimulation):
         # Bytes of what is no number.
         super().__init__(devices, BLOCKS, launches, seed, 0xFF)
         for memory in self.memory:
-            words = memory[: workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
-            words[:: workspace._WORD_BYTES // 4] = epoch
+            words = memory[: symmetric_workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
+            words[:: symmetric_workspace._SIGNAL_STRIDE_BYTES // 4] = epoch
         draw = np.random.default_rng(seed)
         self.xs, self.ys = [], []
         for kind, boxes, _ in launches:
@@ -69,13 +69,13 @@ class ExchangeSimulation(WorkspaceSimulation):
         self.here().wait()
         self.send(address, value)
 
-    def raise_flags(self, value: int, addresses: Sequence[Address]) -> None:
+    def set_signals(self, value: int, addresses: Sequence[Address]) -> None:
         self.here().wait()
         before = self.sent()
         for address in addresses:
             self.send(address, as_int32(value), before)
 
-    def await_flags(self, value: int, addresses: Sequence[Address]) -> None:
+    def wait_for_signals(self, value: int, addresses: Sequence[Address]) -> None:
         def arrived(address: Address) -> bool:
             return (self.word(address) - value) % (1 << 32) < 1 << 31
 
@@ -93,9 +93,9 @@ class ExchangeSimulation(WorkspaceSimulation):
             "layout": lambda shape, dtype: None,
             "load": self.load_from,
             "store": self.store_at,
-            "load_word": self.load_word,
-            "raise_flags": self.raise_flags,
-            "await_flags": self.await_flags,
+            "load_int32": self.load_int32,
+            "set_signals": self.set_signals,
+            "wait_for_signals": self.wait_for_signals,
             "delays_of": lambda *seed: sum(seed) % 3,
             "delay": lambda times: [self.here().wait() for _ in range(times)],
         }
@@ -126,7 +126,7 @@ def read(box: Reference, layout: None, optimized: bool) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _few_blocks(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(workspace, "BLOCKS", BLOCKS)
+    monkeypatch.setattr(symmetric_workspace, "EXCHANGE_BLOCKS", BLOCKS)
 
 
 LAUNCHES = [
@@ -160,13 +160,13 @@ def test_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
 
 
 def one_slot(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(workspace, "SLOTS", 1)
+    monkeypatch.setattr(symmetric_workspace, "SLOTS", 1)
 
 
 def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
-    raise_flags = exchange_kernel.raise_flags
+    set_signals = exchange_kernel.set_signals
     monkeypatch.setattr(
-        exchange_kernel, "raise_flags", lambda value, to: raise_flags(value, to[1:])
+        exchange_kernel, "set_signals", lambda value, to: set_signals(value, to[1:])
     )
 
 
@@ -176,16 +176,16 @@ def flags_are_raised_while_it_is_stored(monkeypatch: Patch) -> None:
 
 
 def awaits_the_exchange_before(monkeypatch: Patch) -> None:
-    await_flags = exchange_kernel.await_flags
+    wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
-        exchange_kernel, "await_flags", lambda value, at: await_flags(value - 1, at)
+        exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value - 1, at)
     )
 
 
 def awaits_some_peers(monkeypatch: Patch) -> None:
-    await_flags = exchange_kernel.await_flags
+    wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
-        exchange_kernel, "await_flags", lambda value, at: await_flags(value, at[1:])
+        exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value, at[1:])
     )
 
 
@@ -194,22 +194,26 @@ def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
 
 
 def sources_share_a_flag(monkeypatch: Patch) -> None:
-    flag_offset = workspace.flag_offset
-    monkeypatch.setattr(workspace, "flag_offset", lambda source, block: flag_offset(1, block))
+    signal_offset = symmetric_workspace.signal_offset
+    monkeypatch.setattr(
+        symmetric_workspace, "signal_offset", lambda source, block: signal_offset(1, block)
+    )
 
 
 def blocks_share_a_flag(monkeypatch: Patch) -> None:
-    flag_offset = workspace.flag_offset
-    monkeypatch.setattr(workspace, "flag_offset", lambda source, block: flag_offset(source, 0))
+    signal_offset = symmetric_workspace.signal_offset
+    monkeypatch.setattr(
+        symmetric_workspace, "signal_offset", lambda source, block: signal_offset(source, 0)
+    )
 
 
 def blocks_share_a_region(monkeypatch: Patch) -> None:
-    region_offset = workspace.region_offset
+    region_offset = symmetric_workspace.region_offset
 
     def of_the_first(devices: int, slot: int, source: int, block: int) -> int:
         return region_offset(devices, slot, source, 0)
 
-    monkeypatch.setattr(workspace, "region_offset", of_the_first)
+    monkeypatch.setattr(symmetric_workspace, "region_offset", of_the_first)
 
 
 @pytest.mark.parametrize(

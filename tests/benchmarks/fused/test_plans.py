@@ -48,7 +48,7 @@ def test_a_plan_is_launched_as_given(
     monkeypatch.setattr(device, "target", lambda: device.Target(132))
     for module in (all_gather, reduce_scatter):
         # Of JAX's version it is asked where the kernels are tested.
-        monkeypatch.setattr(module, "obstacle", lambda *_: None)
+        monkeypatch.setattr(module, "unsupported_reason", lambda *_: None)
         monkeypatch.setattr(module, "_shared_launch", launch)
     case, mesh = Case(op, "8B", 64), make_mesh({AXIS: 4})
     call = call_of(case, 4)

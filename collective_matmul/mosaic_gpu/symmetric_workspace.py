@@ -18,45 +18,45 @@ from jax import lax
 from collective_matmul._compat import device_constant
 
 #: Of an exchange, at most so many blocks take part.
-BLOCKS = 128
+EXCHANGE_BLOCKS = 128
 #: What a block of one device can leave at another in one exchange.
 REGION_BYTES = 1 << 15
 #: Of a meeting, at most so many: a Hopper GPU has no more multiprocessors.
-MEETING_BLOCKS = 144
+RENDEZVOUS_BLOCKS = 144
 # Words that different blocks count in lie so far apart: each in a cache line of its own.
-_WORD_BYTES = 128
+_SIGNAL_STRIDE_BYTES = 128
 # A device may be one exchange, or meeting, ahead of its peers, who still read what it left before.
 SLOTS = 2
 
 
 def epoch_offset(block: Any) -> Any:
     """Where, in bytes, the word lies that counts a block's own exchanges."""
-    return block * _WORD_BYTES
+    return block * _SIGNAL_STRIDE_BYTES
 
 
-def flag_offset(source: int, block: Any) -> Any:
+def signal_offset(source: int, block: Any) -> Any:
     """Where the word lies that counts what a source, from 1 on, has left for a block."""
-    return (source * BLOCKS + block) * _WORD_BYTES
+    return (source * EXCHANGE_BLOCKS + block) * _SIGNAL_STRIDE_BYTES
 
 
 def region_offset(devices: int, slot: Any, source: Any, block: Any) -> Any:
     """Where a source, from 0 for the device itself, leaves its message for a block."""
-    words = devices * BLOCKS * _WORD_BYTES
-    return words + ((slot * devices + source) * BLOCKS + block) * REGION_BYTES
+    words = devices * EXCHANGE_BLOCKS * _SIGNAL_STRIDE_BYTES
+    return words + ((slot * devices + source) * EXCHANGE_BLOCKS + block) * REGION_BYTES
 
 
-def meeting_offset(devices: int, slot: Any, source: Any, block: Any) -> Any:
+def mailbox_offset(devices: int, slot: Any, source: Any, block: Any) -> Any:
     """Where a source, from 0 for the device itself, leaves what its block says at a meeting."""
     before = region_offset(devices, SLOTS, 0, 0)
-    return before + ((slot * devices + source) * MEETING_BLOCKS + block) * _WORD_BYTES
+    return before + ((slot * devices + source) * RENDEZVOUS_BLOCKS + block) * _SIGNAL_STRIDE_BYTES
 
 
 def workspace_bytes(devices: int) -> int:
     """Of each of so many devices along an axis."""
-    return meeting_offset(devices, SLOTS, 0, 0)
+    return mailbox_offset(devices, SLOTS, 0, 0)
 
 
-def addresses(axis_name: str) -> jax.Array:
+def workspace_pointers(axis_name: str) -> jax.Array:
     """Where the workspaces along a mesh axis lie. Called inside `jax.shard_map`.
 
     They are there as long as the process is.
@@ -68,7 +68,7 @@ def addresses(axis_name: str) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     table = device_constant(
-        _Table(mesh.axis_names.index(axis_name)), (*mesh.axis_sizes, devices, 2), np.int32
+        _PointerTable(mesh.axis_names.index(axis_name)), (*mesh.axis_sizes, devices, 2), np.int32
     )
     # Axes of size one may be automatic, and have no index then.
     place = (lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
@@ -77,14 +77,14 @@ def addresses(axis_name: str) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _PointerTable:
     """Makes the addresses of workspaces along an axis of a mesh from the mesh's devices."""
 
     axis: int
 
     def __call__(self, devices: np.ndarray) -> np.ndarray:
         """Int32 [*mesh, D, 2]: for each device those of all along the axis, in their order."""
-        spaces = _workspaces(tuple(devices.flat), devices.shape, self.axis)
+        spaces = _allocate(tuple(devices.flat), devices.shape, self.axis)
         pointers = [spaces[device].unsafe_buffer_pointer() for device in devices.flat]
         words = np.array(pointers, np.uint64).view(np.int32).reshape(*devices.shape, 2)
         along = np.expand_dims(np.moveaxis(words, self.axis, -2), self.axis)
@@ -92,19 +92,17 @@ class _Table:
 
 
 # Programs may be lowered by several threads at once.
-_one_at_a_time = threading.Lock()
+_allocation_lock = threading.Lock()
 # Kept forever: compiled programs know where they lie.
-_spaces: dict[Any, dict[Any, jax.Array]] = {}
+_allocated: dict[Any, dict[Any, jax.Array]] = {}
 
 
-def _workspaces(
-    devices: tuple[Any, ...], shape: tuple[int, ...], axis: int
-) -> dict[Any, jax.Array]:
+def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> dict[Any, jax.Array]:
     """The workspace of each device, for one axis of a mesh of this shape."""
-    with _one_at_a_time:
-        if (devices, shape, axis) not in _spaces:
+    with _allocation_lock:
+        if (devices, shape, axis) not in _allocated:
             count = workspace_bytes(shape[axis]) // 4
             spaces = [jax.device_put(np.zeros(count, np.int32), device) for device in devices]
             jax.block_until_ready(spaces)
-            _spaces[devices, shape, axis] = dict(zip(devices, spaces, strict=True))
-        return _spaces[devices, shape, axis]
+            _allocated[devices, shape, axis] = dict(zip(devices, spaces, strict=True))
+        return _allocated[devices, shape, axis]

@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import device_constant
-from collective_matmul.mosaic_gpu import rendezvous, workspace
+from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import VECTOR_BYTES
-from collective_matmul.mosaic_gpu.rendezvous import MOST_ARRAYS, SAID_BYTES
+from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES
 
 Patch = pytest.MonkeyPatch
 
@@ -28,18 +28,31 @@ both_vma = pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_nothing_overlaps(devices: int) -> None:
     """Words, messages of any slot, source and block, and what these say when they meet."""
-    blocks, meeting_blocks = np.arange(workspace.BLOCKS), np.arange(workspace.MEETING_BLOCKS)
-    sources = list(itertools.product(range(workspace.SLOTS), range(devices)))
-    said = MOST_ARRAYS * SAID_BYTES
+    blocks, rendezvous_blocks = (
+        np.arange(symmetric_workspace.EXCHANGE_BLOCKS),
+        np.arange(symmetric_workspace.RENDEZVOUS_BLOCKS),
+    )
+    sources = list(itertools.product(range(symmetric_workspace.SLOTS), range(devices)))
+    said = MAX_BUFFERS * POINTER_BYTES
     places = [
-        (workspace.epoch_offset(blocks), 4),
-        *((workspace.flag_offset(source, blocks), 4) for source in range(1, devices)),
+        (symmetric_workspace.epoch_offset(blocks), 4),
+        *((symmetric_workspace.signal_offset(source, blocks), 4) for source in range(1, devices)),
         *(
-            (workspace.region_offset(devices, *source, blocks), workspace.REGION_BYTES)
+            (
+                symmetric_workspace.region_offset(devices, *source, blocks),
+                symmetric_workspace.REGION_BYTES,
+            )
             for source in sources
         ),
-        *((workspace.meeting_offset(devices, *source, meeting_blocks), said) for source in sources),
-        (workspace.meeting_offset(devices, 0, 0, meeting_blocks) + rendezvous._COUNTER_OFFSET, 4),
+        *(
+            (symmetric_workspace.mailbox_offset(devices, *source, rendezvous_blocks), said)
+            for source in sources
+        ),
+        (
+            symmetric_workspace.mailbox_offset(devices, 0, 0, rendezvous_blocks)
+            + rendezvous._EPOCH_OFFSET,
+            4,
+        ),
     ]
     starts = np.concatenate([offsets for offsets, _ in places])
     sizes = np.concatenate([np.full_like(offsets, size) for offsets, size in places])
@@ -48,10 +61,10 @@ def test_nothing_overlaps(devices: int) -> None:
     assert starts.min() >= 0
     assert np.all(ends[:-1] <= starts[order][1:])
     # Offsets are int32, and the words are int32 too.
-    assert ends[-1] <= workspace.workspace_bytes(devices) < 1 << 31
-    assert workspace.workspace_bytes(devices) % 4 == 0
+    assert ends[-1] <= symmetric_workspace.workspace_bytes(devices) < 1 << 31
+    assert symmetric_workspace.workspace_bytes(devices) % 4 == 0
     # But for the counters of meetings, which lie behind what is said there.
-    assert not np.any(starts[: -meeting_blocks.size] % VECTOR_BYTES)
+    assert not np.any(starts[: -rendezvous_blocks.size] % VECTOR_BYTES)
 
 
 class Device:
@@ -71,8 +84,8 @@ class Space:
 @pytest.fixture
 def _few_blocks(monkeypatch: Patch) -> None:
     """Workspaces that are made are small, and of one test alone."""
-    monkeypatch.setattr(workspace, "BLOCKS", 2)
-    monkeypatch.setattr(workspace, "_spaces", {})
+    monkeypatch.setattr(symmetric_workspace, "EXCHANGE_BLOCKS", 2)
+    monkeypatch.setattr(symmetric_workspace, "_allocated", {})
 
 
 @pytest.fixture
@@ -98,7 +111,7 @@ def test_each_device_knows_those_along_its_axis(
     used: set[int] = set()
     for axis, size in enumerate(shape):
         before = len(spaces)
-        table = workspace._Table(axis)(devices)
+        table = symmetric_workspace._PointerTable(axis)(devices)
         assert table.shape == (*shape, size, 2) and table.dtype == np.int32
         pointers = {space.device: space.pointer for space in spaces[before:]}
         for place in np.ndindex(shape):
@@ -134,11 +147,11 @@ def test_threads_that_lower_at_once_share_workspaces(
         assert lock.awaited.wait(timeout=20)
         return put(*arguments)
 
-    monkeypatch.setattr(workspace, "_one_at_a_time", lock)
+    monkeypatch.setattr(symmetric_workspace, "_allocation_lock", lock)
     monkeypatch.setattr(jax, "device_put", put_when_another_waits)
     devices = (Device(), Device(), Device())
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: workspace._workspaces(devices, (3,), 0), range(2))
+        one, other = pool.map(lambda _: symmetric_workspace._allocate(devices, (3,), 0), range(2))
     assert one is other
     assert list(one.values()) == spaces and len(spaces) == 3
 
@@ -159,14 +172,14 @@ def test_addresses_begin_with_ones_own(sizes: tuple[int, ...], check_vma: bool) 
         if size == 1:
             continue
         sharded = jax.shard_map(
-            lambda name=name: workspace.addresses(name),
+            lambda name=name: symmetric_workspace.workspace_pointers(name),
             mesh=mesh,
             in_specs=(),
             out_specs=P(mesh.axis_names),
             check_vma=check_vma,
         )
         words = np.asarray(jax.jit(sharded)()).reshape(*sizes, 2 * size + 1)
-        spaces = workspace._spaces[tuple(mesh.devices.flat), sizes, axis]
+        spaces = symmetric_workspace._allocated[tuple(mesh.devices.flat), sizes, axis]
         for place in np.ndindex(sizes):
             along = np.roll(np.moveaxis(mesh.devices, axis, -1), -place[axis], axis=-1)
             around = along[(*place[:axis], *place[axis + 1 :])]
