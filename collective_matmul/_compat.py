@@ -1,4 +1,7 @@
-"""What differs, or is spelled unexpectedly, between the JAX versions supported."""
+"""The private parts of JAX that the library uses, and differences between JAX versions.
+
+Supported are jax 0.10.2 to 0.12. Each use names the versions that it is for.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# In all of 0.10.2 to 0.12: what is lowered for certain devices is cached for these alone.
+# 0.10.2 to 0.12: lowered modules of these primitives are cached by device, not by mesh shape only.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
-# In all of 0.10.2 to 0.12. `pl.kernel` is this without `input_output_aliases`; it updates in place
-# only mutable references, which can neither vary over mesh axes nor stand inside `custom_vmap`.
+# 0.10.2 to 0.12: `pl.kernel` calls this without `input_output_aliases`. It can update only mutable
+# refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -22,11 +25,10 @@ from jax.interpreters import mlir
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Mesh axes over which `x` differs between devices, by its type.
+    """Mesh axes over which `x` may differ between devices, according to its type.
 
-    Empty wherever `shard_map` runs with ``check_vma=False``, since nothing is tracked there.
+    Empty inside a `shard_map` with ``check_vma=False``, which does not track them.
     """
-    # Called `vma` before jax 0.10.
     return jax.typeof(x).manual_axis_type.varying
 
 
@@ -36,13 +38,13 @@ def tracks_varying_axes(axis_name: str) -> bool:
 
 
 def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Types `x` as varying over `axes` too. Its transpose is the sum over the axes added."""
+    """Types `x` as varying over `axes` too. The transpose sums over the added axes."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def partly_automatic() -> bool:
-    """Whether the compiler still shards arrays here over other mesh axes, as it sees fit."""
+    """Whether the compiler still chooses how arrays are sharded over other mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
@@ -51,9 +53,9 @@ def axis_index(axis_name: str) -> jax.Array:
     """This device's index along a manual axis."""
     if jax.__version_info__ >= (0, 11) or not partly_automatic():
         return lax.axis_index(axis_name)
-    # jaxlib 0.10 cannot compile some programs of a few dozen shard_maps that leave axes automatic
-    # and ask for an index ("PartitionId instruction is not supported for SPMD partitioning").
-    # Scattering the sum of all indices says the same.
+    # jaxlib 0.10 cannot compile some programs with a few dozen shard_maps that leave axes automatic
+    # and use an axis index ("PartitionId instruction is not supported for SPMD partitioning").
+    # Scattering the sum of all indices gives the same number.
     devices = lax.axis_size(axis_name)
     return lax.psum_scatter(jnp.arange(devices, dtype=jnp.int32), axis_name) // devices
 
@@ -61,17 +63,17 @@ def axis_index(axis_name: str) -> jax.Array:
 def in_place_kernel(
     body: Callable, mesh: Any, outs: Sequence[jax.Array], **kwargs: Any
 ) -> Callable:
-    """`pl.kernel`, called as ``kernel(*operands)``, that returns `outs` with what `body` wrote.
+    """A `pl.kernel` that updates `outs` in place: ``kernel(*operands)`` returns the new `outs`.
 
-    `body` gets references to the operands and to the outs. Elements it does not write stay as they
-    are; the compiler copies an out only if its old value is needed afterwards.
+    `body` receives refs of the operands and of the outs. Elements that it does not write keep their
+    value. The compiler copies an out only if its old value is used afterwards.
     """
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
         count = len(operands)
 
         def run(*refs: Any) -> None:
-            # An out's reference as an operand is the same memory as its reference as a result.
+            # Each out has two refs to the same memory: as an operand, and as a result.
             body(*refs[:count], *refs[count + len(outs) :])
 
         aliases = {count + i: i for i in range(len(outs))}
@@ -88,18 +90,18 @@ _device_constant = Primitive("device_constant")
 def device_constant(
     make: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """An array of this shape that is made of the devices of the mesh, when these are known.
+    """A constant array that is computed from the devices of the mesh.
 
-    They are when the program is lowered; what JAX traces it keeps for all meshes of one shape.
-    Called inside `jax.shard_map`.
+    It is computed while the program is lowered: a traced program is shared by all meshes of one
+    shape, and does not know its devices. Call it inside `jax.shard_map`.
 
     Args:
-      make: a hashable function of an array of devices, in the shape of the mesh.
-      shape: of the array.
-      dtype: of the array.
+      make: a hashable function from an array of devices, in the shape of the mesh, to the constant.
+      shape: shape of the constant.
+      dtype: dtype of the constant.
 
     Raises:
-      ValueError: when lowered, if the mesh has no devices then, or the program is exported.
+      ValueError: while lowering, if the mesh has no devices, or if the program is exported.
     """
     return _device_constant.bind(make=make, shape=shape, dtype=np.dtype(dtype))
 

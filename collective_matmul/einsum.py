@@ -190,7 +190,7 @@ def _chosen(
         axis_size=lax.axis_size(call.axis_name),
         einsum=None if equation.is_matmul else _einsum(equation, a, b),
         dimension=equation.a.index(equation.label) if equation.is_matmul else None,
-        transpose_w=equation.lies_transposed,
+        transpose_w=equation.is_stored_transposed,
         transposed=tuple(dict.fromkeys(moved)),
         source=call.source,
         replaces=call.replaces,

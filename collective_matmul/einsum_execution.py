@@ -199,7 +199,7 @@ def _as_matrices(
 ) -> tuple[jax.Array, jax.Array, bool]:
     """Operands of a matmul, x [..., K] and w [K, N], and whether w is [N, K] instead."""
     order, _ = equation.matrices
-    transpose_w = equation.lies_transposed
+    transpose_w = equation.is_stored_transposed
     if not transpose_w:
         b = lax.transpose(b, [equation.b.index(label) for label in order])
     left = len(equation.columns if transpose_w else equation.contracted)

@@ -1,4 +1,4 @@
-"""Einsums of two operands, and what their labels say. No JAX in here.
+"""Einsums of two operands, as labels. This module does not use JAX.
 
 A label is *free* if one operand and the result have it, *batch* if all three have it, and
 *contracted* if both operands have it and the result does not.
@@ -15,16 +15,16 @@ _ELLIPSIS = "..."
 
 @dataclass(frozen=True)
 class Equation:
-    """``a,b->y``, and the label along which something is gathered or scattered.
+    """``a,b->y``, and the label of the gathered or scattered dimension.
 
     Every label of an operand occurs once in it, and also in the other operand or in the result.
 
     Attributes:
-      a: labels of the operand that is gathered; or, if the result is scattered, of one that has
-        the label.
+      a: labels of the gathered operand; or, if the result is scattered, of an operand that has
+        `label`.
       b: labels of the other operand.
       y: labels of the result.
-      label: the one communicated along.
+      label: label of the gathered or scattered dimension.
     """
 
     a: str
@@ -37,22 +37,22 @@ class Equation:
 
     @property
     def batch(self) -> str:
-        """Labels of both operands and the result, as a orders them."""
+        """Labels of both operands and the result, in the order of a."""
         return "".join(label for label in self.a if label in self.b and label in self.y)
 
     @property
     def contracted(self) -> str:
-        """Labels of the operands alone, as a orders them."""
+        """Labels of both operands but not of the result, in the order of a."""
         return "".join(label for label in self.a if label not in self.y)
 
     @property
     def rows(self) -> str:
-        """Free labels of a, as a orders them."""
+        """Free labels of a, in the order of a."""
         return "".join(label for label in self.a if label not in self.b)
 
     @property
     def columns(self) -> str:
-        """Free labels of b, as the result orders them."""
+        """Free labels of b, in the order of the result."""
         return "".join(label for label in self.y if label not in self.a)
 
     @property
@@ -62,9 +62,10 @@ class Equation:
 
     @property
     def gradients(self) -> tuple[Equation, Equation]:
-        """The equations of a's gradient and of b's, from the result's and the other operand.
+        """The equations of the gradients of a and b.
 
-        The operand that has the label stands first in that of a, and a in that of b.
+        Each multiplies the gradient of the result by the other operand. The first operand of a's
+        gradient is the one that has the label; the first operand of b's gradient is a.
         """
         first, second = (self.b, self.y) if self.accumulates else (self.y, self.b)
         return (
@@ -74,9 +75,9 @@ class Equation:
 
     @property
     def is_matmul(self) -> bool:
-        """Whether it is ``[..., label, ..., K] @ [K, N] -> [..., label, ..., N]`` by reshapes.
+        """Whether reshapes make it ``[..., label, ..., K] @ [K, N] -> [..., label, ..., N]``.
 
-        Of b, the elements may have to be moved besides.
+        b may have to be transposed as well.
         """
         return (
             self.label in self.rows
@@ -88,17 +89,17 @@ class Equation:
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """The orders of b's labels that make a matmul by a reshape: [K, N] and [N, K]."""
+        """The two orders of b's labels that a reshape turns into a matrix: [K, N] and [N, K]."""
         return self.contracted + self.columns, self.columns + self.contracted
 
     @property
-    def lies_transposed(self) -> bool:
-        """Whether b is [N, K] of a matmul."""
+    def is_stored_transposed(self) -> bool:
+        """Whether it is a matmul with b stored as [N, K]."""
         return self.is_matmul and self.b == self.matrices[1]
 
     @property
     def is_weight_gradient(self) -> bool:
-        """Whether it is ``[label.., K]ᵀ @ [label.., N] -> [K, N]``, or [N, K], by reshapes."""
+        """Whether reshapes make it ``[label.., K]ᵀ @ [label.., N] -> [K, N]``, or [N, K]."""
         return (
             self.label in self.contracted
             and bool(self.rows)
@@ -110,10 +111,11 @@ class Equation:
 
     @property
     def transposed(self) -> tuple[str, ...]:
-        """The arrays, by their labels, whose elements have to be moved first or after.
+        """The arrays, by their labels, that have to be transposed before or after the product.
 
-        A batched matmul takes an array as it lies if its batch labels stand together, and its
-        rows, and its columns, in an order that the arrays agree on, with the batch not innermost.
+        A batched matmul takes an array as it is stored if its batch labels are adjacent, as are its
+        row labels and its column labels; if the arrays agree on the order within each group; and if
+        the batch is not innermost.
         """
         if self.is_matmul:
             return () if self.b in self.matrices else (self.b,)
@@ -132,16 +134,16 @@ class Equation:
 
 
 def parse(subscripts: str, dimensions: Sequence[int]) -> tuple[str, str, str]:
-    """Labels of x, w and the result, with letters of their own for what ``...`` stands for.
+    """Labels of x, w and the result, with unused letters in place of ``...``.
 
     Args:
-      subscripts: as `numpy.einsum` takes them, for two operands: ``"...d,df->...f"``. Without
-        ``->``, the result has the labels that occur once, in alphabetical order.
-      dimensions: how many x and w have.
+      subscripts: for two operands, as in `numpy.einsum`: ``"...d,df->...f"``. Without ``->``, the
+        result has the labels that occur once, in alphabetical order.
+      dimensions: numbers of dimensions of x and w.
 
     Raises:
       TypeError: if subscripts are not a string.
-      ValueError: if they do not describe two operands of so many dimensions, saying why.
+      ValueError: if they do not fit two operands with these numbers of dimensions.
     """
     if not isinstance(subscripts, str):
         raise TypeError(f"subscripts={subscripts!r}: expected a string such as 'sd,df->sf'")
@@ -170,7 +172,7 @@ def parse(subscripts: str, dimensions: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _labels_of_ellipsis(subscripts: str, operands: Sequence[str], dimensions: Sequence[int]) -> str:
-    """Letters that the subscripts do not use, for as many dimensions as ``...`` stands for."""
+    """Letters that the subscripts do not use, one for each dimension that ``...`` replaces."""
     count = max(
         ndim - _named(term) if _ELLIPSIS in term else 0
         for term, ndim in zip(operands, dimensions, strict=True)
@@ -199,7 +201,7 @@ def _check_term(subscripts: str, term: str) -> None:
     wrong = [label for label in labels if label not in string.ascii_letters]
     if wrong:
         raise ValueError(
-            f"subscripts={subscripts!r}: {wrong[0]!r} in {term!r} is no label; expected letters,"
+            f"subscripts={subscripts!r}: {wrong[0]!r} in {term!r} is not a label; expected letters,"
             " and at most one '...' for an operand"
         )
 

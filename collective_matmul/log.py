@@ -1,4 +1,4 @@
-"""What the library says of its own accord: each sentence once, through `logging`."""
+"""Warnings of the library: each is logged once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import logging
 
 
 @functools.cache
-def warn_once(sentence: str) -> None:
-    """Warns through the logger "collective_matmul", the first time that it is given `sentence`."""
-    logging.getLogger("collective_matmul").warning(sentence)
+def warn_once(message: str) -> None:
+    """Logs a warning through the logger "collective_matmul", unless it was logged before."""
+    logging.getLogger("collective_matmul").warning(message)

@@ -1,7 +1,7 @@
-"""Whether peers, GPUs of one process, can address each other's memory, as copies and kernels do.
+"""Whether peers, the GPUs of one process, can address each other's memory.
 
-Where a ring cannot be copies between peers, permutes go through NCCL. That works everywhere, and
-hides nothing, since NCCL's kernels wait for the multiprocessors that the matmul holds.
+Copy engines and kernels need that. Without it, the permutes of a ring go through NCCL, which works
+everywhere but hides nothing: NCCL's kernels wait for multiprocessors that the matmul occupies.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-#: Whether the program that is traced will be compiled by ``overlap_jit(..., peer_kernels=True)``.
+#: Whether the program being traced will be compiled by ``overlap_jit(..., peer_kernels=True)``.
 peer_kernels_allowed = jax.make_user_context(False)
 
 
 def peer_kernels_disallowed_reason() -> str | None:
-    """Why no kernel may address peers' memory in the program that is traced, or None.
+    """Why kernels may not address peers' memory in the program being traced, or None.
 
-    Such a kernel holds every multiprocessor while it waits for peers: a collective of NCCL that XLA
-    runs at the same time may hold those that a peer's kernel waits for, and wait for this one.
+    Such a kernel occupies every multiprocessor while it waits for peers. An NCCL collective that
+    XLA runs at the same time could occupy the multiprocessors that a peer's kernel needs, and wait
+    for this one: a deadlock.
     """
     if peer_kernels_allowed.value:
         return None
@@ -34,7 +35,10 @@ def peer_kernels_disallowed_reason() -> str | None:
 
 
 def no_peer_copies_reason(axis_name: str) -> str | None:
-    """Why a ring over a mesh axis cannot copy between peers, or None. Called while tracing."""
+    """Why a ring over a mesh axis cannot copy between peers, or None.
+
+    Call it while tracing, inside `jax.shard_map`.
+    """
     if _joins_processes(axis_name):
         return (
             f"axis {axis_name!r} joins devices of several processes, and copies between GPUs need"
@@ -44,11 +48,11 @@ def no_peer_copies_reason(axis_name: str) -> str | None:
 
 
 def _joins_processes(axis_name: str) -> bool:
-    """Whether devices along a mesh axis belong to different processes, as far as can be told.
+    """Whether devices along a mesh axis belong to different processes, as far as is known.
 
-    A function that is traced knows its mesh by shape alone. One of all devices is taken to have
-    them in the order of `jax.make_mesh`; of any other, nothing is known. A mesh in another order
-    costs time, not correctness: XLA chooses the transport of every permute by its real devices.
+    While tracing, only the shape of the mesh is known. A mesh of all devices is assumed to have the
+    order of `jax.make_mesh`; for a smaller mesh the answer is True. A wrong guess costs time, not
+    correctness: XLA chooses the transport of every permute by the real devices.
     """
     if jax.process_count() == 1:
         return False
@@ -63,25 +67,26 @@ def _joins_processes(axis_name: str) -> bool:
 
 @functools.cache
 def no_peer_access_reason() -> str | None:
-    """Which of this process's GPUs cannot address which, as a reason; None if each can each other.
+    """The pair of this process's GPUs that cannot address each other's memory, as a reason.
 
-    None too where there is no NVIDIA GPU. Starts JAX's backend.
+    Returns None if every GPU can address every other, or if there is no NVIDIA GPU. Initializes
+    JAX's backend.
     """
     if jax.default_backend() not in ("gpu", "cuda"):
         return None
     driver = _cuda_driver()
-    # What CUDA_VISIBLE_DEVICES hides has no number, here as in JAX.
+    # JAX and CUDA count the same devices: those that CUDA_VISIBLE_DEVICES leaves visible.
     numbers = [device.local_hardware_id for device in jax.local_devices()]
     pair = driver and pair_without_access(driver, numbers)
     return f"GPU {pair[0]} cannot address the memory of GPU {pair[1]}" if pair else None
 
 
 def pair_without_access(driver: Any, numbers: Sequence[int]) -> tuple[int, int] | None:
-    """The first two GPUs of which one cannot address the other's memory, or None.
+    """The first two GPUs where one cannot address the memory of the other, or None.
 
     Args:
-      driver: NVIDIA's driver library, initialised.
-      numbers: CUDA's numbers of the GPUs.
+      driver: NVIDIA's driver library, initialized.
+      numbers: CUDA device ordinals.
     """
     for one, other in itertools.permutations(numbers, 2):
         can_access = ctypes.c_int()
@@ -93,7 +98,7 @@ def pair_without_access(driver: Any, numbers: Sequence[int]) -> tuple[int, int] 
 
 
 def _cuda_driver() -> Any | None:
-    """NVIDIA's driver library, initialised; None where there is none, as with GPUs of others."""
+    """NVIDIA's driver library, initialized; or None, as on GPUs of another vendor."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

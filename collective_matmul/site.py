@@ -1,4 +1,4 @@
-"""One place in a program where an op is called: all that a decision may depend on."""
+"""`Site`: one call of an op as data, with everything that the choice of a backend depends on."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from collective_matmul.source_location import SourceLocation
 Direction = Literal["forward", "backward"]
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
-#: Where rows of an array start at other than multiples of so many bytes, no copy engine of a GPU
-#: brings them to the tensor cores.
+#: The TMA engine of a GPU loads an array only if every row starts at a multiple of this.
 ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Einsum:
-    """What is multiplied at a site, if it is no matmul of whole dimensions.
+    """The multiplication at a site that is not a matmul of whole dimensions.
 
     Attributes:
-      equation: its labels, as "sd,sf->df".
-      operands: their local shapes.
-      accumulates: whether every chunk's product is added to the same sum, in float32.
+      equation: subscripts, such as "sd,sf->df".
+      operands: the local shapes of both operands.
+      accumulates: whether the products of all chunks are added to one float32 sum.
     """
 
     equation: str
@@ -40,25 +39,27 @@ class Einsum:
 class Site:
     """An op and its local shapes.
 
+    Sites that differ only in `dimension` or a later attribute compare equal: they take equally
+    long.
+
     Attributes:
-      op: the name of the op.
-      operands: (x shape, w shape) of every matmul, local; w is [K, N]. Of an einsum, those of a
-        matmul that computes and communicates as much.
-      dtype: of operands and result.
-      axis_name: the mesh axis that is communicated over.
-      axis_size: D.
+      op: name of the op.
+      operands: local shapes (x, w) of every matmul; w is [K, N]. For an einsum, the shapes of a
+        matmul with as many operations and as much communication.
+      dtype: dtype of operands and result.
+      axis_name: mesh axis to communicate over.
+      axis_size: number of devices on the axis, D.
       co_gathered: local shape of an array gathered in the same loop, or None.
-      keep_gathered: whether what was gathered is a result too.
-      einsum: what is multiplied instead, or None.
-      dimension: of every x and result, gathered or scattered; None of an all-reduce, or an einsum.
-        Sites that differ in this alone, or in what follows, are equal: they take as long.
-      transpose_w: whether the weights lie as [N, K].
-      transposed: the arrays, by the labels of an einsum, whose elements have to be moved first or
-        after.
-      direction: which pass of the op that the user called this is.
+      keep_gathered: whether the gathered array is a result too.
+      einsum: the multiplication, if it is not a matmul; or None.
+      dimension: gathered or scattered dimension of every x and of the result; None for an
+        all-reduce or an einsum.
+      transpose_w: whether the weights are stored as [N, K].
+      transposed: arrays that have to be transposed before or after the multiplication, named by
+        their einsum labels.
+      direction: whether this is the forward or the backward pass of the op that the user called.
       source: where the user called it.
-      replaces: the collective that the user called there instead, whose place
-        `collective_matmul.overlap` gave the op; or None.
+      replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
     """
 
     op: Op
@@ -80,7 +81,8 @@ class Site:
     def flat(self) -> Site:
         """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N].
 
-        Weights lie as a model's would: the other way round in a backward. The largest comes first.
+        Sites with equal work have equal flat sites: tables are keyed by them. Operands are sorted,
+        the largest first. Weights are stored as in a model: [K, N], or [N, K] in a backward pass.
         """
         return replace(
             self,
@@ -94,27 +96,27 @@ class Site:
 
     @property
     def rows(self) -> int:
-        """Rows of the local x: its leading dimensions multiplied together."""
+        """Rows of the local x: the product of its leading dimensions."""
         x, _ = self.operands[0]
         return math.prod(x[:-1])
 
     @property
     def contracted(self) -> int:
-        """Columns of all x that are not the same array."""
+        """Size of the contracted dimension, summed over the (x, w) pairs of a reduce-scatter."""
         if self.op == "all_gather_matmul":
             return self.operands[0][1][0]
         return sum(w[0] for _, w in self.operands)
 
     @property
     def columns(self) -> int:
-        """Columns of all results."""
+        """Columns of the result, summed over the weights of a gather."""
         if self.op == "all_gather_matmul":
             return sum(w[1] for _, w in self.operands)
         return self.operands[0][1][1]
 
     @property
     def product_rows(self) -> int:
-        """Rows of the local product, before anything is scattered."""
+        """Rows of the local product, before the scatter."""
         return self.rows * (self.axis_size if self.op == "all_gather_matmul" else 1)
 
     @property
@@ -124,21 +126,21 @@ class Site:
 
     @property
     def has_weight_gradient(self) -> bool:
-        """Whether what is gathered beside the product is for a weight gradient, as in a backward.
+        """Whether a weight gradient is computed from the gathered array, as in a backward pass.
 
-        The matmul of that gradient is as large as those of the op.
+        Its matmul has as many operations as the op.
         """
         return self.keep_gathered or self.co_gathered is not None
 
     @property
     def is_aligned(self) -> bool:
-        """Whether copy engines can bring what its matmuls multiply to the tensor cores."""
+        """Whether the TMA engine can load every operand."""
         itemsize = np.dtype(self.dtype).itemsize
         return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in self.operands for size in w)
 
     @property
     def bytes_communicated(self) -> int:
-        """Bytes each device sends: D - 1 shards of what is gathered or scattered."""
+        """Bytes that each device sends: D - 1 shards of each gathered or scattered array."""
         if self.op == "all_gather_matmul":
             elements = (self.axis_size - 1) * self.rows * self.contracted
         else:
@@ -149,7 +151,7 @@ class Site:
 
     @property
     def co_gathered_bytes(self) -> int:
-        """Those of them that are of the co_gathered."""
+        """The part of `bytes_communicated` that belongs to the co-gathered array."""
         elements = (
             0 if self.co_gathered is None else (self.axis_size - 1) * math.prod(self.co_gathered)
         )
@@ -157,7 +159,7 @@ class Site:
 
     @property
     def shapes(self) -> str:
-        """The local arrays and the axis, to be read."""
+        """Local shapes, dtype and axis as text, for messages and tables."""
         if self.einsum is not None:
             matmuls = str(self.einsum)
         elif self.op == "all_gather_matmul":

@@ -1,4 +1,4 @@
-"""Where in the user's program an op is called."""
+"""`SourceLocation`: the line of the user's program that calls an op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import flax
 import jax
 
 _LIBRARIES = tuple(
-    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *jax.__path__, *flax.__path__)
+    f"{folder}{os.sep}" for folder in (Path(__file__).parent, *jax.__path__, *flax.__path__)
 )
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
@@ -32,11 +32,11 @@ class SourceLocation(NamedTuple):
 
 
 def calling_location() -> SourceLocation | None:
-    """The innermost line on the stack that is neither this library's, JAX's, Flax's nor Python's.
+    """The innermost line on the stack that belongs neither to this library, JAX, Flax nor Python.
 
-    None if there is none, as when only libraries are on the stack.
+    Returns None if only libraries are on the stack.
     """
-    # From this frame on: which one walk_stack begins with by itself depends on Python's version.
+    # Without a frame, where walk_stack starts depends on Python's version.
     for frame, line in traceback.walk_stack(inspect.currentframe()):
         if not is_library(frame.f_code.co_filename):
             return SourceLocation(frame.f_code.co_filename, line, frame.f_code.co_qualname)
@@ -45,7 +45,7 @@ def calling_location() -> SourceLocation | None:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file of code is this library's, JAX's, Flax's or Python's own."""
-    # Packages installed beneath Python's own library are somebody's program.
-    of_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return of_python or file.startswith(("<frozen ", *_LIBRARIES))
+    """Whether a source file belongs to this library, JAX, Flax or Python."""
+    # Other installed packages count as the user's program.
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return in_python or file.startswith(("<frozen ", *_LIBRARIES))

@@ -46,20 +46,20 @@ def test_parse(subscripts: str, dimensions: tuple[int, int], expected: tuple) ->
         (
             "s1,df->sf",
             (2, 2),
-            "subscripts='s1,df->sf': '1' in 's1' is no label; expected letters, and at most one"
+            "subscripts='s1,df->sf': '1' in 's1' is not a label; expected letters, and at most one"
             " '...' for an operand",
         ),
         (
             "......d,df->f",
             (2, 2),
-            "subscripts='......d,df->f': '.' in '......d' is no label; expected letters, and at"
+            "subscripts='......d,df->f': '.' in '......d' is not a label; expected letters, and at"
             " most one '...' for an operand",
         ),
         (
             "sd,df->sf->s",
             (2, 2),
-            "subscripts='sd,df->sf->s': '-' in 'sf->s' is no label; expected letters, and at most"
-            " one '...' for an operand",
+            "subscripts='sd,df->sf->s': '-' in 'sf->s' is not a label; expected letters, and at"
+            " most one '...' for an operand",
         ),
         (
             "sd,df->sf",

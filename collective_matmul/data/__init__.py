@@ -1,20 +1,20 @@
-"""Measured data: one schema and one loader for everything that was measured on a kind of device.
+"""Measured data of each kind of device: one schema and one loader.
 
-``data/<device>/<what>.jsonl`` holds JSON lines. The first line says what the file is; each further
-line is one problem, and the microseconds that something took for it::
+``data/<device>/<measures>.jsonl`` holds JSON lines. The first line describes the file. Each further
+line is one problem with the measured times in microseconds::
 
     {"format": 2, "measures": "backends", "device_kind": "NVIDIA H200", "runs": [{"date": ...}]}
     {"problem": {"op": "all_gather_matmul", ...}, "run": 0, "microseconds": {"xla": 291.0, ...}}
 
 ====================  ========================  ============================================
-file                  a problem is              microseconds are of
+file                  problem                   times of
 ====================  ========================  ============================================
 backends              a site of an op           every backend, and "compute_only"
 fused_configs         a call of a fused kernel  the fastest configuration, which is ``config``
-matmul_tilings        a chunk's matmul          "kernel" with the tiling ``config``, and "xla"
+matmul_tilings        the matmul of a chunk     "kernel" with the tiling ``config``, and "xla"
 ====================  ========================  ============================================
 
-Who reads a file knows its problems and configurations; this module knows neither.
+The readers of a file interpret its problems and configurations; this module does not.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from importlib import resources
 from typing import Any
 
 FORMAT = 2
-#: How names of format 1 are spelled today.
+#: Names of format 1, and today's names.
 _RENAMED = {"bulk": "xla", "ceiling": "compute_only", "rider": "co_gathered"}
 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """What measured a record.
+    """One run of a benchmark or of `tune`.
 
     Attributes:
-      date: its day, as 2026-11-21.
-      jax: the version of jax.
-      devices: what the devices were and how they were clocked.
+      date: day of the run, as 2026-11-21.
+      jax: version of jax.
+      devices: number, kind and clocks of the devices.
     """
 
     date: str
@@ -48,13 +48,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """One line: what was measured, and what it took.
+    """One line of a file: a problem and its measured times.
 
     Attributes:
-      problem: as JSON has it.
-      microseconds: by the name of what was timed.
-      config: the configuration that was timed, as JSON has it, if that is not fixed.
-      run: what measured it, if that was recorded.
+      problem: the problem, as JSON values.
+      microseconds: times by the name of what was timed.
+      config: the timed configuration, as JSON values; None if there is nothing to configure.
+      run: the run that measured it; None if that was not recorded.
     """
 
     problem: Mapping[str, Any]
@@ -73,10 +73,10 @@ class MeasuredData:
 
     @classmethod
     def from_text(cls, text: str) -> MeasuredData:
-        """Reads a file's text, of this format or an older one.
+        """Parses the text of a file, of this format or an older one.
 
         Raises:
-          ValueError: if the text is not such a file's, saying what is wrong.
+          ValueError: if the text has another format.
         """
         try:
             head, *lines = map(json.loads, text.splitlines())
@@ -91,7 +91,7 @@ class MeasuredData:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def to_text(self) -> str:
-        """The text of the file, records in their order."""
+        """The text of the file, with the records in their order."""
         runs = sorted({record.run for record in self.records if record.run is not None})
         head = {
             "format": FORMAT,
@@ -110,7 +110,7 @@ def folder_name(device_kind: str) -> str:
 
 
 def shipped(device_kind: str, measures: str) -> MeasuredData | None:
-    """The file that ships with the library; None if there is none of this kind of device."""
+    """The file that ships with the library, or None if it has none for this kind of device."""
     folder = resources.files(__name__).joinpath(folder_name(device_kind))
     file = folder.joinpath(f"{measures}.jsonl")
     return MeasuredData.from_text(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -120,7 +120,7 @@ def _record(line: Mapping[str, Any], runs: Sequence[Run]) -> Record:
     run = runs[line["run"]] if "run" in line else None
     microseconds = {name: float(value) for name, value in line["microseconds"].items()}
     if not all(value > 0 for value in microseconds.values()):
-        raise ValueError(f"times that are not above zero: {line}")
+        raise ValueError(f"times are not above zero: {line}")
     return Record(line["problem"], microseconds, line.get("config"), run)
 
 
@@ -135,7 +135,7 @@ def _line(record: Record, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _upgraded(head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> tuple[dict, list[dict]]:
-    """A table of backends as users saved it in format 1: the problem's fields stood in the line."""
+    """Converts a table of backends of format 1, where a line holds the fields of the problem."""
     upgraded = []
     for line in lines:
         problem = {k: v for k, v in line.items() if k not in ("run", "microseconds")}
@@ -150,5 +150,5 @@ def _upgraded(head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> tuple[di
 
 
 def _rounded(microseconds: float) -> float:
-    """To four digits: more than a measurement repeats."""
+    """Rounds to four digits: a measurement repeats to fewer."""
     return float(f"{microseconds:.4g}")
