@@ -1,7 +1,7 @@
 """Processes that run the ops together, each `python -m tests.processes ADDRESS NUMBER FILE`.
 
 Each writes to FILE for every case how far its shards are from the reference, in units of what is
-allowed, what was decided, and what the library said.
+allowed, what was decided, and what the library warned of.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Report(NamedTuple):
       implementation: as the op took it.
       error: the largest of a result or gradient on this process, over what `Case.bounds` allows.
       decisions: the implementations that were chosen, forward and backward.
-      said: the library's warnings.
+      warnings: the library's warnings.
     """
 
     mesh: tuple[int, int]
@@ -66,7 +66,7 @@ class Report(NamedTuple):
     implementation: str | None
     error: float
     decisions: list[str]
-    said: list[str]
+    warnings: list[str]
 
 
 def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[Report]]:
@@ -135,18 +135,18 @@ def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
 
 
 def report(case: Case, mesh: Mesh) -> Report:
-    # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing said.
+    # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing reported.
     devices = contextlib.nullcontext()
     if case.implementation is None:
         devices = mock.patch.object(selection, "_device", lambda: H200)
     with (
         devices,
-        warnings_of_the_library() as said,
+        warnings_of_the_library() as warnings,
         record_decisions() as decisions,
     ):
         error = relative_error(case, mesh)
     chosen = sorted({taken.implementation for taken in decisions})
-    return Report(mesh.devices.shape, case.op, case.implementation, error, chosen, said)
+    return Report(mesh.devices.shape, case.op, case.implementation, error, chosen, warnings)
 
 
 def relative_error(case: Case, mesh: Mesh) -> float:

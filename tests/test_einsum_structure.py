@@ -67,11 +67,11 @@ def test_a_ring_is_its_schedule_forward_and_backward(form: str, ring: str, mesh:
     """Backward it is the other schedule, and one undivided einsum."""
     case = case_of(form, ring)
     gather, scatter = (schedule_of(use, ring) for use in ("gather", "scatter"))
-    own, (other, *riding) = (gather, [scatter, gather]) if case.gather else (scatter, [gather])
+    own, (other, *co_gathered) = (gather, [scatter, gather]) if case.gather else (scatter, [gather])
     forward, both = passes(case, mesh)
     assert count(forward, "ppermute") == own.permutes
     assert count(forward, "dot_general") == multiplies(own)
-    rings = sum(schedule.permutes for schedule in (other, *riding))
+    rings = sum(schedule.permutes for schedule in (other, *co_gathered))
     assert count(both, "ppermute") == own.permutes + rings
     assert count(both, "dot_general") == multiplies(own) + multiplies(other) + 1
     for name in GATHERS_AND_REDUCTIONS:
@@ -88,7 +88,7 @@ def test_the_compiler_adds_no_communication(form: str, mesh: Mesh) -> None:
 
 
 @every_form
-def test_bulk_is_one_collective_and_one_einsum(form: str, mesh: Mesh) -> None:
+def test_xla_is_one_collective_and_one_einsum(form: str, mesh: Mesh) -> None:
     case = case_of(form, "xla")
     forward, both = passes(case, mesh)
     own, other = ("all_gather", "reduce_scatter")[:: 1 if case.gather else -1]

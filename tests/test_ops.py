@@ -145,8 +145,8 @@ def test_results_start_as_nan(poisoned: list[tuple[int, ...]], make_mesh: MeshFa
     poisoned.clear()
     case = Case("all_gather_matmul", "ring", 2, (8,), 4, ((10,),))
     assert_close(case.compare(make_mesh({AXIS: 2})))
-    gathered_product, chunk_of_dx, gathered_rider = (8, 5), (4, 4), (8, 4)
-    assert poisoned == [gathered_product, chunk_of_dx, chunk_of_dx, gathered_rider]
+    gathered_product, chunk_of_dx, gathered_operand = (8, 5), (4, 4), (8, 4)
+    assert poisoned == [gathered_product, chunk_of_dx, chunk_of_dx, gathered_operand]
 
 
 def test_without_jit(make_mesh: MeshFactory) -> None:

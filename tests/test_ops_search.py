@@ -37,7 +37,7 @@ def calls(
     implementation = draw(st.sampled_from([None, *IMPLEMENTATIONS]))
     leading = draw(st.lists(sizes, min_size=1, max_size=3))
     dimension = draw(st.integers(0, len(leading) - 1))
-    # Each shard has one row to three. An all-reduce in bulk takes any number of rows.
+    # Each shard has one row to three. An all-reduce of "xla" takes any number of rows.
     if op != "matmul_all_reduce" or implementation not in (None, "xla"):
         leading[dimension] *= devices
     contracted = draw(sizes)

@@ -76,12 +76,12 @@ def test_an_error_of_the_driver_is_raised() -> None:
         pair_without_access(Driver(2), [0, 5])
 
 
-def test_the_obstacle_names_the_gpus(pretend: Any) -> None:
+def test_the_reason_names_the_gpus(pretend: Any) -> None:
     pretend([0, 2], Driver(4, {(2, 0)}))
     assert peer_access.no_peer_access_reason() == "GPU 2 cannot address the memory of GPU 0"
 
 
-def test_no_obstacle_where_all_have_access_or_no_driver_is(pretend: Any) -> None:
+def test_no_reason_if_all_have_access_or_there_is_no_driver(pretend: Any) -> None:
     pretend([0, 1], Driver(2))
     assert peer_access.no_peer_access_reason() is None
     peer_access.no_peer_access_reason.cache_clear()
@@ -89,7 +89,7 @@ def test_no_obstacle_where_all_have_access_or_no_driver_is(pretend: Any) -> None
     assert peer_access.no_peer_access_reason() is None
 
 
-def test_no_obstacle_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reason_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_access, "_cuda_driver", lambda: pytest.fail("asked"))
     assert peer_access.no_peer_access_reason() is None
 
@@ -127,12 +127,12 @@ def test_axes_across_processes(
 ) -> None:
     with jax.sharding.use_abstract_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes))):
         for axis in sizes:
-            obstacle = no_peer_copies_reason(axis)
+            reason = no_peer_copies_reason(axis)
             if axis in within_a_process:
-                assert obstacle is None
+                assert reason is None
             else:
-                assert obstacle is not None
-                assert f"axis {axis!r} joins devices of several processes" in obstacle
+                assert reason is not None
+                assert f"axis {axis!r} joins devices of several processes" in reason
 
 
 def test_an_axis_of_one_process_asks_about_peer_access(pretend: Any) -> None:

@@ -35,17 +35,17 @@ def test_results_and_gradients(
 
 
 @every_op
-def test_the_choice_across_processes_is_bulk(reports: list[list[Report]], op: str) -> None:
+def test_the_choice_across_processes_is_xla(reports: list[list[Report]], op: str) -> None:
     for process in reports:
         assert of(process, ACROSS, op, None).decisions == ["xla"]
 
 
-def test_the_reason_is_said_once(reports: list[list[Report]]) -> None:
+def test_the_reason_is_reported_once(reports: list[list[Report]]) -> None:
     for process in reports:
         across = [r for r in process if tuple(r.mesh) == ACROSS]
-        said = [sentence for r in across for sentence in r.said]
-        assert said
-        assert len(set(said)) == len(said)
+        warnings = [sentence for r in across for sentence in r.warnings]
+        assert warnings
+        assert len(set(warnings)) == len(warnings)
         # Kernels have other reasons besides, as that there are none for CPUs.
         others = [r for r in across if r.implementation not in KERNELS]
-        assert all("process" in sentence for r in others for sentence in r.said)
+        assert all("process" in sentence for r in others for sentence in r.warnings)

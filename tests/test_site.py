@@ -35,7 +35,7 @@ def test_costs_of_a_site(devices: int) -> None:
         assert site.rows == (rows // devices if op == "all_gather_matmul" else rows)
 
 
-def test_costs_of_several_weights_and_a_rider() -> None:
+def test_costs_of_several_weights_and_a_co_gathered_operand() -> None:
     x, co_gathered = (2, 6, 4), (2, 2, 5)
     site = Site(
         "matmul_reduce_scatter", ((x, (4, 5)), ((2, 6, 3), (3, 5))), BFLOAT16, AXIS, 3, co_gathered

@@ -29,7 +29,7 @@ from tests.reference import AXIS, OPS, Case, poisoned_results, reference
 
 every_op = pytest.mark.parametrize("op", OPS)
 vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False])
-bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
+xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,7 +67,7 @@ REMATERIALIZATIONS = {
 
 
 @pytest.mark.parametrize("rematerialize", REMATERIALIZATIONS)
-@bulk_and_ring
+@xla_and_ring
 @vma_on_and_off
 def test_scan_over_checkpointed_layers(
     rematerialize: str, implementation: str, check_vma: bool, make_mesh: MeshFactory
@@ -150,7 +150,7 @@ def test_second_derivatives(op: str, check_vma: bool, make_mesh: MeshFactory) ->
 
 
 @every_op
-@bulk_and_ring
+@xla_and_ring
 def test_gradients_of_weights_are_summed_over_data(
     op: str, implementation: str, make_mesh: MeshFactory
 ) -> None:
@@ -174,7 +174,7 @@ def test_gradients_of_weights_are_summed_over_data(
 
 
 @every_op
-@bulk_and_ring
+@xla_and_ring
 @pytest.mark.parametrize("operand", ["x", "w"])
 def test_gradients_of_replicated_operands_are_summed(
     op: str, implementation: str, operand: str, make_mesh: MeshFactory

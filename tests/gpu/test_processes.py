@@ -27,9 +27,9 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
             assert report.error <= 1, report
         across = [r for r in reports if tuple(r.mesh) == ACROSS]
         assert all(r.decisions == ["xla"] for r in across if r.implementation is None)
-        said = [sentence for r in across for sentence in r.said]
-        assert said
-        assert len(set(said)) == len(said)
+        warnings = [sentence for r in across for sentence in r.warnings]
+        assert warnings
+        assert len(set(warnings)) == len(warnings)
 
 
 def on_gpus(number: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is compiled for GPUs: permutes and no other collective, and little more memory than bulk."""
+"""What is compiled for GPUs: permutes and no other collective, and little more memory than XLA."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class BesideBulk:
-    """A call, and the same by bulk."""
+class BesideXla:
+    """A call, and the same with XLA."""
 
     call: Call
 
@@ -73,14 +73,14 @@ def test_a_ring_is_permutes_and_no_other_collective(programs, ring: Forward) -> 
     assert collectives == {"collective-permute": ring.devices - 1}
 
 
-@pytest.mark.parametrize("pair", [BesideBulk(call) for call in calls(LARGE)], ids=str)
-def test_little_more_memory_than_bulk(programs, pair: BesideBulk) -> None:
+@pytest.mark.parametrize("pair", [BesideXla(call) for call in calls(LARGE)], ids=str)
+def test_little_more_memory_than_xla(programs, pair: BesideXla) -> None:
     """At the peak, forward or backward, two chunks more of every array that travels in chunks.
 
     One is being multiplied or was summed, one arrives. In the backward of a gather two arrays
     travel: the sums of dx, and x.
     """
-    program, bulk = (programs(call).memory_analysis() for call in pair.needs)
+    program, reference = (programs(call).memory_analysis() for call in pair.needs)
     problem = pair.call.problem
     assert isinstance(problem, OpProblem)
     case = problem.case
@@ -90,4 +90,4 @@ def test_little_more_memory_than_bulk(programs, pair: BesideBulk) -> None:
     allowed = 2 * chunk_bytes * (2 if gather else 1)
     if jax.default_backend() == "cpu":
         pytest.skip("XLA plans memory otherwise for CPUs")
-    assert program.temp_size_in_bytes <= bulk.temp_size_in_bytes + allowed
+    assert program.temp_size_in_bytes <= reference.temp_size_in_bytes + allowed

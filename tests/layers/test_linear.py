@@ -37,7 +37,7 @@ FEATURES, HEADS, HEAD_DIM, HIDDEN = 12, 4, 3, 16
 BIAS: dict[str, Any] = dict(use_bias=True, bias_init=nnx.initializers.normal(1.0))
 
 every_world = pytest.mark.parametrize("world", WORLDS)
-bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
+xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_initial_parameters_are_those_of_flax() -> None:
 
 
 @every_world
-@bulk_and_ring
+@xla_and_ring
 def test_layers_compute_what_flax_computes(world: str, implementation: str, mesh: Mesh) -> None:
     model = Block(implementation=implementation)
     assert_close(outcome(model, random(4, 8, FEATURES), world, mesh), expected_outcome())
@@ -212,7 +212,7 @@ def placed(model: Any, x: np.ndarray, mesh: Mesh) -> tuple[Any, jax.Array]:
     return nnx.merge(graph, state), jax.device_put(x, NamedSharding(mesh, P("data")))
 
 
-# A bulk collective would gather the batch, which the compiler shards: None must not choose it.
+# A collective of "xla" would gather the batch, which the compiler shards: None must not choose it.
 permutes_only = pytest.mark.parametrize("implementation", ["ring", None])
 
 

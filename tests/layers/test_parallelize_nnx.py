@@ -114,9 +114,9 @@ def test_a_layer_with_two_paths_stays_one() -> None:
 
 def test_a_parameter_of_two_layers_stays_one() -> None:
     model = FeedForward(nnx.Rngs(0))
-    twin = FeedForward(nnx.Rngs(1))
-    twin.up.kernel = model.up.kernel
-    both = nnx.List([model, twin])
+    other = FeedForward(nnx.Rngs(1))
+    other.up.kernel = model.up.kernel
+    both = nnx.List([model, other])
     parallelize(both, {"0.up": Column()})
     assert both[0].up.kernel is both[1].up.kernel
     assert type(both[1].up) is nnx.Linear

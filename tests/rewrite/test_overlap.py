@@ -34,7 +34,7 @@ from tests.rewrite.programs import (
     sites,
 )
 
-bulk_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
+xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def block(make_mesh: MeshFactory) -> tuple[Callable, list[np.ndarray]]:
     return program.sharded(make_mesh({AXIS: 2})), program.arguments()
 
 
-@bulk_and_ring
+@xla_and_ring
 def test_twice_is_once(implementation: str, block: tuple) -> None:
     """Also of its gradients, before or after; the gathers of "xla" are no sites again."""
     fun, arguments = block
@@ -54,7 +54,7 @@ def test_twice_is_once(implementation: str, block: tuple) -> None:
         assert counts(again, *arguments) == counts(rewritten, *arguments)
 
 
-@bulk_and_ring
+@xla_and_ring
 def test_ops_called_by_hand_stay(implementation: str, make_mesh: MeshFactory) -> None:
     program = Program(
         lambda x, w: all_gather_matmul(

@@ -134,7 +134,7 @@ def test_dry_run_says_what_makes_too_large_a_model_smaller(capsys):
         (None, "how much memory JAX may use of NVIDIA X is not known"),
     ],
 )  # fmt: skip
-def test_whether_it_fits_is_said_of_the_devices_that_are_there(statistics, sentence):
+def test_the_verdict_is_about_the_devices_that_are_there(statistics, sentence):
     class Device:
         device_kind = "NVIDIA X"
 

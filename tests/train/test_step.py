@@ -70,7 +70,7 @@ def one_device() -> dict[str, np.ndarray]:
     ("sizes", "overlap"),
     [
         *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "xla"]),
-        ((1, 1), "ring"),  # With bulk it is the curve that all are compared with.
+        ((1, 1), "ring"),  # With "xla" it is the reference for all others.
         ((2, 4), "rewrite"),
     ],
     ids=str,
@@ -167,7 +167,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     gather = make_schedule("gather", "one_way", tensor).permutes
     scatter = make_schedule("scatter", "one_way", tensor).permutes
     # A block gathers for q, k and v and for gate and up, and scatters after attention and after
-    # down; the head gathers. Backward, a gather becomes a scatter with its operand riding along.
+    # down; the head gathers. Backward, a gather becomes a scatter with a co-gathered operand.
     forward = layers * 2 * (gather + scatter) + gather
     backward = layers * 2 * ((scatter + gather) + gather) + (scatter + gather)
     assert found["collective-permute"] == forward + backward
@@ -176,7 +176,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     assert found["reduce-scatter"] <= 1
 
 
-def test_bulk_has_no_permute():
+def test_xla_has_no_permute():
     trainer = Trainer(dataclasses.replace(SHORT, overlap="xla"), 2, 4)
     found = collectives(trainer.step.lower(trainer.state, trainer.batch()).compile().as_text())
     assert found["collective-permute"] == 0

@@ -151,7 +151,7 @@ def test_an_all_reduce_rings_once_and_its_backward_is_silent(ring: str, mesh: Me
         ("matmul_all_reduce", "all-reduce", {}),
     ],
 )
-def test_bulk_is_one_collective_and_one_matmul(
+def test_xla_is_one_collective_and_one_matmul(
     op: str, collective: str, backward_collectives: dict[str, int], mesh: Mesh
 ) -> None:
     case = case_of(op, "xla")
@@ -266,7 +266,7 @@ def test_nothing_gathered_is_kept_for_the_backward(
 
 @gather_and_scatter
 @every_ring
-def test_a_ring_needs_no_more_memory_than_bulk(op: str, ring: str, mesh: Mesh) -> None:
+def test_a_ring_needs_no_more_memory_than_xla(op: str, ring: str, mesh: Mesh) -> None:
     """Bulk holds the whole gathered x, or the whole product. A ring may hold two chunks besides."""
     rows, contracted, columns = 64 * DEVICES, 256, 256
 
