@@ -48,10 +48,10 @@ def column_parallel(
         layer_checks.features("out_features", shape[1:], axis_name, context.devices)
         layer_checks.kernel(kernel, shape, 1, context)
         layer_checks.input_features(x, shape[:1])
-    gather = layer_checks.row_dimension("gather_dimension", gather_dimension, x.ndim - 1)
-    rows = context.rows(x, x.ndim - 1)
+    gather = layer_checks.leading_dimension("gather_dimension", gather_dimension, x.ndim - 1)
+    rows = context.leading_axes(x, x.ndim - 1)
     x_rows = sharded(rows, gather, axis_name)
-    layer_checks.rows_divide("gather_dimension", gather_dimension, x, x_rows, context)
+    layer_checks.leading_sizes_divide("gather_dimension", gather_dimension, x, x_rows, context)
 
     def on_shards(x, kernels, biases):
         if gather is None:
@@ -102,10 +102,10 @@ def row_parallel(
     layer_checks.kernel(kernel, kernel_shape, 0, context)
     layer_checks.input_features(x, kernel.shape[:-1])
     count = x.ndim - kernel.ndim + 1
-    scatter = layer_checks.row_dimension("scatter_dimension", scatter_dimension, count)
-    rows = context.rows(x, count)
+    scatter = layer_checks.leading_dimension("scatter_dimension", scatter_dimension, count)
+    rows = context.leading_axes(x, count)
     y_rows = sharded(rows, scatter, axis_name)
-    layer_checks.rows_divide("scatter_dimension", scatter_dimension, x, y_rows, context)
+    layer_checks.leading_sizes_divide("scatter_dimension", scatter_dimension, x, y_rows, context)
 
     def on_shards(x, kernel, bias):
         x, kernel = x.reshape(*x.shape[:count], -1), kernel.reshape(-1, kernel.shape[-1])

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective_matmul.layers.sharding_context import Rows, ShardingContext
+from collective_matmul.layers.sharding_context import LeadingAxes, ShardingContext
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def input_features(x: Any, expected: tuple[int, ...]) -> None:
         )
 
 
-def row_dimension(argument: str, value: int | None, rows: int) -> int | None:
+def leading_dimension(argument: str, value: int | None, rows: int) -> int | None:
     """`value` counted from the front, of `rows` dimensions and one of features after them.
 
     Raises:
@@ -80,8 +80,8 @@ def row_dimension(argument: str, value: int | None, rows: int) -> int | None:
     return value % (rows + 1)
 
 
-def rows_divide(
-    argument: str, value: int | None, x: jax.Array, rows: Rows, context: ShardingContext
+def leading_sizes_divide(
+    argument: str, value: int | None, x: jax.Array, rows: LeadingAxes, context: ShardingContext
 ) -> None:
     """Raises ValueError unless every dimension of x can be cut as `rows` says."""
     for size, axes in zip(x.shape, rows, strict=False):

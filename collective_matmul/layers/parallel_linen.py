@@ -14,9 +14,9 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import parallel_styles as plans
+from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.functions import column_parallel, row_parallel
-from collective_matmul.layers.parallel_styles import Column, Plan, Row
+from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 from collective_matmul.layers.sharding_context import current_context
 
 #: The options of linen.Dense that change what it computes, as they must be.
@@ -43,7 +43,7 @@ class ParallelModule:
     """
 
     module: linen.Module
-    plan: Plan
+    plan: ParallelStyles
     axis_name: str = "tensor"
     mesh: Mesh | None = None
     implementation: str | None = None
@@ -92,7 +92,7 @@ class ParallelModule:
 
         def spec(keys: Any, leaf: Any) -> P:
             collection, *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            pattern = plans.matches(self.plan, ".".join(path))
+            pattern = styles.matches(self.plan, ".".join(path))
             if collection != "params" or pattern is None:
                 return P()
             names = {"kernel": (None, self.axis_name), "bias": (self.axis_name,)}[name]
@@ -115,10 +115,10 @@ class ParallelModule:
             path = ".".join(module.path)
             if type(module) is linen.Dense:
                 dense_paths.add(path)
-            pattern = plans.matches(self.plan, path)
+            pattern = styles.matches(self.plan, path)
             if pattern is None:
                 return call(*args, **kwargs)
-            plans.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
+            styles.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
             # Parameters are made, and found missing, by the layer itself.
             if module.is_initializing() or not module.has_variable("params", "kernel"):
                 return call(*args, **kwargs)
@@ -164,7 +164,7 @@ class ParallelModule:
             *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
             if name == "kernel":
                 paths.add(".".join(path))
-        plans.check_all_match(self.plan, paths, "linen.Dense")
+        styles.check_all_match(self.plan, paths, "linen.Dense")
 
 
 def _unboxed(tree: Any) -> Any:

@@ -10,9 +10,9 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
-from collective_matmul.layers import parallel_styles as plans
+from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
-from collective_matmul.layers.parallel_styles import Column, Plan, Row
+from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 
 #: The options of nnx.Linear that change what it computes, as they must be.
 PLAIN_OPTIONS = {
@@ -23,14 +23,14 @@ PLAIN_OPTIONS = {
 }
 
 
-def replace_linears(model: nnx.Module, plan: Plan, options: dict[str, Any]) -> nnx.Module:
+def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
     """Replaces what the plan names, in place; `options` are those of the collective layers."""
     entries: dict[int, tuple[str, Any, Column | Row]] = {}
     nodes = list(_nodes(model))
     for path, node in nodes:
-        if (pattern := plans.matches(plan, path)) is None:
+        if (pattern := styles.matches(plan, path)) is None:
             continue
-        plans.check_layer(plan, pattern, path, node, nnx.Linear, PLAIN_OPTIONS)
+        styles.check_layer(plan, pattern, path, node, nnx.Linear, PLAIN_OPTIONS)
         first, _, entry = entries.setdefault(id(node), (path, node, plan[pattern]))
         if entry != plan[pattern]:
             raise ValueError(
@@ -38,7 +38,7 @@ def replace_linears(model: nnx.Module, plan: Plan, options: dict[str, Any]) -> n
                 f" {plan[pattern]} for it; drop one entry"
             )
     linears = [path for path, node in nodes if type(node) is nnx.Linear]
-    plans.check_all_match(plan, linears, "nnx.Linear")
+    styles.check_all_match(plan, linears, "nnx.Linear")
     collective = {
         key: _collective_layer(path, linear, entry, options)
         for key, (path, linear, entry) in entries.items()

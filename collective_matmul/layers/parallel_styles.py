@@ -33,10 +33,10 @@ class Row:
 
 
 #: Patterns as of `fnmatch` over dotted paths, where ``*`` spans dots too.
-Plan = Mapping[str, Column | Row]
+ParallelStyles = Mapping[str, Column | Row]
 
 
-def check(plan: Plan) -> None:
+def check(plan: ParallelStyles) -> None:
     """Raises TypeError or ValueError unless `plan` is a mapping with at least one fitting entry."""
     if not isinstance(plan, Mapping):
         raise TypeError(
@@ -53,7 +53,7 @@ def check(plan: Plan) -> None:
             )
 
 
-def matches(plan: Plan, path: str) -> str | None:
+def matches(plan: ParallelStyles, path: str) -> str | None:
     """The pattern that matches `path`, or None.
 
     Raises:
@@ -67,7 +67,7 @@ def matches(plan: Plan, path: str) -> str | None:
     return found[0] if found else None
 
 
-def check_all_match(plan: Plan, paths: Collection[str], kind: str) -> None:
+def check_all_match(plan: ParallelStyles, paths: Collection[str], kind: str) -> None:
     """Raises ValueError if an entry matches none of the `paths`, which are of layers of `kind`."""
     for pattern in plan:
         if not any(fnmatchcase(path, pattern) for path in paths):
@@ -78,7 +78,12 @@ def check_all_match(plan: Plan, paths: Collection[str], kind: str) -> None:
 
 
 def check_layer(
-    plan: Plan, pattern: str, path: str, layer: Any, kind: type, options: Mapping[str, Any]
+    plan: ParallelStyles,
+    pattern: str,
+    path: str,
+    layer: Any,
+    kind: type,
+    options: Mapping[str, Any],
 ) -> None:
     """Raises ValueError unless `layer` is of exactly this kind, with options we can honour.
 

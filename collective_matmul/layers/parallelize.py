@@ -8,10 +8,10 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import parallel_styles as plans
+from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_nnx import replace_linears
-from collective_matmul.layers.parallel_styles import Plan
+from collective_matmul.layers.parallel_styles import ParallelStyles
 from collective_matmul.layers.sharding_context import known_axis_size
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 @overload
 def parallelize(
     model: Model,
-    plan: Plan,
+    plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
@@ -29,7 +29,7 @@ def parallelize(
 @overload
 def parallelize(
     model: linen.Module,
-    plan: Plan,
+    plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
@@ -37,7 +37,7 @@ def parallelize(
 ) -> ParallelModule: ...
 def parallelize(
     model: Any,
-    plan: Plan,
+    plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
@@ -74,7 +74,7 @@ def parallelize(
         layer; for sizes that the axis does not divide. For nnx at once and before anything is
         changed; for linen from the first `init` or `apply`, since its layers exist only there.
     """
-    plans.check(plan)
+    styles.check(plan)
     check_implementation(implementation)
     known_axis_size(axis_name, mesh)
     if isinstance(model, linen.Module):

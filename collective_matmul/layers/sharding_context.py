@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 #: For each dimension before the features, the mesh axes that shard it, major first.
-Rows = tuple[tuple[str, ...], ...]
+LeadingAxes = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LocalShards:
         """Into how many pieces the parameters are cut that a layer sees."""
         return self.devices
 
-    def rows(self, x: jax.Array, count: int) -> Rows:
+    def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
         """What is known of how the first `count` dimensions of x are sharded: nothing."""
         return ((),) * count
 
@@ -69,7 +69,7 @@ class GlobalArrays:
         """The size of the axis."""
         return self.mesh.shape[self.axis_name]
 
-    def rows(self, x: jax.Array, count: int) -> Rows:
+    def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
         """The Explicit axes, other than ours, that shard the first `count` dimensions of x."""
         others = set(self._explicit_axes()) - {self.axis_name}
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
@@ -142,17 +142,17 @@ def known_axis_size(axis_name: str, mesh: Mesh | None) -> int | None:
     return current_context(axis_name, mesh).devices
 
 
-def sharded(rows: Rows, dimension: int | None, axis_name: str) -> Rows:
+def sharded(rows: LeadingAxes, dimension: int | None, axis_name: str) -> LeadingAxes:
     """`rows`, with the given dimension sharded over the axis too, as the minor one."""
     return tuple((*axes, axis_name) if i == dimension else axes for i, axes in enumerate(rows))
 
 
-def partition_spec(rows: Rows, *features: str | None) -> P:
+def partition_spec(rows: LeadingAxes, *features: str | None) -> P:
     """The spec of an array with these rows and feature dimensions."""
     return P(*(axes or None for axes in rows), *features)
 
 
-def _axes_of(spec: P) -> Rows:
+def _axes_of(spec: P) -> LeadingAxes:
     """The axes that each entry of a spec names."""
     return tuple(
         () if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec

@@ -1,4 +1,4 @@
-"""Finds gathers and sums over devices beside matmuls in any program, and overlaps them."""
+"""Overlap gathers and sums over devices with their matmuls, in any JAX program."""
 
 from collective_matmul.rewrite.report import FoundSite
 from collective_matmul.rewrite.transform import find_sites, overlap

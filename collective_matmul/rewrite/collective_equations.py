@@ -1,4 +1,4 @@
-"""The collectives that a site may have, whichever JAX version wrote them down."""
+"""The collectives that a site may have, independent of the JAX version that traced them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class Collective:
     """An equation that gathers or sums over one mesh axis.
 
     Attributes:
-      kind: which.
-      axis_name, devices: the axis and its size.
-      dimension: gathered, or scattered; None for psum.
-      tiled: whether it is cut by the devices or, if not, has one index for each.
+      kind: which collective it is.
+      axis_name: the mesh axis.
+      devices: the size of the axis.
+      dimension: the gathered or scattered dimension; None for psum.
+      tiled: whether `dimension` is concatenated or split over the devices. If not, each device
+        has one index of it.
     """
 
     kind: Kind
@@ -37,12 +39,12 @@ class Collective:
 
 
 def kind_of(equation: JaxprEqn) -> Kind | None:
-    """Which collective it is, if one of those that may be hidden under a matmul."""
+    """The kind of a collective that a matmul may hide; None for any other equation."""
     return _KINDS.get(equation.primitive.name)
 
 
 def collectives_in(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
-    """Those of any kind in jaxprs, at any depth."""
+    """Yields the equations with a `kind_of` in the jaxprs, at any depth."""
     for jaxpr in jaxprs:
         for equation in jaxpr.eqns:
             if kind_of(equation) is not None:
@@ -51,27 +53,32 @@ def collectives_in(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
 
 
 def axes_of(equation: JaxprEqn) -> tuple:
-    """The axes that a collective is over."""
+    """The mesh axes that a collective communicates over."""
     parameters = equation.params
     axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def collective_of(equation: JaxprEqn, axis_sizes: dict[str, int]) -> Collective | str:
-    """What the equation does, or why the ops cannot do it; `axis_sizes` of the manual axes."""
+    """Describes a collective, or says why the ops cannot execute it.
+
+    Args:
+      equation: an equation with a `kind_of`.
+      axis_sizes: the manual axes around the equation, with their sizes.
+    """
     kind, axes, parameters = kind_of(equation), axes_of(equation), equation.params
     assert kind is not None
     if len(axes) != 1:
         return f"it is over {len(axes)} axes, {axes}"
     (axis,) = axes
     if axis not in axis_sizes:
-        return f"{axis!r} is no axis of a shard_map here"
+        return f"{axis!r} is not an axis of a shard_map around it"
     if parameters.get("axis_index_groups") is not None:
         return "it is over groups of the axis (axis_index_groups)"
     if len(equation.invars) != 1:
         return f"it sums {len(equation.invars)} arrays at once"
     if equation.primitive.name == "all_gather_invariant":
-        return "what it gathers is typed as the same on all devices (to='invarying')"
+        return "its result is typed as the same on all devices (to='invarying')"
     name = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}.get(kind)
     dimension = None if name is None else parameters[name]
     return Collective(kind, axis, axis_sizes[axis], dimension, parameters.get("tiled", True))

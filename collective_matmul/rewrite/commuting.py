@@ -1,7 +1,7 @@
-"""What may stand between a collective and its matmul: operations that commute with the collective.
+"""Equations between a collective and its matmul that commute with the collective.
 
-Each is carried out on a shard instead of the whole array. A whole array is described by its shape
-and the dimension that is, or will be, divided over the devices.
+Each is executed on a shard instead of the whole array. A whole array is described by its shape and
+the dimension that is, or will be, divided over the devices.
 """
 
 from __future__ import annotations
@@ -19,16 +19,25 @@ from jax.extend.core import JaxprEqn
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 
 Shape = tuple[int, ...]
-#: Operations on each element that need nothing else.
-_ON_ELEMENTS = frozenset({"pvary", "name", "copy", "copy_p", "neg", "optimization_barrier"})
+#: Elementwise operations without other operands.
+_ELEMENTWISE = frozenset({"pvary", "name", "copy", "copy_p", "neg", "optimization_barrier"})
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 _OTHERS = frozenset({"transpose", "convert_element_type", "sharding_constraint"})
-_KEEPING = frozenset({"reshape", "merge", "name", "optimization_barrier", "copy", "copy_p"})
+#: Shard ops that keep the elements and their order in memory.
+_VALUE_PRESERVING = frozenset(
+    {"reshape", "merge", "name", "optimization_barrier", "copy", "copy_p"}
+)
 
 
 @dataclass(frozen=True)
-class Step:
-    """An operation on an array: equal steps do the same."""
+class ShardOp:
+    """An operation on a shard. Two that are equal compute the same.
+
+    Attributes:
+      name: of the primitive.
+      details: the parameters, comparable.
+      apply: executes the operation.
+    """
 
     name: str
     details: Any
@@ -36,18 +45,19 @@ class Step:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the elements stay the same and in the same order in memory."""
-        return self.name in _KEEPING
+        """Whether the elements and their order in memory stay the same."""
+        return self.name in _VALUE_PRESERVING
 
 
 @dataclass(frozen=True)
-class Passage:
-    """An equation that commutes with collectives, and how dimensions before and after correspond.
+class CommutingOp:
+    """An equation that commutes with collectives.
 
     Attributes:
-      operand: the array it passes on.
-      equation: itself.
-      shape_before, shape_after: of whole arrays.
+      operand: the array that it transforms.
+      equation: the equation itself.
+      shape_before: the whole array's shape before it.
+      shape_after: the whole array's shape after it.
     """
 
     operand: Atom
@@ -57,7 +67,7 @@ class Passage:
 
     @property
     def reshapes(self) -> bool:
-        """Whether it is a reshape, whichever primitive says so."""
+        """Whether it is a reshape, by whichever primitive."""
         return self.equation.primitive.name in _RESHAPES
 
     @property
@@ -66,28 +76,40 @@ class Passage:
             return None
         return tuple(self.equation.params["permutation"])
 
-    def leaving(self, dimension: int, devices: int) -> int | None:
-        """Where a dimension in `devices` blocks ends up, if blocks stay blocks."""
+    def dimension_after(self, dimension: int, devices: int) -> int | None:
+        """The result's dimension that corresponds to `dimension` of the operand.
+
+        None unless the `devices` blocks of that dimension stay contiguous blocks.
+        """
         if self.equation.primitive.name == "sharding_constraint":
             return None if _constrains(self.equation, dimension) else dimension
         if self._permutation:
             return self._permutation.index(dimension)
         return same_blocks(self.shape_before, dimension, self.shape_after, devices)
 
-    def entering(self, dimension: int, devices: int) -> int | None:
-        """Where a dimension in `devices` blocks comes from, if blocks were blocks."""
+    def dimension_before(self, dimension: int, devices: int) -> int | None:
+        """The operand's dimension that corresponds to `dimension` of the result.
+
+        None unless the `devices` blocks of that dimension were contiguous blocks.
+        """
         if self.equation.primitive.name == "sharding_constraint":
             return None if _constrains(self.equation, dimension) else dimension
         if self._permutation:
             return self._permutation[dimension]
         return same_blocks(self.shape_after, dimension, self.shape_before, devices)
 
-    def step(self, graph: Graph, dimension: int | None, devices: int) -> Step:
-        """The operation on a shard: `dimension`, of the result, has a `devices`-th of its size."""
+    def on_shard(self, graph: Graph, dimension: int | None, devices: int) -> ShardOp:
+        """The same operation on a shard.
+
+        Args:
+          graph: the dataflow that the equation is part of.
+          dimension: the result's dimension that is divided by `devices`; None if none is.
+          devices: the size of the axis.
+        """
         equation, name = self.equation, self.equation.primitive.name
         if self.reshapes:
             shape = divided(self.shape_after, dimension, devices)
-            return Step("reshape", shape, lambda array: lax.reshape(array, shape))
+            return ShardOp("reshape", shape, lambda array: lax.reshape(array, shape))
         if name in ("mul", "div"):
             (scalar,) = (atom for atom in equation.invars if atom is not self.operand)
             return _scale(name, np.asarray(graph.constant(scalar)))
@@ -97,17 +119,17 @@ class Passage:
             result = equation.primitive.bind(array, **params)
             return result[0] if equation.primitive.multiple_results else result
 
-        return Step(name, tuple(sorted((k, str(v)) for k, v in params.items())), apply)
+        return ShardOp(name, tuple(sorted((k, str(v)) for k, v in params.items())), apply)
 
 
-def passage(graph: Graph, equation: JaxprEqn) -> Passage | None:
-    """The equation as something to pass; None if it does not commute with collectives."""
+def commuting_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
+    """The equation as a `CommutingOp`; None if it does not commute with collectives."""
     name = equation.primitive.name
     if name in ("mul", "div"):
         operand = _scaled_operand(graph, equation)
         if operand is None:
             return None
-    elif name in _ON_ELEMENTS | _RESHAPES | _OTHERS and len(equation.invars) == 1:
+    elif name in _ELEMENTWISE | _RESHAPES | _OTHERS and len(equation.invars) == 1:
         (operand,) = equation.invars
     else:
         return None
@@ -116,13 +138,14 @@ def passage(graph: Graph, equation: JaxprEqn) -> Passage | None:
         return None
     if name == "reshape" and equation.params.get("dimensions") is not None:
         return None
-    return Passage(operand, equation, before, after)
+    return CommutingOp(operand, equation, before, after)
 
 
 def same_blocks(before: Shape, dimension: int, after: Shape, devices: int) -> int | None:
-    """The dimension of a reshaped array that is in the same `devices` blocks, if there is one.
+    """The dimension of a reshaped array that has the same `devices` blocks; None if none has.
 
-    In memory an array divided along a dimension is [what is before it, devices, the rest].
+    In memory, an array divided along a dimension is [product of the dimensions before, devices, the
+    rest].
     """
     outer = math.prod(before[:dimension])
     for i, size in enumerate(after):
@@ -132,12 +155,12 @@ def same_blocks(before: Shape, dimension: int, after: Shape, devices: int) -> in
 
 
 def divided(shape: Shape, dimension: int | None, devices: int) -> Shape:
-    """The shape of a shard."""
+    """The shape of a shard of an array of this shape; None divides no dimension."""
     return tuple(size // devices if i == dimension else size for i, size in enumerate(shape))
 
 
 def _scaled_operand(graph: Graph, equation: JaxprEqn) -> Atom | None:
-    """What is multiplied or divided by a constant, keeping its type."""
+    """The operand that a constant multiplies or divides, if the shape and dtype stay."""
     for scalar, operand in (equation.invars[::-1], equation.invars):
         if graph.constant(scalar) is not None and not (
             equation.primitive.name == "div" and scalar is equation.invars[0]
@@ -148,17 +171,17 @@ def _scaled_operand(graph: Graph, equation: JaxprEqn) -> Atom | None:
     return None
 
 
-def _scale(name: str, value: np.ndarray) -> Step:
+def _scale(name: str, value: np.ndarray) -> ShardOp:
     operation = lax.mul if name == "mul" else lax.div
 
     def apply(array: jax.Array) -> jax.Array:
         return operation(array, lax.full_like(array, value))
 
-    return Step(name, value.item(), apply)
+    return ShardOp(name, value.item(), apply)
 
 
 def _constrains(equation: JaxprEqn, dimension: int) -> bool:
-    """Whether a sharding constraint says how to lay a dimension: a shard's may not fit that."""
+    """Whether a sharding constraint lays out this dimension, which a shard may not allow."""
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
         return True

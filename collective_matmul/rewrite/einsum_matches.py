@@ -1,6 +1,6 @@
-"""Finds dots beside collectives that only einsums can carry out with them.
+"""Finds dots beside collectives that only `collective_einsum` can execute together.
 
-They have batch dimensions, or contract the dimension that is gathered.
+These dots have batch dimensions, or contract the dimension that is gathered.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.equation import Equation
 from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import Step
+from collective_matmul.rewrite.commuting import ShardOp
 from collective_matmul.rewrite.gathers import follow
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.matmuls import Shape, result_of, unfit
+from collective_matmul.rewrite.matmuls import Shape, result_of, unsupported_dot
 from collective_matmul.rewrite.sums import back_to_dot
 
 
 @dataclass(frozen=True)
 class EinsumMatch:
-    """A dot with one collective, which the einsums of `collective_matmul.einsum` do together.
+    """A collective and the one dot beside it, to be executed as a collective einsum.
 
     Attributes:
-      index: of the collective.
+      index: index of the collective's equation.
+      collective: the collective.
       einsum: what the dot computes.
-      operands: of the dot, in the einsum's order; the first is what is gathered, if anything is.
-      shape: of the second as the einsum has it, reshaped if need be.
-      result: of the site.
-      steps: on the shard gathered, or on that of the result.
-      consumed: equations that the site replaces.
+      operands: the dot's operands in the einsum's order. The first is the gathered one, if any is.
+      shape: the second operand's shape in the einsum, which may be a reshape of the array.
+      result: the variable that the site makes.
+      shard_ops: applied to the shard before the gather, or to the shard of the result.
+      consumed: indices of the equations that the site replaces.
     """
 
     index: int
@@ -41,35 +42,35 @@ class EinsumMatch:
     operands: tuple[Atom, Atom]
     shape: Shape
     result: Var
-    steps: tuple[Step, ...]
+    shard_ops: tuple[ShardOp, ...]
     consumed: frozenset[int]
 
     @property
     def matmuls(self) -> int:
-        """How many take part."""
+        """The number of matmuls in the site."""
         return 1
 
 
 def match_einsum(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
-    """The collective of equation `index` with a dot that is the only one to have to do with it."""
+    """Matches the collective with the only dot that uses or makes its array; None if it cannot."""
     if collective.kind == "all_gather":
-        return _of_gathered(graph, index, collective)
+        return _match_gather(graph, index, collective)
     if collective.kind == "reduce_scatter":
-        return _of_scattered(graph, index, collective)
+        return _match_scatter(graph, index, collective)
     return None
 
 
-def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
+def _match_gather(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
     chain, view = follow(graph, index, collective)
-    joined = None if isinstance(view, str) else _joined(view.base, view.shape)
-    if isinstance(view, str) or joined is None:
+    merged = None if isinstance(view, str) else _merged_dimensions(view.base, view.shape)
+    if isinstance(view, str) or merged is None:
         return None
     (root,) = graph.equations[chain[-1]].outvars
     dot = graph.only_user(root)
     if dot is None:
         return None
     equation = graph.equations[dot]
-    if equation.primitive.name != "dot_general" or unfit(equation):
+    if equation.primitive.name != "dot_general" or unsupported_dot(equation):
         return None
     if equation.invars[0] is equation.invars[1]:
         return None
@@ -78,7 +79,9 @@ def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatc
         return None
     result, casts = found
     side = 0 if equation.invars[0] is root else 1
-    labels, shapes = _apart(equation, side, [[view.base[i] for i in group] for group in joined])
+    labels, shapes = _split_labels(
+        equation, side, [[view.base[i] for i in group] for group in merged]
+    )
     return EinsumMatch(
         index,
         collective,
@@ -86,17 +89,17 @@ def _of_gathered(graph: Graph, index: int, collective: Collective) -> EinsumMatc
         (root, equation.invars[1 - side]),
         shapes[1 - side],
         result,
-        view.steps,
+        view.shard_ops,
         frozenset({*chain, dot, *casts}),
     )
 
 
-def _of_scattered(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
+def _match_scatter(graph: Graph, index: int, collective: Collective) -> EinsumMatch | None:
     found = back_to_dot(graph, index, collective)
     if isinstance(found, str):
         return None
     equation, path = found
-    if unfit(equation) or path.shape is not None or path.dimension is None:
+    if unsupported_dot(equation) or path.shape is not None or path.dimension is None:
         return None
     labels = _labels(equation)
     label = labels[2][path.dimension]
@@ -109,13 +112,13 @@ def _of_scattered(graph: Graph, index: int, collective: Collective) -> EinsumMat
         (a, b),
         tuple(type_of(b).shape),
         graph.equations[index].outvars[0],
-        path.steps[::-1],
+        path.shard_ops[::-1],
         frozenset(path.consumed),
     )
 
 
 def _labels(equation: JaxprEqn) -> tuple[str, str, str]:
-    """Of the dimensions of a dot's operands and of its result."""
+    """Einsum labels of a dot: of its two operands and of its result."""
     (contracted, batch) = equation.params["dimension_numbers"]
     letters = iter(string.ascii_letters)
     lhs, rhs = ([""] * type_of(atom).ndim for atom in equation.invars)
@@ -131,8 +134,11 @@ def _labels(equation: JaxprEqn) -> tuple[str, str, str]:
     return "".join(lhs), "".join(rhs), result
 
 
-def _joined(base: Shape, shape: Shape) -> list[list[int]] | None:
-    """Which dimensions of `base` each dimension of `shape` is made of, if they are only joined."""
+def _merged_dimensions(base: Shape, shape: Shape) -> list[list[int]] | None:
+    """For each dimension of `shape`, the dimensions of `base` that it merges.
+
+    None unless `shape` only merges neighbouring dimensions.
+    """
     groups, first = [], 0
     for size in shape:
         end = first + 1
@@ -145,10 +151,19 @@ def _joined(base: Shape, shape: Shape) -> list[list[int]] | None:
     return groups if first == len(base) else None
 
 
-def _apart(
+def _split_labels(
     equation: JaxprEqn, side: int, sizes: list[list[int]]
 ) -> tuple[tuple[str, str, str], tuple[Shape, Shape]]:
-    """Labels and shapes of a dot, with each dimension of one operand taken apart into `sizes`."""
+    """Labels and shapes of a dot, with the dimensions of one operand split.
+
+    Args:
+      equation: the dot.
+      side: the operand to split, 0 or 1.
+      sizes: for each of its dimensions, the sizes to split it into.
+
+    Returns:
+      The labels of both operands and the result, and the shapes of both operands.
+    """
     labels = _labels(equation)
     unused = iter(sorted(set(string.ascii_letters) - set("".join(labels))))
     names, parts = {}, {}

@@ -1,4 +1,4 @@
-"""Finds the matmuls that an all-gather feeds: one ring can gather and multiply."""
+"""Finds the matmuls that an all-gather feeds, which one ring can gather and multiply."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import Passage, Shape, Step, divided, passage
+from collective_matmul.rewrite.commuting import CommutingOp, Shape, ShardOp, commuting_op, divided
 from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
 
-#: What has matmuls inside but no gather from outside: each has its reason not to take one in.
+#: Why a gather does not move into equations that may hold its matmuls.
 _BORDERS = {
-    "scan": "a loop, which would gather in every step,",
-    "while": "a loop, which would gather in every step,",
+    "scan": "a loop, which would gather in every shard_op,",
+    "while": "a loop, which would gather in every shard_op,",
     "cond": "a branch, which may not be taken,",
     "custom_vjp_call": "a function with gradients of its own",
     "custom_jvp_call": "a function with gradients of its own",
@@ -27,170 +27,191 @@ _CONTRACTED = "its matmul contracts the gathered dimension"
 
 
 @dataclass(frozen=True)
-class View:
-    """What a variable is, told by the gathered array: `steps` on each shard, then a reshape.
+class GatheredView:
+    """How to compute a variable from the gathered array.
+
+    Apply `shard_ops` to each shard, gather, then reshape to `shape`.
 
     Attributes:
-      steps: from the shard that the program gathers to the one that the ring gathers.
-      base: shape of the whole that the ring gathers.
-      dimension: of base, which is divided.
-      shape: of the variable, with base's elements in base's order.
+      shard_ops: turn the shard that the program gathers into the one that the ring gathers.
+      base: shape of the whole array that the ring gathers.
+      dimension: the gathered dimension of `base`.
+      shape: shape of the variable; its elements are in the same order as in `base`.
     """
 
-    steps: tuple[Step, ...]
+    shard_ops: tuple[ShardOp, ...]
     base: Shape
     dimension: int
     shape: Shape
 
-    def after(self, graph: Graph, passed: Passage, devices: int) -> View | str:
-        """The view of what an equation makes of the variable."""
-        dimension = passed.leaving(self.dimension, devices) if self.shape == self.base else None
+    def after(self, graph: Graph, op: CommutingOp, devices: int) -> GatheredView | str:
+        """The view of the result of applying `op` to this variable; or why there is none."""
+        dimension = op.dimension_after(self.dimension, devices) if self.shape == self.base else None
         if dimension is not None:
-            step = passed.step(graph, dimension, devices)
-            return View((*self.steps, step), passed.shape_after, dimension, passed.shape_after)
-        if passed.reshapes:
-            return replace(self, shape=passed.shape_after)
-        name = passed.equation.primitive.name
+            shard_op = op.on_shard(graph, dimension, devices)
+            return GatheredView(
+                (*self.shard_ops, shard_op), op.shape_after, dimension, op.shape_after
+            )
+        if op.reshapes:
+            return replace(self, shape=op.shape_after)
+        name = op.equation.primitive.name
         if self.shape == self.base or name in ("transpose", "sharding_constraint"):
             return f"{name} mixes the gathered dimension with others"
-        step = passed.step(graph, None, devices)
-        return replace(self, steps=(*self.steps, step))
+        shard_op = op.on_shard(graph, None, devices)
+        return replace(self, shard_ops=(*self.shard_ops, shard_op))
 
 
 @dataclass(frozen=True)
-class Use:
-    """A dot that multiplies what was gathered.
+class GatheredDot:
+    """A dot that has the gathered array as an operand.
 
     Attributes:
-      index: of the dot.
-      matmul: x is what was gathered.
-      result, casts: the product in the operands' dtype, and the equations that cast it.
-      sums_rows: whether it contracts all but the last dimension, as weight gradients do.
-      view: of x as [*rows, K].
+      index: index of the dot's equation.
+      matmul: the dot, with the gathered operand as x.
+      result: the product in the operands' dtype.
+      casts: indices of the equations that cast the dot's output to `result`.
+      contracts_rows: whether it contracts all but x's last dimension, as weight gradients do.
+      view: view of x as [*rows, K].
     """
 
     index: int
     matmul: Matmul
     result: Var
     casts: tuple[int, ...]
-    sums_rows: bool
-    view: View
+    contracts_rows: bool
+    view: GatheredView
 
 
 @dataclass
 class GatherMatch:
-    """An all-gather, and what one ring can do of its uses.
+    """An all-gather and the dots that one ring can execute with it.
 
     Attributes:
-      index: of the gather.
-      root: what is gathered, once all that commutes with the gather is done before it.
-      view: of the root.
-      uses: the dots that multiply as the chunks arrive; all their x are one array.
-      later: dots that contract the rows, for which the ring keeps what it gathers.
-      chain: equations from the gather to the root.
-      between: equations from the root to dots, each after what it reads.
-      can_keep: whether the root can be had from what the ring gathers.
-      keeps_root: whether something else needs it.
+      index: index of the gather's equation.
+      collective: the gather.
+      root: the gathered array after the equations of `chain`.
+      view: view of the root.
+      dots: dots that multiply chunks as they arrive. Their x are one array.
+      wgrads: dots that contract the rows. They take the gathered chunks, which the ring keeps.
+      chain: indices of the equations from the gather to the root.
+      between: indices of the equations from the root to the dots, each after its producers.
+      can_recover_root: whether the root can be computed from what the ring gathers.
+      needs_root: whether something other than these dots uses the root.
     """
 
     index: int
     collective: Collective
     root: Var
-    view: View
-    uses: list[Use]
-    later: list[Use]
+    view: GatheredView
+    dots: list[GatheredDot]
+    wgrads: list[GatheredDot]
     chain: tuple[int, ...]
     between: list[int]
-    can_keep: bool
-    keeps_root: bool = False
+    can_recover_root: bool
+    needs_root: bool = False
 
     @property
     def matmuls(self) -> int:
-        """How many multiply as the chunks arrive."""
-        return len(self.uses)
+        """The number of matmuls that multiply chunks as they arrive."""
+        return len(self.dots)
 
 
 def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatch | str:
-    """The gather of equation `index` and its matmuls, or why it is left alone."""
+    """Matches the gather of equation `index` with its matmuls, or says why it is left alone."""
     devices = collective.devices
     chain, view = follow(graph, index, collective)
     if isinstance(view, str):
         return view
     (root,) = graph.equations[chain[-1]].outvars
     between: list[int] = []
-    found = list(uses_of(graph, root, view, devices, between))
-    uses = [use for use in found if isinstance(use, Use)]
-    reasons = [use for use in found if isinstance(use, str)]
-    products = [use for use in uses if not use.sums_rows]
+    found = list(dots_of(graph, root, view, devices, between))
+    dots = [dot for dot in found if isinstance(dot, GatheredDot)]
+    reasons = [dot for dot in found if isinstance(dot, str)]
+    products = [dot for dot in dots if not dot.contracts_rows]
     if not products:
-        reasons += [_CONTRACTED] * len(uses)
+        reasons += [_CONTRACTED] * len(dots)
         return " and ".join(dict.fromkeys(reasons)) or "nothing uses it"
-    (chosen, _), *_ = Counter(use.view for use in products).most_common(1)
+    (chosen, _), *_ = Counter(dot.view for dot in products).most_common(1)
     return GatherMatch(
         index,
         collective,
         root,
         view,
-        uses=[use for use in products if use.view == chosen],
-        later=[use for use in uses if use.view == chosen and use.sums_rows],
+        dots=[dot for dot in products if dot.view == chosen],
+        wgrads=[dot for dot in dots if dot.view == chosen and dot.contracts_rows],
         chain=chain,
         between=between,
-        can_keep=all(step.keeps_values for step in chosen.steps[len(view.steps) :]),
+        can_recover_root=all(
+            shard_op.keeps_values for shard_op in chosen.shard_ops[len(view.shard_ops) :]
+        ),
     )
 
 
-def follow(graph: Graph, index: int, collective: Collective) -> tuple[tuple[int, ...], View | str]:
-    """What was gathered, for as long as it has one use, which commutes with the gather.
+def follow(
+    graph: Graph, index: int, collective: Collective
+) -> tuple[tuple[int, ...], GatheredView | str]:
+    """Follows the gathered array through equations that commute with the gather.
+
+    Stops where the array has several users.
 
     Returns:
-      The equations from the gather on, and the view of what the last one makes; or why the next
-      one cannot be passed.
+      The indices of the equations, the gather's first, and the view of the last one's result; or,
+      in place of the view, why the next equation cannot be executed on shards.
     """
     (var,) = graph.equations[index].outvars
     dimension = collective.dimension
     assert dimension is not None
-    shape, steps = tuple(type_of(var).shape), ()
+    shape, shard_ops = tuple(type_of(var).shape), ()
     if not collective.tiled:
         local = divided(shape, dimension, collective.devices)
-        steps = (Step("reshape", local, lambda array: lax.reshape(array, local)),)
-    chain, view = [index], View(steps, shape, dimension, shape)
+        shard_ops = (ShardOp("reshape", local, lambda array: lax.reshape(array, local)),)
+    chain, view = [index], GatheredView(shard_ops, shape, dimension, shape)
     while (user := graph.only_user(var)) is not None:
-        passed = passage(graph, graph.equations[user])
-        if passed is None or passed.operand is not var:
+        op = commuting_op(graph, graph.equations[user])
+        if op is None or op.operand is not var:
             break
-        following = _widens(passed) or view.after(graph, passed, collective.devices)
-        if isinstance(following, str):
-            return (*chain,), following
+        after = _widens(op) or view.after(graph, op, collective.devices)
+        if isinstance(after, str):
+            return (*chain,), after
         chain.append(user)
-        (var,), view = graph.equations[user].outvars, following
+        (var,), view = graph.equations[user].outvars, after
     return (*chain,), view
 
 
-def uses_of(
-    graph: Graph, var: Var, view: View, devices: int, between: list[int]
-) -> Iterator[Use | str]:
-    """All uses of what was gathered: dots, or why something is none; notes what lies between."""
+def dots_of(
+    graph: Graph, var: Var, view: GatheredView, devices: int, between: list[int]
+) -> Iterator[GatheredDot | str]:
+    """Yields each dot that uses the gathered array, or why another use is not such a dot.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      var: the gathered array, or an array computed from it.
+      view: view of `var`.
+      devices: size of the axis.
+      between: filled with the indices of the equations between `var` and the dots.
+    """
     if var in graph.results:
         yield "what is gathered is a result"
     for index in graph.users(var):
         equation = graph.equations[index]
         if equation.primitive.name == "dot_general":
-            yield _use(graph, index, var, view)
+            yield _gathered_dot(graph, index, var, view)
             continue
-        passed = passage(graph, equation)
-        if passed is None or passed.operand is not var:
+        op = commuting_op(graph, equation)
+        if op is None or op.operand is not var:
             name = equation.primitive.name
             yield _BORDERS.get(name, name) + " uses what is gathered"
             continue
-        following = _widens(passed) or view.after(graph, passed, devices)
-        if isinstance(following, str):
-            yield following
+        after = _widens(op) or view.after(graph, op, devices)
+        if isinstance(after, str):
+            yield after
         else:
             between.append(index)
-            yield from uses_of(graph, equation.outvars[0], following, devices, between)
+            yield from dots_of(graph, equation.outvars[0], after, devices, between)
 
 
-def _use(graph: Graph, index: int, var: Var, view: View) -> Use | str:
+def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> GatheredDot | str:
+    """Describes a dot that uses `var`, or says why the ring cannot execute it."""
     equation = graph.equations[index]
     if equation.invars[0] is equation.invars[1]:
         return "what is gathered is multiplied by itself"
@@ -207,44 +228,51 @@ def _use(graph: Graph, index: int, var: Var, view: View) -> Use | str:
         depth = math.prod(matmul.free_shape)
         oriented = _as_rows(view, depth)
         if oriented is not None:
-            return Use(index, matmul, *result, sums_rows=True, view=oriented)
+            return GatheredDot(index, matmul, *result, contracts_rows=True, view=oriented)
     oriented = _oriented(view, matmul)
     if isinstance(oriented, str):
         return oriented
-    return Use(index, matmul, *result, sums_rows=False, view=oriented)
+    return GatheredDot(index, matmul, *result, contracts_rows=False, view=oriented)
 
 
-def _oriented(view: View, matmul: Matmul) -> View | str:
-    """The view with the contracted dimensions last, as one."""
+def _oriented(view: GatheredView, matmul: Matmul) -> GatheredView | str:
+    """The view with the contracted dimensions last and merged into one."""
     permutation = matmul.free + matmul.contracted
     if permutation != tuple(range(len(permutation))):
         if view.shape != view.base or view.dimension in matmul.contracted:
             return _CONTRACTED
         base = tuple(view.base[i] for i in permutation)
-        step = Step("transpose", permutation, lambda array: lax.transpose(array, permutation))
-        view = View((*view.steps, step), base, permutation.index(view.dimension), base)
+        shard_op = ShardOp(
+            "transpose", permutation, lambda array: lax.transpose(array, permutation)
+        )
+        view = GatheredView(
+            (*view.shard_ops, shard_op), base, permutation.index(view.dimension), base
+        )
     rows = _as_rows(view, matmul.depth)
     return rows if rows is not None else _CONTRACTED
 
 
-def _as_rows(view: View, depth: int) -> View | None:
-    """The view with its last dimensions, `depth` elements together, as one."""
+def _as_rows(view: GatheredView, depth: int) -> GatheredView | None:
+    """The view with its last dimensions merged into one of size `depth`; None if it cannot be."""
     for i in range(view.dimension + 1, len(view.base) + 1):
         if math.prod(view.base[i:]) == depth:
             return _merged(view, i, depth)
     return None
 
 
-def _merged(view: View, first: int, depth: int) -> View:
+def _merged(view: GatheredView, first: int, depth: int) -> GatheredView:
     base = (*view.base[:first], depth)
     if base == view.base:
         return replace(view, shape=base)
-    step = Step("merge", first, lambda array: lax.reshape(array, (*array.shape[:first], depth)))
-    return View((*view.steps, step), base, view.dimension, base)
+    shard_op = ShardOp(
+        "merge", first, lambda array: lax.reshape(array, (*array.shape[:first], depth))
+    )
+    return GatheredView((*view.shard_ops, shard_op), base, view.dimension, base)
 
 
-def _widens(passed: Passage) -> str | None:
-    equation = passed.equation
+def _widens(op: CommutingOp) -> str | None:
+    """Why a cast must not be executed before the gather; None if it may."""
+    equation = op.equation
     if equation.primitive.name != "convert_element_type":
         return None
     before, after = type_of(equation.invars[0]).dtype, type_of(equation.outvars[0]).dtype

@@ -1,4 +1,4 @@
-"""The dataflow of one jaxpr, and sites in it that one new equation list replaces."""
+"""The dataflow of one jaxpr."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-#: What an equation reads: a variable or a literal.
+#: An operand of an equation: a variable or a literal.
 Atom = Any
 
 
 class Graph:
-    """Who makes each variable of a jaxpr, and who uses it."""
+    """Producers and users of the variables of a jaxpr."""
 
     def __init__(self, jaxpr: Jaxpr):
         self.jaxpr = jaxpr
@@ -33,20 +33,20 @@ class Graph:
                     users.append(index)
 
     def producer(self, atom: Atom) -> int | None:
-        """The equation that makes it; None for an argument, a constant or a literal."""
+        """Index of the equation that makes `atom`; None for an argument, constant or literal."""
         return None if isinstance(atom, Literal) else self._producer.get(atom)
 
     def users(self, atom: Atom) -> list[int]:
-        """The equations that read it, each once, in order; of a literal, none."""
+        """Indices of the equations that read `atom`, each once, in order; none for a literal."""
         return [] if isinstance(atom, Literal) else self._users.get(atom, [])
 
     def only_user(self, atom: Atom) -> int | None:
-        """The one equation that reads it, if nothing else needs it."""
+        """Index of the one equation that reads `atom`; None if anything else needs it."""
         users = self.users(atom)
         return users[0] if len(users) == 1 and atom not in self.results else None
 
     def constant(self, atom: Atom) -> Any | None:
-        """The value of a scalar that is the same wherever it is read, or was broadcast from one."""
+        """The value of a scalar constant, or of an array broadcast from one; None otherwise."""
         if isinstance(atom, Literal):
             return atom.val if jnp.ndim(atom.val) == 0 else None
         index = self.producer(atom)
@@ -62,15 +62,15 @@ class Graph:
 
 
 def type_of(atom: Atom) -> Any:
-    """Its shape and dtype."""
+    """The abstract value: shape and dtype."""
     return atom.aval
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those that are no literals."""
+    """The atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def is_pure(equation: JaxprEqn) -> bool:
-    """Whether it may be moved: it does nothing but make its results, with other devices or not."""
+    """Whether the equation may be moved: it has no effect other than communication."""
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)

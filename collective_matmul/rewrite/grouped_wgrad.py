@@ -1,4 +1,4 @@
-"""Which weight gradients of one gathered array are computed in one launch, and when."""
+"""Groups the weight gradients of one gathered array into kernel launches, and schedules them."""
 
 from __future__ import annotations
 
@@ -8,85 +8,90 @@ from dataclasses import dataclass, replace
 from jax.extend.core import jaxprs_in_params
 
 from collective_matmul.rewrite.collective_equations import kind_of
-from collective_matmul.rewrite.commuting import passage
-from collective_matmul.rewrite.gathers import Use
+from collective_matmul.rewrite.commuting import commuting_op
+from collective_matmul.rewrite.gathers import GatheredDot
 from collective_matmul.rewrite.graph import Graph, is_pure, variables
 
 
 @dataclass(frozen=True)
-class Launch:
+class GroupedWgrad:
     """Dots that contract the rows of one gathered array [*rows, K] with others [*rows, N].
 
+    They are executed in one launch.
+
     Attributes:
-      uses: the dots, the last first: one, unless gathered_first. Gradients are made in the reverse
-        order of what they are gradients of.
-      gathered_first: whether the products are computed as [K, N] or as [N, K].
-      put_off: equations that need the products, and wait until they are ready.
-      tied: a sum over devices, neither of whose result nor of the products is used before the
-        other is there; None for no such sum.
+      dots: the dots, the last in the program first: gradients are made in the reverse order of
+        their weights. Exactly one unless `gathered_first`.
+      gathered_first: whether the products are computed as [K, N], not [N, K].
+      deferred: indices of the equations that use the products and wait until they are ready.
+      tied_sum: index of a sum over devices, or None. Neither its result nor the products are used
+        before both are ready.
     """
 
-    uses: tuple[Use, ...]
+    dots: tuple[GatheredDot, ...]
     gathered_first: bool
-    put_off: tuple[int, ...] = ()
-    tied: int | None = None
+    deferred: tuple[int, ...] = ()
+    tied_sum: int | None = None
 
     @property
     def position(self) -> int:
-        """It comes before the equation of this index."""
-        return self.uses[0].index
+        """The index of the equation before which the launch is inserted."""
+        return self.dots[0].index
 
     @property
-    def ready(self) -> int:
-        """The products are ready before the equation of this index."""
-        return self.position if self.tied is None else self.tied + 1
+    def ready_position(self) -> int:
+        """The index of the equation before which the products are ready."""
+        return self.position if self.tied_sum is None else self.tied_sum + 1
 
 
-def launches_of(graph: Graph, uses: Sequence[Use], fixed: Collection[int]) -> list[Launch]:
-    """All uses, each as soon as it can be, or a little later if that makes one of several.
+def group_wgrads(
+    graph: Graph, dots: Sequence[GatheredDot], fixed: Collection[int]
+) -> list[GroupedWgrad]:
+    """Groups the dots. Each is executed as early as possible, or later if that joins two groups.
 
     Args:
-      graph: of the jaxpr.
-      uses: that contract the rows of one array.
-      fixed: indices of equations that must not be put off.
+      graph: dataflow of the jaxpr.
+      dots: dots that contract the rows of one array.
+      fixed: indices of the equations that must not be deferred.
     """
-    launches: list[Launch] = []
-    for use in sorted(uses, key=lambda use: use.index):
-        launch = Launch((use,), _gathered_first(graph, use))
-        if launches and launches[-1].gathered_first and launch.gathered_first:
-            joined = _joined(graph, launches[-1], use, fixed)
+    later_wgrads: list[GroupedWgrad] = []
+    for dot in sorted(dots, key=lambda dot: dot.index):
+        group = GroupedWgrad((dot,), _gathered_first(graph, dot))
+        if later_wgrads and later_wgrads[-1].gathered_first and group.gathered_first:
+            joined = _joined(graph, later_wgrads[-1], dot, fixed)
             if joined is not None:
-                launches[-1] = joined
+                later_wgrads[-1] = joined
                 continue
-        launches.append(launch)
-    return launches
+        later_wgrads.append(group)
+    return later_wgrads
 
 
-def beside(graph: Graph, uses: Sequence[Use]) -> list[Launch]:
-    """Uses whose other operands are all there at once."""
-    firsts = tuple(use for use in reversed(uses) if _gathered_first(graph, use))
-    others = [Launch((use,), False) for use in uses if use not in firsts]
-    return [Launch(firsts, True), *others] if firsts else others
+def group_immediate(graph: Graph, dots: Sequence[GatheredDot]) -> list[GroupedWgrad]:
+    """Groups dots whose other operands are all available at once."""
+    firsts = tuple(dot for dot in reversed(dots) if _gathered_first(graph, dot))
+    others = [GroupedWgrad((dot,), False) for dot in dots if dot not in firsts]
+    return [GroupedWgrad(firsts, True), *others] if firsts else others
 
 
-def tied(graph: Graph, launch: Launch) -> Launch:
-    """The launch tied to the sum over devices of products of the same operands, if there is one.
+def tie_to_sum(graph: Graph, group: GroupedWgrad) -> GroupedWgrad:
+    """Ties the group to the sum over devices of products of the same operands, if there is one.
 
-    Those are the gradients of one gather's matmuls, which the ops tie for the same reason: XLA puts
-    off weight gradients, since nothing waits for them, and what they need takes memory until then.
+    These are the gradients of one gather's matmuls, and the ops tie them for the same reason:
+    nothing waits for weight gradients, so XLA would defer them and keep their operands in memory
+    until then.
     """
-    for index in graph.users(launch.uses[0].matmul.w):
+    for index in graph.users(group.dots[0].matmul.w):
         summed = _sum_of(graph, index)
-        if summed is None or summed < launch.position:
+        if summed is None or summed < group.position:
             continue
-        put_off = _waiting(graph, launch.uses, summed, ())
-        if put_off is not None:
-            return replace(launch, put_off=put_off, tied=summed)
-    return launch
+        deferred = _waiting(graph, group.dots, summed, ())
+        if deferred is not None:
+            return replace(group, deferred=deferred, tied_sum=summed)
+    return group
 
 
 def _sum_of(graph: Graph, index: int) -> int | None:
-    """The sum over devices that alone needs the product of a dot, or a sum that it is part of."""
+    """The index of the sum over devices that is the only use of a dot; None if there is none."""
     equation = graph.equations[index]
     if equation.primitive.name != "dot_general":
         return None
@@ -95,50 +100,52 @@ def _sum_of(graph: Graph, index: int) -> int | None:
         if kind_of(equation) == "reduce_scatter":
             return user
         added = equation.primitive.name in ("add", "add_any")
-        if not added and passage(graph, equation) is None:
+        if not added and commuting_op(graph, equation) is None:
             return None
     return None
 
 
-def _joined(graph: Graph, launch: Launch, use: Use, fixed: Collection[int]) -> Launch | None:
-    """The launch with one more dot; None if what needs its products cannot wait for that."""
-    put_off = _waiting(graph, launch.uses, use.index, fixed)
-    return None if put_off is None else Launch((use, *launch.uses), True, put_off)
+def _joined(
+    graph: Graph, group: GroupedWgrad, dot: GatheredDot, fixed: Collection[int]
+) -> GroupedWgrad | None:
+    """The group with one more dot; None if users of its products cannot wait for that dot."""
+    deferred = _waiting(graph, group.dots, dot.index, fixed)
+    return None if deferred is None else GroupedWgrad((dot, *group.dots), True, deferred)
 
 
 def _waiting(
-    graph: Graph, uses: Sequence[Use], last: int, fixed: Collection[int]
+    graph: Graph, dots: Sequence[GatheredDot], last: int, fixed: Collection[int]
 ) -> tuple[int, ...] | None:
-    """What needs the products and stands before the equation `last`; None if it cannot wait."""
-    made = {use.result for use in uses}
-    consumed = {index for use in uses for index in (use.index, *use.casts)}
-    put_off = []
-    for index in range(uses[-1].index + 1, last + 1):
+    """Equations before `last` that use the products and can wait; None if one cannot."""
+    made = {dot.result for dot in dots}
+    consumed = {index for dot in dots for index in (dot.index, *dot.casts)}
+    deferred = []
+    for index in range(dots[-1].index + 1, last + 1):
         equation = graph.equations[index]
         if index in consumed or made.isdisjoint(variables(equation.invars)):
             continue
         if index == last or index in fixed or not _can_wait(graph, index):
             return None
-        put_off.append(index)
+        deferred.append(index)
         made.update(equation.outvars)
-    return tuple(put_off)
+    return tuple(deferred)
 
 
 def _can_wait(graph: Graph, index: int) -> bool:
-    """Whether it is cheap, and no part of a site."""
+    """Whether the equation is cheap and not part of a site."""
     equation = graph.equations[index]
     if equation.primitive.name == "dot_general" or kind_of(equation) is not None:
         return False
     return is_pure(equation) and not any(jaxprs_in_params(equation.params))
 
 
-def _gathered_first(graph: Graph, use: Use) -> bool:
-    """Whether the result has the columns of what was gathered first, once it is transposed.
+def _gathered_first(graph: Graph, dot: GatheredDot) -> bool:
+    """Whether the result, once transposed, has the gathered array's columns first.
 
-    A transpose that a program has behind the dot then cancels with that of the product.
+    A transpose after the dot in the program then cancels with the transpose of the product.
     """
-    matmul, first = use.matmul, 0
-    user = graph.only_user(use.result)
+    matmul, first = dot.matmul, 0
+    user = graph.only_user(dot.result)
     if user is not None and graph.equations[user].primitive.name == "transpose":
         first = graph.equations[user].params["permutation"][0]
     if matmul.x_side == 0:

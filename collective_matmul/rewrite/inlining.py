@@ -1,4 +1,4 @@
-"""Opens calls of `jax.jit` that stand between a collective and its matmul."""
+"""Inlines calls of `jax.jit` between a collective and its matmul."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Iterator
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.rewrite.collective_equations import collectives_in, kind_of
-from collective_matmul.rewrite.commuting import passage
+from collective_matmul.rewrite.commuting import commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.report import is_named
 
 
 def inlined(graph: Graph) -> Graph:
-    """The jaxpr with such calls opened, and those within them; itself if there are none."""
-    while wanted := _between(graph):
+    """The jaxpr with those calls inlined, nested ones too; the same object if there are none."""
+    while wanted := _calls_to_inline(graph):
         jaxpr = graph.jaxpr
         equations: list[JaxprEqn] = []
         names: dict[Var, Atom] = {}
         for index, equation in enumerate(jaxpr.eqns):
             equation = equation.replace(invars=_renamed(equation.invars, names))
-            equations += _opened(equation, names) if index in wanted else [equation]
+            equations += _inline(equation, names) if index in wanted else [equation]
         outvars = _renamed(jaxpr.outvars, names)
         graph = Graph(jaxpr.replace(eqns=equations, outvars=outvars))
     return graph
 
 
-def _between(graph: Graph) -> set[int]:
-    """The calls that use what is gathered, make what is summed, or do either to their results."""
+def _calls_to_inline(graph: Graph) -> set[int]:
+    """Indices of calls that use a gathered array, or that make or use the operand of a sum."""
     found = {
         index
         for at, equation in enumerate(graph.equations)
         if kind_of(equation) is not None
         for index in _neighbours(graph, at)
-        if _can_open(graph.equations[index])
+        if _can_inline(graph.equations[index])
     }
-    calls = (index for index, equation in enumerate(graph.equations) if _can_open(equation))
+    calls = (index for index, equation in enumerate(graph.equations) if _can_inline(equation))
     found.update(i for i in calls if _reaches_outside(graph.equations[i].params["jaxpr"].jaxpr))
     return found
 
 
 def _neighbours(graph: Graph, index: int) -> set[int]:
-    """The equations next to a collective, but for what commutes with it."""
+    """Equations next to a collective, skipping those that commute with it."""
     equation = graph.equations[index]
     if kind_of(equation) == "all_gather":
         return set(_users(graph, equation.outvars[0]))
@@ -51,19 +51,19 @@ def _neighbours(graph: Graph, index: int) -> set[int]:
 def _users(graph: Graph, var: Var) -> Iterator[int]:
     for index in graph.users(var):
         equation = graph.equations[index]
-        if passage(graph, equation) is None:
+        if commuting_op(graph, equation) is None:
             yield index
         else:
             yield from _users(graph, equation.outvars[0])
 
 
 def _makers(graph: Graph, atom: Atom) -> Iterator[int | None]:
-    """Those of an array or of the terms that it is the sum of; None for an argument."""
+    """Producers of an array, or of the terms that it is the sum of; None for an argument."""
     index = graph.producer(atom)
     equation = None if index is None else graph.equations[index]
     if equation is None:
         yield None
-    elif (passed := passage(graph, equation)) is not None:
+    elif (passed := commuting_op(graph, equation)) is not None:
         yield from _makers(graph, passed.operand)
     elif equation.primitive.name in ("add", "add_any"):
         for operand in equation.invars:
@@ -73,7 +73,7 @@ def _makers(graph: Graph, atom: Atom) -> Iterator[int | None]:
 
 
 def _reaches_outside(jaxpr: Jaxpr) -> bool:
-    """Whether the matmul of a collective in a call may be outside of the call."""
+    """Whether a collective inside the call may have its matmul outside of it."""
     if not any(collectives_in([jaxpr])):
         return False
     graph = Graph(jaxpr)
@@ -83,7 +83,7 @@ def _reaches_outside(jaxpr: Jaxpr) -> bool:
         summed = kind_of(equation) in ("reduce_scatter", "psum")
         if summed and None in _makers(graph, equation.invars[0]):
             return True
-        if _can_open(equation) and _reaches_outside(equation.params["jaxpr"].jaxpr):
+        if _can_inline(equation) and _reaches_outside(equation.params["jaxpr"].jaxpr):
             return True
     return False
 
@@ -92,16 +92,16 @@ def _is_returned(graph: Graph, var: Var) -> bool:
     return var in graph.results or any(
         _is_returned(graph, graph.equations[index].outvars[0])
         for index in graph.users(var)
-        if passage(graph, graph.equations[index]) is not None
+        if commuting_op(graph, graph.equations[index]) is not None
     )
 
 
-def _can_open(equation: JaxprEqn) -> bool:
+def _can_inline(equation: JaxprEqn) -> bool:
     return is_plain_call(equation) and not equation.params["jaxpr"].consts
 
 
 def is_plain_call(equation: JaxprEqn) -> bool:
-    """Whether it is a call of `jax.jit` that asks for nothing but to be carried out."""
+    """Whether it is a call of `jax.jit` without shardings, compiler options or a special name."""
     if equation.primitive.name not in ("jit", "pjit") or is_named(equation):
         return False
     parameters = equation.params
@@ -110,8 +110,8 @@ def is_plain_call(equation: JaxprEqn) -> bool:
     return not (specified or parameters["compiler_options_kvs"])
 
 
-def _opened(equation: JaxprEqn, names: dict[Var, Atom]) -> list[JaxprEqn]:
-    """The equations of a call, under its name; `names` tells what its results are now."""
+def _inline(equation: JaxprEqn, names: dict[Var, Atom]) -> list[JaxprEqn]:
+    """The equations of a call, in its name scope; `names` receives what its results become."""
     jaxpr = equation.params["jaxpr"].jaxpr
     inside: dict[Var, Atom] = dict(zip(jaxpr.invars, equation.invars, strict=True))
     scope = equation.source_info.name_stack.extend(equation.params["name"])

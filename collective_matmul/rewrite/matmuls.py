@@ -1,4 +1,7 @@
-"""A `dot_general` as the matmul of the ops: x [..., K] times w [K, *N], whichever way it lies."""
+"""A `dot_general` as the matmul of the ops: x [..., K] times w [K, *N].
+
+The operands of the dot may have any order and any layout.
+"""
 
 from __future__ import annotations
 
@@ -19,80 +22,85 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Matmul:
-    """A dot without batch dimensions; `x_side` says which operand is x, 0 or 1."""
+    """A dot without batch dimensions.
+
+    Attributes:
+      equation: the `dot_general`.
+      x_side: which operand is x, 0 or 1.
+    """
 
     equation: JaxprEqn
     x_side: int
 
     @property
     def x(self) -> Atom:
-        """[..., m, ..., K], its dimensions in any order."""
+        """The operand [..., m, ..., K], its dimensions in any order."""
         return self.equation.invars[self.x_side]
 
     @property
     def w(self) -> Atom:
-        """[K, *N], its dimensions in any order."""
+        """The operand [K, *N], its dimensions in any order."""
         return self.equation.invars[1 - self.x_side]
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int]]:
-        """Dimensions of x and w contracted with each other, in x's order."""
+        """Pairs of contracted dimensions of x and w, in x's order."""
         contracted, _ = self.equation.params["dimension_numbers"]
         return sorted(zip(contracted[self.x_side], contracted[1 - self.x_side], strict=True))
 
     @cached_property
     def contracted(self) -> Shape:
-        """Dimensions of x."""
+        """The contracted dimensions of x."""
         return tuple(x for x, _ in self._pairs)
 
     @cached_property
     def free(self) -> Shape:
-        """Dimensions of x."""
+        """The other dimensions of x."""
         return tuple(i for i in range(self.x.aval.ndim) if i not in self.contracted)
 
     @cached_property
     def w_contracted(self) -> Shape:
-        """Dimensions of w, in the order of those of x."""
+        """The contracted dimensions of w, in the order of `contracted`."""
         return tuple(w for _, w in self._pairs)
 
     @cached_property
     def w_free(self) -> Shape:
-        """Dimensions of w."""
+        """The other dimensions of w."""
         return tuple(i for i in range(self.w.aval.ndim) if i not in self.w_contracted)
 
     @property
     def free_shape(self) -> Shape:
-        """Of x."""
+        """The sizes of x's free dimensions."""
         return tuple(self.x.aval.shape[i] for i in self.free)
 
     @property
     def columns_shape(self) -> Shape:
-        """*N."""
+        """*N, the sizes of w's free dimensions."""
         return tuple(self.w.aval.shape[i] for i in self.w_free)
 
     @property
     def depth(self) -> int:
-        """K."""
+        """K, the number of contracted elements."""
         return math.prod(self.x.aval.shape[i] for i in self.contracted)
 
     @property
     def columns(self) -> int:
-        """N."""
+        """N, the product of `columns_shape`."""
         return math.prod(self.columns_shape)
 
     @property
-    def w_lies_transposed(self) -> bool:
-        """Whether w is [*N, K] as it lies."""
+    def w_is_transposed(self) -> bool:
+        """Whether w is stored as [*N, K]."""
         return self.w_free + self.w_contracted == tuple(range(self.w.aval.ndim))
 
     @property
-    def moves_layout(self) -> bool:
-        """Whether w or the result has to be transposed for the ops."""
-        w_lies = self.w_contracted + self.w_free == tuple(range(self.w.aval.ndim))
-        return self.x_side == 1 or not (w_lies or self.w_lies_transposed)
+    def needs_transpose(self) -> bool:
+        """Whether the ops need w or the result transposed."""
+        w_is_plain = self.w_contracted + self.w_free == tuple(range(self.w.aval.ndim))
+        return self.x_side == 1 or not (w_is_plain or self.w_is_transposed)
 
     def weight(self, w: jax.Array, transposed: bool) -> jax.Array:
-        """W as a matrix [K, N], or [N, K]."""
+        """W as a matrix [K, N], or [N, K] if `transposed`."""
         first, second = self.w_contracted, self.w_free
         sizes = (self.depth, self.columns)
         if transposed:
@@ -105,9 +113,13 @@ class Matmul:
         return lax.reshape(x, (*x.shape[: len(self.free)], self.depth))
 
     def contraction(self, product: jax.Array, transposed: bool) -> jax.Array:
-        """The dot's result from xᵀ w [free, N] of an x whose rows it contracts, or from [N, free].
+        """The dot's result, where the dot is a weight gradient that contracts x's rows.
 
-        A transpose stands last, where it may cancel with one that follows the dot.
+        A transpose comes last, where it may cancel with one that follows the dot.
+
+        Args:
+          product: xᵀ w [free, N], or [N, free] if `transposed`.
+          transposed: the layout of `product`.
         """
         if not transposed:
             return self.result(product, self.free_shape)
@@ -118,7 +130,7 @@ class Matmul:
         return _transpose(product, (*range(columns, product.ndim), *range(columns)))
 
     def result(self, y: jax.Array, free_shape: Shape) -> jax.Array:
-        """The dot's result from y [..., N], where x's free dimensions have `free_shape`."""
+        """The dot's result from y [..., N]; `free_shape` are the sizes of x's free dimensions."""
         y = lax.reshape(y, (*free_shape, *self.columns_shape))
         if self.x_side == 0:
             return y
@@ -127,15 +139,15 @@ class Matmul:
 
 
 def matmul_of(equation: JaxprEqn, x_side: int) -> Matmul | str:
-    """The dot as a matmul of the ops, or why it is none."""
+    """The dot as a matmul of the ops, or why it is not one."""
     _, batch = equation.params["dimension_numbers"]
     if any(batch):
         return "its matmul has batch dimensions"
-    return unfit(equation) or Matmul(equation, x_side)
+    return unsupported_dot(equation) or Matmul(equation, x_side)
 
 
-def unfit(equation: JaxprEqn) -> str | None:
-    """Why no op carries out a dot, whichever its dimensions; None if one may."""
+def unsupported_dot(equation: JaxprEqn) -> str | None:
+    """Why no op can execute a dot, whatever its dimensions; None if one may."""
     parameters = equation.params
     x, w = map(type_of, equation.invars)
     if x.dtype != w.dtype:
@@ -152,9 +164,10 @@ def unfit(equation: JaxprEqn) -> str | None:
 
 
 def result_of(graph: Graph, equation: JaxprEqn) -> tuple[Var, tuple[int, ...]] | str:
-    """The variable that holds the product in the operands' dtype, and equations that only cast.
+    """The variable with the product in the operands' dtype, and the equations that only cast it.
 
-    A product accumulated and returned in a wider dtype, then cast, is rounded once, as by the ops.
+    A product that is accumulated and returned in a wider dtype and then cast is rounded once, as by
+    the ops. Returns the reason where there is no such variable.
     """
     (var,) = equation.outvars
     dtype, result_dtype = type_of(equation.invars[0]).dtype, type_of(var).dtype

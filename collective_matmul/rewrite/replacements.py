@@ -1,4 +1,4 @@
-"""A matched site as a function of arrays: what takes the place of its equations."""
+"""Builds, for each matched site, the functions that replace its equations."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from collective_matmul.gradients import (
     weight_gradients,
     whole_of,
 )
-from collective_matmul.rewrite.commuting import Step, divided
+from collective_matmul.rewrite.commuting import ShardOp, divided
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Atom, type_of
-from collective_matmul.rewrite.grouped_wgrad import Launch
+from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.site_selection import Match, Placed
+from collective_matmul.rewrite.site_selection import Match, PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
 from collective_matmul.source_location import SourceLocation
 
 
 @dataclass(frozen=True)
-class Handle:
-    """Stands for what a site keeps, where a variable would stand: a pytree of arrays.
+class ResidualRef:
+    """A placeholder for a pytree of arrays that one replacement makes and others read.
 
     Attributes:
-      index: of the gather, or of the launch.
+      index: index of the gather, or position of the group of weight gradients.
       name: "gathered" or "products".
     """
 
@@ -48,13 +48,13 @@ class Handle:
 
 @dataclass
 class Replacement:
-    """New equations for those of a site.
+    """A function that replaces equations of a site.
 
     Attributes:
-      position: they come before the equation of this index; None for the site's own position.
-      inputs: atoms or handles, the arguments of `fun`.
-      outputs: variables or handles, the results of `fun`.
-      fun: arrays to a tuple of arrays, or of what a handle stands for.
+      position: index of the equation before which it is inserted; None for the site's own position.
+      inputs: atoms or `ResidualRef`s, the arguments of `fun`.
+      outputs: variables or `ResidualRef`s, the results of `fun`.
+      fun: maps the arguments to a tuple of results, each an array or the pytree of a `ResidualRef`.
     """
 
     position: int | None
@@ -64,128 +64,143 @@ class Replacement:
 
 
 def gather_replacements(
-    placed: Placed, shard: Atom, implementation: str | None, source: SourceLocation | None
+    placed: PlacedMatch, shard: Atom, implementation: str | None, source: SourceLocation | None
 ) -> list[Replacement]:
-    """The gather with all matmuls that it can have, those that come later, and the whole if needed.
+    """The gather with its matmuls, its later weight gradients, and the whole array if needed.
 
-    No product is used before the weight gradients beside it are there, as in the ops' backwards.
+    Like the backwards of the ops, products are not used before the weight gradients that are
+    computed with the gather are ready.
+
+    Args:
+      placed: the site, a `GatherMatch`.
+      shard: the array that the program gathers, [..., m, ...] per device.
+      implementation: as the ops take it.
+      source: the user's line that the gather comes from.
     """
     match = placed.match
     assert isinstance(match, GatherMatch)
-    collective, uses = match.collective, match.uses
-    view = uses[0].view
-    later = bool(placed.launches) or match.keeps_root
+    collective, dots = match.collective, match.dots
+    view = dots[0].view
+    keep = bool(placed.later_wgrads) or match.needs_root
     call = OpParams(
         collective.axis_name,
         view.dimension,
         implementation,
-        transpose_w=all(use.matmul.w_lies_transposed for use in uses),
-        keep_gathered=later or bool(placed.beside),
+        transpose_w=all(dot.matmul.w_is_transposed for dot in dots),
+        keep_gathered=keep or bool(placed.immediate_wgrads),
         source=source,
         replaces=collective.kind,
     )
-    handle = Handle(match.index)
-    beside = [use for launch in placed.beside for use in launch.uses]
+    residual = ResidualRef(match.index)
+    wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
 
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
-        ws, others = operands[: len(uses)], iter(operands[len(uses) :])
-        matrices = [u.matmul.weight(w, call.transpose_w) for u, w in zip(uses, ws, strict=True)]
-        ys, gathered = gather_matmul(replay(view.steps, shard), tuple(matrices), call)
-        products = [_products(launch, gathered, others) for launch in placed.beside]
+        ws, others = operands[: len(dots)], iter(operands[len(dots) :])
+        matrices = [d.matmul.weight(w, call.transpose_w) for d, w in zip(dots, ws, strict=True)]
+        ys, gathered = gather_matmul(apply_shard_ops(view.shard_ops, shard), tuple(matrices), call)
+        products = [_products(group, gathered, others) for group in placed.immediate_wgrads]
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
         results: list[Any] = [
-            use.matmul.result(y, use.matmul.free_shape) for use, y in zip(uses, ys, strict=True)
+            dot.matmul.result(y, dot.matmul.free_shape) for dot, y in zip(dots, ys, strict=True)
         ]
-        for launch, made in zip(placed.beside, products, strict=True):
-            results += _results(launch, made)
-        return (*results, *[gathered] * later)
+        for group, made in zip(placed.immediate_wgrads, products, strict=True):
+            results += _results(group, made)
+        return (*results, *[gathered] * keep)
 
-    inputs = [shard, *(use.matmul.w for use in (*uses, *beside))]
-    outputs = [*(use.result for use in (*uses, *beside)), *[handle] * later]
+    inputs = [shard, *(dot.matmul.w for dot in (*dots, *wgrads))]
+    outputs = [*(dot.result for dot in (*dots, *wgrads)), *[residual] * keep]
     replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
-    replacements += launched(placed.launches, handle, {})
-    if match.keeps_root:
+    replacements += wgrad_replacements(placed.later_wgrads, residual, {})
+    if match.needs_root:
         shape = type_of(match.root).shape
 
         def whole(gathered: GatherResidual) -> tuple[jax.Array]:
             return (lax.reshape(whole_of(gathered, view.dimension), shape),)
 
-        replacements.append(Replacement(None, [handle], [match.root], whole))
+        replacements.append(Replacement(None, [residual], [match.root], whole))
     return replacements
 
 
-def launched(
-    launches: Sequence[Launch],
-    handle: Handle,
+def wgrad_replacements(
+    groups: Sequence[GroupedWgrad],
+    residual: ResidualRef,
     sums: Mapping[int | None, tuple[Sequence[Var], Sequence[Var]]],
 ) -> list[Replacement]:
-    """Matmuls that contract the rows of what was gathered with those of other arrays.
+    """Weight gradients: matmuls that contract the gathered array's rows with those of other arrays.
 
-    `sums` has, of those over devices that launches are tied to, the result and what is read in its
-    place; each is one variable.
+    Args:
+      groups: the weight gradients, by launch.
+      residual: what the ring gathered.
+      sums: for each sum over devices that a group is tied to, by index, its result and the variable
+        that the program reads in its place, each in a sequence of one.
     """
     replacements = []
-    for launch in launches:
-        products = Handle(launch.position, "products")
-        inputs = [handle, *(use.matmul.w for use in launch.uses)]
-        outputs = [use.result for use in launch.uses]
-        summed, read = sums.get(launch.tied, ((), ()))
+    for group in groups:
+        products = ResidualRef(group.position, "products")
+        inputs = [residual, *(dot.matmul.w for dot in group.dots)]
+        outputs = [dot.result for dot in group.dots]
+        summed, read = sums.get(group.tied_sum, ((), ()))
         replacements += [
-            Replacement(launch.position, inputs, [products], _contracting(launch)),
-            Replacement(launch.ready, [products, *summed], [*read, *outputs], _finishing(launch)),
+            Replacement(group.position, inputs, [products], _compute_products(group)),
+            Replacement(
+                group.ready_position,
+                [products, *summed],
+                [*read, *outputs],
+                _finish_products(group),
+            ),
         ]
     return replacements
 
 
-def _contracting(launch: Launch) -> Callable[..., tuple]:
+def _compute_products(group: GroupedWgrad) -> Callable[..., tuple]:
     def weight_gradients(gathered: GatherResidual, *others: jax.Array) -> tuple:
-        return (_products(launch, gathered, iter(others)),)
+        return (_products(group, gathered, iter(others)),)
 
     return weight_gradients
 
 
-def _finishing(launch: Launch) -> Callable[..., tuple]:
-    def weight_gradients_as_they_lie(products: list[jax.Array], *sums: jax.Array) -> tuple:
+def _finish_products(group: GroupedWgrad) -> Callable[..., tuple]:
+    def finished_weight_gradients(products: list[jax.Array], *sums: jax.Array) -> tuple:
         if sums:
             sums, products = lax.optimization_barrier((sums, products))
-        return (*sums, *_results(launch, products))
+        return (*sums, *_results(group, products))
 
-    return weight_gradients_as_they_lie
+    return finished_weight_gradients
 
 
 def _products(
-    launch: Launch, gathered: GatherResidual, others: Iterator[jax.Array]
+    group: GroupedWgrad, gathered: GatherResidual, others: Iterator[jax.Array]
 ) -> list[jax.Array]:
-    """What a launch computes: matrices. It takes its other operands."""
-    view, matmuls = launch.uses[0].view, [use.matmul for use in launch.uses]
+    """The matrices that a group computes. Takes the other operands from `others`."""
+    view, matmuls = group.dots[0].view, [dot.matmul for dot in group.dots]
     rows = []
     for matmul in matmuls:
         matrix = matmul.weight(next(others), transposed=False)
         rows.append(lax.reshape(matrix, (*view.base[:-1], matmul.columns)))
-    if launch.gathered_first:
+    if group.gathered_first:
         return list(weight_gradients(gathered, (*rows,), view.dimension))
     return list(weight_gradients(rows[0], (gathered,), view.dimension))
 
 
-def _results(launch: Launch, products: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of the dots, from their products."""
+def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of the dots, in the layouts of the program, from the products."""
     return [
-        use.matmul.contraction(product, transposed=not launch.gathered_first)
-        for use, product in zip(launch.uses, products, strict=True)
+        dot.matmul.contraction(product, transposed=not group.gathered_first)
+        for dot, product in zip(group.dots, products, strict=True)
     ]
 
 
 def sum_replacement(
     match: SumMatch, result: Var, implementation: str | None, source: SourceLocation | None
 ) -> Replacement:
-    """The matmuls with their sum over devices."""
+    """The matmuls and the sum over devices of their products, by one op."""
     collective, terms, rows = match.collective, match.terms, match.rows
     call = OpParams(
         collective.axis_name,
         match.dimension,
         implementation,
-        transpose_w=collective.kind != "psum" and all(term.w_lies_transposed for term in terms),
+        transpose_w=collective.kind != "psum" and all(term.w_is_transposed for term in terms),
         source=source,
         replaces=collective.kind,
     )
@@ -197,7 +212,7 @@ def sum_replacement(
             ((term, _, w),) = pairs
             x, w = pvary_all(call.axis_name, xs[0], term.weight(w, False))
             y = matmul_all_reduce(x, w, call)
-            return (replay(match.path.steps[::-1], term.result(y, term.free_shape)),)
+            return (apply_shard_ops(match.path.shard_ops[::-1], term.result(y, term.free_shape)),)
         assert match.dimension is not None and match.path.dimension is not None
         ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
         y = matmul_scatter(tuple(xs), tuple(ws), call)
@@ -205,7 +220,7 @@ def sum_replacement(
             y = terms[0].result(y, divided(rows, match.dimension, collective.devices))
         else:
             y = lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
-        return (replay(match.path.steps[::-1], y),)
+        return (apply_shard_ops(match.path.shard_ops[::-1], y),)
 
     inputs = [atom for term in terms for atom in (term.x, term.w)]
     return Replacement(None, inputs, [result], matmul_sum)
@@ -214,56 +229,56 @@ def sum_replacement(
 def einsum_replacement(
     match: EinsumMatch, shard: Atom, implementation: str | None, source: SourceLocation | None
 ) -> Replacement:
-    """The dot with its gather or its scatter."""
+    """The dot and its gather or scatter, by one collective einsum."""
     collective = match.collective
     gathers = collective.kind == "all_gather"
     call = OpParams(
         collective.axis_name, None, implementation, source=source, replaces=collective.kind
     )
 
-    def of_gathered(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
-        a, b = replay(match.steps, shard), lax.reshape(b, match.shape)
+    def gather_einsum(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+        a, b = apply_shard_ops(match.shard_ops, shard), lax.reshape(b, match.shape)
         y = einsum_of_gathered(*pvary_all(call.axis_name, a, b), match.einsum, call)
         return (lax.reshape(y, type_of(match.result).shape),)
 
-    def scattered(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+    def einsum_scatter(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         y = einsum_scattered(*pvary_all(call.axis_name, a, b), match.einsum, call)
-        return (replay(match.steps, y),)
+        return (apply_shard_ops(match.shard_ops, y),)
 
     a, b = match.operands
     inputs = [shard if gathers else a, b]
-    return Replacement(None, inputs, [match.result], of_gathered if gathers else scattered)
+    return Replacement(None, inputs, [match.result], gather_einsum if gathers else einsum_scatter)
 
 
-def replay(steps: Sequence[Step], array: jax.Array) -> jax.Array:
-    """Carries out the steps."""
-    for step in steps:
-        array = step.apply(array)
+def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array:
+    """Applies the ops to a shard, in order."""
+    for shard_op in shard_ops:
+        array = shard_op.apply(array)
     return array
 
 
-def signature(placed: Placed, replacements: Sequence[Replacement]) -> tuple:
-    """Equal for sites that the same equations can replace, but for their variables."""
+def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
+    """A key that is equal for sites whose replacements differ only in variables."""
     match = placed.match
     types = tuple(
         type_of(item)
         for replacement in replacements
         for item in (*replacement.inputs, *replacement.outputs)
-        if not isinstance(item, Handle)
+        if not isinstance(item, ResidualRef)
     )
     if isinstance(match, EinsumMatch):
-        return match.collective, match.einsum, match.shape, match.steps, types
+        return match.collective, match.einsum, match.shape, match.shard_ops, types
     if isinstance(match, SumMatch):
         return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
-    launches = (*placed.beside, *placed.launches)
-    uses = (*match.uses, *(use for launch in launches for use in launch.uses))
+    groups = (*placed.immediate_wgrads, *placed.later_wgrads)
+    dots = (*match.dots, *(dot for group in groups for dot in group.dots))
     return (
         match.collective,
-        match.keeps_root,
+        match.needs_root,
         types,
-        tuple((use.view, use.sums_rows, _dimensions(use.matmul)) for use in uses),
-        len(placed.beside),
-        tuple((len(launch.uses), launch.gathered_first) for launch in launches),
+        tuple((dot.view, dot.contracts_rows, _dimensions(dot.matmul)) for dot in dots),
+        len(placed.immediate_wgrads),
+        tuple((len(group.dots), group.gathered_first) for group in groups),
     )
 
 
@@ -271,13 +286,13 @@ def _dimensions(matmul: Matmul) -> tuple:
     return matmul.x_side, matmul.equation.params["dimension_numbers"], type_of(matmul.x)
 
 
-def moves_layout(match: Match) -> bool:
-    """Whether arrays are transposed for the op that were not before."""
+def needs_transpose(match: Match) -> bool:
+    """Whether the op transposes arrays that the program does not."""
     if isinstance(match, EinsumMatch):
-        return False  # As they lie, chunk by chunk.
+        return False  # Einsums multiply chunks in the layout of the program.
     if isinstance(match, SumMatch):
-        return any(term.moves_layout or _transposes_x(term) for term in match.terms)
-    return any(use.matmul.moves_layout or _transposes_x(use.matmul) for use in match.uses)
+        return any(term.needs_transpose or _transposes_x(term) for term in match.terms)
+    return any(dot.matmul.needs_transpose or _transposes_x(dot.matmul) for dot in match.dots)
 
 
 def _transposes_x(matmul: Matmul) -> bool:

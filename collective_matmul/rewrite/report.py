@@ -1,4 +1,4 @@
-"""What was found in a program, and what was done about it."""
+"""Reports of the collectives found in a program and of what was done about each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from collective_matmul.rewrite.collective_equations import Kind, axes_of, kind_o
 from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library
 
-#: The name scope of what takes a site's place; profiles show it.
+#: The name scope of a site's replacement, which profiles show.
 NAME = "collective_matmul.overlap"
 _LIBRARY = Path(__file__).parents[1]
-_OWN_CODE = (
-    str(_LIBRARY / "implementations"),
-    str(_LIBRARY / "kernels"),
-    str(_LIBRARY / "gradients.py"),
-    str(_LIBRARY / "ops.py"),
-    str(_LIBRARY / "_compat.py"),
+#: Code that traces the equations of ops: collectives in them are already part of a site.
+_OWN_CODE = tuple(
+    str(_LIBRARY / name)
+    for name in (
+        "backends",
+        "mosaic_gpu",
+        "gradients.py",
+        "einsum_execution.py",
+        "ops.py",
+        "_compat.py",
+    )
 )
 
 
@@ -32,11 +37,11 @@ class FoundSite:
 
     Attributes:
       kind: "all_gather", "reduce_scatter" or "psum".
-      source: where in the user's program; None if that was not recorded.
-      shapes: the local array and the axis, to be read.
-      matmuls: how many matmuls take part; 0 where it is left alone.
-      decision: what carries it out; None where it is left alone.
-      reason: why that, or why it is left alone.
+      source: the user's line; None if JAX did not record it.
+      shapes: the operand, local to a device, and the axis, as text.
+      matmuls: the number of matmuls in the site; 0 if it is left alone.
+      decision: what executes the site; None if it is left alone.
+      reason: why that was chosen, or why the site is left alone.
     """
 
     kind: Kind
@@ -48,19 +53,19 @@ class FoundSite:
 
     @property
     def replaced(self) -> bool:
-        """Whether an op of this library takes its place."""
+        """Whether an op of this library replaces it."""
         return self.decision is not None
 
     @property
     def line(self) -> Line:
-        """It in a table."""
+        """Its line in a table."""
         if self.decision is not None:
             return line_of(self.decision)
         return Line(self.source, "", self.kind, self.shapes, "left alone", self.reason)
 
 
 def table(sites: Sequence[FoundSite]) -> str:
-    """What was done about each site, as `collective_matmul.explain` says it."""
+    """A table of the sites, in the format of `collective_matmul.explain`."""
     return format_table(site.line for site in sites)
 
 
@@ -70,13 +75,13 @@ def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
 
 
 def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
-    """The report of a collective that an op takes the place of; its decision is recorded."""
+    """The report of a collective that an op replaces. Records the decision."""
     record(decision)
     return _site(equation, matmuls, decision, decision.reason)
 
 
 def source_of(equation: JaxprEqn) -> SourceLocation | None:
-    """The user's line that an equation comes from."""
+    """The line of the user's program that an equation comes from."""
     for frame in _frames(equation):
         if not is_library(frame.file_name):
             return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
@@ -84,14 +89,14 @@ def source_of(equation: JaxprEqn) -> SourceLocation | None:
 
 
 def is_ours(equation: JaxprEqn) -> bool:
-    """Whether an op of this library traced the equation: it is part of a site already."""
+    """Whether an op of this library traced the equation, which then is part of a site already."""
     return is_named(equation) or any(
         frame.file_name.startswith(_OWN_CODE) for frame in _frames(equation)
     )
 
 
 def is_named(equation: JaxprEqn) -> bool:
-    """Whether the equation is what took a site's place, or was made from that."""
+    """Whether the equation replaces part of a site, or was derived from such an equation."""
     return NAME in str(equation.source_info.name_stack)
 
 

@@ -1,4 +1,4 @@
-"""Finds the sites of a program at any depth, and rewrites the jaxprs on the way to them."""
+"""Rewrites the jaxprs of a program: finds sites at any depth and replaces them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from collective_matmul.rewrite.replacements import (
     Replacement,
     einsum_replacement,
     gather_replacements,
-    moves_layout,
+    needs_transpose,
     signature,
     sum_replacement,
 )
@@ -31,16 +31,22 @@ from collective_matmul.rewrite.report import (
     replaced_by,
     source_of,
 )
-from collective_matmul.rewrite.residuals import Crossing, Residual, residuals_of
+from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
 from collective_matmul.rewrite.rules import rewritten_rules
 from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.site_selection import Match, Placed, Plan
-from collective_matmul.rewrite.splice import TracedSite, Tracing, put_in_place, splice, trace
+from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
+from collective_matmul.rewrite.splice import (
+    TracedReplacements,
+    TracedSite,
+    instantiate,
+    splice,
+    trace,
+)
 from collective_matmul.rewrite.sums import SumMatch, match_sum
 from collective_matmul.source_location import SourceLocation
 
-#: Calls, loops and branches: each carries out jaxprs among its parameters, and what those read and
-#: return is all that it depends on.
+#: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
+#: nothing but what these read and return.
 _ENTERED = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"}
     | {"scan", "while", "cond", "custom_vjp_call", "custom_jvp_call"}
@@ -54,8 +60,9 @@ class Rewriter:
       found: every gather and sum over devices, in the order of the program.
 
     Args:
-      implementation: requested for all sites, or None.
-      axis_sizes: the axes of the shard_maps around the jaxprs, where they are traced inside.
+      implementation: as the ops take it; for all sites.
+      axis_sizes: the manual axes around the jaxprs, with their sizes, if they are traced inside a
+        shard_map.
     """
 
     def __init__(self, implementation: str | None = None, axis_sizes: dict[str, int] | None = None):
@@ -64,53 +71,53 @@ class Rewriter:
         self._axis_sizes = axis_sizes or {}
         self._shard_maps: tuple = ()
         self._done: dict[tuple, tuple[Any, Any]] = {}
-        self._traced: dict[tuple, Tracing] = {}
-        #: Of the jaxprs that were made, by their ids.
-        self._residuals: dict[int, list[Residual]] = {}
-        self._crossed: dict[tuple, Any] = {}
+        self._traced: dict[tuple, TracedReplacements] = {}
+        #: Chunked residuals of the jaxprs that were made, by the ids of these.
+        self._residuals: dict[int, list[ChunkedResidual]] = {}
+        self._forwarded: dict[tuple, Any] = {}
 
-    def rewritten(self, jaxpr: Any) -> Any:
-        """A jaxpr, closed or not, with its sites replaced; the same object where there are none."""
+    def rewrite(self, jaxpr: Any) -> Any:
+        """A jaxpr, closed or not, with its sites replaced; the same object if it has none."""
         key = id(jaxpr), self._shard_maps
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             new, residuals = inner, []
             if any(collectives_in([inner])):
-                new, residuals = self._rewritten(inner)
+                new, residuals = self._rewrite_jaxpr(inner)
             if new is inner:
                 new = jaxpr
             elif inner is not jaxpr:
                 new = jaxpr.replace(jaxpr=new)
-            # The original is kept, so that its id stays its own.
+            # Keep the original alive, so that no other object gets its id.
             self._done[key] = jaxpr, new
             self._residuals[id(new)] = residuals
         return self._done[key][1]
 
-    def _rewritten(self, original: Jaxpr) -> tuple[Jaxpr, list[Residual]]:
+    def _rewrite_jaxpr(self, original: Jaxpr) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
         if self._axis_sizes:
-            graph = self._brought_together(graph)
-        equations = self._insides(graph)
-        sites = self._sites(graph) if self._axis_sizes else []
+            graph = self._bring_together(graph)
+        equations = self._rewrite_inner(graph)
+        sites = self._select_sites(graph) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
             return graph.jaxpr, []
         jaxpr = splice(graph, equations, sites)
         return jaxpr, residuals_of(graph, sites, jaxpr)
 
-    def _brought_together(self, graph: Graph) -> Graph:
-        """With calls opened or entered, if that makes more matmuls meet their collectives."""
-        opened = inlined(graph)
-        if opened is not graph and self._matches_in(opened) > self._matches_in(graph):
-            graph = opened
+    def _bring_together(self, graph: Graph) -> Graph:
+        """Inlines calls and moves collectives into checkpoints where that adds sites."""
+        inlined_graph = inlined(graph)
+        if inlined_graph is not graph and self._matches_in(inlined_graph) > self._matches_in(graph):
+            graph = inlined_graph
         for index in reversed(sinkable(graph)):
-            entered = sunk(graph, index)
-            if self._matches_in(entered) > self._matches_in(graph):
-                graph = entered
+            sunk_graph = sunk(graph, index)
+            if self._matches_in(sunk_graph) > self._matches_in(graph):
+                graph = sunk_graph
         return graph
 
     def _matches_in(self, graph: Graph) -> int:
-        """The sites of a jaxpr and of the calls in it that may be opened or entered."""
+        """The number of sites in a jaxpr, and in the calls and checkpoints that it holds."""
         number = 0
         for index, equation in enumerate(graph.equations):
             if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
@@ -121,29 +128,29 @@ class Rewriter:
                 number += not isinstance(self._match(graph, index), str)
         return number
 
-    def _insides(self, graph: Graph) -> list[JaxprEqn]:
-        """The equations with the jaxprs that they carry out rewritten."""
-        crossing = Crossing(graph, self._crossed)
+    def _rewrite_inner(self, graph: Graph) -> list[JaxprEqn]:
+        """The equations of a jaxpr, with the jaxprs that they execute rewritten."""
+        forwarding = ResidualForwarding(graph, self._forwarded)
         equations = []
         calls = []
         for index, equation in enumerate(graph.equations):
             if _has_jaxprs(equation):
                 calls.append(index)
-                equation = self._inside(crossing.receiving(index, equation))
+                equation = self._rewrite_equation(forwarding.with_chunk_arguments(index, equation))
                 inner = id(equation.params.get("jaxpr"))
-                crossing.offer(index, equation, self._residuals.get(inner, ()))
+                forwarding.offer(index, equation, self._residuals.get(inner, ()))
             equations.append(equation)
         for index in calls:
-            equations[index] = crossing.returning(index, equations[index])
+            equations[index] = forwarding.with_chunk_results(index, equations[index])
         return equations
 
-    def _inside(self, equation: JaxprEqn) -> JaxprEqn:
-        """The equation with the jaxprs that it carries out rewritten."""
+    def _rewrite_equation(self, equation: JaxprEqn) -> JaxprEqn:
+        """The equation, with the jaxprs that it executes rewritten."""
         name = equation.primitive.name
         if name == "shard_map":
-            return self._inside_shard_map(equation)
+            return self._rewrite_shard_map(equation)
         if name in _ENTERED and not is_named(equation):
-            return self._with_jaxprs(equation)
+            return self._rewrite_jaxprs(equation)
         if self._axis_sizes:
             reason = f"it is inside {name}, which is not entered"
             inside = collectives_in(jaxprs_in_params(equation.params))
@@ -151,43 +158,43 @@ class Rewriter:
             self.found += [left_alone(inner, reason) for inner in unseen]
         return equation
 
-    def _with_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
+    def _rewrite_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
         changed: dict[str, Any] = {}
         for name, value in equation.params.items():
             if _is_jaxpr(value):
-                new = self.rewritten(value)
+                new = self.rewrite(value)
             elif isinstance(value, tuple) and value and all(map(_is_jaxpr, value)):
-                new = tuple(map(self.rewritten, value))
+                new = tuple(map(self.rewrite, value))
                 new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
             else:
                 continue
             if new is not value:
                 changed[name] = new
         if equation.primitive.name == "custom_vjp_call":
-            changed |= rewritten_rules(equation, self._later())
+            changed |= rewritten_rules(equation, self._deferred_rewrite())
         if not changed:
             return equation
         return equation.replace(params={**equation.params, **changed})
 
-    def _later(self) -> Callable[[Any], Any]:
-        """Rewrites a jaxpr that is traced here, but not before it is needed."""
+    def _deferred_rewrite(self) -> Callable[[Any], Any]:
+        """A function that rewrites a jaxpr in this place, whenever it is traced."""
         implementation, axis_sizes = self._implementation, dict(self._axis_sizes)
-        return lambda jaxpr: Rewriter(implementation, axis_sizes).rewritten(jaxpr)
+        return lambda jaxpr: Rewriter(implementation, axis_sizes).rewrite(jaxpr)
 
-    def _inside_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
+    def _rewrite_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
         parameters = equation.params
         mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
         outside = self._axis_sizes, self._shard_maps
         self._axis_sizes = self._axis_sizes | {axis: mesh.shape[axis] for axis in sorted(manual)}
         self._shard_maps += ((mesh, manual, parameters["check_vma"]),)
         try:
-            return _within_shard_map(parameters, lambda: self._with_jaxprs(equation))
+            return _inside_shard_map(parameters, lambda: self._rewrite_jaxprs(equation))
         finally:
             self._axis_sizes, self._shard_maps = outside
 
-    def _sites(self, graph: Graph) -> list[TracedSite]:
-        """The sites of one jaxpr inside shard_map; first those that transpose nothing."""
-        plan = Plan(graph)
+    def _select_sites(self, graph: Graph) -> list[TracedSite]:
+        """Selects and traces the sites of a jaxpr inside shard_map. Reports every collective."""
+        selection = SiteSelection(graph)
         reports: dict[int, FoundSite] = {}
         matches: list[Match] = []
         for index, equation in enumerate(graph.equations):
@@ -199,13 +206,13 @@ class Rewriter:
             else:
                 matches.append(match)
         sites = []
-        for match in sorted(matches, key=_order):
+        for match in sorted(matches, key=_priority):
             equation = graph.equations[match.index]
-            site = self._site(plan, match)
+            site = self._trace_site(selection, match)
             if isinstance(site, str):
                 reports[match.index] = left_alone(equation, site)
             else:
-                plan.accept(site.placed)
+                selection.accept(site.placed)
                 sites.append(site)
                 reports[match.index] = replaced_by(equation, match.matmuls, site.decisions[0])
         self.found += [reports[index] for index in sorted(reports)]
@@ -221,12 +228,12 @@ class Rewriter:
             return match_einsum(graph, index, collective) or found
         return found
 
-    def _site(self, plan: Plan, match: Match) -> TracedSite | str:
-        """The match traced, or why it is left alone."""
-        placed = plan.place(match)
+    def _trace_site(self, selection: SiteSelection, match: Match) -> TracedSite | str:
+        """Traces the replacement of a match, or says why the match is left alone."""
+        placed = selection.place(match)
         if isinstance(placed, str):
             return placed
-        equation = plan.graph.equations[match.index]
+        equation = selection.graph.equations[match.index]
         source = source_of(equation)
         obstacle = _obstacle(placed, self._implementation)
         if obstacle:
@@ -235,14 +242,14 @@ class Rewriter:
         key = self._shard_maps, source, signature(placed, replacements)
         if key not in self._traced:
             self._traced[key] = trace(replacements)
-        site = put_in_place(placed, replacements, self._traced[key], equation)
+        site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]
-        if decision.implementation == "xla" and moves_layout(match):
+        if decision.implementation == "xla" and needs_transpose(match):
             return f"arrays would be transposed for nothing ({decision.reason})"
         return site
 
     def _replacements(
-        self, placed: Placed, equation: JaxprEqn, source: SourceLocation | None
+        self, placed: PlacedMatch, equation: JaxprEqn, source: SourceLocation | None
     ) -> Sequence[Replacement]:
         match = placed.match
         if isinstance(match, GatherMatch):
@@ -253,13 +260,17 @@ class Rewriter:
         return [sum_replacement(match, equation.outvars[0], self._implementation, source)]
 
 
-def _order(match: Match) -> tuple[int, bool]:
-    """Gathers first, which may share their matmuls; of each kind, those that transpose nothing."""
+def _priority(match: Match) -> tuple[int, bool]:
+    """Sort key of matches.
+
+    Gathers come first, then sums, then einsums: a matmul may fit several of them. Within a kind,
+    those that transpose nothing come first.
+    """
     kinds = (GatherMatch, SumMatch, EinsumMatch)
-    return kinds.index(type(match)), moves_layout(match)
+    return kinds.index(type(match)), needs_transpose(match)
 
 
-def _obstacle(placed: Placed, implementation: str | None) -> str | None:
+def _obstacle(placed: PlacedMatch, implementation: str | None) -> str | None:
     """Why the implementation requested cannot carry out a site."""
     match = placed.match
     if not isinstance(match, SumMatch) or match.collective.kind != "psum":
@@ -270,8 +281,8 @@ def _obstacle(placed: Placed, implementation: str | None) -> str | None:
     return f"{implementation} needs rows that the axis divides, and there are {rows}"
 
 
-def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -> JaxprEqn:
-    """Calls a function where a shard_map with these parameters carries out its body."""
+def _inside_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -> JaxprEqn:
+    """Calls a function as in the body of a shard_map with these parameters."""
     results = []
 
     def body() -> tuple:
@@ -291,7 +302,7 @@ def _within_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -
 
 
 def _has_jaxprs(equation: JaxprEqn) -> bool:
-    """Whether it carries out jaxprs. Most do not, and large programs have many: no generators."""
+    """Whether the equation executes jaxprs. Plain loops, as programs have many equations."""
     for value in equation.params.values():
         if isinstance(value, tuple):
             for inner in value:

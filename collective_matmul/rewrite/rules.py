@@ -1,6 +1,7 @@
-"""The forward and backward rules of functions with custom gradients, rewritten when they are used.
+"""Rewrites the forward and backward rules of functions with custom gradients.
 
-Of a `custom_vjp`, a jaxpr holds the rules as functions yet to be traced.
+The jaxpr of a `custom_vjp` holds its rules as functions that are not traced yet. They are rewritten
+when JAX traces them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ Rewrite = Callable[[Any], Any]
 
 
 def rewritten_rules(equation: JaxprEqn, rewrite: Rewrite) -> dict[str, Any]:
-    """The parameters of a `custom_vjp_call` whose rules are rewritten.
+    """The parameters of a `custom_vjp_call` that hold rules, with the rules rewritten.
 
     Args:
       equation: the call.
-      rewrite: from jaxpr to jaxpr, where the rules are carried out.
+      rewrite: rewrites a jaxpr; called inside the trace of a rule.
     """
     forward, backward = (equation.params[name] for name in ("fwd_jaxpr_thunk", "bwd"))
     return {
@@ -34,7 +35,7 @@ def _forward(rule: Callable, rewrite: Rewrite, *args: Any) -> Any:
 
 
 def _backward(rule: Callable, rewrite: Rewrite, *args: Any) -> Any:
-    """Of the arguments and results, zeros may be symbolic: only arrays are traced."""
+    """Traces and rewrites a backward rule. Zeros may be symbolic: only arrays are traced."""
     places = [i for i, arg in enumerate(args) if isinstance(arg, jax.Array)]
     result: list[Any] = []
 

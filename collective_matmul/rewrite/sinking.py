@@ -1,7 +1,7 @@
 """Moves collectives into calls of `jax.checkpoint` that hold their matmuls.
 
-The call computes the same, and saves the shard instead of what is gathered, or nothing of the sum;
-a backward that recomputes it gathers again, under the matmul that it recomputes.
+The call computes the same. It saves the shard instead of the gathered array, or nothing of the sum.
+A backward that recomputes it gathers again, overlapped with the matmul that it recomputes.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from collective_matmul.rewrite.collective_equations import kind_of
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 
-#: The names of the call, in one version of JAX or another.
+#: Names of the primitive in different versions of JAX.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 
 def sinkable(graph: Graph) -> list[int]:
-    """The collectives beside such a call."""
-    return [i for i in range(len(graph.equations)) if _call_beside(graph, i) is not None]
+    """Indices of the collectives that can be moved into a checkpoint beside them."""
+    return [i for i in range(len(graph.equations)) if _adjacent_checkpoint(graph, i) is not None]
 
 
 def sunk(graph: Graph, index: int) -> Graph:
-    """The jaxpr with one of them inside its call."""
-    collective, call = graph.equations[index], _call_beside(graph, index)
+    """The jaxpr with the collective of equation `index` moved into its checkpoint."""
+    collective, call = graph.equations[index], _adjacent_checkpoint(graph, index)
     assert call is not None
-    taking = _taking_gather if kind_of(collective) == "all_gather" else _taking_sum
+    with_collective = _with_gather if kind_of(collective) == "all_gather" else _with_sum
     equations = list(graph.equations)
-    equations[call] = taking(equations[call], collective)
+    equations[call] = with_collective(equations[call], collective)
     del equations[index]
     return Graph(graph.jaxpr.replace(eqns=equations))
 
 
-def _call_beside(graph: Graph, index: int) -> int | None:
-    """The call that alone uses what is gathered, or that makes what is only summed."""
+def _adjacent_checkpoint(graph: Graph, index: int) -> int | None:
+    """The checkpoint that alone uses a gathered array, or makes an array that is only summed."""
     equation = graph.equations[index]
     kind = kind_of(equation)
     if kind is None or len(equation.invars) != 1:
@@ -51,37 +51,37 @@ def _call_beside(graph: Graph, index: int) -> int | None:
     return call if len(read) <= 1 else None
 
 
-def _taking_gather(call: JaxprEqn, gather: JaxprEqn) -> JaxprEqn:
+def _with_gather(call: JaxprEqn, gather: JaxprEqn) -> JaxprEqn:
     jaxpr = call.params["jaxpr"]
     (operand,), (result,) = gather.invars, gather.outvars
     (place,) = (i for i, atom in enumerate(call.invars) if atom is result)
     shard = Var(type_of(operand))
     inside = gather.replace(invars=[shard], outvars=[jaxpr.invars[place]])
     body = jaxpr.replace(
-        invars=_with(jaxpr.invars, place, shard),
+        invars=_replaced(jaxpr.invars, place, shard),
         eqns=[inside, *jaxpr.eqns],
         effects=jaxpr.effects | gather.effects,
     )
-    return _with_body(call, body).replace(invars=_with(call.invars, place, operand))
+    return _with_body(call, body).replace(invars=_replaced(call.invars, place, operand))
 
 
-def _taking_sum(call: JaxprEqn, summing: JaxprEqn) -> JaxprEqn:
+def _with_sum(call: JaxprEqn, summing: JaxprEqn) -> JaxprEqn:
     jaxpr = call.params["jaxpr"]
     (operand,), (result,) = summing.invars, summing.outvars
     (place,) = (i for i, var in enumerate(call.outvars) if var is operand)
     summed = Var(type_of(result))
     inside = summing.replace(invars=[jaxpr.outvars[place]], outvars=[summed])
     body = jaxpr.replace(
-        outvars=_with(jaxpr.outvars, place, summed),
+        outvars=_replaced(jaxpr.outvars, place, summed),
         eqns=[*jaxpr.eqns, inside],
         effects=jaxpr.effects | summing.effects,
     )
-    return _with_body(call, body).replace(outvars=_with(call.outvars, place, result))
+    return _with_body(call, body).replace(outvars=_replaced(call.outvars, place, result))
 
 
 def _with_body(call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     return call.replace(params={**call.params, "jaxpr": body}, effects=body.effects)
 
 
-def _with(atoms: list[Any], place: int, atom: Atom) -> list[Any]:
+def _replaced(atoms: list[Any], place: int, atom: Atom) -> list[Any]:
     return [*atoms[:place], atom, *atoms[place + 1 :]]

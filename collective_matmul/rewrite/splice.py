@@ -1,4 +1,4 @@
-"""Puts new equations in the place of those that sites replace; all others stay as they are."""
+"""Inserts the replacements of sites into a jaxpr. All other equations stay as they are."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.dispatch.selection import Decision, record_decisions
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.replacements import Handle, Replacement
+from collective_matmul.rewrite.replacements import Replacement, ResidualRef
 from collective_matmul.rewrite.report import NAME
-from collective_matmul.rewrite.site_selection import Placed
+from collective_matmul.rewrite.site_selection import PlacedMatch
 
 
 @dataclass(frozen=True)
-class Tracing:
-    """What takes the place of any site of one kind.
+class TracedReplacements:
+    """The replacements of one site, traced; equal sites share them.
 
     Attributes:
       jaxprs: one for each replacement.
-      trees: for each, the pytrees of its results.
-      decisions: taken on the way.
+      trees: for each replacement, the pytrees of its results.
+      decisions: decisions recorded while tracing.
     """
 
     jaxprs: tuple[Jaxpr, ...]
@@ -34,55 +34,71 @@ class Tracing:
 
 @dataclass(frozen=True)
 class TracedSite:
-    """A site's new equations, by the position at which they come, and what they decided.
+    """A site with its new equations.
 
     Attributes:
-      kept: what was gathered, its variables in a `GatherResidual`; None if it is not kept.
+      placed: the site.
+      equations: the new equations, by the index before which they are inserted.
+      renamed: what the site's results are now.
+      decisions: decisions recorded while tracing.
+      kept: the gathered array as variables, in the pytree of a `GatherResidual`; None if it is not
+        kept.
     """
 
-    placed: Placed
+    placed: PlacedMatch
     equations: dict[int, list[JaxprEqn]]
     renamed: dict[Var, Atom]
     decisions: tuple[Decision, ...]
     kept: Any
 
 
-def trace(replacements: Sequence[Replacement], kept: dict[Handle, Any] | None = None) -> Tracing:
-    """Traces replacements, within the shard_map that their site stands in.
+def trace(
+    replacements: Sequence[Replacement], kept: dict[ResidualRef, Any] | None = None
+) -> TracedReplacements:
+    """Traces replacements. Call it inside the shard_map of their site.
 
-    Each is one call: equal sites share its jaxpr, whose gradients and lowering JAX makes once.
-    `kept` are the types of what an earlier site gathered.
+    Each replacement is one call. Equal sites share its jaxpr, so JAX differentiates and lowers it
+    once.
+
+    Args:
+      replacements: the replacements of one site.
+      kept: types of what another site gathered.
     """
     kept = {**(kept or {})}
     jaxprs, trees = [], []
     with record_decisions(hidden=True) as decisions:
         for replacement in replacements:
             arguments = [
-                kept[item] if isinstance(item, Handle) else type_of(item)
+                kept[item] if isinstance(item, ResidualRef) else type_of(item)
                 for item in replacement.inputs
             ]
             closed, shapes = jax.make_jaxpr(jax.jit(replacement.fun), return_shape=True)(*arguments)
-            assert not closed.consts, "what replaces a site has scalar constants alone"
+            assert not closed.consts, "replacements have no constants other than scalars"
             jaxprs.append(closed.jaxpr)
             trees.append(tuple(map(jax.tree.structure, shapes)))
             types = map(type_of, closed.jaxpr.outvars)
             for item, tree in zip(replacement.outputs, trees[-1], strict=True):
                 made = jax.tree.unflatten(tree, [next(types) for _ in range(tree.num_leaves)])
-                if isinstance(item, Handle):
+                if isinstance(item, ResidualRef):
                     kept[item] = made
-    return Tracing(tuple(jaxprs), tuple(trees), tuple(decisions))
+    return TracedReplacements(tuple(jaxprs), tuple(trees), tuple(decisions))
 
 
-def put_in_place(
-    placed: Placed,
+def instantiate(
+    placed: PlacedMatch,
     replacements: Sequence[Replacement],
-    tracing: Tracing,
+    tracing: TracedReplacements,
     like: JaxprEqn,
-    kept: dict[Handle, Any] | None = None,
+    kept: dict[ResidualRef, Any] | None = None,
 ) -> TracedSite:
-    """The new equations of a site, said to come from where `like` comes from.
+    """The new equations of a site.
 
-    `kept` are the variables of what an earlier site gathered.
+    Args:
+      placed: the site.
+      replacements: its replacements.
+      tracing: the replacements, traced for this site or an equal one.
+      like: the equation whose source information the new ones get.
+      kept: variables of what another site gathered.
     """
     source = like.source_info.replace(name_stack=like.source_info.name_stack.extend(NAME))
     kept = {**(kept or {})}
@@ -92,13 +108,13 @@ def put_in_place(
         atoms = [
             atom for item in replacement.inputs for atom in jax.tree.leaves(kept.get(item, item))
         ]
-        new, results = _renewed(jaxpr, atoms, source)
-        where = placed.position if replacement.position is None else replacement.position
-        equations.setdefault(where, []).extend(new)
+        new, results = _copied(jaxpr, atoms, source)
+        position = placed.position if replacement.position is None else replacement.position
+        equations.setdefault(position, []).extend(new)
         made = iter(results)
         for item, tree in zip(replacement.outputs, trees, strict=True):
             leaves = [next(made) for _ in range(tree.num_leaves)]
-            if isinstance(item, Handle):
+            if isinstance(item, ResidualRef):
                 kept[item] = jax.tree.unflatten(tree, leaves)
             else:
                 (renamed[item],) = leaves
@@ -106,8 +122,8 @@ def put_in_place(
     return TracedSite(placed, equations, renamed, tracing.decisions, gathered)
 
 
-def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations and results of a jaxpr with new variables, reading `atoms`."""
+def _copied(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations and results of a jaxpr that reads `atoms`, with new variables."""
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
     equations = []
     for equation in jaxpr.eqns:
@@ -119,7 +135,7 @@ def _renewed(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[Jax
 
 
 def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
-    """The jaxpr with `equations` for its own, but for those that sites replace."""
+    """The jaxpr with `equations` in place of its own, and the sites' replacements inserted."""
     names: dict[Var, Atom] = {}
     new: dict[int, list[JaxprEqn]] = defaultdict(list)
     for site in sites:
@@ -130,9 +146,9 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
     for index in {index for var in names for index in graph.users(var)}:
         old[index] = _reading(old[index], names)
     placed = [site.placed for site in sites]
-    moved, waiting = _moved(placed), _waiting(placed)
+    moved, deferred = _moved(placed), _deferred(placed)
     result: list[JaxprEqn] = []
-    done = {index for site in placed for index in site.consumed}.union(*waiting.values())
+    done = {index for site in placed for index in site.consumed}.union(*deferred.values())
     for index in range(len(old) + 1):
         if index in moved:
             before = [i for i in moved[index] if i not in done]
@@ -140,8 +156,8 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
             done.update(before)
         if index in new:
             result += (_reading(made, names) for made in new[index])
-        if index in waiting:
-            result += map(old.__getitem__, waiting[index])
+        if index in deferred:
+            result += map(old.__getitem__, deferred[index])
         if index < len(old) and index not in done:
             result.append(old[index])
     jaxpr = graph.jaxpr
@@ -149,24 +165,24 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
 
 
-def _moved(placed: Sequence[Placed]) -> dict[int, list[int]]:
-    """By index, the equations that come before it and before what takes its place."""
+def _moved(placed: Sequence[PlacedMatch]) -> dict[int, list[int]]:
+    """By index, the equations to move before it and before the replacement inserted there."""
     moved: dict[int, set[int]] = defaultdict(set)
     for site in placed:
         moved[site.position].update(site.moved)
     return {index: sorted(found) for index, found in moved.items()}
 
 
-def _waiting(placed: Sequence[Placed]) -> dict[int, list[int]]:
-    """By index, the equations that come before it and after what takes its place."""
+def _deferred(placed: Sequence[PlacedMatch]) -> dict[int, list[int]]:
+    """By index, the equations to move before it and after the replacement inserted there."""
     last: dict[int, int] = {}
-    for launch in (launch for site in placed for launch in site.launches):
-        for index in launch.put_off:
-            last[index] = max(launch.ready, last.get(index, 0))
-    waiting: dict[int, list[int]] = defaultdict(list)
+    for group in (group for site in placed for group in site.later_wgrads):
+        for index in group.deferred:
+            last[index] = max(group.ready_position, last.get(index, 0))
+    deferred: dict[int, list[int]] = defaultdict(list)
     for index in sorted(last):
-        waiting[last[index]].append(index)
-    return waiting
+        deferred[last[index]].append(index)
+    return deferred
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:

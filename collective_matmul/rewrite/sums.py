@@ -1,4 +1,4 @@
-"""Finds the matmuls whose products a reduce-scatter or a psum adds up over devices."""
+"""Finds the matmuls whose products a reduce-scatter or a psum sums over devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import Passage, Step, divided, passage, same_blocks
+from collective_matmul.rewrite.commuting import (
+    CommutingOp,
+    ShardOp,
+    commuting_op,
+    divided,
+    same_blocks,
+)
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
 
@@ -18,20 +24,19 @@ _ADDED = "something is added to its matmul before the sum over devices"
 
 
 @dataclass(frozen=True)
-class Path:
-    """What lies between the sum over devices and the point reached on the way back to the dots.
+class SumPath:
+    """The way from a sum over devices back to an array that contributes to it.
 
     Attributes:
-      steps: carried out after the sum instead of before, last first.
-      dimension: scattered, of what is here; None for psum.
-      shape: of the array that the steps are given, with the elements of what is here; None if that
-        is what is here.
-      dtype: of what the devices add up.
-      cast: whether all that is further back is in a wider dtype.
-      consumed: equations that the site replaces.
+      shard_ops: applied after the sum instead of before it, the last first.
+      dimension: the scattered dimension of the array; None for psum.
+      dtype: dtype of the sum over devices.
+      shape: if the array must be reshaped before the shard ops, the shape that they expect.
+      cast: whether the array is in a wider dtype, to which the way back includes one cast.
+      consumed: indices of the equations that the site replaces.
     """
 
-    steps: tuple[Step, ...]
+    shard_ops: tuple[ShardOp, ...]
     dimension: int | None
     dtype: jnp.dtype
     shape: Shape | None = None
@@ -41,29 +46,31 @@ class Path:
 
 @dataclass(frozen=True)
 class SumMatch:
-    """A sum over devices of the products of `terms`, all of one shape.
+    """A sum over devices of the products of `terms`, which all have one shape.
 
     Attributes:
-      index: of the collective.
-      terms: added up; their x have the same shape but for what is contracted.
-      path: back to the dots, the same for each.
-      consumed: equations that the site replaces.
+      index: index of the collective's equation.
+      collective: the sum.
+      terms: the matmuls, which the program adds up. Their x differ at most in the contracted
+        dimension.
+      path: the way back to the dots, the same for each.
+      consumed: indices of the equations that the site replaces.
     """
 
     index: int
     collective: Collective
     terms: tuple[Matmul, ...]
-    path: Path
+    path: SumPath
     consumed: frozenset[int]
 
     @property
     def matmuls(self) -> int:
-        """How many take part."""
+        """The number of matmuls in the site."""
         return len(self.terms)
 
     @property
     def rows(self) -> Shape:
-        """The shape of the op's x but for its contracted dimension."""
+        """The shape of the op's x without its contracted dimension."""
         free = self.terms[0].free_shape
         if self.path.shape is None:
             return free
@@ -74,7 +81,7 @@ class SumMatch:
 
     @property
     def dimension(self) -> int | None:
-        """Scattered, of the op's x."""
+        """The scattered dimension of the op's x."""
         if self.path.dimension is None or self.path.shape is not None:
             return self.path.dimension
         columns = len(self.terms[0].columns_shape) if self.terms[0].x_side else 0
@@ -82,26 +89,26 @@ class SumMatch:
 
 
 def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | str:
-    """The sum of equation `index` and its matmuls, or why it is left alone."""
+    """Matches the sum of equation `index` with its matmuls, or says why it is left alone."""
     operand, start = _start(graph, index, collective)
     found = _terms(graph, operand, start, collective.devices)
     if isinstance(found, str):
         return found
-    # A gradient adds up what comes from each use, the last first: in the order of the uses.
+    # A gradient adds the terms of the last use first: reversed, they are in the order of the uses.
     terms, paths = zip(*reversed(found), strict=True)
     first = replace(paths[0], consumed=())
     if any(replace(path, consumed=()) != first for path in paths[1:]):
         return "the matmuls added up are cast, scaled or shaped differently"
     if len({(term.x_side, term.free_shape, term.columns_shape) for term in terms}) > 1:
-        return "the matmuls added up lie differently"
+        return "the matmuls added up have different layouts"
     if len(terms) > 1 and collective.dimension is None:
         return "several matmuls are added up before one psum"
     consumed = frozenset().union(*(path.consumed for path in paths))
     return SumMatch(index, collective, terms, first, consumed)
 
 
-def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, Path] | str:
-    """The one dot whose product the equation `index` sums, or why there is none."""
+def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, SumPath] | str:
+    """The only dot whose product equation `index` sums, or why there is none."""
     found = _back_to_product(graph, *_start(graph, index, collective), collective.devices)
     if isinstance(found, str):
         return found
@@ -111,13 +118,17 @@ def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[Jaxpr
     return _rounds(equation, path) or (equation, path)
 
 
-def _start(graph: Graph, index: int, collective: Collective) -> tuple[Atom, Path]:
+def _start(graph: Graph, index: int, collective: Collective) -> tuple[Atom, SumPath]:
     (operand,) = graph.equations[index].invars
-    steps = () if collective.tiled else (_dropped(collective),)
-    return operand, Path(steps, collective.dimension, type_of(operand).dtype, consumed=(index,))
+    shard_ops = () if collective.tiled else (_dropped(collective),)
+    return operand, SumPath(
+        shard_ops, collective.dimension, type_of(operand).dtype, consumed=(index,)
+    )
 
 
-def _terms(graph: Graph, atom: Atom, path: Path, devices: int) -> list[tuple[Matmul, Path]] | str:
+def _terms(
+    graph: Graph, atom: Atom, path: SumPath, devices: int
+) -> list[tuple[Matmul, SumPath]] | str:
     """The dots whose sum `atom` is, each with the way back to it."""
     found = _back_to_product(graph, atom, path, devices)
     if isinstance(found, str):
@@ -130,13 +141,13 @@ def _terms(graph: Graph, atom: Atom, path: Path, devices: int) -> list[tuple[Mat
 
 
 def _back_to_product(
-    graph: Graph, atom: Atom, path: Path, devices: int
-) -> tuple[JaxprEqn, Path] | str:
-    """The dot or the addition that makes `atom`, but for what commutes with the sum."""
+    graph: Graph, atom: Atom, path: SumPath, devices: int
+) -> tuple[JaxprEqn, SumPath] | str:
+    """The dot or addition that makes `atom`, apart from equations that commute with the sum."""
     while True:
         index = graph.producer(atom)
         if index is None:
-            return "what is summed is no matmul: it comes from outside"
+            return "what is summed is not a matmul: it comes from outside"
         if graph.only_user(atom) is None:
             return "what is summed is also used elsewhere"
         equation = graph.equations[index]
@@ -144,15 +155,15 @@ def _back_to_product(
         path = replace(path, consumed=(*path.consumed, index))
         if name in ("dot_general", "add", "add_any"):
             return equation, path
-        following = _back(graph, index, path, devices)
-        if isinstance(following, str):
-            return following
-        atom, path = following
+        previous = _back(graph, index, path, devices)
+        if isinstance(previous, str):
+            return previous
+        atom, path = previous
 
 
 def _sum(
-    graph: Graph, operands: list[Atom], path: Path, devices: int
-) -> list[tuple[Matmul, Path]] | str:
+    graph: Graph, operands: list[Atom], path: SumPath, devices: int
+) -> list[tuple[Matmul, SumPath]] | str:
     first, second = operands
     if first is second or type_of(first).shape != type_of(second).shape:
         return _ADDED
@@ -165,45 +176,48 @@ def _sum(
     return terms
 
 
-def _back(graph: Graph, index: int, path: Path, devices: int) -> tuple[Atom, Path] | str:
-    """One equation further back: it will follow the sum over devices instead."""
+def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, SumPath] | str:
+    """Goes back one more equation, which will be executed after the sum over devices."""
     equation = graph.equations[index]
     name = equation.primitive.name
-    passed = passage(graph, equation)
-    if passed is None:
+    op = commuting_op(graph, equation)
+    if op is None:
         return f"what is summed over devices comes from {name}, not from a matmul"
     if name == "convert_element_type":
         if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
             return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"
-        return passed.operand, replace(path, cast=True)
+        return op.operand, replace(path, cast=True)
     if name in ("mul", "div") and (path.cast or path.dtype == jnp.float16):
         return f"scaled in {type_of(equation.outvars[0]).dtype} before it is summed in {path.dtype}"
-    if passed.reshapes and path.dimension is not None:
-        return passed.operand, _before_reshape(path, passed, devices)
+    if op.reshapes and path.dimension is not None:
+        return op.operand, _before_reshape(path, op, devices)
     if path.shape is not None and name in ("transpose", "sharding_constraint"):
         return f"{name} and a reshape mix the scattered dimension with others"
     before = path.dimension
     if before is not None and path.shape is None:
-        before = passed.entering(before, devices)
+        before = op.dimension_before(before, devices)
         if before is None:
             return f"{name} mixes the scattered dimension with others"
-    step = passed.step(graph, path.dimension, devices)
-    return passed.operand, replace(path, steps=(*path.steps, step), dimension=before)
+    shard_op = op.on_shard(graph, path.dimension, devices)
+    return op.operand, replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before)
 
 
-def _before_reshape(path: Path, passed: Passage, devices: int) -> Path:
-    """Reshapes follow each other as one, which a shard can do too where blocks stay blocks."""
+def _before_reshape(path: SumPath, op: CommutingOp, devices: int) -> SumPath:
+    """Goes back a reshape.
+
+    Consecutive reshapes act as one, which can be executed on a shard where blocks stay blocks.
+    """
     assert path.dimension is not None
-    shape = path.shape or passed.shape_after
-    before = same_blocks(shape, path.dimension, passed.shape_before, devices)
+    shape = path.shape or op.shape_after
+    before = same_blocks(shape, path.dimension, op.shape_before, devices)
     if before is None:
         return replace(path, shape=shape)
     local = divided(shape, path.dimension, devices)
-    step = Step("reshape", local, lambda array: lax.reshape(array, local))
-    return replace(path, steps=(*path.steps, step), dimension=before, shape=None)
+    shard_op = ShardOp("reshape", local, lambda array: lax.reshape(array, local))
+    return replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before, shape=None)
 
 
-def _term(equation: JaxprEqn, path: Path) -> Matmul | str:
+def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
     lhs = type_of(equation.invars[0]).ndim - len(equation.params["dimension_numbers"][0][0])
     in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
     matmul = matmul_of(equation, 0 if in_lhs else 1)
@@ -218,8 +232,8 @@ def _term(equation: JaxprEqn, path: Path) -> Matmul | str:
     return matmul
 
 
-def _rounds(equation: JaxprEqn, path: Path) -> str | None:
-    """Why the sum over devices would round otherwise than the product, if it would."""
+def _rounds(equation: JaxprEqn, path: SumPath) -> str | None:
+    """Why the sum over devices would round differently from the product; None if it would not."""
     operand, result = (type_of(atoms[0]).dtype for atoms in (equation.invars, equation.outvars))
     if operand != path.dtype or result.itemsize < path.dtype.itemsize:
         return f"multiplied in {operand} and summed in {path.dtype}"
@@ -228,8 +242,8 @@ def _rounds(equation: JaxprEqn, path: Path) -> str | None:
     return None
 
 
-def _splits(matmul: Matmul, path: Path) -> bool:
-    """Whether the reshaped product still has x's rows first, the scattered dimension among them."""
+def _splits(matmul: Matmul, path: SumPath) -> bool:
+    """Whether the reshaped product starts with x's rows, the scattered dimension among them."""
     assert path.shape is not None and path.dimension is not None
     rows = math.prod(matmul.free_shape)
     return any(
@@ -237,12 +251,12 @@ def _splits(matmul: Matmul, path: Path) -> bool:
     )
 
 
-def _dropped(collective: Collective) -> Step:
-    """Not tiled: the scattered dimension, of size 1 on each device, is no dimension."""
+def _dropped(collective: Collective) -> ShardOp:
+    """Drops the scattered dimension, of size 1 on each device, where the scatter is not tiled."""
     dimension = collective.dimension
     assert dimension is not None
 
     def drop(array):
         return lax.squeeze(array, (dimension,))
 
-    return Step("squeeze", dimension, drop)
+    return ShardOp("squeeze", dimension, drop)

@@ -1,4 +1,4 @@
-"""`overlap`: a function whose gathers and sums over devices hide under their matmuls."""
+"""`overlap`: a transformation that hides the communication of a function under its matmuls."""
 
 from __future__ import annotations
 
@@ -20,41 +20,47 @@ from collective_matmul.rewrite.rewriter import Rewriter
 def overlap(
     fun: Callable, *, require: int | None = None, implementation: str | None = None
 ) -> Callable:
-    """The same function, with its gathers and sums over devices hidden under their matmuls.
+    """Transforms a function so that gathers and sums over devices overlap with their matmuls.
 
     For programs written with `jax.shard_map` and JAX's own collectives. The function is traced, and
-    in every `shard_map` in it, at any depth, these are replaced by this library's ops::
+    in every `shard_map` in it, at any depth, this library's ops replace::
 
-        lax.all_gather(x, axis) @ w          also several matmuls of what one gather gathered
+        lax.all_gather(x, axis) @ w          also several matmuls with one gathered array
         lax.psum_scatter(x @ w, axis)        also of a sum of several matmuls
         lax.psum(x @ w, axis)
 
-    Between the two may stand what commutes with the collective: casts, reshapes, transposes,
-    scaling by constants, names for `jax.checkpoint`, barriers, sharding constraints; or the border
-    of a `jax.jit` or `jax.checkpoint`. A matmul that alone uses what is gathered may contract the
-    gathered dimension, and may have batch dimensions. What else needs the gathered array gets it
-    from the same ring: weight gradients, which contract its rows, take the chunks as they came, one
-    launch for all weights where the program allows, and only for others are they joined. Programs
-    may be differentiated before, so that their own backwards are rewritten, or afterwards: then the
-    gradients are those of the ops.
+    Equations that commute with the collective may come between the two: casts, reshapes,
+    transposes, scaling by constants, names for `jax.checkpoint`, barriers and sharding constraints.
+    So may the boundary of a `jax.jit` or `jax.checkpoint`. A matmul that is the only user of the
+    gathered array may contract the gathered dimension and may have batch dimensions.
 
-    Each matmul keeps the dtypes of its operands and result, and accumulates in float32; sums
-    between devices are in the same dtype as before. A product that is scaled by a constant and then
-    summed is summed first. What cannot be shown to be safe is left alone: `explain` says why.
+    The same ring provides the gathered array to its other users. Weight gradients, which contract
+    its rows, take the chunks as they arrived, in one launch for all weights where the program
+    allows. The chunks are joined only for users that need the whole array.
+
+    The function may be differentiated before or after. Before, its own backward is rewritten;
+    after, the gradients are those of the ops.
+
+    Each matmul keeps the dtypes of its operands and result, and accumulates in float32. Sums over
+    devices keep their dtype. A product that is scaled by a constant and then summed is summed
+    first. Any collective for which this cannot be shown to be safe is left alone;
+    `collective_matmul.explain` says why.
 
     Args:
-      fun: a function of arrays, in pytrees; arguments of other types are handed on as they are. It
-        may be compiled, differentiated or batched, inside or outside, and overlapped already.
-      require: the least number of gathers and sums that must be replaced.
-      implementation: as the ops take it; None chooses for each site.
+      fun: a function of pytrees of arrays. Arguments of other types are passed on unchanged. It may
+        contain `jax.jit`, gradients, `jax.vmap` or `overlap`, and the result may be transformed by
+        them.
+      require: the minimum number of gathers and sums that must be replaced.
+      implementation: which backends execute the sites, as the ops take it; None chooses for each
+        site. See `collective_matmul.backends`.
 
     Returns:
-      A function of the same arguments and results. It traces `fun` whenever it is called:
+      A function with the same arguments and results. It traces `fun` whenever it is called;
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if fewer sites than `require` were replaced, with a table of them;
-        or for a `require` or `implementation` that cannot be.
+      ValueError: when called, if fewer sites than `require` were replaced, with a table of them; at
+        once, for an invalid `require` or `implementation`.
     """
     checks.implementation(implementation)
     if require is not None and (type(require) is not int or require < 0):
@@ -66,7 +72,7 @@ def overlap(
     def overlapped(*args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
         rewriter = Rewriter(implementation)
-        program = rewriter.rewritten(traced.program)
+        program = rewriter.rewrite(traced.program)
         _check(require, rewriter.found)
         return traced.call(program)
 
@@ -74,30 +80,30 @@ def overlap(
 
 
 def find_sites(fun: Callable, *, implementation: str | None = None) -> Callable:
-    """What `overlap` finds in a function, and what it does about it: ``find_sites(fun)(*args)``.
+    """Finds what `overlap` would replace in a function: ``find_sites(fun)(*args)``.
 
-    The function is traced for the shapes of its arguments, and neither compiled nor run.
+    The function is traced for the shapes of its arguments. It is neither compiled nor executed.
 
     Args:
-      fun: as `overlap` takes it.
-      implementation: as `overlap` takes it.
+      fun: as for `overlap`.
+      implementation: as for `overlap`.
 
     Returns:
-      A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns
-      every gather and sum over devices, in the order of the program.
+      A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns a
+      list of every gather and sum over devices, in the order of the program.
     """
     checks.implementation(implementation)
 
     def found(*args: Any, **kwargs: Any) -> list[FoundSite]:
         rewriter = Rewriter(implementation)
-        rewriter.rewritten(_Traced(fun, args, kwargs).program)
+        rewriter.rewrite(_Traced(fun, args, kwargs).program)
         return rewriter.found
 
     return found
 
 
 class _Traced:
-    """A function traced for its arguments: arrays are traced, all else is as it is."""
+    """A function traced for its arguments. Arrays are traced; other arguments are constants."""
 
     def __init__(self, fun: Callable, args: tuple, kwargs: dict):
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -113,18 +119,18 @@ class _Traced:
         self._arrays = [leaves[i] for i in places]
         tracers = [array for array in self._arrays if isinstance(array, Tracer)]
         if tracers and all(isinstance(tracer, DynamicJaxprTracer) for tracer in tracers):
-            # A call in the program around this one, which need not trace what is inside again. Not
-            # where it is differentiated: of a call, JAX would trace both gradients on their own.
+            # Inside another trace, make it one call, so that the inside is not traced again. Not
+            # where it is differentiated: JAX would trace forward and backward of a call separately.
             flat = jax.jit(functools.wraps(fun)(flat))
         self.program, shapes = jax.make_jaxpr(flat, return_shape=True)(*self._arrays)
         self._result = jax.tree.structure(shapes)
 
     def call(self, program: Any) -> Any:
-        """Carries out a program that has taken the place of the one traced."""
+        """Executes a program that replaces the traced one."""
         fun = jaxpr_as_fun(program)
         if not any(isinstance(array, Tracer) for array in self._arrays):
-            # Without jit, JAX knows no symbolic zeros in a shard_map, which a ring needs that keeps
-            # what it gathers.
+            # Without jit, a shard_map has no symbolic zeros, which rings that keep the gathered
+            # array need.
             fun = jax.jit(fun)
         return jax.tree.unflatten(self._result, list(fun(*self._arrays)))
 

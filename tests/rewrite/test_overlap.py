@@ -264,7 +264,7 @@ def test_typed_as_the_same_everywhere(make_mesh: MeshFactory) -> None:
 
     program = gathering(body)
     (site,) = sites(program.sharded(make_mesh({AXIS: 2})), *program.arguments())
-    assert site.reason == "what it gathers is typed as the same on all devices (to='invarying')"
+    assert site.reason == "its result is typed as the same on all devices (to='invarying')"
 
 
 @pytest.mark.parametrize("constrained", ["batch", "gathered"])

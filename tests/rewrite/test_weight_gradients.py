@@ -188,7 +188,7 @@ def test_the_input_gradient_waits_for_those_of_the_weights(
     barriers = [
         [var.aval.shape for var in equation.outvars]
         for call in calls(jaxpr)
-        if call.params["name"] == "weight_gradients_as_they_lie"
+        if call.params["name"] == "finished_weight_gradients"
         for equation in call.params["jaxpr"].eqns
         if equation.primitive.name == "optimization_barrier"
     ]
