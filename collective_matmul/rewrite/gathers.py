@@ -17,8 +17,8 @@ from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
 
 #: Why a gather does not move into equations that may hold its matmuls.
 _BORDERS = {
-    "scan": "a loop, which would gather in every shard_op,",
-    "while": "a loop, which would gather in every shard_op,",
+    "scan": "a loop, which would gather in every step,",
+    "while": "a loop, which would gather in every step,",
     "cond": "a branch, which may not be taken,",
     "custom_vjp_call": "a function with gradients of its own",
     "custom_jvp_call": "a function with gradients of its own",

@@ -299,7 +299,7 @@ def test_names_are_kept(mesh: Mesh) -> None:
     assert counts(fun, *arguments)["name"] == 1
     text = jax.jit(fun).lower(*arguments).as_text(debug_info=True)
     assert "block/collective_matmul.overlap" in text
-    assert "test_nesting.py" in text
+    assert "test_rewriter.py" in text
 
 
 def test_effects_are_kept(mesh: Mesh) -> None:

@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
     gather = (
         None
         if co_gathered is None
-        else Gather(co_gathered, pattern, axis_name, dimension, co_gathered=True)
+        else Gather(co_gathered, pattern, axis_name, dimension, rides=True)
     )
     columns = ws[0].shape[0 if transpose_w else 1]
 
