@@ -1,0 +1,218 @@
+"""The README and docs show what happens: examples run, commands exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], key=lambda page: page.relative_to(ROOT).parts
+)
+FOLDERS = ("collective_matmul", "models", "train", "benchmarks", "docs", "tests")
+CHART_REPORT = ROOT / "benchmarks/reports/2026-11-22-fused-boxes-2-h200/cells.md"
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    line: int
+    text: str
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(match[1], text[: match.start()].count("\n") + 2, match[2])
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(b.language == language for b in blocks_of(page))]
+
+
+@cache
+def run_examples(page: Path) -> dict[str, Any]:
+    """Runs the Python blocks of a page in order, in one namespace, which is returned.
+
+    A text block right after a Python block that prints is compared with what it printed; ``...``
+    stands for anything.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    blocks = list(blocks_of(page))
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        printed = io.StringIO()
+        # Errors name the line of the page.
+        source = "\n" * (block.line - 1) + block.text
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, str(page), "exec"), names)
+        if following is not None and following.language == "text" and "print(" in block.text:
+            matches = doctest.OutputChecker().check_output(
+                following.text, printed.getvalue(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            )
+            assert matches, f"{name_of(page)}:{following.line}: printed\n{printed.getvalue()}"
+    return names
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_blocks_run_and_print_what_the_page_shows(page):
+    run_examples(page)
+
+
+def test_readme_examples_compute_the_same_as_plain_code():
+    names = run_examples(ROOT / "README.md")
+    # Rounding of float32 sums over 256 features.
+    np.testing.assert_allclose(names["after"], names["before"], rtol=1e-4, atol=1e-5)
+    x, w_in, w_out = map(np.asarray, names["args"])
+    expected = jax.nn.gelu(x @ w_in) @ w_out
+    for result in (names["y"], names["same"]):
+        # Sums of 256 products of float32, in another order.
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_chart_of_the_readme_is_drawn_from_its_report():
+    chart = next(b.text for b in blocks_of(ROOT / "README.md") if "█" in b.text)
+    bars = [line for line in chart.splitlines() if "█" in line]
+    assert bars == drawn_bars(CHART_REPORT)
+    assert name_of(CHART_REPORT) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def drawn_bars(report: Path) -> list[str]:
+    """One line for each width and number of rows, gathers left, scatters right."""
+    times = read_times(report)
+    lines = []
+    for widths in ("8B", "70B"):
+        for rows in (16, 64, 128, 256, 512, 1024, 2048, 4096):
+            gather, scatter = (
+                speed_up(times[f"{op} {widths} M={rows}"])
+                for op in ("all_gather_matmul", "matmul_reduce_scatter")
+            )
+            left = f"{rows:>10}  {gather:.2f}×  {'█' * round(gather * 10):<25}"
+            lines.append(f"{left}  {scatter:.2f}×  {'█' * round(scatter * 10)}")
+    return lines
+
+
+def speed_up(times: dict[str, float]) -> float:
+    ours = [times[name] for name in ("ring", "fused", "one_shot") if name in times]
+    return times["bulk"] / min(ours)
+
+
+def read_times(report: Path) -> dict[str, dict[str, float]]:
+    """Microseconds by case and candidate, from the first table of a report."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in report.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    names = rows[0][1:]
+    return {
+        case: {name: float(x) for name, x in zip(names, cells, strict=True) if x not in ("", "-")}
+        for case, *cells in rows[2:]
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
+        path, _, heading = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{name_of(page)}: {target}"
+        if heading:
+            assert heading in headings_of(file), f"{name_of(page)}: {target}"
+
+
+def without_blocks(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def headings_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_prose_exist(page):
+    # The left column of a table of names has what was there before.
+    text = re.sub(r"^\| `[^|]*\|", "|", without_blocks(page), flags=re.MULTILINE)
+    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w./\-]*)`"
+    for path in re.findall(pattern, text):
+        assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The words of every command shown after a ``$``, lines joined."""
+    for block in blocks_of(page):
+        if block.language == "console":
+            joined = block.text.replace("\\\n", " ")
+            for line in joined.splitlines():
+                if line.startswith("$ "):
+                    yield shlex.split(line[2:], comments=True)
+
+
+def shown_commands() -> list[Any]:
+    return [
+        pytest.param(command, id=f"{name_of(page)}: {' '.join(command)}"[:80])
+        for page in PAGES
+        for command in commands_of(page)
+    ]
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_commands_exist_with_their_flags(command):
+    command = [word for word in command if not re.match(r"[A-Z_]+=", word) or word[:4] == "ARGS"]
+    if command[0] == "make":
+        check_make(command[1:])
+    elif command[:2] == ["python", "-m"]:
+        flags = {word.partition("=")[0] for word in command if word.startswith("--")}
+        help_text = help_of(command[2], *positional(command[3:]))
+        for flag in flags:
+            assert re.search(rf"{re.escape(flag)}\b", help_text), f"{flag} is not in the help"
+
+
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in words:
+        if word.startswith("ARGS="):
+            continue
+        assert re.search(rf"^{word}:", makefile, re.MULTILINE), f"make {word}"
+
+
+def positional(words: list[str]) -> list[str]:
+    """The subcommand, which stands first if there is one."""
+    return words[:1] if words and re.fullmatch(r"[a-z]+", words[0]) else []
+
+
+@cache
+def help_of(module: str, *subcommand: str) -> str:
+    """What a command line prints for ``--help``."""
+    if module == "pytest":
+        pytest.skip("not a command of this repository")
+    main = importlib.import_module(f"{module}.__main__" if "." not in module else module).main
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        main([*subcommand, "--help"])
+    return printed.getvalue()
