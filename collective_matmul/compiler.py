@@ -130,22 +130,22 @@ class OverlapJit:
             return self._jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As of `jax.jit`."""
+        """Lowers the function for these arguments, as `jax.jit` does."""
         with self._tracing():
             return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As of `jax.jit`."""
+        """Traces the function for these arguments, as `jax.jit` does."""
         with self._tracing():
             return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
+        """Shapes and dtypes of the result, as from `jax.jit`."""
         with self._tracing():
             return self._jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """As of `jax.jit`."""
+        """Drops the compiled programs, as `jax.jit` does."""
         self._jitted.clear_cache()
 
 

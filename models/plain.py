@@ -21,7 +21,7 @@ CHECKPOINT_NAME = "matmul"
 
 
 class Options(TypedDict):
-    """Of every layer: see `models.llama.Llama`."""
+    """Arguments of every layer, as in `models.llama.Llama`."""
 
     axis_name: str
     dtype: jax.typing.DTypeLike

@@ -79,7 +79,7 @@ class EinsumCase:
 
     @property
     def sharded(self) -> tuple[bool, bool, bool]:
-        """Of x, w and the result, which is a shard along the label."""
+        """Whether x, w and the result are shards along the label."""
         if self.scatter:
             return False, False, True
         x, w, _ = (self.label in term for term in self.terms)

@@ -33,7 +33,7 @@ class Setup:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Of a batch's arrays."""
+        """Sharding of the arrays of a batch."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property

@@ -24,7 +24,7 @@ from collective_matmul.backends import IMPLEMENTATIONS, KERNELS
 
 
 class Verdict(NamedTuple):
-    """Of one array: whether it is off, and its error in units of what is allowed."""
+    """Whether an array is wrong, and its error in units of the allowed error."""
 
     wrong: jax.Array
     error: jax.Array

@@ -65,7 +65,7 @@ class Case:
 
     @property
     def specs(self) -> tuple[P, P, P]:
-        """Of x [batch, M, K], w and the result [batch, M, N]."""
+        """Specs for x [batch, M, K], w and the result [batch, M, N]."""
         if self.op == "gather":
             return P(OTHER, AXIS), P(None, AXIS), P(OTHER, None, AXIS)
         y = P(OTHER, AXIS) if self.op == "scatter" else P(OTHER)
@@ -216,7 +216,7 @@ def test_twice_in_a_loop(case: Case, _with_kernels: None) -> None:
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_repeats_are_bitwise_equal(case: Case, _with_kernels: None) -> None:
-    """Of operands that are no whole numbers, whose sums depend on their order."""
+    """Operands are not whole numbers, so sums depend on their order."""
     skip_without(case.devices)
     draw = np.random.default_rng(0)
     rows, contracted, columns = case.sizes

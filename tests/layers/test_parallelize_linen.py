@@ -65,7 +65,7 @@ X = random(4, 8, FEATURES)
 
 @cache
 def variables() -> Any:
-    """Of the module itself, with biases that are not zero."""
+    """Variables of the plain module, with biases that are not zero."""
     return jax.tree.map(lambda leaf: leaf + 0.01, initial_variables())
 
 

@@ -84,7 +84,7 @@ class WorkspaceSimulation(Simulation):
             self.advance(self.random.choice(late))
 
     def assert_results(self) -> None:
-        """Of what the launches came to, when all have ended; some look at it before."""
+        """Checks the results of the launches, when all have ended; some check them earlier."""
 
     # The primitives.
 

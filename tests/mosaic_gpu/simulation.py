@@ -92,7 +92,7 @@ class Simulation:
         self.actors.append(Actor(self, place, act))
 
     def places(self) -> list[dict[str, int]]:
-        """Those of all blocks."""
+        """Grid indices of all blocks."""
         indices = np.ndindex(*self.sizes.values())
         return [dict(zip(self.sizes, map(int, index), strict=True)) for index in indices]
 

@@ -54,7 +54,7 @@ def case_of(op: str, ring: str, devices: int = DEVICES) -> Case:
 
 
 def shapes(case: Case) -> tuple[Any, Any, Any]:
-    """Of what `Case.arrays` draws."""
+    """Shapes of the arrays that `Case.arrays` draws."""
 
     def shape(*sizes: int) -> ShapeDtypeStruct:
         return ShapeDtypeStruct(sizes, case.dtype)

@@ -90,7 +90,7 @@ def _few_blocks(monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def spaces(_few_blocks: None, monkeypatch: Patch) -> list[Space]:
-    """Those made since; beyond 4 GiB, every other one with a lower half that is negative."""
+    """Spaces made since, at addresses above 4 GiB; every other one has a negative lower half."""
     made: list[Space] = []
 
     def put(value: np.ndarray, device: Any) -> Space:
@@ -157,7 +157,7 @@ def test_threads_that_lower_at_once_share_workspaces(
 
 
 def mesh_of(sizes: tuple[int, ...], seed: int = 0) -> Mesh:
-    """Of devices in some order."""
+    """A mesh of devices in some order."""
     order = np.random.default_rng(seed).permutation(len(jax.devices()))
     devices = np.array(jax.devices())[order][: math.prod(sizes)].reshape(sizes)
     return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
@@ -195,7 +195,7 @@ def identities(devices: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def constant(x: jax.Array) -> jax.Array:
-    """Of a mesh of 4 devices; traced once for all of them."""
+    """Adds a constant of a mesh of 4 devices; traced once for all such meshes."""
     return x + device_constant(identities, (4,), np.int32)
 
 
@@ -218,7 +218,7 @@ def test_a_constant_is_of_the_mesh_that_it_is_lowered_for(check_vma: bool) -> No
 
 @both_vma
 def test_one_function_under_several_meshes(check_vma: bool) -> None:
-    """Of the same shape: JAX traces it once for all of them."""
+    """The meshes have one shape, so JAX traces the function once."""
     traced = []
 
     def once(x: jax.Array) -> jax.Array:

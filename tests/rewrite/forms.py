@@ -213,7 +213,7 @@ def _contracted_twice(x, w):
 
 
 def _weight_gradient(x, w):
-    """Of a gather of which the backward of a matmul is the only use, as with saved products."""
+    """The backward matmul is the only use of the gather, as with saved products."""
     whole = gather(x)
     return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
 

@@ -267,7 +267,7 @@ def _mesh(devices: int) -> Mesh:
 
 
 def mismatches(seeds: Iterable[int], every: int = 100) -> list[str]:
-    """Those of many programs, printed as they are found."""
+    """Mismatches of many programs, printed as they are found."""
     found, start = [], time.perf_counter()
     for number, seed in enumerate(seeds, 1):
         wrong = mismatch(seed)

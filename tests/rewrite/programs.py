@@ -109,7 +109,7 @@ def gradients_of(fun: Callable, count: int) -> Callable:
 
 
 def results_and_gradients(funs: Sequence[Callable], *arguments: Any) -> list:
-    """Of each function, from one compiled program."""
+    """Results and gradients of each function, from one compiled program."""
 
     def all_of_them(*arguments: Any) -> list:
         return [(fun(*arguments), gradients_of(fun, len(arguments))(*arguments)) for fun in funs]
@@ -144,5 +144,5 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "psum_invariant")
 
 
 def collectives(fun: Callable, *arguments: Any) -> dict[str, int]:
-    """Those of `counts` that a ring replaces."""
+    """The counted collectives that a ring replaces."""
     return {name: n for name, n in counts(fun, *arguments).items() if name in COLLECTIVES}

@@ -249,7 +249,7 @@ def test_what_cannot_cross_is_left_alone(name: str, mesh: Mesh) -> None:
 
 
 def _equations_inside(jaxpr: Any) -> list[JaxprEqn]:
-    """Those of the body of the shard_map, which `overlap` may have put into a call."""
+    """Equations of the shard_map's body, which `overlap` may have put into a call."""
     (equation,) = getattr(jaxpr, "jaxpr", jaxpr).eqns
     (inner,) = jaxprs_in_params(equation.params)
     return inner.eqns if equation.primitive.name == "shard_map" else _equations_inside(inner)

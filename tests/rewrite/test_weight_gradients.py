@@ -90,7 +90,7 @@ def stacked(layer: Callable, wrap: Callable) -> Program:
 
 
 def calls(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Those of `jax.jit` in a jaxpr, at any depth."""
+    """Calls of `jax.jit` in a jaxpr, at any depth."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name in ("jit", "pjit"):
             yield equation
@@ -110,7 +110,7 @@ def joins(fun: Callable, *arguments: Any) -> int:
 def test_launches_are_those_of_the_ops(
     wrap: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    """Of the layers' gradients, rewritten: several weights of one gather are one launch."""
+    """In the rewritten gradient of a layer, the weights of one gather share one launch."""
     mesh, program = make_mesh({AXIS: 2}), stacked(plain, wrap)
     # Small weights: a stack that amplifies its values does so with their rounding.
     fun, arguments = program.sharded(mesh), [array / 4 for array in program.arguments()]

@@ -176,7 +176,7 @@ def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -
 
 
 def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
-    """Of two."""
+    """Simulates the second of two devices alone."""
     monkeypatch.setattr(all_gather_kernel, "Rendezvous", Itself)
     monkeypatch.setattr(all_gather_sender, "async_remote_store", async_remote_store)
     monkeypatch.setattr(all_gather_sender, "signal_peers", lambda *arguments: None)

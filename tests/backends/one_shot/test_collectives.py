@@ -50,7 +50,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def on_devices(
     fun: Callable[..., Any], mesh: Any, out: P, x: np.ndarray, check_vma: bool
 ) -> np.ndarray:
-    """Of global arrays whose first dimension is the devices'."""
+    """Runs it on global arrays; their first dimension is sharded over the devices."""
     sharded = jax.shard_map(
         lambda x: fun(x[0]) if out == P() else fun(x[0])[None],
         mesh=mesh,

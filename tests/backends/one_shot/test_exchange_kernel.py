@@ -44,7 +44,7 @@ class Call:
     repeats: int = 1
 
     def traced(self, make_mesh: MeshFactory) -> Any:
-        """Of repeated calls, each on what the one before it leaves."""
+        """Traces repeated calls, each on the result of the call before."""
         collective = functools.partial(COLLECTIVES[self.kind], axis_name=AXIS, delays=self.delays)
         shape = (self.devices, *self.shape) if self.kind == "scatter" else self.shape
 

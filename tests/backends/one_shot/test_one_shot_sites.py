@@ -45,7 +45,7 @@ def test_only_newer_versions(op: Op, version: tuple[int, ...], monkeypatch: Patc
 
 
 def test_all_that_is_sent_must_fit() -> None:
-    """Of an all-reduce only a share of the sum, exchange by exchange."""
+    """An all-reduce sends only a share of the sum in each exchange."""
     columns = 1024
     rows = exchange_kernel.MOST_BYTES // 2 // columns
     for more, possible in ((0, True), (1, False)):

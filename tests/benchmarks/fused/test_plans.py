@@ -134,7 +134,7 @@ def test_what_is_wrong_is_no_reason_to_leave_out_others() -> None:
 
 
 def test_a_run_leaves_a_table(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """Of the package's plans and those it found, in a process of its own."""
+    """The table holds shipped configurations and those found. Runs in another process."""
     arguments = (
         "plans --platform cpu --devices 2 --ops all_gather_matmul --models tiny --rows 16 32"
         " --candidates 2 --layers 2 --groups 1 --group-seconds 0.001 --lead-seconds 0.001"
