@@ -1,6 +1,6 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
-from collective_matmul.compiler import OVERLAP_OPTIONS, overlap_jit
+from collective_matmul.compiler import overlap_jit
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
 from collective_matmul.ops import (
@@ -11,6 +11,7 @@ from collective_matmul.ops import (
 )
 from collective_matmul.rewrite import overlap
 from collective_matmul.tuning.tune import tune
+from collective_matmul.xla_options import OVERLAP_OPTIONS
 
 __all__ = [
     "CHECKPOINT_NAME",

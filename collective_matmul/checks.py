@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS, current_name
+
+#: What users pass as `implementation=`: a backend's name, names of which the first that can is
+#: used, or None to choose per shape.
+Implementation = str | Sequence[str] | None
+
+_EXPECTED = "expected None (choose per shape), or one or several of {}"
 
 #: What the ops compute in. float64 is for tests, where jax is told to have it.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
@@ -34,13 +40,23 @@ def axis_size(axis_name: str) -> int:
         ) from None
 
 
-def implementation(name: str | None) -> None:
-    """Raises ValueError unless `name` is None or an implementation."""
-    if name is not None and (not isinstance(name, str) or name not in IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation={name!r}: expected None (choose per shape) or one of"
-            f" {', '.join(IMPLEMENTATIONS)}"
-        )
+def implementation(value: Implementation) -> tuple[str, ...] | None:
+    """The names of backends that are requested, best first; None to choose per shape.
+
+    Raises:
+      ValueError: unless `value` is None, the name of a backend, or a sequence of such names.
+    """
+    if value is None:
+        return None
+    named = (value,) if isinstance(value, str) else value
+    if not isinstance(named, Sequence) or not named or not all(isinstance(n, str) for n in named):
+        raise ValueError(f"implementation={value!r}: {_EXPECTED.format(', '.join(BACKENDS))}")
+    names = tuple(map(current_name, named))
+    for name in names:
+        if name not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ValueError(f"implementation={value!r}: {_EXPECTED.format(known)}")
+    return names
 
 
 def arrays(x: jax.Array, ws: Sequence[jax.Array]) -> None:

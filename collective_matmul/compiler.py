@@ -6,44 +6,15 @@ import contextlib
 import functools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import no_peer_access_reason, peer_kernels_allowed
-
-_PERMUTE_MODE = "xla_gpu_collective_permute_mode"
-
-#: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs. Each is
-#: ignored by compilers for other platforms.
-OVERLAP_OPTIONS = MappingProxyType(
-    {
-        # A permute is a copy between peers, on a copy engine: it takes no multiprocessor from the
-        # matmul, and needs every GPU of the ring in one process.
-        _PERMUTE_MODE: "COLLECTIVES_PEER_MEMORY",
-        # Merging the matmuls of chunks that share a weight makes the first wait for the last.
-        "xla_gpu_dot_merger_threshold_mb": "0",
-        # A backward ring carries an accumulator and an operand at once.
-        "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
-    }
-)
-
-#: Those under which kernels may address peers' memory: see
-#: `collective_matmul.peer_access.peer_kernels_disallowed_reason`.
-PEER_KERNEL_OPTIONS = MappingProxyType(
-    {
-        # All collectives that NCCL's kernels carry out wait for ours, and ours for them.
-        "xla_gpu_disable_async_collectives": (
-            "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
-        ),
-        # Kernels that address peers take turns in the same memory: no CUDA graph may launch two of
-        # them at once, as it might what needs nothing of each other.
-        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
-    }
-)
+from collective_matmul.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
 
 
 def overlap_jit(
@@ -66,11 +37,11 @@ def overlap_jit(
 
     Args:
       fun: the function to compile.
-      peer_kernels: whether the program may use kernels that address peers' memory, fused ones and one-shot
-        collectives, where they are requested or should be fastest. XLA then runs no other
-        collective beside anything, and calls of such programs wait for each other until they are
-        launched, as all devices must have them in the same order. Inference gains by that, training
-        seldom does.
+      peer_kernels: whether the program may use kernels that address the memory of peer GPUs, as the
+        backends "fused" and "one_shot" do, where they are requested or should be fastest. XLA then
+        runs no other collective beside anything, and calls of such programs wait for each other
+        until they are launched, as all devices must have them in the same order. Inference gains by
+        that, training seldom does.
       compiler_options: further options; they win over ours.
       **kwargs: handed to `jax.jit`.
 
@@ -84,13 +55,26 @@ def overlap_jit(
       ValueError: for options of the user's in place of those without which these kernels are wrong.
       ValueError: when called inside another function that JAX traces.
     """
+    if "fused" in kwargs:
+        peer_kernels = renamed_fused("overlap_jit", kwargs.pop("fused"))
     users = compiler_options or {}
-    if peer_kernels and (taken := sorted(users.keys() & {*PEER_KERNEL_OPTIONS, _PERMUTE_MODE})):
+    if peer_kernels and (taken := sorted(users.keys() & {*PEER_KERNEL_OPTIONS, PERMUTE_MODE})):
         raise ValueError(
             f"compiler_options: {', '.join(taken)}: kernels that address peers need our value;"
             " leave out either the option or peer_kernels=True"
         )
     return OverlapJit(fun, users, peer_kernels, kwargs)
+
+
+def renamed_fused(function: str, value: bool) -> bool:
+    """The value of an argument that is called `peer_kernels` today, with a DeprecationWarning."""
+    warnings.warn(
+        f"{function}: fused={value} is now called peer_kernels={value}; the old name will be"
+        " removed",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return value
 
 
 # Kernels that address peers meet in the order in which programs reach each device: of two threads
@@ -167,9 +151,9 @@ def _refusing_to_be_inside() -> Iterator[None]:
 def _options(users: Mapping[str, Any]) -> dict[str, Any]:
     """Our options for the devices there are, and the user's, which win."""
     options: dict[str, Any] = dict(OVERLAP_OPTIONS)
-    if _PERMUTE_MODE not in users and (obstacle := no_peer_access_reason()):
+    if PERMUTE_MODE not in users and (obstacle := no_peer_access_reason()):
         warn_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}")
-        del options[_PERMUTE_MODE]
+        del options[PERMUTE_MODE]
     if jax.process_count() > 1:
         # Otherwise all devices of a program are one group, whose permutes all go through NCCL if
         # any of them must; this makes every ring a group.

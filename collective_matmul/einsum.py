@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul import checks
+from collective_matmul.backends.base import Backend
+from collective_matmul.checks import Implementation
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
@@ -32,7 +34,7 @@ def collective_einsum(
     *,
     gather: str | None = None,
     scatter: str | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands, one label of which is gathered before or scattered after it.
 
@@ -75,8 +77,8 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
-        "ring_direct", "fused", "one_shot" (of the last two another, unless it is a matmul).
+      implementation: None chooses per shape; or the name of a backend, or several, of which the
+        first that can is used; see `collective_matmul.backends`. Some execute only matmuls.
 
     Returns:
       The result, local, in the operands' dtype.
@@ -86,7 +88,7 @@ def collective_einsum(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     checks.axis_size(axis_name)
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
     checks.arrays(x, (w,))
     labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
     label = _label(gather, scatter, labels_x, labels_w, labels_y)
@@ -103,7 +105,7 @@ def collective_einsum(
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
     equation = Equation(labels_x, labels_w, labels_y, label)
-    call = OpParams(axis_name, None, implementation, source=calling_location())
+    call = OpParams(axis_name, None, requested, source=calling_location())
     einsum = einsum_scattered if gather is None else einsum_of_gathered
     return named(einsum(x, w, equation, call))
 
@@ -132,10 +134,10 @@ def _gathered_backward(
     a, dy = lax.optimization_barrier((a, dy))
     of_a, of_b = equation.gradients
     left, right = (b, dy) if equation.accumulates else (dy, b)
-    facts = {"co_gathered": a.shape, "direction": "backward", "undivided": of_b}
-    chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **facts)
+    attributes = {"co_gathered": a.shape, "direction": "backward", "undivided": of_b}
+    chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **attributes)
     da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, co_gathered=a)
-    return da, contract(chosen, of_b, gathered, dy)
+    return da, contract(of_b, gathered, dy)
 
 
 einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -158,10 +160,10 @@ def _scattered_backward(
 ):
     a, b = residuals
     of_a, of_b = equation.gradients
-    facts = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
-    chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **facts)
+    attributes = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
+    chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **attributes)
     da, gathered = gather_einsum(chosen, of_a, dy, b, call.axis_name, keep_gathered=True)
-    return da, contract(chosen, of_b, a, gathered)
+    return da, contract(of_b, a, gathered)
 
 
 einsum_scattered.defvjp(_scattered_forward, _scattered_backward)
@@ -174,11 +176,11 @@ def _chosen(
     a: jax.Array,
     b: jax.Array,
     undivided: Equation | None = None,
-    **facts: Any,
-) -> str:
-    """The implementation for one pass of a call.
+    **attributes: Any,
+) -> Backend:
+    """The backend for one pass of an op.
 
-    `undivided` is the einsum that follows in a backward; `facts` are further attributes of the
+    `undivided` is the einsum that follows in a backward; `attributes` are further attributes of the
     pass's `Site`.
     """
     moved = equation.transposed + (undivided.transposed if undivided else ())
@@ -194,7 +196,7 @@ def _chosen(
         transposed=tuple(dict.fromkeys(moved)),
         source=call.source,
         replaces=call.replaces,
-        **facts,
+        **attributes,
     )
     return choose(site, call.implementation)
 

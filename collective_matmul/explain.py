@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from collective_matmul.compiler import renamed_fused
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
-from collective_matmul.dispatch.selection import Decision, force_retrace, record_decisions
+from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, find_sites
 
@@ -36,7 +37,9 @@ class Explanation:
         )
 
 
-def explain(fun: Callable, *, peer_kernels: bool = False) -> Callable[..., Explanation]:
+def explain(
+    fun: Callable, *, peer_kernels: bool = False, fused: bool | None = None
+) -> Callable[..., Explanation]:
     """What carries out every collective matmul of a function, and why: ``explain(fun)(*args)``.
 
     The function is traced for the shapes of its arguments, and neither compiled nor run; it may be
@@ -61,11 +64,14 @@ def explain(fun: Callable, *, peer_kernels: bool = False) -> Callable[..., Expla
     Args:
       fun: to be explained.
       peer_kernels: whether it is to be compiled by `overlap_jit` with ``peer_kernels=True``.
+      fused: the name of `peer_kernels` in earlier releases.
 
     Returns:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
       `Explanation`.
     """
+    if fused is not None:
+        peer_kernels = renamed_fused("explain", fused)
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         decisions: list[Decision] = []

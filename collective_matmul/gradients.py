@@ -19,15 +19,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import add, contract_rows, matmul
+from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray
-from collective_matmul.dispatch.selection import choose, record_decisions
+from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.dispatch.selection import choose
 from collective_matmul.site import Op, Site
 from collective_matmul.source_location import SourceLocation
-
-#: What a gather hands back beside its products: whole, in chunks, or not.
-GatherResidual = jax.Array | ChunkedArray | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class OpParams:
       axis_name: the mesh axis.
       dimension: gathered or scattered; None of `matmul_all_reduce`, and of einsums, which have a
         label instead.
-      implementation: requested, or None.
+      implementation: names of backends that are requested, best first, or None.
       transpose_w: whether weights are [N, K].
       keep_gathered: whether what is gathered is a result too.
       source: in the user's program.
@@ -47,15 +46,15 @@ class OpParams:
 
     axis_name: str
     dimension: int | None
-    implementation: str | None
+    implementation: tuple[str, ...] | None
     transpose_w: bool = False
     keep_gathered: bool = False
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
-    def choose(self, op: Op, xs: Sequence, ws: Sequence, **facts: Any) -> Any:
-        """The implementation for one pass; `facts` are further attributes of its `Site`."""
-        transpose_w = self.transpose_w != (facts.get("direction") == "backward")
+    def choose(self, op: Op, xs: Sequence, ws: Sequence, **attributes: Any) -> Backend:
+        """The backend for one pass; `attributes` are further ones of its `Site`."""
+        transpose_w = self.transpose_w != (attributes.get("direction") == "backward")
         site = Site(
             op=op,
             operands=tuple(
@@ -69,9 +68,9 @@ class OpParams:
             transpose_w=transpose_w,
             source=self.source,
             replaces=self.replaces,
-            **facts,
+            **attributes,
         )
-        return IMPLEMENTATIONS[choose(site, self.implementation)]
+        return choose(site, self.implementation)
 
     def suppress_recording(self) -> contextlib.AbstractContextManager:
         """A block that decides what was decided, and recorded, when the op took its place."""
@@ -137,8 +136,7 @@ def _gather_matmul_backward(call: OpParams, residuals, cotangents):
     dys, dgathered = cotangents
     dys = tuple(map(_instantiate, dys))
     dx, gathered = _input_gradient(call, x, ws, gathered, dys, dgathered)
-    chosen = _implementation_of(gathered)
-    dws = chosen.weight_gradients(gathered, dys, dimension=call.dimension)
+    dws = chunked_array.weight_gradients(gathered, dys, dimension=call.dimension)
     dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
     return tie_with_barrier(gathered, dx, dws)
 
@@ -156,13 +154,13 @@ def _input_gradient(
         partial = add(*products, whole)
         dx = lax.psum_scatter(partial, call.axis_name, scatter_dimension=dimension, tiled=True)
         return dx, gathered
-    facts: dict[str, Any] = {"direction": "backward"}
+    attributes: dict[str, Any] = {"direction": "backward"}
     co_gathered = None
     if gathered is None:
         # XLA would find the forward's gather of x again and keep its result until now.
         co_gathered, dys = lax.optimization_barrier((x, dys))
-        facts["co_gathered"] = x.shape
-    chosen = call.choose("matmul_reduce_scatter", dys, ws, **facts)
+        attributes["co_gathered"] = x.shape
+    chosen = call.choose("matmul_reduce_scatter", dys, ws, **attributes)
     dx, again = chosen.matmul_reduce_scatter(
         dys,
         ws,
@@ -202,8 +200,8 @@ def _matmul_scatter_forward(xs, ws, call: OpParams):
 def _matmul_scatter_backward(call: OpParams, residuals, dy):
     xs, ws = residuals
     dimension, transpose_w = call.dimension, call.transpose_w
-    facts = {"keep_gathered": True, "direction": "backward"}
-    chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **facts)
+    attributes = {"keep_gathered": True, "direction": "backward"}
+    chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **attributes)
     dxs, gathered = chosen.all_gather_matmul(
         dy,
         ws,
@@ -274,8 +272,7 @@ weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
 
 
 def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
-    chosen = _implementation_of(x if isinstance(x, ChunkedArray) else ys[0])
-    return chosen.weight_gradients(x, ys, dimension=dimension)
+    return chunked_array.weight_gradients(x, ys, dimension=dimension)
 
 
 def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:
@@ -317,11 +314,6 @@ def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]
     if not isinstance(gathered, ChunkedArray):
         return results
     return lax.optimization_barrier(results)
-
-
-def _implementation_of(gathered: GatherResidual) -> Any:
-    """One that takes what was gathered as it is."""
-    return IMPLEMENTATIONS["ring" if isinstance(gathered, ChunkedArray) else "xla"]
 
 
 def _is_primal(value: Any) -> bool:

@@ -23,6 +23,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import checks, gradients
+from collective_matmul.checks import Implementation
 from collective_matmul.gradients import OpParams, gather_matmul, matmul_scatter, pvary_all
 from collective_matmul.source_location import calling_location
 
@@ -37,7 +38,7 @@ def all_gather_matmul(
     axis_name: str,
     *,
     gather_dimension: int = 0,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array: ...
 @overload
 def all_gather_matmul(
@@ -46,7 +47,7 @@ def all_gather_matmul(
     axis_name: str,
     *,
     gather_dimension: int = 0,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]: ...
 def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=None):
     """Gathers x along one dimension and multiplies it by w: ``all_gather(x) @ w``.
@@ -65,8 +66,8 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       w: [K, *N], or a sequence of such.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
-        "ring_direct", "fused", "one_shot".
+      implementation: None chooses per shape; or the name of a backend, or several, of which the
+        first that can is used; see `collective_matmul.backends`.
 
     Returns:
       [..., D*m, ..., *N], or a tuple of such, one for each weight.
@@ -77,11 +78,11 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     """
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
     checks.axis_size(axis_name)
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = pvary_all(axis_name, x, *map(_as_matrix, ws))
-    call = OpParams(axis_name, dimension, implementation, source=calling_location())
+    call = OpParams(axis_name, dimension, requested, source=calling_location())
     ys, _ = gather_matmul(x, tuple(matrices), call)
     ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
@@ -94,7 +95,7 @@ def matmul_reduce_scatter(
     *,
     scatter_dimension: int = 0,
     mean: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Multiplies, sums over the axis and scatters: ``reduce_scatter(x @ w)``.
 
@@ -112,8 +113,8 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
-        "ring_direct", "fused", "one_shot".
+      implementation: None chooses per shape; or the name of a backend, or several, of which the
+        first that can is used; see `collective_matmul.backends`.
 
     Returns:
       [..., M/D, ..., *N], this device's shard along `scatter_dimension`.
@@ -124,18 +125,18 @@ def matmul_reduce_scatter(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     devices = checks.axis_size(axis_name)
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
     checks.operands(x, (w,))
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = OpParams(axis_name, dimension, implementation, source=calling_location())
+    call = OpParams(axis_name, dimension, requested, source=calling_location())
     y = matmul_scatter((x,), (matrix,), call)
     return named(_split_columns(y / devices if mean else y, w))
 
 
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, axis_name: str, *, implementation: str | None = None
+    x: jax.Array, w: jax.Array, axis_name: str, *, implementation: Implementation = None
 ) -> jax.Array:
     """Multiplies and sums over the axis: ``psum(x @ w)``.
 
@@ -152,9 +153,8 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way",
-        "ring_direct", "fused", "one_shot". A ring needs the product of x's leading dimensions to
-        be a multiple of D.
+      implementation: None chooses per shape; or the name of a backend, or several, of which the
+        first that can is used; see `collective_matmul.backends`.
 
     Returns:
       [..., *N], the same on every device of the axis.
@@ -164,10 +164,10 @@ def matmul_all_reduce(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     checks.axis_size(axis_name)
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
     checks.operands(x, (w,))
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = OpParams(axis_name, None, implementation, source=calling_location())
+    call = OpParams(axis_name, None, requested, source=calling_location())
     y = gradients.matmul_all_reduce(x, matrix, call)
     return named(_split_columns(y, w))
 

@@ -1,58 +1,73 @@
-"""Ways to carry out an op. Every way offers the same four functions with the same signatures.
+"""The registry of backends: every way to execute the ops, by the name that users give it.
 
-Legend of shapes, all local to one device: D devices on the axis, K contracted, N columns.
+A backend is one file or folder and one line here; `collective_matmul.backends.base` has the
+contract.
 
-``all_gather_matmul(x, ws, axis_name, *, dimension, ...) -> (ys, gathered)``
-    x [..., m, ..., K], each w [K, N] -> each y [..., D*m, ..., N]. With ``keep_gathered=True``,
-    gathered is what `weight_gradients` of the same way takes for x whole, else None.
-``matmul_reduce_scatter(xs, ws, axis_name, *, dimension, ...) -> (y, gathered)``
-    each x [..., M, ..., K], each w [K, N] -> y [..., M/D, ..., N], summed over pairs and devices.
-    A ``co_gathered=`` [..., r, ...] is gathered along `dimension` in the same loop.
-``weight_gradients(x, ys, *, dimension) -> dws``
-    x [..., M, ..., K], each y [..., M, ..., N] -> each dw [K, N], contracted over all but the last
-    dimension. Either x or the only y may be what was gathered along `dimension`.
-``matmul_all_reduce(x, w, axis_name) -> y``
-    x [..., K], w [K, N] -> y [..., N], summed over devices and typed as replicated over the axis.
-
-With ``transpose_w=True`` the weights of the first two are [N, K], contracted along the last.
-Sums between devices travel in the arrays' own dtype; within a matmul they are float32.
+================  ==============================================================================
+name              what it does
+================  ==============================================================================
+``xla``           XLA's collective and XLA's matmul, one after the other: the reference
+``ring``          chunks travel round a ring of permutes, each multiplied as it arrives
+``ring_two_way``  the same, with half of every chunk in either direction
+``ring_direct``   every chunk travels straight from its owner, without passing the others
+``one_shot``      XLA's matmul, with collectives that write to all peers at once, for few rows
+``fused``         one kernel for the op, which sends or receives tiles while it multiplies
+================  ==============================================================================
 """
 
 from __future__ import annotations
 
-import functools
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from collective_matmul.backends import xla
-from collective_matmul.backends.fused import ops
-from collective_matmul.backends.one_shot.collectives import ONE_SHOT
-from collective_matmul.backends.ring import walk
-from collective_matmul.backends.ring.schedule import Pattern
+from collective_matmul.backends.base import Backend
+from collective_matmul.backends.fused.backend import Fused
+from collective_matmul.backends.one_shot.backend import OneShot
+from collective_matmul.backends.ring.backend import RINGS
+from collective_matmul.backends.xla import Xla
+
+_backends: dict[str, Backend] = {}
+#: All backends by name, in the order in which they are listed.
+BACKENDS: Mapping[str, Backend] = MappingProxyType(_backends)
+
+#: The backend that others must beat, and that executes every site.
+REFERENCE: Backend = Xla()
+#: What replaces the reference where its `unprofitable_reason` speaks against it: permutes, which
+#: XLA can split over the mesh axes that it shards by itself, and as much traffic.
+SUBSTITUTE: Backend = RINGS["ring_direct"]
+
+#: Names of earlier releases.
+_RENAMED = {"bulk": "xla"}
 
 
-def _ring(pattern: Pattern) -> SimpleNamespace:
-    return SimpleNamespace(
-        all_gather_matmul=functools.partial(walk.all_gather_matmul, pattern=pattern),
-        matmul_reduce_scatter=functools.partial(walk.matmul_reduce_scatter, pattern=pattern),
-        matmul_all_reduce=functools.partial(walk.matmul_all_reduce, pattern=pattern),
-        weight_gradients=walk.weight_gradients,
+def register(backend: Backend) -> None:
+    """Adds a backend, to be requested by its name, compared with the others, and tuned.
+
+    Raises:
+      ValueError: if the name is taken.
+    """
+    if backend.name in _backends or backend.name in _RENAMED:
+        raise ValueError(f"backend.name={backend.name!r}: it is taken; choose another name")
+    _backends[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Removes a backend that was added by `register`."""
+    del _backends[name]
+
+
+def current_name(name: str) -> str:
+    """Today's name of a backend, with a DeprecationWarning for a name of an earlier release."""
+    if name not in _RENAMED:
+        return name
+    warnings.warn(
+        f"implementation={name!r} is now called {_RENAMED[name]!r}; the old name will be removed",
+        DeprecationWarning,
+        stacklevel=3,
     )
+    return _RENAMED[name]
 
 
-_ONE_SHOT = SimpleNamespace(
-    all_gather_matmul=functools.partial(xla.all_gather_matmul, by=ONE_SHOT),
-    matmul_reduce_scatter=functools.partial(xla.matmul_reduce_scatter, by=ONE_SHOT),
-    matmul_all_reduce=functools.partial(xla.matmul_all_reduce, by=ONE_SHOT),
-    weight_gradients=xla.weight_gradients,
-)
-
-#: The schedule that each ring walks.
-RINGS: MappingProxyType[str, Pattern] = MappingProxyType(
-    {"ring": "one_way", "ring_two_way": "two_way", "ring_direct": "direct"}
-)
-#: Those whose kernels address peers' memory.
-KERNELS: MappingProxyType[str, Any] = MappingProxyType({"fused": ops, "one_shot": _ONE_SHOT})
-IMPLEMENTATIONS: MappingProxyType[str, Any] = MappingProxyType(
-    {"xla": xla, **{name: _ring(pattern) for name, pattern in RINGS.items()}, **KERNELS}
-)
+for _backend in (REFERENCE, *RINGS.values(), OneShot(), Fused()):
+    register(_backend)

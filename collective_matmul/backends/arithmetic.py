@@ -1,12 +1,15 @@
-"""The local arithmetic that every implementation shares."""
+"""Local arithmetic that all backends share."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from collective_matmul.equation import Equation
 
 
 def matmul(x: jax.Array, w: jax.Array, transpose_w: bool = False) -> jax.Array:
@@ -31,3 +34,8 @@ def contract_rows(x: jax.Array, y: jax.Array) -> jax.Array:
     """The weight gradient: x [..., K] and y [..., N] -> [K, N], contracted over all rows."""
     rows = tuple(range(x.ndim - 1))
     return lax.dot_general(x, y, ((rows, rows), ((), ())))
+
+
+def einsum(equation: Equation, a: jax.Array, b: jax.Array, dtype: Any = None) -> jax.Array:
+    """The einsum of a and b, accumulated in float32; in `dtype`, or else that of the operands."""
+    return jnp.einsum(str(equation), a, b, preferred_element_type=dtype)

@@ -1,59 +1,144 @@
-"""One collective and one matmul: with XLA's, the baseline. Nothing overlaps by construction."""
+"""One collective and one matmul, one after the other: with XLA's collectives, the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
+from jax import lax
 
-from collective_matmul.backends.arithmetic import add, contract_rows, matmul
-from collective_matmul.backends.one_shot.collectives import XLA, Collectives
-
-
-def all_gather_matmul(
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    axis_name: str,
-    *,
-    dimension: int,
-    transpose_w: bool = False,
-    keep_gathered: bool = False,
-    by: Collectives = XLA,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Gathers x, then multiplies. Shapes: see the package's docstring."""
-    gathered = by.all_gather(x, axis_name, dimension)
-    ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
-    return ys, gathered if keep_gathered else None
+from collective_matmul._compat import partly_automatic
+from collective_matmul.backends.arithmetic import add, einsum, matmul
+from collective_matmul.backends.base import Backend, EinsumBackend, GatherResidual, Prediction
+from collective_matmul.backends.matmul_cost import COST_MODEL, multiplication_seconds
+from collective_matmul.equation import Equation
+from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.site import Site
 
 
-def matmul_reduce_scatter(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
-    axis_name: str,
-    *,
-    dimension: int,
-    transpose_w: bool = False,
-    co_gathered: jax.Array | None = None,
-    by: Collectives = XLA,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Multiplies, then reduce-scatters. Shapes: see the package's docstring."""
-    partial = add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True)))
-    y = by.reduce_scatter(partial, axis_name, dimension)
-    if co_gathered is None:
-        return y, None
-    return y, by.all_gather(co_gathered, axis_name, dimension)
+class SequentialBackend(Backend, Protocol):
+    """A backend whose collectives and matmuls follow each other. Subclasses have the collectives."""
+
+    def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """[..., m, ...] -> [..., D*m, ...]."""
+        ...
+
+    def reduce_scatter(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """[..., D*m, ...] -> [..., m, ...]."""
+        ...
+
+    def all_reduce(self, x: jax.Array, axis_name: str) -> jax.Array:
+        """[...] -> [...], typed as replicated over the axis."""
+        ...
+
+    def all_gather_matmul(
+        self,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        """Gathers x, then multiplies; see `Backend`."""
+        gathered = self.all_gather(x, axis_name, dimension)
+        ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
+        return ys, gathered if keep_gathered else None
+
+    def matmul_reduce_scatter(
+        self,
+        xs: Sequence[jax.Array],
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """Multiplies, then reduce-scatters; see `Backend`."""
+        partial = add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True)))
+        y = self.reduce_scatter(partial, axis_name, dimension)
+        if co_gathered is None:
+            return y, None
+        return y, self.all_gather(co_gathered, axis_name, dimension)
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+        """Multiplies, then all-reduces; see `Backend`."""
+        return self.all_reduce(matmul(x, w), axis_name)
 
 
-def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, axis_name: str, *, by: Collectives = XLA
-) -> jax.Array:
-    """Multiplies, then all-reduces. Shapes: see the package's docstring."""
-    return by.all_reduce(matmul(x, w), axis_name)
+class Xla(SequentialBackend, EinsumBackend):
+    """XLA's own collectives: what others must beat."""
+
+    name = "xla"
+
+    def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """[..., m, ...] -> [..., D*m, ...]."""
+        return lax.all_gather(x, axis_name, axis=dimension, tiled=True)
+
+    def reduce_scatter(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """[..., D*m, ...] -> [..., m, ...]."""
+        return lax.psum_scatter(x, axis_name, scatter_dimension=dimension, tiled=True)
+
+    def all_reduce(self, x: jax.Array, axis_name: str) -> jax.Array:
+        """[...] -> [...], typed as replicated over the axis."""
+        return lax.psum(x, axis_name)
+
+    def gather_einsum(
+        self,
+        equation: Equation,
+        a: jax.Array,
+        b: jax.Array,
+        axis_name: str,
+        *,
+        keep_gathered: bool = False,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """Gathers a, then contracts; see `EinsumBackend`."""
+        whole = self.all_gather(a, axis_name, equation.a.index(equation.label))
+        return einsum(equation, whole, b), whole if keep_gathered else None
+
+    def scatter_einsum(
+        self,
+        equation: Equation,
+        a: jax.Array,
+        b: jax.Array,
+        axis_name: str,
+        *,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """Contracts, then reduce-scatters; see `EinsumBackend`."""
+        dimension = equation.y.index(equation.label)
+        y = self.reduce_scatter(einsum(equation, a, b), axis_name, dimension)
+        if co_gathered is None:
+            return y, None
+        return y, self.all_gather(co_gathered, axis_name, dimension)
+
+    def unsupported_reason(self, site: Site) -> str | None:
+        """None: it executes every site."""
+        del site
+
+    def unprofitable_reason(self, site: Site) -> str | None:
+        """XLA cannot split these collectives over mesh axes that it shards by itself.
+
+        It would first gather what such an axis shards, such as the batch. All-reduces it can split.
+        """
+        if site.op != "matmul_all_reduce" and partly_automatic():
+            return "XLA's collective would gather what the automatic mesh axes shard"
+        return None
+
+    def predict(self, site: Site) -> Prediction | None:
+        """The collectives and the matmuls one after the other, or the host's launches."""
+        if not has_known_rates():
+            return None
+        return Prediction(xla_seconds(site), 0.0, COST_MODEL)
 
 
-def weight_gradients(
-    x: jax.Array, ys: Sequence[jax.Array], *, dimension: int
-) -> tuple[jax.Array, ...]:
-    """Contracts all rows of x and each y. Shapes: see the package's docstring."""
-    del dimension
-    return tuple(contract_rows(x, y) for y in ys)
+def xla_seconds(site: Site) -> float:
+    """Predicted seconds on Hopper GPUs, whichever device is traced for."""
+    collectives = 1 if site.co_gathered is None else 2
+    communication = (
+        collectives * HOPPER.collective_seconds + site.bytes_communicated / HOPPER.link_bytes
+    )
+    return max(multiplication_seconds(site) + communication, HOPPER.host_seconds)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from collective_matmul.dispatch.selection import Decision
+from collective_matmul.dispatch.recording import Decision
 from collective_matmul.source_location import SourceLocation
 
-_HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "bulk µs", "gain", "why")
+_HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "xla µs", "gain", "why")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Line:
       shapes: the local arrays, to be read.
       chosen: what carries it out.
       reason: in words.
-      seconds, reference_seconds: predicted for what was chosen, and for bulk; None if unknown.
+      seconds, reference_seconds: predicted for what was chosen, and for XLA; None if unknown.
     """
 
     source: SourceLocation | None
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def gain(self) -> str:
-        """Microseconds and ratio against bulk; empty if unknown."""
+        """Microseconds and ratio against XLA; empty if unknown."""
         if not self.seconds or not self.reference_seconds:
             return ""
         gained = (self.reference_seconds - self.seconds) * 1e6

@@ -64,7 +64,10 @@ class Replacement:
 
 
 def gather_replacements(
-    placed: PlacedMatch, shard: Atom, implementation: str | None, source: SourceLocation | None
+    placed: PlacedMatch,
+    shard: Atom,
+    implementation: tuple[str, ...] | None,
+    source: SourceLocation | None,
 ) -> list[Replacement]:
     """The gather with its matmuls, its later weight gradients, and the whole array if needed.
 
@@ -192,7 +195,10 @@ def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Arr
 
 
 def sum_replacement(
-    match: SumMatch, result: Var, implementation: str | None, source: SourceLocation | None
+    match: SumMatch,
+    result: Var,
+    implementation: tuple[str, ...] | None,
+    source: SourceLocation | None,
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
     collective, terms, rows = match.collective, match.terms, match.rows
@@ -227,7 +233,10 @@ def sum_replacement(
 
 
 def einsum_replacement(
-    match: EinsumMatch, shard: Atom, implementation: str | None, source: SourceLocation | None
+    match: EinsumMatch,
+    shard: Atom,
+    implementation: tuple[str, ...] | None,
+    source: SourceLocation | None,
 ) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
     collective = match.collective

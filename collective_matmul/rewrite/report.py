@@ -9,7 +9,7 @@ from pathlib import Path
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
-from collective_matmul.dispatch.selection import Decision, record
+from collective_matmul.dispatch.recording import Decision, record
 from collective_matmul.rewrite.collective_equations import Kind, axes_of, kind_of
 from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library

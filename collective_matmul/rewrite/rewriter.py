@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul.backends import RINGS
+from collective_matmul.backends import REFERENCE
+from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.rewrite.collective_equations import collective_of, collectives_in, kind_of
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
@@ -65,7 +65,11 @@ class Rewriter:
         shard_map.
     """
 
-    def __init__(self, implementation: str | None = None, axis_sizes: dict[str, int] | None = None):
+    def __init__(
+        self,
+        implementation: tuple[str, ...] | None = None,
+        axis_sizes: dict[str, int] | None = None,
+    ):
         self.found: list[FoundSite] = []
         self._implementation = implementation
         self._axis_sizes = axis_sizes or {}
@@ -235,16 +239,16 @@ class Rewriter:
             return placed
         equation = selection.graph.equations[match.index]
         source = source_of(equation)
-        obstacle = _obstacle(placed, self._implementation)
-        if obstacle:
-            return obstacle
         replacements = self._replacements(placed, equation, source)
         key = self._shard_maps, source, signature(placed, replacements)
         if key not in self._traced:
-            self._traced[key] = trace(replacements)
+            try:
+                self._traced[key] = trace(replacements)
+            except UnsupportedSiteError as error:
+                return error.reason
         site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]
-        if decision.implementation == "xla" and needs_transpose(match):
+        if decision.implementation == REFERENCE.name and needs_transpose(match):
             return f"arrays would be transposed for nothing ({decision.reason})"
         return site
 
@@ -268,17 +272,6 @@ def _priority(match: Match) -> tuple[int, bool]:
     """
     kinds = (GatherMatch, SumMatch, EinsumMatch)
     return kinds.index(type(match)), needs_transpose(match)
-
-
-def _obstacle(placed: PlacedMatch, implementation: str | None) -> str | None:
-    """Why the implementation requested cannot carry out a site."""
-    match = placed.match
-    if not isinstance(match, SumMatch) or match.collective.kind != "psum":
-        return None
-    rows = math.prod(match.rows)
-    if implementation not in RINGS or rows % match.collective.devices == 0:
-        return None
-    return f"{implementation} needs rows that the axis divides, and there are {rows}"
 
 
 def _inside_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -> JaxprEqn:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.dispatch.selection import Decision, record_decisions
+from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.replacements import Replacement, ResidualRef
 from collective_matmul.rewrite.report import NAME

@@ -13,12 +13,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
+from collective_matmul.checks import Implementation
 from collective_matmul.rewrite.report import FoundSite, table
 from collective_matmul.rewrite.rewriter import Rewriter
 
 
 def overlap(
-    fun: Callable, *, require: int | None = None, implementation: str | None = None
+    fun: Callable, *, require: int | None = None, implementation: Implementation = None
 ) -> Callable:
     """Transforms a function so that gathers and sums over devices overlap with their matmuls.
 
@@ -62,7 +63,7 @@ def overlap(
       ValueError: when called, if fewer sites than `require` were replaced, with a table of them; at
         once, for an invalid `require` or `implementation`.
     """
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
     if require is not None and (type(require) is not int or require < 0):
         raise ValueError(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
@@ -71,7 +72,7 @@ def overlap(
     @functools.wraps(fun)
     def overlapped(*args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
-        rewriter = Rewriter(implementation)
+        rewriter = Rewriter(requested)
         program = rewriter.rewrite(traced.program)
         _check(require, rewriter.found)
         return traced.call(program)
@@ -79,7 +80,7 @@ def overlap(
     return overlapped
 
 
-def find_sites(fun: Callable, *, implementation: str | None = None) -> Callable:
+def find_sites(fun: Callable, *, implementation: Implementation = None) -> Callable:
     """Finds what `overlap` would replace in a function: ``find_sites(fun)(*args)``.
 
     The function is traced for the shapes of its arguments. It is neither compiled nor executed.
@@ -92,10 +93,10 @@ def find_sites(fun: Callable, *, implementation: str | None = None) -> Callable:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns a
       list of every gather and sum over devices, in the order of the program.
     """
-    checks.implementation(implementation)
+    requested = checks.implementation(implementation)
 
     def found(*args: Any, **kwargs: Any) -> list[FoundSite]:
-        rewriter = Rewriter(implementation)
+        rewriter = Rewriter(requested)
         rewriter.rewrite(_Traced(fun, args, kwargs).program)
         return rewriter.found
 

@@ -22,9 +22,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.backends import IMPLEMENTATIONS, xla
+from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.arithmetic import add, matmul
-from collective_matmul.dispatch.cost_model import reference_seconds
+from collective_matmul.backends.chunked_array import weight_gradients
+from collective_matmul.backends.xla import xla_seconds
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 
@@ -60,12 +61,12 @@ class Stack:
             devices=devices[: site.axis_size],
         )
         fewest, most = _REPETITIONS
-        repetitions = int(_SECONDS_PER_CALL / reference_seconds(site))
+        repetitions = int(_SECONDS_PER_CALL / xla_seconds(site))
         self.repetitions = min(max(repetitions, fewest), most)
 
     def program(self, implementation: str) -> Any:
         """What runs all repetitions by an implementation, or by none: a function of `Operands`."""
-        way = _ALONE if implementation == COMPUTE_ONLY else IMPLEMENTATIONS[implementation]
+        way = _ALONE if implementation == COMPUTE_ONLY else BACKENDS[implementation]
         # Traced once for all repetitions.
         repetition = jax.jit(functools.partial(_repetition, way, self.site))
 
@@ -139,7 +140,7 @@ def _repetition(
     else:
         product, gathered = way.matmul_reduce_scatter(xs, ws, _AXIS, co_gathered=aside, **arguments)
         products, operands = (product,), (gathered, xs)
-    gradients = way.weight_gradients(*operands, dimension=0) if site.has_weight_gradient else ()
+    gradients = weight_gradients(*operands, dimension=0) if site.has_weight_gradient else ()
     return products, gradients
 
 
@@ -159,5 +160,4 @@ _ALONE = SimpleNamespace(
     all_gather_matmul=_all_gather_matmul_alone,
     matmul_reduce_scatter=_matmul_reduce_scatter_alone,
     matmul_all_reduce=lambda x, w, axis_name: matmul(x, w),
-    weight_gradients=xla.weight_gradients,
 )

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective_matmul.backends import KERNELS
+from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.compiler import overlap_jit
-from collective_matmul.dispatch.obstacles import obstacle_of
+from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 from collective_matmul.tuning.repeated_site import Operands, Stack, filler
@@ -74,11 +74,11 @@ class Trial:
         self._queues = devices[0].platform != "cpu"
         self._compiling: dict[str, Future] = {}
         for name in (*implementations, COMPUTE_ONLY):
-            if obstacle := obstacle_of(site, name):
-                self.failures[name] = obstacle
+            if name != COMPUTE_ONLY and (reason := unsupported_reason(site, name)):
+                self.failures[name] = reason
             else:
                 self._attempt(name, self._compile, pool)
-        bulk, ceiling = map(self._stack.operands, ("xla", COMPUTE_ONLY))
+        bulk, ceiling = map(self._stack.operands, (REFERENCE.name, COMPUTE_ONLY))
         self._described = bulk, ceiling._replace(weights=())
         self._fillers = {
             leaf: pool.submit(filler(leaf).lower(np.uint32(0)).compile)
@@ -98,7 +98,9 @@ class Trial:
         )
         close = {n: run for n, run in runs.items() if timings[n].median < _HOPELESS * fastest}
         # Bulk is what every gain is counted from.
-        timings |= measure(close | {n: runs[n] for n in ("xla",) if n in runs}, groups=groups)
+        timings |= measure(
+            close | {n: runs[n] for n in (REFERENCE.name,) if n in runs}, groups=groups
+        )
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
 
     def _fill(self) -> tuple[Operands, Operands]:
@@ -117,7 +119,8 @@ class Trial:
 
     def _compile(self, name: str, pool: Executor) -> None:
         """Lowers the program here, where JAX traces one at a time, and has the pool compile it."""
-        jitted = overlap_jit(self._stack.program(name), peer_kernels=name in KERNELS)
+        peer_kernels = name != COMPUTE_ONLY and BACKENDS[name].uses_peer_kernels
+        jitted = overlap_jit(self._stack.program(name), peer_kernels=peer_kernels)
         lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from collective_matmul.backends import IMPLEMENTATIONS
-from collective_matmul.dispatch import table_files
-from collective_matmul.dispatch.obstacles import obstacle_of
-from collective_matmul.dispatch.selection import decisions_of
+from collective_matmul.backends import BACKENDS, REFERENCE, current_name
 from collective_matmul.data import Run
+from collective_matmul.dispatch import table_files
+from collective_matmul.dispatch.assessment import unsupported_reason
+from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.peer_access import peer_kernels_allowed
@@ -79,14 +79,14 @@ def tune(
     timed = functools.partial(measure, seconds_per_group=seconds_per_group)
     timed({}, groups=groups)  # Refuses its settings before anything is compiled.
     found = jax.devices() if devices is None else list(devices)
-    names = tuple(IMPLEMENTATIONS) if implementations is None else tuple(implementations)
+    names = tuple(BACKENDS if implementations is None else map(current_name, implementations))
     with peer_kernels_allowed(True):  # As in what is compiled to time them.
         sites = _sites(target, args)
     _check(sites, found, names)
     kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
-        implementations=tuple(dict.fromkeys(("xla", *names))),
+        implementations=tuple(dict.fromkeys((REFERENCE.name, *names))),
         path=cache_path(kind) if path is None else Path(path),
         measure=timed,
         groups=groups,
@@ -121,8 +121,8 @@ def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) 
             f"tune: {jax.process_count()} processes; run it in one, on the devices of one node"
         )
     for name in names:
-        if name not in IMPLEMENTATIONS:
-            expected = ", ".join(IMPLEMENTATIONS)
+        if name not in BACKENDS:
+            expected = ", ".join(BACKENDS)
             raise ValueError(f"implementations: {name!r} is unknown; expected some of {expected}")
     kinds = {device.device_kind for device in devices}
     if len(kinds) != 1:
@@ -182,7 +182,7 @@ class _Tuner:
             entry is not None
             and entry.run.jax == self.run.jax
             and all(
-                name in entry.seconds or obstacle_of(site, name)
+                name in entry.seconds or unsupported_reason(site, name)
                 for name in (*self.implementations, COMPUTE_ONLY)
             )
         )
@@ -192,7 +192,7 @@ class _Tuner:
         seconds = trial.seconds(self.measure, self.groups)
         for name, reason in trial.failures.items():
             self._say_once(f"{name} is left out: {reason}")
-        if "xla" not in seconds:
+        if REFERENCE.name not in seconds:
             return None
         shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
         self._say(f"{trial.site}: {shown} µs")

@@ -1,1 +1,1 @@
-"""A backend."""
+"""The fused kernels: their launches, bodies and configurations."""

@@ -1,1 +1,1 @@
-"""A backend."""
+"""Rings of permutes: the schedules, the walk over them, and their cost."""

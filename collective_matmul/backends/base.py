@@ -1,0 +1,191 @@
+"""The contract of a backend: one way to execute the ops, and all that there is to know of it.
+
+Every backend executes the three ops on matrices; an `EinsumBackend` also executes the fourth,
+einsums that are not matmuls. Shapes are local to one device: D devices are on the axis, K is
+contracted, N are columns.
+
+=========================  =======================================  ==========================
+op                         takes                                    returns
+=========================  =======================================  ==========================
+``all_gather_matmul``      x [..., m, ..., K], each w [K, N]        each y [..., D*m, ..., N]
+``matmul_reduce_scatter``  each x [..., M, ..., K], each w [K, N]   y [..., M/D, ..., N]
+``matmul_all_reduce``      x [..., K], w [K, N]                     y [..., N]
+=========================  =======================================  ==========================
+
+Sums between devices are sent in the arrays' own dtype; within a matmul they are float32. What an op
+has gathered it may return as it is, whole or in chunks: the weight gradient, which is one undivided
+matmul, takes either (`collective_matmul.backends.chunked_array.weight_gradients`).
+
+A backend also answers three questions about a `Site`: can it execute it, how long does that take,
+and which configurations could it be tuned over. `collective_matmul.dispatch` compares the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+import jax
+
+from collective_matmul.backends.chunked_array import ChunkedArray
+from collective_matmul.equation import Equation
+from collective_matmul.site import Site
+
+#: What a gather returns beside its products: the gathered array whole, in chunks, or not at all.
+GatherResidual = jax.Array | ChunkedArray | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a backend expects a site to take.
+
+    Attributes:
+      seconds: on one device, the matmul of a weight gradient included where the site has one.
+      relative_error: the gain over the reference, as a fraction, from which on it is believed.
+      basis: what the seconds rest on, in words.
+    """
+
+    seconds: float
+    relative_error: float
+    basis: str
+
+
+class Configuration(Protocol):
+    """One way to configure a backend for a site, such as the tiling of its kernel."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that distinguishes it from other configurations of the same site."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to execute the ops. Subclasses inherit the answers below that suit most backends.
+
+    Attributes:
+      name: what `implementation=` calls it.
+      uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
+        compiled by ``overlap_jit(..., peer_kernels=True)`` may have them.
+      predicts_precisely: whether its prediction may be compared with measurements of other
+        backends. Else it counts only where no other backend was measured either.
+    """
+
+    name: str
+    uses_peer_kernels: bool = False
+    predicts_precisely: bool = True
+
+    def all_gather_matmul(
+        self,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        """``all_gather(x) @ w`` for each w.
+
+        Args:
+          x: [..., m, ..., K], this device's shard along `dimension`.
+          ws: each [K, N], or [N, K] if `transpose_w`.
+          axis_name: the mesh axis to gather over.
+          dimension: of x, to gather.
+          transpose_w: whether each w is contracted along its last dimension.
+          keep_gathered: whether to return x whole too.
+
+        Returns:
+          Each product [..., D*m, ..., N]; and x whole, or None.
+        """
+        ...
+
+    def matmul_reduce_scatter(
+        self,
+        xs: Sequence[jax.Array],
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """``reduce_scatter(sum of x @ w)`` over pairs of x and w.
+
+        Args:
+          xs: each [..., M, ..., K].
+          ws: each [K, N], or [N, K] if `transpose_w`.
+          axis_name: the mesh axis to sum and scatter over.
+          dimension: of each x, to scatter.
+          transpose_w: whether each w is contracted along its last dimension.
+          co_gathered: [..., m, ..., R], a shard to gather along `dimension` in the same loop.
+
+        Returns:
+          The sum [..., M/D, ..., N]; and `co_gathered` whole, or None.
+        """
+        ...
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+        """``psum(x @ w)``: x [..., K], w [K, N] -> [..., N], typed as replicated over the axis."""
+        ...
+
+    def unsupported_reason(self, site: Site) -> str | None:
+        """Why it cannot execute a site, as part of a sentence; None if it can.
+
+        For a site that is being traced, called inside its `jax.shard_map`.
+        """
+        ...
+
+    def unprofitable_reason(self, site: Site) -> str | None:
+        """Why it should not be chosen for a site that it can execute; None if nothing is wrong."""
+        del site
+
+    def predict(self, site: Site) -> Prediction | None:
+        """What a site should take on the devices that are traced for; None if that is unknown."""
+        ...
+
+    def configurations(self, site: Site) -> Sequence[Configuration]:
+        """All that it can be tuned over at a site, the likeliest to be fastest first."""
+        del site
+        return ()
+
+    def configured(self, configuration: Configuration) -> Self:
+        """The same backend, held to one configuration."""
+        raise ValueError(f"{self.name} has no configurations, and {configuration} was given")
+
+
+@runtime_checkable
+class EinsumBackend(Backend, Protocol):
+    """A backend that also executes einsums that are not matmuls, for one label of them."""
+
+    def gather_einsum(
+        self,
+        equation: Equation,
+        a: jax.Array,
+        b: jax.Array,
+        axis_name: str,
+        *,
+        keep_gathered: bool = False,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """The einsum of a, gathered along the equation's label, and b.
+
+        Returns:
+          The result, whole along the label if it has that; and a whole, or None.
+        """
+        ...
+
+    def scatter_einsum(
+        self,
+        equation: Equation,
+        a: jax.Array,
+        b: jax.Array,
+        axis_name: str,
+        *,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """The einsum of a and b, summed over the axis and scattered along the equation's label.
+
+        Returns:
+          This device's shard of the sum; and `co_gathered`, which has the labels of the result,
+          gathered along the label.
+        """
+        ...

@@ -1,0 +1,158 @@
+"""One kernel per op: it communicates while it multiplies, and no host stands between chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import jax
+from jax import lax
+
+from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
+from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.backends.matmul_cost import COST_MODEL, weight_gradient_seconds
+from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.peer_access import no_peer_access_reason
+from collective_matmul.site import Site
+
+#: Predictions err by a tenth, those of XLA with few rows by up to a fifth; sums of few rows are
+#: predicted up to 60 % too slow.
+ERROR = 0.15
+
+#: Inside a stack a kernel takes longer than its configuration predicts, which is measured alone on
+#: a cool GPU: by this factor, and by these seconds to begin.
+SLOWDOWN = 1.05
+START_SECONDS = 4e-6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fused(Backend):
+    """The fused kernels, each with the best known configuration or with the given one."""
+
+    config: Any = None
+
+    name = "fused"
+    uses_peer_kernels = True
+    predicts_precisely = False
+
+    def all_gather_matmul(
+        self,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        """Multiplies tiles of x as they arrive; see `Backend`."""
+        return all_gather.all_gather_matmul(
+            x,
+            ws,
+            axis_name,
+            dimension=dimension,
+            transpose_w=transpose_w,
+            keep_gathered=keep_gathered,
+            plan=self.config,
+        )
+
+    def matmul_reduce_scatter(
+        self,
+        xs: Sequence[jax.Array],
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        """Sums tiles where they belong as they arrive; see `Backend`.
+
+        `co_gathered` is gathered by a collective before the kernel. Beside it, the collective would
+        hold multiprocessors here and wait for a device whose kernel holds all of them.
+        """
+        gathered = None
+        if co_gathered is not None:
+            gathered = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
+            xs, gathered = lax.optimization_barrier((xs, gathered))
+        y = reduce_scatter.matmul_reduce_scatter(
+            xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w, plan=self.config
+        )
+        return y, gathered
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+        """Sums tiles in one shot or two; see `Backend`."""
+        return reduce_scatter.matmul_all_reduce(x, w, axis_name, plan=self.config)
+
+    def unsupported_reason(self, site: Site) -> str | None:
+        """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
+        reason = _of_op(
+            site,
+            all_gather.why_not,
+            reduce_scatter.why_not_reduce_scatter,
+            reduce_scatter.why_not_all_reduce,
+        )
+        return reason or no_peer_access_reason()
+
+    def predict(self, site: Site) -> Prediction | None:
+        """The prediction of the kernel's configuration, and what stacks add to it."""
+        if not has_known_rates() or site.einsum is not None or self.unsupported_reason(site):
+            return None
+        return Prediction(_seconds(site), ERROR, COST_MODEL)
+
+    def configurations(self, site: Site) -> Sequence[Configuration]:
+        """The feasible configurations of the op's kernel."""
+        return _of_op(
+            site,
+            all_gather.configurations,
+            reduce_scatter.reduce_scatter_configurations,
+            reduce_scatter.all_reduce_configurations,
+        )
+
+    def configured(self, configuration: Configuration) -> Self:
+        """The same kernels, held to one configuration, which must be one of the site's."""
+        return dataclasses.replace(self, config=configuration)
+
+
+def _seconds(site: Site) -> float:
+    """What is gathered beside a sum is gathered by a collective before it."""
+    co_gathering = 0.0
+    if site.co_gathered is not None:
+        co_gathering = HOPPER.collective_seconds + site.co_gathered_bytes / HOPPER.link_bytes
+    sending = (site.bytes_communicated - site.co_gathered_bytes) / HOPPER.link_bytes
+    on_device = max(SLOWDOWN * _kernel_seconds(site), sending)
+    return on_device + START_SECONDS + co_gathering + weight_gradient_seconds(site)
+
+
+def _kernel_seconds(site: Site) -> float:
+    return 1e-6 * _of_op(
+        site,
+        all_gather.predicted_microseconds,
+        reduce_scatter.predicted_reduce_scatter_microseconds,
+        reduce_scatter.predicted_all_reduce_microseconds,
+    )
+
+
+def _of_op(
+    site: Site,
+    all_gather: Callable[..., T],
+    reduce_scatter: Callable[..., T],
+    all_reduce: Callable[..., T],
+) -> T:
+    """What the function for the site's op answers about its arrays, as they are on one device."""
+    xs = [jax.ShapeDtypeStruct(x, site.dtype) for x, _ in site.operands]
+    ws = [
+        jax.ShapeDtypeStruct(w[::-1] if site.transpose_w else w, site.dtype)
+        for _, w in site.operands
+    ]
+    if site.op == "matmul_all_reduce":
+        return all_reduce(xs[0], ws[0], site.axis_size)
+    assert site.dimension is not None
+    layout = {"dimension": site.dimension, "transpose_w": site.transpose_w}
+    if site.op == "all_gather_matmul":
+        return all_gather(xs[0], ws, site.axis_size, **layout)
+    return reduce_scatter(xs, ws, site.axis_size, **layout)

@@ -1,0 +1,68 @@
+"""Predicted seconds of matmuls, for backends that have no closer model of their own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from collective_matmul.hardware import HOPPER
+from collective_matmul.site import Site
+
+#: The basis of predictions that rest on rates and no measurement of the site.
+COST_MODEL = "cost model"
+
+
+def matmul_seconds(
+    rows: int, contracted: int, columns: int, itemsize: int = 2, *, splits: bool = True
+) -> float:
+    """Predicted seconds of one matmul: limited by its waves of tiles, by power or by memory.
+
+    `splits`: whether few tiles are each split along K among several multiprocessors, as XLA does.
+    """
+    flops = 2 * rows * contracted * columns
+    waves = min(
+        _waves(math.ceil(rows / m) * math.ceil(columns / n), splits)
+        * (2 * m * n * contracted * HOPPER.multiprocessors)
+        / (share * HOPPER.peak_flops)
+        for m, n, share in HOPPER.tiles
+    )
+    moved = (rows * contracted + contracted * columns + rows * columns) * itemsize
+    return HOPPER.kernel_seconds + max(
+        waves, flops / HOPPER.sustained_flops, moved / HOPPER.operand_bytes
+    )
+
+
+def multiplication_seconds(site: Site) -> float:
+    """Seconds of all matmuls of a site, undivided."""
+    return matmuls_seconds(site, site.product_rows) + weight_gradient_seconds(site)
+
+
+def matmuls_seconds(site: Site, rows: int) -> float:
+    """Seconds of the site's matmuls on this number of rows of every x."""
+    return slowdown(site) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
+
+
+def weight_gradient_seconds(site: Site) -> float:
+    """Seconds of the weight gradients that belong to a site; 0 where it has none."""
+    if not site.has_weight_gradient:
+        return 0.0
+    return slowdown(site) * sum(
+        matmul_seconds(k, site.product_rows, n) for _, (k, n) in site.operands
+    )
+
+
+def slowdown(site: Site) -> float:
+    """How many times as long matmuls take as aligned ones in half precision.
+
+    Wider numbers take longer in proportion to their width, or more.
+    """
+    return (
+        np.dtype(site.dtype).itemsize / 2 * (1.0 if site.is_aligned else HOPPER.unaligned_slowdown)
+    )
+
+
+def _waves(tiles: int, splits: bool) -> float:
+    """Tiles per multiprocessor."""
+    parts = HOPPER.multiprocessors // max(tiles, 1)
+    return 1 / parts if splits and parts else math.ceil(tiles / HOPPER.multiprocessors)

@@ -1,0 +1,133 @@
+"""Predicted seconds of the one-way ring.
+
+Its chunks are multiplied by the kernel that reads and writes them in place or, where that cannot,
+by XLA's matmuls with passes that cut chunks out and put them into their places.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from collective_matmul._compat import partly_automatic
+from collective_matmul.backends.base import Prediction
+from collective_matmul.backends.matmul_cost import (
+    COST_MODEL,
+    matmul_seconds,
+    matmuls_seconds,
+    slowdown,
+    weight_gradient_seconds,
+)
+from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.mosaic_gpu.tiling import Problem, choose_tiles
+from collective_matmul.site import Site
+
+#: Aligned rings that were measured to be slower than XLA, and not for want of their host, are
+#: predicted to gain up to 4.9 %. Rings that do gain are overrated by more, by up to a sixth.
+ERROR = 0.08
+#: The error where the ring waits for its host, which takes from 0.65 to 1.4 times what is
+#: predicted: rings slower than XLA are predicted to gain up to 22 %. Also the error of what was not
+#: measured: wide numbers, and unaligned matmuls, which XLA executes in ways that vary by shape.
+UNSURE_ERROR = 0.25
+
+
+def predict(site: Site) -> Prediction | None:
+    """The seconds of the ring, which is limited by its GPU or by its host.
+
+    An all-reduce is a ring for its first half; the gather that follows is a collective.
+    """
+    if not has_known_rates():
+        return None
+    on_device, on_host = _on_device(site), _on_host(site)
+    after = 0.0
+    if site.op == "matmul_all_reduce":
+        after = HOPPER.collective_seconds + _bytes_sent(site) / HOPPER.link_bytes
+    ring = max(on_device, on_host)
+    was_measured = site.is_aligned and site.dtype.itemsize == 2
+    error = ERROR if was_measured else UNSURE_ERROR
+    at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
+    return Prediction(ring + after, at_most / ring - 1, COST_MODEL)
+
+
+def _on_device(site: Site) -> float:
+    permutes = site.axis_size - 1
+    bytes_at_once = _bytes_sent(site) / max(permutes, 1)
+    copy = HOPPER.copy_seconds + bytes_at_once / HOPPER.link_bytes
+    multiply = _chunk_matmuls(site, site.product_rows // site.axis_size)
+    steps = permutes * max(multiply, copy) + multiply
+    return steps + _passes(site) + weight_gradient_seconds(site)
+
+
+def _on_host(site: Site) -> float:
+    permutes = 1 if site.co_gathered is None else 2
+    operands = len(site.operands) - 1
+    step = permutes * HOPPER.host_seconds_per_permute + operands * HOPPER.host_seconds_per_operand
+    return HOPPER.host_seconds + (site.axis_size - 1) * step
+
+
+def _bytes_sent(site: Site) -> int:
+    """Bytes that each device sends in the ring; for an all-reduce, in its first half."""
+    return site.bytes_communicated // (2 if site.op == "matmul_all_reduce" else 1)
+
+
+def _chunk_matmuls(site: Site, rows: int) -> float:
+    """Seconds of a chunk's matmuls: the kernel that works in place has all in the same waves."""
+    if not multiplies_in_place(site):
+        return matmuls_seconds(site, rows)
+    return slowdown(site) * matmul_seconds(rows, site.contracted, site.columns, splits=False)
+
+
+def _passes(site: Site) -> float:
+    """Seconds of the passes over memory that a ring makes and XLA does not."""
+    elements, kernels = (0, 0) if multiplies_in_place(site) else _copies(site)
+    if site.op != "all_gather_matmul":
+        # What arrives is added to all chunks but the first.
+        steps = site.axis_size - 1
+        product = site.product_rows * site.columns
+        elements, kernels = elements + 3 * product * steps // site.axis_size, kernels + steps
+    moved = elements * np.dtype(site.dtype).itemsize
+    return kernels * HOPPER.kernel_seconds / 2 + moved / HOPPER.pass_bytes
+
+
+def _copies(site: Site) -> tuple[int, int]:
+    """Elements read and written by copies between chunks and whole arrays, and their kernels."""
+    chunks = site.axis_size
+    if site.op == "all_gather_matmul":
+        # Every chunk of the product is read again and written into its place.
+        elements, kernels = 2 * site.product_rows * site.columns, chunks * len(site.operands)
+        if site.einsum is not None and site.einsum.accumulates:
+            # Every chunk's product is as large as the result, and added to it in float32.
+            results = 2 * chunks * site.contracted * site.columns
+            elements = results * 4 // np.dtype(site.dtype).itemsize
+        gathered = site.product_rows * site.contracted
+    else:
+        # Every chunk of x is cut out.
+        elements, kernels = 2 * site.rows * site.contracted, chunks
+        gathered = chunks * math.prod(site.co_gathered or (0,))
+    if site.has_weight_gradient:
+        elements, kernels = elements + 2 * gathered, kernels + chunks
+    return elements, kernels
+
+
+def multiplies_in_place(site: Site) -> bool:
+    """Whether the ring's matmuls are the kernel's, which reads and writes chunks in place."""
+    half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
+    if site.einsum is not None or not half_precision or partly_automatic():
+        return False
+    x, _ = site.operands[0]
+    planes = math.prod(x[: site.dimension or 0])
+    ks, ns = zip(*(w for _, w in site.operands), strict=True)
+    if site.op == "all_gather_matmul":
+        rows, ks = site.rows, ks[:1]
+    else:
+        rows, ns = site.rows // site.axis_size, ns[:1]
+    w_contracted = 2 if site.transpose_w else 1
+    return _has_tiling(Problem(planes, rows // planes, ks, ns, w_contracted=w_contracted))
+
+
+@functools.cache
+def _has_tiling(problem: Problem) -> bool:
+    return choose_tiles(problem) is not None
