@@ -21,7 +21,7 @@ from benchmarks.communication import (
     Rewritten,
 )
 from collective_matmul import overlap_jit
-from collective_matmul.backends import IMPLEMENTATIONS, KERNELS
+from collective_matmul.backends import BACKENDS
 
 #: `jax.jit` and its like.
 Jit = Callable[..., Any]
@@ -46,7 +46,7 @@ def names() -> tuple[str, ...]:
         "baseline",
         "windowed",
         "mosaic_example",
-        *IMPLEMENTATIONS,
+        *BACKENDS,
         *AUTO,
         "rewrite",
         "ceiling",
@@ -85,7 +85,7 @@ def make(
             return Contender(name, Rewritten(), {"overlap": overlap_jit})
         case _:
             communication = CollectiveMatmul(None if name in AUTO else name)
-            if name in (*KERNELS, "auto_fused"):
+            if name == "auto_fused" or (name in BACKENDS and BACKENDS[name].uses_peer_kernels):
                 jit = functools.partial(overlap_jit, peer_kernels=True)
                 return Contender(name, communication, {"overlap_jit(peer_kernels=True)": jit})
             return Contender(name, communication, {"overlap_jit": overlap_jit})

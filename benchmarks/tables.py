@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 
 Content = dict[str, Any]
 
@@ -220,7 +220,7 @@ def stand_ins(content: Content) -> str:
         for case in content["cases"]
         for name, result in case["contenders"].items()
         for text, count in result.get("decisions", {}).items()
-        if name in IMPLEMENTATIONS and text.partition(":")[0] != name
+        if name in BACKENDS and text.partition(":")[0] != name
     ]
     heading = "## Carried out by another than the contender's name says"
     return f"{heading}\n\n" + "\n".join(lines) if lines else ""

@@ -21,9 +21,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import collective_matmul
+from collective_matmul.backends import BACKENDS
 
 AXIS = "tensor"
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+#: Names of the backends whose kernels address the memory of peer GPUs.
+PEER_KERNELS = tuple(name for name, backend in BACKENDS.items() if backend.uses_peer_kernels)
 
 
 class Outcome(NamedTuple):

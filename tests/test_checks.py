@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, checks, matmul_all_reduce, matmul_reduce_scatter
-from collective_matmul.backends import IMPLEMENTATIONS, RINGS
+from collective_matmul.backends import BACKENDS
+from collective_matmul.backends.ring.backend import RINGS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -180,7 +181,7 @@ def test_a_dimension_is_not_empty(
     refused(fun, zeros(4, 0, 2), zeros(2, 3), ValueError, sentence)
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", [None, *BACKENDS])
 def test_scattered_dimension_divides(
     implementation: str | None, refused: Callable[..., None]
 ) -> None:

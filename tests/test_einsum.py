@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import collective_einsum, explain
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
@@ -285,7 +285,7 @@ def refused(make_mesh: MeshFactory) -> Callable[..., None]:
         (
             {"gather": "s", "implementation": "rings"},
             "implementation='rings': expected None (choose per shape) or one of"
-            f" {', '.join(IMPLEMENTATIONS)}",
+            f" {', '.join(BACKENDS)}",
         ),
     ],
 )

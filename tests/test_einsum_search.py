@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from tests.conftest import MeshFactory
 from tests.einsum_reference import EinsumCase
 from tests.reference import AXIS, assert_close, poisoned_results
@@ -57,7 +57,7 @@ def einsums(draw: Callable, use: str, *roles: str) -> EinsumCase:
         label if use == "gather" else None,
         label if use == "scatter" else None,
         draw(st.integers(0, 1)),
-        draw(st.sampled_from([None, *IMPLEMENTATIONS])),
+        draw(st.sampled_from([None, *BACKENDS])),
         draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         draw(st.booleans()),
     )

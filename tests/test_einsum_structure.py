@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
-from collective_matmul.backends import RINGS
+from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.ring.schedule import Schedule, Use, make_schedule
 from collective_matmul.einsum_execution import gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation
@@ -38,7 +38,7 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
 
 
 def schedule_of(use: Use, ring: str) -> Schedule:
-    pattern = RINGS[ring]
+    pattern = RINGS[ring].pattern
     assert pattern is not None
     return make_schedule(use, pattern, 3)
 

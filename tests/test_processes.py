@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collective_matmul.backends import KERNELS
 from tests import processes
 from tests.processes import ACROSS, IMPLEMENTATIONS_ON, PROCESSES, Report
-from tests.reference import OPS
+from tests.reference import OPS, PEER_KERNELS
 
 every_op = pytest.mark.parametrize("op", OPS)
 
@@ -47,5 +46,5 @@ def test_the_reason_is_reported_once(reports: list[list[Report]]) -> None:
         assert warnings
         assert len(set(warnings)) == len(warnings)
         # Kernels have other reasons besides, as that there are none for CPUs.
-        others = [r for r in across if r.implementation not in KERNELS]
+        others = [r for r in across if r.implementation not in PEER_KERNELS]
         assert all("process" in sentence for r in others for sentence in r.warnings)

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.communication import AXIS
 from benchmarks.peers import mosaic_example
 from collective_matmul import overlap_jit
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.arithmetic import matmul
 from collective_matmul.backends.fused import all_gather
 from collective_matmul.tuning.timing import Timing
@@ -89,7 +89,7 @@ def way_of(contender: str, op: Op) -> Way:
     elif contender == "fused" and op == "all_gather_matmul":
         implementation = all_gather
     else:
-        implementation = IMPLEMENTATIONS[contender]
+        implementation = BACKENDS[contender]
     run = getattr(implementation, op)
     if op == "all_gather_matmul":
         return lambda x, w: run(x, [w], AXIS, dimension=0)[0][0]

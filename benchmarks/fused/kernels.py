@@ -45,7 +45,7 @@ from benchmarks.settings import (
     make_mesh,
 )
 from benchmarks.tables import table
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from collective_matmul.tuning.timing import Timing, measure
 
 _CASES_AT_ONCE = 4
@@ -204,7 +204,7 @@ def run(settings: Fused) -> Report:
     check_positive(settings, "step_seconds")
     if settings.peers and not settings.layers:
         raise ValueError("peers=True: layers=0 times nothing; give at least 1, or leave peers out")
-    check_names("contenders", settings.contenders, [*IMPLEMENTATIONS, "mosaic_example", "ceiling"])
+    check_names("contenders", settings.contenders, [*BACKENDS, "mosaic_example", "ceiling"])
     kinds = environment.device_kinds(settings.platform, settings.devices)
     report = Report("fused", settings, kinds, [checks_and_times, reasons, options_tried])
     ends = time.time() + settings.limit_seconds

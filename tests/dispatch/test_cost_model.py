@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.dispatch.cost_model import matmul_seconds, predict, reference_seconds
 
 from collective_matmul.dispatch import cost_model, table_files
-from collective_matmul.dispatch.cost_model import matmul_seconds, predict, reference_seconds
 from collective_matmul.site import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.reference import AXIS, OPS

@@ -11,21 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from collective_matmul.dispatch.obstacles import obstacle_of
 from jax.sharding import AbstractDevice
 
-from collective_matmul.backends import KERNELS
 from collective_matmul.dispatch import obstacles, selection
 from collective_matmul.dispatch.lookup import Prediction
-from collective_matmul.dispatch.obstacles import obstacle_of
 from collective_matmul.dispatch.selection import choose, record_decisions
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
-from tests.reference import AXIS, OPS
+from tests.reference import AXIS, OPS, PEER_KERNELS
 
 every_op = pytest.mark.parametrize("op", OPS)
-every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+every_kernel = pytest.mark.parametrize("kernel", PEER_KERNELS)
 Patch = pytest.MonkeyPatch
 
 SECONDS = {"xla": 4e-6, "one_shot": 3.5e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
@@ -84,7 +83,7 @@ def test_the_fastest_of_the_others_where_they_cannot(
     op: Op, kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(SECONDS, kernel, 1e-6)
-    for other in KERNELS.keys() - {kernel}:
+    for other in PEER_KERNELS.keys() - {kernel}:
         monkeypatch.delitem(SECONDS, other)
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     why = (
@@ -295,7 +294,7 @@ def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) 
 def test_an_einsum_that_is_no_matmul_has_no_kernel(
     kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
 ) -> None:
-    for other in KERNELS.keys() - {kernel}:
+    for other in PEER_KERNELS.keys() - {kernel}:
         monkeypatch.delitem(SECONDS, other)
     einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
     site = layer("all_gather_matmul", einsum=einsum, dimension=None)

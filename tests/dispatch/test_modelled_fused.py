@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import jax
 import pytest
+from collective_matmul.dispatch.cost_model import fused_seconds, predict
+from collective_matmul.dispatch.fused_kernels import planned_seconds
 from jax.sharding import AbstractMesh, AxisType
 
 from collective_matmul.dispatch import cost_model, table_files
-from collective_matmul.dispatch.cost_model import fused_seconds, predict
-from collective_matmul.dispatch.fused_kernels import planned_seconds
 from collective_matmul.dispatch.lookup import Prediction
 from collective_matmul.dispatch.selection import choose, record_decisions
 from collective_matmul.dispatch.table import Entry

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from collective_matmul.dispatch.cost_model import predict
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.backends import RINGS
+from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch import lookup, selection, table_files
-from collective_matmul.dispatch.cost_model import predict
 from collective_matmul.dispatch.selection import Decision, choose, record_decisions
 from collective_matmul.log import warn_once
 from collective_matmul.site import Op, Site

@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.backends import IMPLEMENTATIONS, KERNELS
+from collective_matmul.backends import BACKENDS
+from tests.reference import PEER_KERNELS
 
 
 class Verdict(NamedTuple):
@@ -121,7 +122,7 @@ class Call:
         operands, results = self.problem.shardings
         fun = overlap_jit(
             self.problem.function(self.implementation),
-            peer_kernels=self.implementation in KERNELS,
+            peer_kernels=self.implementation in PEER_KERNELS,
             out_shardings=results,
         )
         return fun.lower(*described(jax.eval_shape(self.problem.draw), operands)).compile()
@@ -129,7 +130,7 @@ class Call:
 
 def calls(problems: Iterable[Problem]) -> list[Call]:
     """Each problem by every implementation."""
-    return [Call(problem, name) for problem in problems for name in IMPLEMENTATIONS]
+    return [Call(problem, name) for problem in problems for name in BACKENDS]
 
 
 def assert_right(verdicts: Any) -> None:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from collective_matmul import overlap_jit
-from collective_matmul.backends import KERNELS
 from tests.gpu.ops import ALL_REDUCE, GATHER, OpProblem, large_problems
 from tests.gpu.problems import Call, calls, described
+from tests.reference import PEER_KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ class Forward:
         x, ws, _ = jax.eval_shape(self.problem.draw)
         x_sharding, w_shardings, _ = self.problem.shardings[0]
         sharded = self.problem.sharded(self.implementation)
-        fun = overlap_jit(sharded, peer_kernels=self.implementation in KERNELS)
+        fun = overlap_jit(sharded, peer_kernels=self.implementation in PEER_KERNELS)
         return fun.lower(described(x, x_sharding), described(ws, w_shardings)).compile()
 
 

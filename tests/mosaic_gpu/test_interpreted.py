@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from collective_matmul.mosaic_gpu import chunk_matmul, device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Problem, Tiles
@@ -254,7 +254,7 @@ def test_contract_chunks(case: Contract, use_tiles: UseTiles) -> None:
 
 # Whole rings: the interpreter knows one device only, which plays those of the axis as a batch.
 DEVICES, ROWS, WIDTH, HIDDEN = 2, 32, 64, 128
-RING: Any = IMPLEMENTATIONS["ring"]
+RING: Any = BACKENDS["ring"]
 
 
 def test_gather_in_a_ring(use_tiles: UseTiles) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.backends import RINGS
+from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 from collective_matmul.tuning import model_sites

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, tune
-from collective_matmul.backends import IMPLEMENTATIONS
+from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.site import Einsum, Site
@@ -206,7 +206,7 @@ def test_what_was_not_possible_and_now_is_is_measured(
 
 def test_all_implementations_are_measured_unless_some_are_named(cache: Path, bench: Bench) -> None:
     table = tune(SITES[:1])
-    assert set(table.entries[FLAT[0]].seconds) == {*IMPLEMENTATIONS, COMPUTE_ONLY}
+    assert set(table.entries[FLAT[0]].seconds) == {*BACKENDS, COMPUTE_ONLY}
     table = tune(SITES[1:2], implementations=["ring"])
     assert set(table.entries[FLAT[1]].seconds) == {"xla", "ring", COMPUTE_ONLY}
 

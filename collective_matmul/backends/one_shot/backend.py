@@ -45,7 +45,7 @@ class OneShot(SequentialBackend):
     def all_reduce(self, x: jax.Array, axis_name: str) -> jax.Array:
         """[...] -> [...], in one shot; in two, which send less together, where that is faster."""
         devices = lax.axis_size(axis_name)
-        if not exchange_kernel.in_two_steps(x.nbytes, devices):
+        if not exchange_kernel.is_two_shot(x.nbytes, devices):
             return exchange_kernel.all_reduce(x, axis_name)
         parts = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
         sums = exchange_kernel.reduce_scatter(parts, axis_name)
@@ -54,7 +54,9 @@ class OneShot(SequentialBackend):
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Exchanges are limited by the kernel's requirements and the size of the workspace."""
-        reasons = (exchange_kernel.why_not(array, site.axis_size) for array in _sent(site))
+        reasons = (
+            exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site)
+        )
         return next(filter(None, reasons), None) or no_peer_access_reason()
 
     def predict(self, site: Site) -> Prediction | None:
@@ -79,7 +81,7 @@ def _sent(site: Site) -> list[jax.ShapeDtypeStruct]:
         shapes = [x]
     elif site.op == "matmul_reduce_scatter":
         shapes = [(share,)] + ([] if site.co_gathered is None else [site.co_gathered])
-    elif exchange_kernel.in_two_steps(product * site.dtype.itemsize, site.axis_size):
+    elif exchange_kernel.is_two_shot(product * site.dtype.itemsize, site.axis_size):
         shapes = [(share,)] * 2
     else:
         shapes = [(product,)]

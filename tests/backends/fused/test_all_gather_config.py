@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from collective_matmul.dispatch.cost_model import LINK_BYTES_PER_SECOND
 
 from collective_matmul.backends.fused.all_gather_config import (
     Shapes,
@@ -12,7 +13,6 @@ from collective_matmul.backends.fused.all_gather_config import (
     make_plan,
     predicted_plan_microseconds,
 )
-from collective_matmul.dispatch.cost_model import LINK_BYTES_PER_SECOND
 from collective_matmul.mosaic_gpu.tiling import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from collective_matmul.backends.one_shot.collectives import ONE_SHOT, XLA
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import tracks_varying_axes
 from collective_matmul.backends.one_shot import exchange_kernel
-from collective_matmul.backends.one_shot.collectives import ONE_SHOT, XLA
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.backends.one_shot.collectives import ONE_SHOT
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.one_shot import exchange_kernel
-from collective_matmul.backends.one_shot.collectives import ONE_SHOT
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels

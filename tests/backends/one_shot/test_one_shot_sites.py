@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from collective_matmul.dispatch.cost_model import matmul_seconds, reference_seconds
+from collective_matmul.dispatch.exchanges import exchange_seconds
+from collective_matmul.dispatch.obstacles import obstacle_of
 
 from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.dispatch import cost_model, selection
-from collective_matmul.dispatch.cost_model import matmul_seconds, reference_seconds
-from collective_matmul.dispatch.exchanges import exchange_seconds
 from collective_matmul.dispatch.lookup import Prediction
-from collective_matmul.dispatch.obstacles import obstacle_of
 from collective_matmul.dispatch.selection import choose, record_decisions
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.backends import IMPLEMENTATIONS, RINGS
+from collective_matmul.backends import BACKENDS
+from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.ring.schedule import Chunk, Schedule, Step, Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case
@@ -33,7 +34,7 @@ USES: dict[str, Use] = {"all_gather_matmul": "gather", "matmul_reduce_scatter": 
 every_op = pytest.mark.parametrize("op", OPS)
 gather_and_scatter = pytest.mark.parametrize("op", USES)
 every_ring = pytest.mark.parametrize("ring", RINGS)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = pytest.mark.parametrize("implementation", BACKENDS)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def case_of(op: str, implementation: str) -> Case:
 
 
 def schedule_of(use: Use, ring: str) -> Schedule:
-    return make_schedule(use, RINGS[ring], DEVICES)
+    return make_schedule(use, RINGS[ring].pattern, DEVICES)
 
 
 def multiplies(schedule: Schedule) -> int:
@@ -175,7 +176,7 @@ def ring_jaxpr(op: str, ring: str, mesh: Mesh) -> Jaxpr:
     """The implementation alone, without the op around it: one flat list of equations."""
 
     def implementation(x: jax.Array, ws: tuple[jax.Array]) -> jax.Array:
-        fun = getattr(IMPLEMENTATIONS[ring], op)
+        fun = getattr(BACKENDS[ring], op)
         if op == "all_gather_matmul":
             return fun(x, ws, AXIS, dimension=0)[0][0]
         return fun([x], ws, AXIS, dimension=0)[0]
