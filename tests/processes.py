@@ -26,18 +26,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import overlap_jit
-from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch import selection
 from collective_matmul.dispatch.selection import record_decisions
 from tests.dispatch.sites import H200
-from tests.reference import AXIS, OPS, Case, reference
+from tests.reference import AXIS, OPS, PORTABLE, Case, reference
 
 PROCESSES = 2
 LOCAL_DEVICES = 2
 #: Sizes of the axes ("data", AXIS): a ring over all processes, and one ring within each.
 ACROSS, WITHIN = (1, PROCESSES * LOCAL_DEVICES), (PROCESSES, LOCAL_DEVICES)
 FEW = (None, "xla", "ring")
-IMPLEMENTATIONS_ON = {ACROSS: (None, *BACKENDS), WITHIN: FEW}
+IMPLEMENTATIONS_ON = {ACROSS: (None, *PORTABLE), WITHIN: FEW}
 
 #: The environment of a process that simulates its devices.
 ON_THE_CPU = {

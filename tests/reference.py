@@ -27,6 +27,8 @@ AXIS = "tensor"
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 #: Names of the backends whose kernels address the memory of peer GPUs.
 PEER_KERNELS = tuple(name for name, backend in BACKENDS.items() if backend.uses_peer_kernels)
+#: Names of the backends that run on every device.
+PORTABLE = tuple(name for name in BACKENDS if name not in PEER_KERNELS)
 
 
 class Outcome(NamedTuple):

@@ -17,10 +17,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, checks, matmul_all_reduce, matmul_reduce_scatter
-from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.ring.backend import RINGS
 from tests.conftest import MeshFactory
-from tests.reference import AXIS
+from tests.reference import AXIS, PORTABLE
 
 OPS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
@@ -181,7 +180,7 @@ def test_a_dimension_is_not_empty(
     refused(fun, zeros(4, 0, 2), zeros(2, 3), ValueError, sentence)
 
 
-@pytest.mark.parametrize("implementation", [None, *BACKENDS])
+@pytest.mark.parametrize("implementation", [None, *PORTABLE])
 def test_scattered_dimension_divides(
     implementation: str | None, refused: Callable[..., None]
 ) -> None:

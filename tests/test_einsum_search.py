@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective_matmul.backends import BACKENDS
 from tests.conftest import MeshFactory
 from tests.einsum_reference import EinsumCase
-from tests.reference import AXIS, assert_close, poisoned_results
+from tests.reference import AXIS, PORTABLE, assert_close, poisoned_results
 
 #: The terms that have a label of each role: x, w and the result.
 ROLES = {"batch": (0, 1, 2), "free in x": (0, 2), "free in w": (1, 2), "contracted": (0, 1)}
@@ -57,7 +56,7 @@ def einsums(draw: Callable, use: str, *roles: str) -> EinsumCase:
         label if use == "gather" else None,
         label if use == "scatter" else None,
         draw(st.integers(0, 1)),
-        draw(st.sampled_from([None, *BACKENDS])),
+        draw(st.sampled_from([None, *PORTABLE])),
         draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         draw(st.booleans()),
     )
