@@ -1,4 +1,4 @@
-"""Flax layers that communicate by the collective matmuls, and a wrapper for existing models."""
+"""Flax layers that communicate by collective matmuls, and a wrapper for existing models."""
 
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather

@@ -1,4 +1,4 @@
-"""The two halves of a transformer block that share a gather, built on the linear layers."""
+"""The two halves of a transformer block that share a gather, built from the linear layers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from collective_matmul.layers.sharding_context import known_axis_size
 class GatedFeedForward(nnx.Module):
     """``down(activation(gate(x)) * up(x))``; one gather feeds gate and up.
 
-    Shazeer, "GLU Variants Improve Transformer", 2020. Shapes of the call, S sharded::
+    Shazeer, "GLU Variants Improve Transformer", 2020. Shapes of the call, with S sharded::
 
         global  x [..., S, features] -> [..., S, features]
         local   x [..., s, features] -> [..., s, features]
 
     Args:
-      features: of x and of the result.
-      hidden_features: of gate and up; the axis must divide it.
-      activation: elementwise.
-      axis_name: the mesh axis of size D.
-      gather_dimension: of gate and up: see `ColumnParallelLinear`.
-      scatter_dimension: of down: see `RowParallelLinear`.
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      **options: of all three layers: use_bias, implementation, dtype, param_dtype, kernel_init,
-        bias_init and rngs, as `ColumnParallelLinear` takes them.
+      features: size of the last dimension of x and of the result.
+      hidden_features: output features of gate and up; divisible by the size of the axis.
+      activation: elementwise function.
+      axis_name: the mesh axis, of size D.
+      gather_dimension: for gate and up; see `ColumnParallelLinear`.
+      scatter_dimension: for down; see `RowParallelLinear`.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
+        kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
 
     Raises:
-      ValueError: what the layers raise.
+      ValueError: as the layers raise.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class GatedFeedForward(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., S, features] -> [..., S, features]; local: see the class."""
+        """[..., S, features] -> [..., S, features]; for local shapes see the class."""
         gate, up = shared_gather(x, [self.gate, self.up])
         return self.down(self.activation(gate) * up)
 
 
 class AttentionProjection(nnx.Module):
-    """Queries, keys and values of attention, heads spread over the axis; one gather feeds all.
+    """Queries, keys and values with heads sharded over the axis; one gather feeds all.
 
-    With fewer key and value heads than heads it is grouped-query attention: Ainslie et al., "GQA",
+    Fewer key and value heads than query heads is grouped-query attention: Ainslie et al., "GQA",
     2023. Shapes of the call::
 
         global  x [..., S, features] -> query [..., S, num_heads, head_dim],
@@ -95,21 +95,22 @@ class AttentionProjection(nnx.Module):
         local   x [..., s, features] -> query [..., S, num_heads/D, head_dim],
                                         key, value [..., S, num_key_value_heads/D, head_dim]
 
-    The way back is ``RowParallelLinear((num_heads, head_dim), features)``.
+    The output projection is ``RowParallelLinear((num_heads, head_dim), features)``.
 
     Args:
-      features: of x.
-      num_heads: of queries; the axis must divide it.
-      num_key_value_heads: of keys and values; the axis must divide it, and it num_heads.
+      features: size of the last dimension of x.
+      num_heads: number of query heads; divisible by the size of the axis.
+      num_key_value_heads: number of key heads and of value heads; divisible by the size of the
+        axis, and a divisor of num_heads.
       head_dim: features of one head.
-      axis_name: the mesh axis of size D.
-      gather_dimension: of all three layers: see `ColumnParallelLinear`.
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      **options: of all three layers: use_bias, implementation, dtype, param_dtype, kernel_init,
-        bias_init and rngs, as `ColumnParallelLinear` takes them.
+      axis_name: the mesh axis, of size D.
+      gather_dimension: for all three layers; see `ColumnParallelLinear`.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
+        kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
 
     Raises:
-      ValueError: if the key and value heads do not divide the heads; and what the layers raise.
+      ValueError: if num_key_value_heads does not divide num_heads; and as the layers raise.
     """
 
     def __init__(
@@ -152,6 +153,6 @@ class AttentionProjection(nnx.Module):
         self.key, self.value = column(num_key_value_heads), column(num_key_value_heads)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[..., S, features] -> query, key and value; their shapes: see the class."""
+        """[..., S, features] -> query, key and value; for their shapes see the class."""
         query, key, value = shared_gather(x, [self.query, self.key, self.value])
         return query, key, value

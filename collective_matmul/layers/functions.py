@@ -1,8 +1,8 @@
-"""Column- and row-parallel linear maps of arrays, in both worlds: what every layer here calls.
+"""Column- and row-parallel linear maps of arrays, local or global, that all layers here call.
 
-Legend of global shapes: S the dimension that is sharded between layers (the sequence of a
-transformer), K and N features, D devices on the axis, s = S/D. Where features are several
-dimensions, *K or *N, the first is the one that is sharded.
+Legend of global shapes: S is the dimension that is sharded between layers (the sequence of a
+transformer), K and N are features, D is the size of the axis, and s = S/D. *K and *N are several
+feature dimensions, of which the first is sharded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ def column_parallel(
     gather_dimension: int | None,
     implementation: str | None,
 ) -> tuple[jax.Array, ...]:
-    """``x @ kernel + bias`` for every kernel, x gathered once.
+    """``x @ kernel + bias`` for every kernel; x is gathered once.
 
     Args:
       context: whether the arrays are local or global.
-      x: global [..., S, K], or local [..., s, K]; whole where `gather_dimension` is None.
+      x: global [..., S, K], or local [..., s, K]; not sharded in S if `gather_dimension` is None.
       kernels: each global [K, *N], or local [K, N_0/D, *N_1...].
-      biases: for each kernel None or [*N], sharded alike.
-      kernel_shapes: the global shape that each kernel must have.
-      gather_dimension: the dimension of x to gather.
-      implementation: None chooses per shape; or a name that `all_gather_matmul` knows.
+      biases: for each kernel None or [*N], sharded like the kernel's columns.
+      kernel_shapes: the expected global shape of each kernel.
+      gather_dimension: the dimension of x to gather; None for no gather.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape.
 
     Returns:
-      For each kernel global [..., S, *N], sharded over the axis in its first feature dimension, or
-      this device's shard of that.
+      For each kernel global [..., S, *N], sharded over the axis in the first feature dimension, or
+      this device's shard of it.
+
+    Raises:
+      ValueError: for shapes that do not fit each other or the axis.
     """
     axis_name = context.axis_name
     for kernel, shape in zip(kernels, kernel_shapes, strict=True):
@@ -49,9 +53,9 @@ def column_parallel(
         layer_checks.kernel(kernel, shape, 1, context)
         layer_checks.input_features(x, shape[:1])
     gather = layer_checks.leading_dimension("gather_dimension", gather_dimension, x.ndim - 1)
-    rows = context.leading_axes(x, x.ndim - 1)
-    x_rows = sharded(rows, gather, axis_name)
-    layer_checks.leading_sizes_divide("gather_dimension", gather_dimension, x, x_rows, context)
+    leading = context.leading_axes(x, x.ndim - 1)
+    x_leading = sharded(leading, gather, axis_name)
+    layer_checks.leading_sizes_divide("gather_dimension", gather_dimension, x, x_leading, context)
 
     def on_shards(x, kernels, biases):
         if gather is None:
@@ -64,11 +68,11 @@ def column_parallel(
 
     features = [(axis_name, *[None] * (len(shape) - 2)) for shape in kernel_shapes]
     in_specs = (
-        partition_spec(x_rows, None),
+        partition_spec(x_leading, None),
         tuple(P(None, *names) for names in features),
         tuple(b if b is None else P(*names) for b, names in zip(biases, features, strict=True)),
     )
-    out_specs = tuple(partition_spec(rows, *names) for names in features)
+    out_specs = tuple(partition_spec(leading, *names) for names in features)
     return context.map_shards(on_shards, (x, tuple(kernels), tuple(biases)), in_specs, out_specs)
 
 
@@ -82,20 +86,24 @@ def row_parallel(
     scatter_dimension: int | None,
     implementation: str | None,
 ) -> jax.Array:
-    """``x @ kernel + bias``, contracted over every feature dimension, summed over the axis.
+    """``x @ kernel + bias``, contracted over all feature dimensions and summed over the axis.
 
     Args:
       context: whether the arrays are local or global.
       x: global [..., S, *K], or local [..., S, K_0/D, *K_1...].
       kernel: global [*K, N], or local [K_0/D, *K_1..., N].
       bias: None or [N], the same on every device; added once, after the sum.
-      kernel_shape: the global shape that the kernel must have.
-      scatter_dimension: the dimension of the result to scatter.
-      implementation: None chooses per shape; or a name that `matmul_reduce_scatter` knows.
+      kernel_shape: the expected global shape of the kernel.
+      scatter_dimension: the dimension of the result to scatter; None for an all-reduce.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape.
 
     Returns:
       Global [..., S, N], sharded over the axis along `scatter_dimension`, or this device's shard of
-      that; the same on every device where `scatter_dimension` is None.
+      it; the same on every device if `scatter_dimension` is None.
+
+    Raises:
+      ValueError: for shapes that do not fit each other or the axis.
     """
     axis_name = context.axis_name
     layer_checks.features("in_features", kernel_shape[:-1], axis_name, context.devices)
@@ -103,9 +111,9 @@ def row_parallel(
     layer_checks.input_features(x, kernel.shape[:-1])
     count = x.ndim - kernel.ndim + 1
     scatter = layer_checks.leading_dimension("scatter_dimension", scatter_dimension, count)
-    rows = context.leading_axes(x, count)
-    y_rows = sharded(rows, scatter, axis_name)
-    layer_checks.leading_sizes_divide("scatter_dimension", scatter_dimension, x, y_rows, context)
+    leading = context.leading_axes(x, count)
+    y_leading = sharded(leading, scatter, axis_name)
+    layer_checks.leading_sizes_divide("scatter_dimension", scatter_dimension, x, y_leading, context)
 
     def on_shards(x, kernel, bias):
         x, kernel = x.reshape(*x.shape[:count], -1), kernel.reshape(-1, kernel.shape[-1])
@@ -119,8 +127,8 @@ def row_parallel(
 
     features = (axis_name, *[None] * (kernel.ndim - 2))
     bias_spec = bias if bias is None else P(None)
-    in_specs = (partition_spec(rows, *features), P(*features, None), bias_spec)
-    out_specs = partition_spec(y_rows, None)
+    in_specs = (partition_spec(leading, *features), P(*features, None), bias_spec)
+    out_specs = partition_spec(y_leading, None)
     return context.map_shards(on_shards, (x, kernel, bias), in_specs, out_specs)
 
 

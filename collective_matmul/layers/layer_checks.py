@@ -1,4 +1,4 @@
-"""Arguments of the layers are checked here, before anything is traced into the program."""
+"""Checks of the arguments of layers, before anything is traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from collective_matmul.layers.sharding_context import LeadingAxes, ShardingConte
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """`value` as a tuple. Raises ValueError unless it is one or several whole numbers from 1 on."""
+    """`value` as a tuple.
+
+    Raises:
+      ValueError: unless it is a whole number of at least 1, or several of them.
+    """
     several = tuple(value) if isinstance(value, Sequence) else (value,)
     if not several or any(not isinstance(n, int | np.integer) or n < 1 for n in several):
         raise ValueError(
@@ -22,7 +26,11 @@ def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def features(argument: str, value: int | Sequence[int], axis_name: str, devices: int) -> None:
-    """Raises ValueError unless the axis divides `value`, or the first of several sizes."""
+    """Checks that the axis divides `value`, or the first of several sizes.
+
+    Raises:
+      ValueError: if it does not.
+    """
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
     size = sizes[0]
     if size % devices:
@@ -38,7 +46,11 @@ def features(argument: str, value: int | Sequence[int], axis_name: str, devices:
 def kernel(
     value: jax.Array, shape: tuple[int, ...], sharded_dimension: int, context: ShardingContext
 ) -> None:
-    """Raises ValueError unless a kernel is what `context` makes of the global `shape`."""
+    """Checks the shape of a kernel, local or global according to `context`.
+
+    Raises:
+      ValueError: if it is not the (shard of the) global `shape`.
+    """
     expected = list(shape)
     expected[sharded_dimension] //= context.parameter_shards
     if value.shape == tuple(expected):
@@ -55,7 +67,11 @@ def kernel(
 
 
 def input_features(x: Any, expected: tuple[int, ...]) -> None:
-    """Raises ValueError unless x [..., *K] has a dimension before the features `expected`."""
+    """Checks that x is [..., *K] with features `expected` and at least one dimension before them.
+
+    Raises:
+      ValueError: if it is not.
+    """
     if x.ndim <= len(expected) or x.shape[-len(expected) :] != expected:
         names = ", ".join(map(str, expected))
         raise ValueError(
@@ -64,27 +80,31 @@ def input_features(x: Any, expected: tuple[int, ...]) -> None:
         )
 
 
-def leading_dimension(argument: str, value: int | None, rows: int) -> int | None:
-    """`value` counted from the front, of `rows` dimensions and one of features after them.
+def leading_dimension(argument: str, value: int | None, count: int) -> int | None:
+    """`value` counted from the front, for arrays of `count` leading dimensions and one of features.
 
     Raises:
-      ValueError: if it names no dimension, or the features.
+      ValueError: if it is not a leading dimension.
     """
     if value is None:
         return None
-    if not -rows - 1 <= value < rows or value == -1:
+    if not -count - 1 <= value < count or value == -1:
         raise ValueError(
-            f"{argument}={value}: there are {rows} dimension(s) before the features; expected one"
-            f" from {-rows - 1} to -2, or from 0 to {rows - 1}"
+            f"{argument}={value}: there are {count} dimension(s) before the features; expected one"
+            f" from {-count - 1} to -2, or from 0 to {count - 1}"
         )
-    return value % (rows + 1)
+    return value % (count + 1)
 
 
 def leading_sizes_divide(
-    argument: str, value: int | None, x: jax.Array, rows: LeadingAxes, context: ShardingContext
+    argument: str, value: int | None, x: jax.Array, leading: LeadingAxes, context: ShardingContext
 ) -> None:
-    """Raises ValueError unless every dimension of x can be cut as `rows` says."""
-    for size, axes in zip(x.shape, rows, strict=False):
+    """Checks that every leading dimension of x is divisible by the axes that shard it.
+
+    Raises:
+      ValueError: if one is not.
+    """
+    for size, axes in zip(x.shape, leading, strict=False):
         pieces = context.shards(axes)
         if size % pieces:
             over = f"axis {axes[0]!r}" if len(axes) == 1 else f"the axes {axes}"

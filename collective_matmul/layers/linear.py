@@ -1,8 +1,8 @@
-"""Flax nnx modules: linear layers cut by columns or by rows over a mesh axis.
+"""Flax nnx modules: linear layers that are column- or row-parallel over a mesh axis.
 
-Legend of global shapes: S the dimension that is sharded between layers (the sequence of a
-transformer), D devices on the axis, s = S/D. Called inside a `shard_map` over the axis, parameters
-and activations are local shards. Called elsewhere they are global, and the layer enters `shard_map`
+Legend of global shapes: S is the dimension that is sharded between layers (the sequence of a
+transformer), D is the size of the axis, and s = S/D. Inside a `shard_map` over the axis, parameters
+and activations are local shards. Elsewhere they are global, and the layer enters `shard_map`
 itself.
 """
 
@@ -29,7 +29,7 @@ _BIAS_INIT = nnx.initializers.zeros_init()
 
 
 class LinearOptions(TypedDict, total=False):
-    """What modules built of linear layers hand on to them: see `ColumnParallelLinear`."""
+    """Options that modules built from linear layers pass on: see `ColumnParallelLinear`."""
 
     use_bias: bool
     implementation: str | None
@@ -41,37 +41,38 @@ class LinearOptions(TypedDict, total=False):
 
 
 class ColumnParallelLinear(nnx.Module):
-    """A linear layer whose output features are spread over a mesh axis: gathers x, multiplies.
+    """A linear layer with output features sharded over a mesh axis. It gathers x, then multiplies.
 
     ``layer(x)`` equals ``x @ kernel + bias``. Shapes of the call::
 
         global  x [..., S, in_features] -> [..., S, *out_features], sharded in out_features[0]
         local   x [..., s, in_features] -> [..., S, out_features[0]/D, *out_features[1:]]
 
-    The parameters, with what `nnx.get_partition_spec` gives for them::
+    The parameters, and what `nnx.get_partition_spec` returns for them::
 
         kernel  [in_features, *out_features]    P(None, axis_name, ...)
         bias    [*out_features]                 P(axis_name, ...)
 
     Args:
       in_features: size of x's last dimension.
-      out_features: one size, or several, of which the axis must divide the first.
-      axis_name: the mesh axis of size D.
+      out_features: one size or several; the first is divisible by the size of the axis.
+      axis_name: the mesh axis, of size D.
       gather_dimension: the dimension of x that is sharded between layers; negative numbers count
-        from the features. None: x is whole on every device and nothing is gathered.
-      use_bias: whether a bias is added.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
-      dtype: of the computation and of what is communicated; None promotes x and the parameters.
-      param_dtype: of the parameters.
-      kernel_init: called with the shape [in_features, product of out_features].
-      bias_init: called with the shape [product of out_features].
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      rngs: for the initial parameters.
+        from the features. None: x is the same on every device and is not gathered.
+      use_bias: whether to add a bias.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape. See `collective_matmul.backends`.
+      dtype: dtype of the computation and of the communicated arrays; None promotes x and the
+        parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer, called with the shape [in_features, product of out_features].
+      bias_init: initializer, called with the shape [product of out_features].
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      rngs: random keys for the initial parameters.
 
     Raises:
-      ValueError: from the constructor if the axis does not divide the output features and its size
-        is known; from the call for sizes that do not fit and where no mesh is known. Before
-        anything is compiled.
+      ValueError: by the constructor, if the axis has a known size that does not divide the output
+        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
     """
 
     bias: nnx.Param[jax.Array] | None
@@ -112,12 +113,12 @@ class ColumnParallelLinear(nnx.Module):
             self.bias = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., S, in_features] -> [..., S, *out_features]; local: see the class."""
+        """[..., S, in_features] -> [..., S, *out_features]; for local shapes see the class."""
         return shared_gather(x, [self])[0]
 
 
 class RowParallelLinear(nnx.Module):
-    """A linear layer whose input features are spread over a mesh axis: multiplies, scatters sums.
+    """A linear layer with input features sharded over a mesh axis. It multiplies, then scatters.
 
     ``layer(x)`` equals ``x @ kernel + bias``, contracted over all input features. Shapes of the
     call::
@@ -125,30 +126,31 @@ class RowParallelLinear(nnx.Module):
         global  x [..., S, *in_features] -> [..., S, out_features], sharded in S
         local   x [..., S, in_features[0]/D, *in_features[1:]] -> [..., s, out_features]
 
-    The parameters, with what `nnx.get_partition_spec` gives for them::
+    The parameters, and what `nnx.get_partition_spec` returns for them::
 
         kernel  [*in_features, out_features]    P(axis_name, ...)
         bias    [out_features]                  P(None), added once, after the sum
 
     Args:
-      in_features: one size, or several, of which the axis must divide the first.
+      in_features: one size or several; the first is divisible by the size of the axis.
       out_features: size of the result's last dimension.
-      axis_name: the mesh axis of size D.
+      axis_name: the mesh axis, of size D.
       scatter_dimension: the dimension of the result to shard; negative numbers count from the
-        features. None: the sum is whole on every device.
-      use_bias: whether a bias is added.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
-      dtype: of the computation and of what is communicated; None promotes x and the parameters.
-      param_dtype: of the parameters.
-      kernel_init: called with the shape [product of in_features, out_features].
-      bias_init: called with the shape [out_features].
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      rngs: for the initial parameters.
+        features. None: the sum is the same on every device.
+      use_bias: whether to add a bias.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape. See `collective_matmul.backends`.
+      dtype: dtype of the computation and of the communicated arrays; None promotes x and the
+        parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer, called with the shape [product of in_features, out_features].
+      bias_init: initializer, called with the shape [out_features].
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      rngs: random keys for the initial parameters.
 
     Raises:
-      ValueError: from the constructor if the axis does not divide the input features and its size
-        is known; from the call for sizes that do not fit and where no mesh is known. Before
-        anything is compiled.
+      ValueError: by the constructor, if the axis has a known size that does not divide the input
+        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
     """
 
     bias: nnx.Param[jax.Array] | None
@@ -188,7 +190,7 @@ class RowParallelLinear(nnx.Module):
             self.bias = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., S, *in_features] -> [..., S, out_features]; local: see the class."""
+        """[..., S, *in_features] -> [..., S, out_features]; for local shapes see the class."""
         x, kernel, bias = promote_dtype(
             (x, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype
         )
@@ -204,17 +206,18 @@ class RowParallelLinear(nnx.Module):
 
 
 def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple[jax.Array, ...]:
-    """The results of several layers on one x, which is gathered once for all of them.
+    """Calls several column-parallel layers on one x, which is gathered once for all of them.
 
     Args:
       x: global [..., S, in_features] or local [..., s, in_features].
-      layers: at least one; alike in axis_name, gather_dimension, implementation, dtype and mesh.
+      layers: at least one layer. All have the same axis_name, gather_dimension, implementation,
+        dtype and mesh.
 
     Returns:
-      What each layer would return, in their order.
+      The results of the layers, in their order.
 
     Raises:
-      ValueError: if there is no layer, or they differ in one of those; and what the layers raise.
+      ValueError: if there is no layer or they differ in one of these; and as the layers raise.
     """
     if not layers:
         raise ValueError(f"layers={layers!r}: expected at least one ColumnParallelLinear")
@@ -241,5 +244,5 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
 
 
 def _param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
-    """A parameter that says how it is to be sharded, and is not: there may be no mesh yet."""
+    """A parameter with a partition spec. It is not placed yet, as there may be no mesh."""
     return nnx.Param(value, out_sharding=names, eager_sharding=False)

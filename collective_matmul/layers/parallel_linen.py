@@ -1,4 +1,4 @@
-"""Carries out the `linen.Dense` layers of a module by the collective matmuls."""
+"""Executes the `linen.Dense` layers of a module by collective matmuls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from collective_matmul.layers.functions import column_parallel, row_parallel
 from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 from collective_matmul.layers.sharding_context import current_context
 
-#: The options of linen.Dense that change what it computes, as they must be.
+#: Options of linen.Dense that change what it computes, and the only values that are supported.
 PLAIN_OPTIONS = {
     "precision": None,
     "dot_general": None,
@@ -32,14 +32,15 @@ PLAIN_OPTIONS = {
 class ParallelModule:
     """A linen module whose matched `linen.Dense` layers are collective: see `parallelize`.
 
-    The variables are those of the module itself, so checkpoints of it stay valid.
+    Its variables are those of the module itself, so checkpoints of the module stay valid.
 
     Args:
       module: the module.
       plan: Column or Row by path pattern.
-      axis_name: the mesh axis to spread over.
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      implementation: None chooses per shape; or a name that the ops know.
+      axis_name: the mesh axis to shard over.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape.
     """
 
     module: linen.Module
@@ -49,7 +50,7 @@ class ParallelModule:
     implementation: str | None = None
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's own ``init``, on global arrays, outside `shard_map`.
+        """Calls the module's own ``init``, on global arrays, outside `shard_map`.
 
         Returns:
           Its variables, global, with the same values.
@@ -63,16 +64,17 @@ class ParallelModule:
         return variables
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's own ``apply``, its matched layers collective.
+        """Calls the module's own ``apply``, with its matched layers collective.
 
         Args:
-          variables: global, or inside a `shard_map` over the axis local, cut by the specs that
-            `partition_specs` gives.
-          *args: global or local likewise.
-          **kwargs: likewise; and those of `linen.Module.apply`.
+          variables: global; inside a `shard_map` over the axis, local shards by the specs that
+            `partition_specs` returns.
+          *args: passed on; global or local arrays likewise.
+          **kwargs: passed on, likewise; and those of `linen.Module.apply`.
 
         Raises:
-          ValueError: if the plan does not fit the module, or sizes the axis: see `parallelize`.
+          ValueError: if the plan does not fit the module, or the axis does not divide sizes: see
+            `parallelize`.
         """
         with self._intercepted() as dense_paths:
             result = self.module.apply(variables, *args, **kwargs)
@@ -80,13 +82,13 @@ class ParallelModule:
         return result
 
     def partition_specs(self, variables: Mapping[str, Any]) -> Any:
-        """A `PartitionSpec` for every variable; P() for all that the plan does not name.
+        """A `PartitionSpec` for every variable; P() for those that the plan does not match.
 
         Args:
-          variables: as `init` returns them, or their shapes.
+          variables: as returned by `init`, or their shapes.
 
         Raises:
-          ValueError: if an entry of the plan names no variable.
+          ValueError: if an entry of the plan matches no variable.
         """
         self._check_all_match(set(), variables)
 
@@ -98,14 +100,14 @@ class ParallelModule:
             names = {"kernel": (None, self.axis_name), "bias": (self.axis_name,)}[name]
             if isinstance(self.plan[pattern], Row):
                 names = {"kernel": (self.axis_name, None), "bias": (None,)}[name]
-            # Layers stacked by linen.scan have further leading dimensions.
+            # Layers stacked by linen.scan have additional leading dimensions.
             return P(*[None] * (leaf.ndim - len(names)), *names)
 
         return jax.tree.map_with_path(spec, _unboxed(variables))
 
     @contextlib.contextmanager
     def _intercepted(self) -> Iterator[set[str]]:
-        """Inside, calls of the matched layers are collective; collects the paths of all Dense."""
+        """Makes the matched layers collective; yields the paths of all Dense layers called."""
         dense_paths: set[str] = set()
 
         def intercept(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -119,7 +121,7 @@ class ParallelModule:
             if pattern is None:
                 return call(*args, **kwargs)
             styles.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
-            # Parameters are made, and found missing, by the layer itself.
+            # The layer itself makes its parameters, and reports missing ones.
             if module.is_initializing() or not module.has_variable("params", "kernel"):
                 return call(*args, **kwargs)
             try:
@@ -131,7 +133,7 @@ class ParallelModule:
             yield dense_paths
 
     def _dense(self, module: linen.Dense, entry: Column | Row, inputs: jax.Array) -> jax.Array:
-        """What `module` returns for `inputs`, by the ops."""
+        """The result of `module` for `inputs`, computed by the ops."""
         context = current_context(self.axis_name, self.mesh)
         kernel = _unboxed(module.get_variable("params", "kernel"))
         bias = _unboxed(module.get_variable("params", "bias")) if module.use_bias else None
@@ -158,7 +160,7 @@ class ParallelModule:
         )
 
     def _check_all_match(self, dense_paths: set[str], variables: Mapping[str, Any]) -> None:
-        """Refuses entries that match neither a layer that was called nor a kernel there is."""
+        """Refuses entries that match neither a layer that was called nor a kernel."""
         paths = set(dense_paths)
         for keys, _ in jax.tree.leaves_with_path(_unboxed(variables.get("params", {}))):
             *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
@@ -168,7 +170,7 @@ class ParallelModule:
 
 
 def _unboxed(tree: Any) -> Any:
-    """The arrays without Flax's boxes, whose own unboxing would also constrain their sharding."""
+    """The arrays without Flax's boxes. Flax's own unboxing would also constrain their sharding."""
     return jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, meta.Partitioned) else meta.unbox(leaf),
         tree,

@@ -14,7 +14,7 @@ from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 
-#: The options of nnx.Linear that change what it computes, as they must be.
+#: Options of nnx.Linear that change what it computes, and the only values that are supported.
 PLAIN_OPTIONS = {
     "precision": None,
     "dot_general": lax.dot_general,
@@ -24,7 +24,19 @@ PLAIN_OPTIONS = {
 
 
 def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
-    """Replaces what the plan names, in place; `options` are those of the collective layers."""
+    """Replaces the layers that the plan matches, in place.
+
+    Args:
+      model: the model.
+      plan: Column or Row by path pattern.
+      options: options of the collective layers.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: if the plan does not fit the model, before anything is changed.
+    """
     entries: dict[int, tuple[str, Any, Column | Row]] = {}
     nodes = list(_nodes(model))
     for path, node in nodes:
@@ -43,7 +55,7 @@ def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
         key: _collective_layer(path, linear, entry, options)
         for key, (path, linear, entry) in entries.items()
     }
-    # Nothing is changed before here. By identity, layers and parameters, since both may be shared.
+    # The model is changed from here on. Layers and parameters by identity, as both may be shared.
     fresh: dict[int, Any] = {}
     for key, (_, linear, _) in entries.items():
         fresh[key] = _with_parameters_of(linear, collective[key], fresh)
@@ -55,7 +67,7 @@ def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
 def _nodes(
     node: nnx.Pytree, path: tuple[str, ...] = (), above: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, nnx.Pytree]]:
-    """Every path below `node`, with what is there; several paths may lead to one object."""
+    """Yields every path below `node` with its object. Several paths may lead to one object."""
     above |= {id(node)}
     for name, value in vars(node).items():
         for keys, child in jax.tree.leaves_with_path(value, is_leaf=_is_node):
@@ -72,7 +84,7 @@ def _is_node(value: Any) -> bool:
 def _collective_layer(
     path: str, linear: nnx.Linear, entry: Column | Row, options: dict[str, Any]
 ) -> ColumnParallelLinear | RowParallelLinear:
-    """A layer like `linear`, its parameters shapes only."""
+    """A collective layer like `linear`; its parameters are shapes only."""
 
     def build() -> ColumnParallelLinear | RowParallelLinear:
         rest = dict(
@@ -94,18 +106,18 @@ def _collective_layer(
 
 
 def _with_parameters_of(linear: nnx.Linear, layer: Any, fresh: dict[int, Any]) -> Any:
-    """Gives `layer` the values of `linear`, in parameters that say how they are to be sharded."""
+    """Gives `layer` the parameter values of `linear`, with partition specs."""
     for name in ("kernel", "bias"):
         param = getattr(linear, name)
         if param is None:
             continue
         metadata = param.get_metadata()
-        # What the user said of its sharding already stands.
+        # Keep a sharding that the user has given it.
         if id(param) not in fresh and "out_sharding" not in metadata:
             names = getattr(layer, name).get_metadata("out_sharding")
-            # Layers stacked for a scan have further leading dimensions.
+            # Layers stacked for a scan have additional leading dimensions.
             metadata["out_sharding"] = (None,) * (len(param.shape) - len(names)) + names
-            # Whether a parameter is placed when it is made is fixed then; hence a new one.
+            # Whether a parameter is placed on devices is fixed when it is made, so make a new one.
             metadata["eager_sharding"] = False
             fresh[id(param)] = type(param)(param.get_value(), **metadata)
         setattr(layer, name, fresh.get(id(param), param))
@@ -113,7 +125,7 @@ def _with_parameters_of(linear: nnx.Linear, layer: Any, fresh: dict[int, Any]) -
 
 
 def _replace_children(node: nnx.Pytree, fresh: dict[int, Any]) -> None:
-    """Replaces what attributes of `node` hold, directly or in a dict, list or tuple."""
+    """Replaces objects that attributes of `node` hold, directly or in a dict, list or tuple."""
     for name, value in list(vars(node).items()):
         children = jax.tree.leaves(value, is_leaf=_is_node)
         if any(id(child) in fresh for child in children):

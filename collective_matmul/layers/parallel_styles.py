@@ -1,4 +1,4 @@
-"""Plans: which layers of a model become collective, by patterns over their paths."""
+"""Parallel styles of layers, and their assignment to the layers of a model by path patterns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """Spread a layer's output features over the axis and gather its input.
+    """Shards the output features of a layer over the axis and gathers its input.
 
     Args:
       gather_dimension: the dimension of the input [..., S, K] that is sharded between layers;
-        negative numbers count from the features. None: the input is whole on every device.
+        negative numbers count from the features. None: the input is the same on every device.
     """
 
     gather_dimension: int | None = -2
@@ -22,22 +22,27 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Spread a layer's input features over the axis and scatter the sum of its results.
+    """Shards the input features of a layer over the axis and scatters the sum of its results.
 
     Args:
       scatter_dimension: the dimension of the result [..., S, N] to shard; negative numbers count
-        from the features. None: the sum is whole on every device.
+        from the features. None: the sum is the same on every device.
     """
 
     scatter_dimension: int | None = -2
 
 
-#: Patterns as of `fnmatch` over dotted paths, where ``*`` spans dots too.
+#: A style for each `fnmatch` pattern over dotted paths; ``*`` matches dots too.
 ParallelStyles = Mapping[str, Column | Row]
 
 
 def check(plan: ParallelStyles) -> None:
-    """Raises TypeError or ValueError unless `plan` is a mapping with at least one fitting entry."""
+    """Checks the type and the entries of a plan.
+
+    Raises:
+      TypeError: if it is not a mapping from patterns to styles.
+      ValueError: if it is empty.
+    """
     if not isinstance(plan, Mapping):
         raise TypeError(
             f"plan={plan!r}: expected a dictionary such as {{'mlp.up': Column(), 'mlp.down':"
@@ -57,7 +62,7 @@ def matches(plan: ParallelStyles, path: str) -> str | None:
     """The pattern that matches `path`, or None.
 
     Raises:
-      ValueError: if there are several.
+      ValueError: if several match.
     """
     found = [pattern for pattern in plan if fnmatchcase(path, pattern)]
     if len(found) > 1:
@@ -68,7 +73,11 @@ def matches(plan: ParallelStyles, path: str) -> str | None:
 
 
 def check_all_match(plan: ParallelStyles, paths: Collection[str], kind: str) -> None:
-    """Raises ValueError if an entry matches none of the `paths`, which are of layers of `kind`."""
+    """Checks that every pattern matches one of the `paths` of layers of `kind`.
+
+    Raises:
+      ValueError: if one does not.
+    """
     for pattern in plan:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise ValueError(
@@ -85,10 +94,18 @@ def check_layer(
     kind: type,
     options: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError unless `layer` is of exactly this kind, with options we can honour.
+    """Checks that a matched layer can be replaced.
 
-    `options` are the attributes that change what the layer computes, with the only value of each
-    that leaves it ``x @ kernel + bias``.
+    Args:
+      plan: the plan.
+      pattern: the pattern that matches the layer.
+      path: the path of the layer.
+      layer: the layer.
+      kind: the exact class that it must have.
+      options: attributes that change what the layer computes, each with the only supported value.
+
+    Raises:
+      ValueError: if it cannot be replaced.
     """
     where = f"plan[{pattern!r}]: {path!r}"
     if type(layer) is not kind:

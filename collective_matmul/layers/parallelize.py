@@ -1,4 +1,4 @@
-"""`parallelize`: the dense layers that a model already has, made collective."""
+"""`parallelize`: makes the dense layers of an existing model collective."""
 
 from __future__ import annotations
 
@@ -43,36 +43,37 @@ def parallelize(
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Makes dense layers of a model collective; its weights and their paths stay as they are.
+    """Makes dense layers of a model collective; its weights and their paths stay the same.
 
     ::
 
         parallelize(model, {"layers.*.mlp.up": Column(), "layers.*.mlp.down": Row()})
 
-    A Column layer gathers its input [..., S, K] along S and spreads its output features over the
-    axis; a Row layer takes such features and scatters its result [..., S, N] along S. Under
-    `jax.jit`, or `overlap_jit` on GPUs, with global arrays the model computes what it did before;
-    inside a `shard_map` over the axis it computes on local shards, of the parameters too.
+    A Column layer gathers its input [..., S, K] along S and shards its output features over the
+    axis. A Row layer takes such features and scatters its result [..., S, N] along S. With global
+    arrays, under `jax.jit` or `overlap_jit`, the model computes the same as before. Inside a
+    `shard_map` over the axis it computes on local shards, also of the parameters.
 
     Args:
       model: a `flax.nnx.Module`, which is changed: every matched `nnx.Linear` becomes a
-        `ColumnParallelLinear` or `RowParallelLinear` that holds the same `nnx.Param` objects. Make
-        its optimizer afterwards. Or a `flax.linen.Module`, which is not changed.
-      plan: `Column` or `Row` by path pattern, as of `fnmatch`, over dotted paths; ``*`` spans dots
-        too. The path of a layer is that of its parameters: "layers.0.mlp.up".
-      axis_name: the mesh axis to spread over.
-      mesh: of global arrays; None means that of `jax.set_mesh`.
-      implementation: None chooses per shape; or "xla", "ring", "ring_two_way", "ring_direct".
+        `ColumnParallelLinear` or `RowParallelLinear` that holds the same `nnx.Param` objects.
+        Create its optimizer afterwards. Or a `flax.linen.Module`, which is not changed.
+      plan: `Column` or `Row` by path pattern. Patterns are those of `fnmatch` over dotted paths
+        such as "layers.0.mlp.up", the paths of the parameters; ``*`` matches dots too.
+      axis_name: the mesh axis to shard over.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
+        shape. See `collective_matmul.backends`.
 
     Returns:
-      The nnx model itself; for a linen module a `ParallelModule`, with its `init` and `apply`.
+      The nnx model itself; for a linen module, a `ParallelModule` with its `init` and `apply`.
 
     Raises:
-      TypeError: if `model` or `plan` is of another type.
-      ValueError: for an entry of the plan that matches no layer, or one that is not an nnx.Linear
-        or linen.Dense, or has options that cannot be honoured; for two entries that match one
-        layer; for sizes that the axis does not divide. For nnx at once and before anything is
-        changed; for linen from the first `init` or `apply`, since its layers exist only there.
+      TypeError: if `model` or `plan` has another type.
+      ValueError: for an entry of the plan that matches no layer, or a layer that is not an
+        nnx.Linear or linen.Dense or has unsupported options; for two entries that match one layer;
+        for sizes that the axis does not divide. For nnx it is raised at once, before anything is
+        changed; for linen by the first `init` or `apply`, since its layers exist only there.
     """
     styles.check(plan)
     check_implementation(implementation)

@@ -1,14 +1,16 @@
-"""The two worlds a layer works in: on this device's shards, or on global arrays.
+"""The two contexts of a layer: local shards inside a `shard_map`, or global arrays.
 
 Inside a `jax.shard_map` over the tensor axis, parameters and activations are this device's shards.
-Elsewhere they are global, and the layer enters `shard_map` itself. It makes the tensor axis manual
-and leaves the other Auto axes to the compiler, so that a batch sharded over them stays so. Explicit
-axes are part of an array's type, which `shard_map` wants repeated: they become manual too, with the
-rows sharded as the type of x says and the parameters gathered. Axes of one device become manual
-because a `shard_map` over the whole mesh is what compilers know best.
+Elsewhere they are global, and the layer enters `shard_map` itself.
 
-Called inside a `shard_map` over other axes alone, a layer enters another within it. JAX can then
-differentiate it only where the outer one has ``check_vma=False``.
+It makes the tensor axis manual and leaves other Auto axes to the compiler, so a batch sharded over
+them stays sharded. Explicit axes are part of an array's type, which `shard_map` requires in its
+specs. They become manual too: leading dimensions stay sharded as the type of x says, and parameters
+are gathered. Axes of size 1 become manual because XLA compiles a `shard_map` over the whole mesh
+best.
+
+Inside a `shard_map` over other axes only, a layer enters a nested `shard_map`. JAX can
+differentiate that only if the outer one has ``check_vma=False``.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-#: For each dimension before the features, the mesh axes that shard it, major first.
+#: The mesh axes that shard each dimension before the features, major first.
 LeadingAxes = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """Arrays are this device's shards; `axis_name` is manual already."""
+    """Context inside a `shard_map` over the axis: arrays are this device's shards.
+
+    Attributes:
+      axis_name: the mesh axis.
+    """
 
     axis_name: str
 
@@ -40,15 +46,15 @@ class LocalShards:
 
     @property
     def parameter_shards(self) -> int:
-        """Into how many pieces the parameters are cut that a layer sees."""
+        """The number of pieces that parameters are already split into."""
         return self.devices
 
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
-        """What is known of how the first `count` dimensions of x are sharded: nothing."""
+        """The axes that are known to shard the first `count` dimensions of x: none."""
         return ((),) * count
 
     def shards(self, axes: tuple[str, ...]) -> int:
-        """Into how many pieces a dimension over `axes` is still to be cut."""
+        """The number of pieces that a dimension sharded over `axes` is still to be split into."""
         return 1
 
     def map_shards(self, fun: Callable, operands: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -58,7 +64,13 @@ class LocalShards:
 
 @dataclass(frozen=True)
 class GlobalArrays:
-    """Arrays are global, on `mesh`."""
+    """Context outside of a `shard_map` over the axis: arrays are global.
+
+    Attributes:
+      axis_name: the mesh axis.
+      mesh: the mesh of the arrays.
+      parameter_shards: the number of pieces that parameters are already split into.
+    """
 
     axis_name: str
     mesh: Mesh | AbstractMesh
@@ -70,13 +82,13 @@ class GlobalArrays:
         return self.mesh.shape[self.axis_name]
 
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
-        """The Explicit axes, other than ours, that shard the first `count` dimensions of x."""
+        """The Explicit axes, except `axis_name`, that shard the first `count` dimensions."""
         others = set(self._explicit_axes()) - {self.axis_name}
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
         return tuple(tuple(axis for axis in axes if axis in others) for axes in named)
 
     def shards(self, axes: tuple[str, ...]) -> int:
-        """Into how many pieces a dimension over `axes` is still to be cut."""
+        """The number of pieces that a dimension sharded over `axes` is still to be split into."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def map_shards(self, fun: Callable, operands: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -91,7 +103,7 @@ class GlobalArrays:
         )(*jax.tree.map(self._with_type_of, operands, in_specs))
 
     def _with_type_of(self, array: jax.Array, spec: P) -> jax.Array:
-        """The array, sharded as its type must say where axes are Explicit."""
+        """The array, resharded over the Explicit axes of the spec."""
         explicit = self._explicit_axes()
         if not explicit:
             return array
@@ -106,7 +118,11 @@ ShardingContext = LocalShards | GlobalArrays
 
 
 def current_context(axis_name: str, mesh: Mesh | None) -> ShardingContext:
-    """Where the caller is. `mesh` is for global arrays; None means that of `jax.set_mesh`.
+    """The context of the caller.
+
+    Args:
+      axis_name: the mesh axis.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
 
     Raises:
       ValueError: if there is no mesh, or it has no such axis.
@@ -131,7 +147,7 @@ def current_context(axis_name: str, mesh: Mesh | None) -> ShardingContext:
 
 
 def known_axis_size(axis_name: str, mesh: Mesh | None) -> int | None:
-    """The size of the axis, or None where no mesh has it yet.
+    """The size of the axis, or None if no mesh that has it is known yet.
 
     Raises:
       ValueError: if `mesh` has no such axis.
@@ -142,14 +158,14 @@ def known_axis_size(axis_name: str, mesh: Mesh | None) -> int | None:
     return current_context(axis_name, mesh).devices
 
 
-def sharded(rows: LeadingAxes, dimension: int | None, axis_name: str) -> LeadingAxes:
-    """`rows`, with the given dimension sharded over the axis too, as the minor one."""
-    return tuple((*axes, axis_name) if i == dimension else axes for i, axes in enumerate(rows))
+def sharded(leading: LeadingAxes, dimension: int | None, axis_name: str) -> LeadingAxes:
+    """`leading` with one dimension also sharded over the axis, which is the minor axis there."""
+    return tuple((*axes, axis_name) if i == dimension else axes for i, axes in enumerate(leading))
 
 
-def partition_spec(rows: LeadingAxes, *features: str | None) -> P:
-    """The spec of an array with these rows and feature dimensions."""
-    return P(*(axes or None for axes in rows), *features)
+def partition_spec(leading: LeadingAxes, *features: str | None) -> P:
+    """The spec of an array with these leading axes and feature dimensions."""
+    return P(*(axes or None for axes in leading), *features)
 
 
 def _axes_of(spec: P) -> LeadingAxes:
