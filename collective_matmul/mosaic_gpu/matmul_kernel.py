@@ -355,6 +355,15 @@ class Work:
         return lax.rem(self.first_step(turn) + step, self.tiles.stages)
 
 
+def block_index_and_count() -> tuple[Any, int]:
+    """Returns the index of this block, and the number of blocks of the kernel."""
+    index, count = 0, 1
+    for axis in ("cluster", *BLOCK_AXES):
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+        count *= lax.axis_size(axis)
+    return index, count
+
+
 @plgpu.inline_mgpu()
 def _fence(_) -> None:
     """Orders the accumulator's registers before a multiply.

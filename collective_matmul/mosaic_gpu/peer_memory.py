@@ -1,6 +1,9 @@
-"""Memory of any GPU of this process, as kernels reach it by its address.
+"""Loads, stores and signals at raw addresses: how kernels access the memory of other GPUs.
 
-XLA knows nothing of it: to its host, kernels that reach their peers in no other way are like any.
+All GPUs of one process share an address space, and peer access lets each of them load from and
+store to the memory of the others. XLA is not involved: it sees ordinary kernels. So the memory
+model of PTX is all there is to rely on: a store is visible to a peer when the peer has acquired,
+at scope `sys`, what was released after it.
 """
 
 from __future__ import annotations
@@ -21,16 +24,17 @@ from jaxlib.mlir.dialects import arith, llvm
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-#: What kernels pass to assembly: an int32, and an `Address`; and what it returns, an int32.
+#: Types of arguments of inline code, an int32 scalar and an `Address`; and of an int32 result.
 SCALAR = plgpu.Layout.WG_SPLAT(())
 ADDRESS = (SCALAR,) * 3
 INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
-#: Bytes that a lane of a warpgroup moves at once, and its lanes.
+#: Bytes that one lane moves with one instruction.
 VECTOR_BYTES = 16
+#: Lanes (threads) of a warpgroup.
 WARPGROUP_LANES = 128
 
-#: Whose lanes run some code: a warpgroup's, or those of one of its warps.
+#: The threads that execute a piece of code together: a warpgroup, or one of its warps.
 ThreadScope = gpu.ThreadSubset
 WARPGROUP, WARP = ThreadScope.WARPGROUP, ThreadScope.WARP
 
@@ -41,6 +45,7 @@ _SCOPE = """{{
 {}
 }}"""
 _STORE_INT32 = "st.relaxed.sys.global.u32 [${}], $0;"
+# The difference is signed: values may wrap around.
 _WAIT = """WAIT{0}:
 ld.acquire.sys.global.u32 word, [${0}];
 sub.s32 ahead, word, $0;
@@ -49,33 +54,36 @@ setp.lt.s32 p, ahead, 0;
 
 
 class Address(NamedTuple):
-    """Some bytes behind the place that a pair of words gives, all int32 scalars of a warpgroup."""
+    """An address in the memory of any GPU: a 64-bit base in two words, and an offset in bytes.
+
+    Pallas has no 64-bit scalars, so all three are int32 scalars of a warpgroup.
+    """
 
     low: Any
     high: Any
     offset: Any
 
     def plus(self, count: Any) -> Address:
-        """So many bytes behind this."""
+        """Returns the address `count` bytes further."""
         return self._replace(offset=self.offset + count)
 
 
 def layout(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Of what `load` and `store` move: every lane has vectors of neighbouring elements."""
+    """Returns the register layout of `load` and `store`: each lane has vectors of 16 bytes."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=VECTOR_BYTES // jnp.dtype(dtype).itemsize)
 
 
 def load(address: Address, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array that lies at an address."""
+    """Returns the array that is stored at an address."""
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout(shape, dtype))
 
     @plgpu.inline_mgpu(arg_types=ADDRESS, return_type=result)
-    def at(_, *where):
+    def at(_, *words):
         elements = VECTOR_BYTES // jnp.dtype(dtype).itemsize
         vector = ir.VectorType.get((elements,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         count = math.prod(shape) // (WARPGROUP_LANES * elements)
-        places = _vectors(where, count)
-        vectors = [llvm.load(vector, place, alignment=VECTOR_BYTES) for place in places]
+        pointers = _lane_pointers(words, count)
+        vectors = [llvm.load(vector, pointer, alignment=VECTOR_BYTES) for pointer in pointers]
         return gpu.FragmentedArray(
             _registers=np.array(vectors, dtype=object),
             _layout=result.layout.to_mgpu(),
@@ -86,81 +94,103 @@ def load(address: Address, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def store(address: Address, value: jax.Array) -> None:
-    """Puts an array, in the `layout` of its shape, to an address."""
+    """Stores an array, whose layout is `layout` of its shape, at an address."""
 
     @plgpu.inline_mgpu(arg_types=(*ADDRESS, layout(value.shape, value.dtype)))
-    def at(_, *where_and_value):
-        *where, array = where_and_value
+    def at(_, *words_and_array):
+        *words, array = words_and_array
         vectors = array.registers.flat
-        for vector, place in zip(vectors, _vectors(where, len(vectors)), strict=True):
-            llvm.store(vector, place, alignment=VECTOR_BYTES)
+        for vector, pointer in zip(vectors, _lane_pointers(words, len(vectors)), strict=True):
+            llvm.store(vector, pointer, alignment=VECTOR_BYTES)
 
     at(*address, value)
 
 
 def load_int32(address: Address, *, cached: bool = False) -> jax.Array:
-    """An int32 that lies at an address; of a settled one the multiprocessor may keep a copy."""
+    """Returns the int32 at an address.
+
+    Args:
+      address: of the int32.
+      cached: whether the load may hit the L1 cache. For words that do not change any more while
+        this kernel runs.
+    """
     how = "ld" if cached else "ld.relaxed.sys"
 
     @plgpu.inline_mgpu(arg_types=ADDRESS, return_type=INT32)
-    def at(_, *where):
+    def at(_, *words):
         i32 = ir.IntegerType.get_signless(32)
-        return splat(inline_ptx(i32, [llvm_pointer(where)], f"{how}.global.u32 $0, [$1];"))
+        return splat(inline_ptx(i32, [llvm_pointer(words)], f"{how}.global.u32 $0, [$1];"))
 
     return at(*address)
 
 
 def store_int32(address: Address, value: Any, scope: ThreadScope) -> None:
-    """Puts an int32 to an address, when all lanes have come here."""
+    """Stores an int32 at an address, after all threads of the scope have arrived here."""
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS))
-    def at(_, word, where):
+    def at(_, value, words):
         synchronize(scope)
-        _in_one_thread(scope, word, [where], [_STORE_INT32.format(1)])
+        _in_one_thread(scope, value, [words], [_STORE_INT32.format(1)])
 
     at(value, tuple(address))
 
 
 def set_signals(value: Any, addresses: Sequence[Address]) -> None:
-    """Raises flags, int32 at addresses, to a value, behind all that this warpgroup has stored."""
+    """Sets signals, int32 at addresses, to a value.
+
+    The fence orders them after everything that this warpgroup has stored: who sees the signal sees
+    that too.
+    """
 
     def lines(count: int) -> list[str]:
         return ["fence.acq_rel.sys;", *(_STORE_INT32.format(n + 1) for n in range(count))]
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, *([ADDRESS] * len(addresses))))
-    def at(_, word, *places):
+    def at(_, value, *words):
         synchronize(WARPGROUP)
-        _in_one_thread(WARPGROUP, word, places, lines(len(places)))
+        _in_one_thread(WARPGROUP, value, words, lines(len(words)))
 
     at(value, *map(tuple, addresses))
 
 
 def wait_for_signals(value: Any, addresses: Sequence[Address]) -> None:
-    """Waits until each flag, an int32 at an address, is counted up to a value; all may wrap around.
+    """Waits until each signal, an int32 at an address, has reached a value. Both may wrap around.
 
-    What a peer has stored before it raised its flag to the value can be loaded then.
+    Afterwards this warpgroup sees all that peers have stored before they set their signals.
     """
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, *([ADDRESS] * len(addresses))))
-    def at(_, word, *places):
-        _in_one_thread(WARPGROUP, word, places, [_WAIT.format(n + 1) for n in range(len(places))])
+    def at(_, value, *words):
+        _in_one_thread(WARPGROUP, value, words, [_WAIT.format(n + 1) for n in range(len(words))])
         synchronize(WARPGROUP)
 
     at(value, *map(tuple, addresses))
 
 
+# What inline code consists of. Arguments are MLIR values here.
+
+
 def synchronize(scope: ThreadScope) -> None:
-    """Has all lanes wait for each other."""
+    """Makes all threads of the scope wait for each other."""
     gpu.warpgroup_barrier() if scope == WARPGROUP else utils.warp_barrier()
 
 
 def splat(word: Any) -> Any:
-    """An int32 that all lanes have, as an array without dimensions."""
+    """Returns an int32 that is the same in all lanes as an array without dimensions."""
     return gpu.FragmentedArray.splat(word, (), SCALAR.to_mgpu(), is_signed=True)
 
 
 def inline_ptx(result: Any, operands: list[Any], text: str) -> Any:
-    """Assembly with side effects; what it makes, of type `result`, is $0 if it makes anything."""
+    """Emits PTX with side effects.
+
+    Args:
+      result: the type of the result, which is $0 in the text; None if there is none.
+      operands: the next numbers in the text.
+      text: PTX.
+
+    Returns:
+      The result.
+    """
     kinds = {"i1": "b", "i32": "r"}
     constraints = [kinds.get(str(operand.type), "l") for operand in operands]
     if result is not None:
@@ -175,29 +205,29 @@ def inline_ptx(result: Any, operands: list[Any], text: str) -> Any:
     )
 
 
-def llvm_pointer(where: Any, behind: Any = None) -> Any:
-    """To what lies so many bytes, a 64-bit number, behind an address."""
+def llvm_pointer(words: Any, byte_offset: Any = None) -> Any:
+    """Returns the pointer to an `Address`, plus a 64-bit number of bytes if given."""
     i64 = ir.IntegerType.get_signless(64)
-    low, high, offset = (arith.extui(i64, word.registers.item()) for word in where)
-    place = arith.addi(arith.ori(low, arith.shli(high, gpu.c(32, i64))), offset)
-    if behind is not None:
-        place = arith.addi(place, behind)
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), place)
+    low, high, offset = (arith.extui(i64, word.registers.item()) for word in words)
+    address = arith.addi(arith.ori(low, arith.shli(high, gpu.c(32, i64))), offset)
+    if byte_offset is not None:
+        address = arith.addi(address, byte_offset)
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address)
 
 
 def _in_one_thread(
-    scope: ThreadScope, word: Any, places: Sequence[Any], lines: Sequence[str]
+    scope: ThreadScope, value: Any, addresses: Sequence[Any], lines: Sequence[str]
 ) -> None:
-    """Runs lines of assembly in one lane: $0 is a word, from $1 on are places."""
-    operands = [word.registers.item(), *(llvm_pointer(place) for place in places)]
+    """Executes PTX in one thread of the scope: $0 is the value, from $1 on are the addresses."""
+    operands = [value.registers.item(), *(llvm_pointer(words) for words in addresses)]
     with utils.single_thread(scope=scope):
         inline_ptx(None, operands, _SCOPE.format("\n".join(lines)))
 
 
-def _vectors(where: Any, count: int) -> list[Any]:
-    """Where a lane's vectors of a contiguous array lie."""
+def _lane_pointers(words: Any, count: int) -> list[Any]:
+    """Returns the pointers to a lane's `count` vectors of a contiguous array at an `Address`."""
     lane = arith.remui(gpu.thread_idx(), gpu.c(WARPGROUP_LANES, ir.IntegerType.get_signless(32)))
     i64 = ir.IntegerType.get_signless(64)
     first = arith.muli(arith.extui(i64, lane), gpu.c(VECTOR_BYTES, i64))
-    rest = (gpu.c(number * WARPGROUP_LANES * VECTOR_BYTES, i64) for number in range(count))
-    return [llvm_pointer(where, arith.addi(first, behind)) for behind in rest]
+    offsets = (gpu.c(number * WARPGROUP_LANES * VECTOR_BYTES, i64) for number in range(count))
+    return [llvm_pointer(words, arith.addi(first, offset)) for offset in offsets]

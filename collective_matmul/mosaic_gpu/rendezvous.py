@@ -1,17 +1,27 @@
-"""How blocks of a kernel meet those of the same number on other devices, and reach their memory.
+"""The rendezvous of a launch: blocks tell their counterparts on peers where their arrays are.
 
-Arrays of a launch lie elsewhere on every device, and nobody may store to a peer's before it has
-come to the launch: what was there may still be needed. So every block tells its counterparts where
-they are:
+XLA places the arrays of a launch at different addresses on every device. And a device must not
+store to a peer before the peer has entered the same launch: until then the memory may still be in
+use for something else. A rendezvous solves both. Every block, together with the blocks of the same
+number on the other devices:
 
-1. Count the meeting: the block's epoch. It alternates between two slots of the workspaces.
-2. Leave the addresses of the arrays in each peer's workspace, and with each the epoch.
-3. Wait, before anything is stored to peers, until all of them have left theirs here.
+1. counts its epoch, which numbers the rendezvous of this block;
+2. *publishes*: it stores the addresses of its arrays, tagged with the epoch, in the mailbox that
+   each peer's symmetric workspace has for it;
+3. *waits for peers*, before it stores anything to them: it polls its own mailboxes until each of
+   them holds addresses of this epoch.
 
-XLA keeps an array until its kernel ends, so no kernel may end before all has arrived that peers
-store there, something from each. So nobody can be two launches ahead of a peer, and whoever leaves
-something in a slot has heard from all peers that they ended the launch before the last. A block
-takes part in a meeting on all devices or on none; one that stores nothing need not wait.
+Publishing does not wait. Two phases of mailboxes, used by odd and by even epochs, are enough:
+
+- XLA keeps the arrays of a kernel until the kernel ends. So no kernel may end before everything
+  that peers store to its arrays has arrived. Every kernel that uses a rendezvous receives something
+  from each peer, so it ends only after each peer has entered the same launch.
+- So nobody is two launches ahead of a peer. Who publishes epoch e overwrites what it published in
+  epoch e - 2, and all peers have ended that launch: it has ended launch e - 1, hence all peers had
+  entered e - 1, and ended e - 2.
+
+A block takes part in a rendezvous on all devices or on none, so that epochs agree. A block that
+stores nothing to peers need not wait for them.
 """
 
 from __future__ import annotations
@@ -47,12 +57,11 @@ from collective_matmul.mosaic_gpu.remote_store import PeerBuffer
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# An address, and when it is said, are one word, which is stored and loaded whole: no flag needs to
-# be raised behind it. Addresses have 48 bits.
+# A pointer and its epoch are one word: 48 bits of address, and above them the low 16 bits of the
+# epoch. The word is stored and loaded whole, so no signal has to follow it.
 _ADDRESS_BITS = 48
-#: Of such a word.
+#: Bytes of such a word.
 POINTER_BYTES = 8
-# Of a warp: each listens to its own word.
 _WARP_LANES = 32
 _POLL_PTX = """{
 .reg .pred p;
@@ -64,153 +73,165 @@ setp.ne.u64 p, word, $1;
 @p bra HEAR;
 }"""
 
-# So many words are said at every meeting, or old ones could be mistaken for new ones when the part
-# of the epoch that they have comes round.
+#: The largest number of arrays that peers store to. Every rendezvous publishes this many pointers,
+#: the last of them repeatedly if there are fewer: a word that was skipped would keep an old epoch,
+#: which is taken for a new one when the 16 bits of the epoch have wrapped around.
 MAX_BUFFERS = 3
-# Behind what a device says to itself in the first slot: the block's own epoch.
+# The block's epoch is stored after the pointers that the device publishes to itself in phase 0.
 _EPOCH_OFFSET = MAX_BUFFERS * POINTER_BYTES
 
 
 class Rendezvous:
-    """The devices of a mesh axis, as one block of a kernel knows them.
+    """One block's rendezvous with the blocks of the same number on all devices of a mesh axis.
 
-    `publish` and `wait_for_peers` are called by one warp or warpgroup of the block, and `peer_buffer` by any
-    that knows that it has had all peers come.
+    Devices are named by their offset: the one at offset s is s places after this one along the
+    axis, and offset 0 is this device.
+
+    One warp or warpgroup of the block calls `publish` and `wait_for_peers`. After that,
+    `peer_buffer` is for all warps that have been told so by a barrier.
     """
 
-    def __init__(self, words: Any, devices: int, block: tuple[Any, int], arrays: Sequence[Any]):
-        """Of a block, its number and how many there are.
+    def __init__(
+        self, workspace_pointers: Any, devices: int, block: tuple[Any, int], arrays: Sequence[Any]
+    ):
+        """Describes the rendezvous; nothing is stored yet.
 
-        Peers store to the arrays, at most `MAX_BUFFERS`; words are as of `symmetric_workspace.workspace_pointers`.
+        Args:
+          workspace_pointers: see `symmetric_workspace.workspace_pointers`.
+          devices: the size of the axis.
+          block: the index of this block, and the number of blocks of the kernel.
+          arrays: the arrays that peers store to, at most `MAX_BUFFERS`.
         """
         self.block, blocks = block
         assert blocks <= symmetric_workspace.RENDEZVOUS_BLOCKS and len(arrays) <= MAX_BUFFERS
         self.devices = devices
         self.arrays = list(arrays)
-        self._words = words
+        self._workspace_pointers = workspace_pointers
         self._epoch: Any = None
 
-    # Words are loaded where they are needed: those that multiply have no registers to keep them in.
+    # Scalars are loaded where they are needed, here and below: the warpgroups that multiply have no
+    # registers to keep them in.
 
     @property
     def axis_index(self) -> Any:
-        """This device's index along the axis."""
-        return self._words[2 * self.devices]
+        """The index of this device along the axis."""
+        return self._workspace_pointers[2 * self.devices]
 
-    def _workspace(self, offset: int) -> Address:
-        """The workspace of the device so far along the axis."""
-        return Address(self._words[2 * offset], self._words[2 * offset + 1], 0)
+    def peer_index(self, offset: Any) -> Any:
+        """Returns the index along the axis of the device at an offset."""
+        return lax.rem(self.axis_index + offset, self.devices)
 
     def publish(self, scope: ThreadScope = WARPGROUP) -> None:
-        """Tells all peers that this device has come, and where its arrays are."""
+        """Tells all peers that this device has entered the launch, and where its arrays are."""
         self._epoch = epoch = load_int32(self._epoch_counter) + 1
-        # As another device counts, from itself on, this one is so far away.
-        places = [
+        # For the device at `offset`, this device is the source at -offset.
+        mailboxes = [
             self._mailbox(self._workspace(offset), epoch, -offset % self.devices)
             for offset in range(self.devices)
         ]
         arrays = [*self.arrays, *[self.arrays[-1]] * (MAX_BUFFERS - len(self.arrays))]
-        publish_pointers(epoch, arrays, places, scope)
+        publish_pointers(epoch, arrays, mailboxes, scope)
         store_int32(self._epoch_counter, epoch, scope)
 
     def wait_for_peers(self, scope: ThreadScope = WARPGROUP) -> None:
-        """Waits until all peers have come; `publish` must have been called."""
+        """Waits until all peers have published. Requires that `publish` was called."""
         first = self._mailbox(self._workspace(0), self._epoch, 1)
-        between = symmetric_workspace.mailbox_offset(self.devices, 0, 1, 0)
-        between -= symmetric_workspace.mailbox_offset(self.devices, 0, 0, 0)
-        poll_pointers(self._epoch, first, between, self.devices - 1, len(self.arrays), scope)
+        stride = symmetric_workspace.mailbox_offset(self.devices, 0, 1, 0)
+        stride -= symmetric_workspace.mailbox_offset(self.devices, 0, 0, 0)
+        poll_pointers(self._epoch, first, stride, self.devices - 1, len(self.arrays), scope)
 
     def peer_buffer(self, number: int, offset: Any) -> PeerBuffer:
-        """Of an array, by its number, on the device so far along the axis; 0 is this one."""
-        place = self._mailbox(
-            self._workspace(0), load_int32(self._epoch_counter, cached=True), offset
-        )
-        return PeerBuffer(
-            self.arrays[number], load_peer_pointer(place.plus(number * POINTER_BYTES))
-        )
+        """Returns the peer buffer of an array, by its number, on the device at an offset."""
+        workspace = self._workspace(0)
+        # The epoch does not change between `publish` and the end of the kernel.
+        epoch = load_int32(self._epoch_counter, cached=True)
+        mailbox = self._mailbox(workspace, epoch, offset)
+        address = load_peer_pointer(mailbox.plus(number * POINTER_BYTES))
+        return PeerBuffer(self.arrays[number], address)
 
-    def peer_index(self, offset: Any) -> Any:
-        """Of the device so far along the axis."""
-        return lax.rem(self.axis_index + offset, self.devices)
+    def _workspace(self, offset: int) -> Address:
+        """Returns the address of the workspace of the device at an offset."""
+        pointers = self._workspace_pointers
+        return Address(pointers[2 * offset], pointers[2 * offset + 1], 0)
 
     @property
     def _epoch_counter(self) -> Address:
-        line = symmetric_workspace.mailbox_offset(self.devices, 0, 0, self.block)
-        return self._workspace(0).plus(line + _EPOCH_OFFSET)
+        mailbox = symmetric_workspace.mailbox_offset(self.devices, 0, 0, self.block)
+        return self._workspace(0).plus(mailbox + _EPOCH_OFFSET)
 
-    def _mailbox(self, space: Address, epoch: Any, source: Any) -> Address:
-        """Where a source leaves what it says."""
-        slot = epoch & (symmetric_workspace.SLOTS - 1)
-        return space.plus(
-            symmetric_workspace.mailbox_offset(self.devices, slot, source, self.block)
-        )
+    def _mailbox(self, workspace: Address, epoch: Any, source: Any) -> Address:
+        """Returns the address of the mailbox that a source publishes to in a workspace."""
+        phase = epoch & (symmetric_workspace.PHASES - 1)
+        offset = symmetric_workspace.mailbox_offset(self.devices, phase, source, self.block)
+        return workspace.plus(offset)
 
 
 def publish_pointers(
-    value: Any, arrays: Sequence[Any], addresses: Sequence[Address], scope: ThreadScope
+    epoch: Any, arrays: Sequence[Any], mailboxes: Sequence[Address], scope: ThreadScope
 ) -> None:
-    """Puts where arrays are, a word for each, with the low 16 bits of an int32, to addresses."""
+    """Stores the pointers of arrays, tagged with the low 16 bits of an epoch, in each mailbox."""
 
     @plgpu.inline_mgpu(
-        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [ADDRESS] * len(addresses))
+        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [ADDRESS] * len(mailboxes))
     )
-    def at(_, value, arrays, places):
+    def at(_, epoch, arrays, mailboxes):
         i64 = ir.IntegerType.get_signless(64)
-        when = arith.extui(i64, value.registers.item())
-        when = arith.shli(when, gpu.c(_ADDRESS_BITS, i64))
-        words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), when) for array in arrays]
+        tag = arith.extui(i64, epoch.registers.item())
+        tag = arith.shli(tag, gpu.c(_ADDRESS_BITS, i64))
+        words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), tag) for array in arrays]
         with utils.single_thread(scope=scope):
             inline_ptx(None, [], "fence.acq_rel.sys;")
-            for place, (number, word) in itertools.product(places, enumerate(words)):
-                there = llvm_pointer(place, gpu.c(number * POINTER_BYTES, i64))
-                inline_ptx(None, [there, word], "st.relaxed.sys.global.b64 [$0], $1;")
+            for mailbox, (number, word) in itertools.product(mailboxes, enumerate(words)):
+                pointer = llvm_pointer(mailbox, gpu.c(number * POINTER_BYTES, i64))
+                inline_ptx(None, [pointer, word], "st.relaxed.sys.global.b64 [$0], $1;")
 
-    at(value, list(arrays), [tuple(address) for address in addresses])
+    at(epoch, list(arrays), [tuple(mailbox) for mailbox in mailboxes])
 
 
 def poll_pointers(
-    value: Any, first: Address, between: int, count: int, arrays: int, scope: ThreadScope
+    epoch: Any, first: Address, stride: int, sources: int, arrays: int, scope: ThreadScope
 ) -> None:
-    """Waits until others have said where so many arrays are, with the low 16 bits of an int32.
+    """Waits until all sources have published pointers of an epoch.
 
     Args:
-      value: that they say.
-      first: where the first of them says it.
-      between: bytes to where the next one does.
-      count: of others.
-      arrays: of each.
-      scope: that call this. Each lane of a warp listens to one word.
+      epoch: the epoch; its low 16 bits are compared.
+      first: the mailbox of the first source.
+      stride: bytes from one source's mailbox to the next one's.
+      sources: the number of sources.
+      arrays: the number of pointers that each of them publishes.
+      scope: the threads that call this. Each lane of a warp polls one pointer.
     """
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS))
-    def at(_, value, where):
+    def at(_, epoch, first):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         lane = arith.remui(gpu.thread_idx(), gpu.c(_WARP_LANES, i32))
-        when = arith.andi(value.registers.item(), gpu.c((1 << 64 - _ADDRESS_BITS) - 1, i32))
-        for turn in range(-(-count * arrays // _WARP_LANES)):
-            word = arith.addi(lane, gpu.c(turn * _WARP_LANES, i32))
-            word = arith.minui(word, gpu.c(count * arrays - 1, i32))
-            who, which = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
-            behind = arith.addi(
-                arith.muli(who, gpu.c(between, i32)), arith.muli(which, gpu.c(POINTER_BYTES, i32))
+        tag = arith.andi(epoch.registers.item(), gpu.c((1 << 64 - _ADDRESS_BITS) - 1, i32))
+        for batch in range(-(-sources * arrays // _WARP_LANES)):
+            word = arith.addi(lane, gpu.c(batch * _WARP_LANES, i32))
+            word = arith.minui(word, gpu.c(sources * arrays - 1, i32))
+            source, array = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
+            offset = arith.addi(
+                arith.muli(source, gpu.c(stride, i32)),
+                arith.muli(array, gpu.c(POINTER_BYTES, i32)),
             )
-            place = llvm_pointer(where, arith.extui(i64, behind))
-            inline_ptx(None, [place, arith.extui(i64, when)], _POLL_PTX % _ADDRESS_BITS)
+            pointer = llvm_pointer(first, arith.extui(i64, offset))
+            inline_ptx(None, [pointer, arith.extui(i64, tag)], _POLL_PTX % _ADDRESS_BITS)
         synchronize(scope)
 
-    at(value, tuple(first))
+    at(epoch, tuple(first))
 
 
-def load_peer_pointer(place: Address) -> Address:
-    """The address that was said at a place, and heard by this block."""
+def load_peer_pointer(mailbox: Address) -> Address:
+    """Returns the pointer at an address in a mailbox, which this block has polled before."""
 
     @plgpu.inline_mgpu(arg_types=(ADDRESS,), return_type=(INT32, INT32))
-    def at(_, where):
+    def at(_, mailbox):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        said = inline_ptx(i64, [llvm_pointer(where)], "ld.global.b64 $0, [$1];")
-        address = arith.andi(said, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
+        word = inline_ptx(i64, [llvm_pointer(mailbox)], "ld.global.b64 $0, [$1];")
+        address = arith.andi(word, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
         high = arith.shrui(address, gpu.c(32, i64))
         return splat(arith.trunci(i32, address)), splat(arith.trunci(i32, high))
 
-    low, high = at(tuple(place))
+    low, high = at(tuple(mailbox))
     return Address(low, high, 0)

@@ -57,9 +57,15 @@ def differences(
             x = jax.random.randint(jax.random.fold_in(key, number), (devices, elements), -8, 9)
             x = x.astype(dtype)
             pairs = (
-                (exchange_kernel.all_gather(x[0], axis, delays=delays), lax.all_gather(x[0], axis)),
-                (exchange_kernel.reduce_scatter(x, axis, delays=delays), lax.psum_scatter(x, axis)),
-                (exchange_kernel.all_reduce(x[1], axis, delays=delays), lax.psum(x[1], axis)),
+                (
+                    exchange_kernel.all_gather(x[0], axis, race_delays=delays),
+                    lax.all_gather(x[0], axis),
+                ),
+                (
+                    exchange_kernel.reduce_scatter(x, axis, race_delays=delays),
+                    lax.psum_scatter(x, axis),
+                ),
+                (exchange_kernel.all_reduce(x[1], axis, race_delays=delays), lax.psum(x[1], axis)),
             )
             counts += jnp.stack([jnp.sum(a != b) for a, b in pairs])
         return wrong + counts, None

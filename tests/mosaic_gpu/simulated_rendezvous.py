@@ -105,7 +105,7 @@ def requested_resources(
         requested.reached.extend(array.name for array in arrays)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "block", lambda: (0, 1))
+        patch.setattr(module, "block_index_and_count", lambda: (0, 1))
         patch.setattr(module, "Rendezvous", meet)
         patch.setattr(module.pl, "get_global", get_global)
         patch.setattr(module.pl, "run_scoped", lambda _, **memory: requested.scratch.update(memory))

@@ -68,7 +68,7 @@ class WorkspaceSimulation(Simulation):
             self.ended[device] += 1
 
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
-        """What a block does in a launch; words are as of `symmetric_workspace.workspace_pointers`."""
+        """Executes a block's part of a launch; words: see `workspace_pointers`."""
         raise NotImplementedError
 
     def choose(self, ready: list[Actor]) -> Actor:

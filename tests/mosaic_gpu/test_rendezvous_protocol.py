@@ -213,8 +213,8 @@ def test_epochs_wrap_around(epoch: int, bits: int, monkeypatch: Patch) -> None:
     simulation.run()
 
 
-def one_slot(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(symmetric_workspace, "SLOTS", 1)
+def one_phase(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(symmetric_workspace, "PHASES", 1)
 
 
 def meetings_are_not_counted(monkeypatch: Patch) -> None:
@@ -292,8 +292,8 @@ def peers_are_looked_for_in_the_wrong_direction(monkeypatch: Patch) -> None:
 def share(monkeypatch: Patch, **same: int) -> None:
     mailbox_offset = symmetric_workspace.mailbox_offset
 
-    def shared(devices: int, slot: int, source: int, block: int) -> int:
-        places = {"slot": slot, "source": source, "block": block} | same
+    def shared(devices: int, phase: int, source: int, block: int) -> int:
+        places = {"phase": phase, "source": source, "block": block} | same
         return mailbox_offset(devices, **places)
 
     monkeypatch.setattr(symmetric_workspace, "mailbox_offset", shared)
@@ -310,7 +310,7 @@ def blocks_share_a_line(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        one_slot,
+        one_phase,
         meetings_are_not_counted,
         they_are_counted_from_what_is_kept,
         no_more_words_are_said_than_there_are_arrays,

@@ -32,7 +32,7 @@ def test_nothing_overlaps(devices: int) -> None:
         np.arange(symmetric_workspace.EXCHANGE_BLOCKS),
         np.arange(symmetric_workspace.RENDEZVOUS_BLOCKS),
     )
-    sources = list(itertools.product(range(symmetric_workspace.SLOTS), range(devices)))
+    sources = list(itertools.product(range(symmetric_workspace.PHASES), range(devices)))
     said = MAX_BUFFERS * POINTER_BYTES
     places = [
         (symmetric_workspace.epoch_offset(blocks), 4),

@@ -42,10 +42,9 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.all_gather_config import Plan
 from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_of, semaphore_of
-from collective_matmul.mosaic_gpu.matmul_kernel import Work
+from collective_matmul.mosaic_gpu.matmul_kernel import Work, block_index_and_count
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
-from collective_matmul.mosaic_gpu.requirements import block
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
@@ -76,12 +75,14 @@ class Gathering(Work):
         self.rendezvous: Any = None
 
     def run(self, words, shard, *refs) -> None:
-        """What every warpgroup of every block runs; words are as of `symmetric_workspace.workspace_pointers`."""
+        """What every warpgroup of every block runs; words: see `workspace_pointers`."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
         plan = self.plan
         count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        self.rendezvous = Rendezvous(words, self.devices, block(), (gathered, arrived))
+        self.rendezvous = Rendezvous(
+            words, self.devices, block_index_and_count(), (gathered, arrived)
+        )
         xs = (shard, gathered, arrived)
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (len(self.ws[0]) + 2)

@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
-from jax.extend.mlir import ir
 
 from collective_matmul.backends.fused.all_gather_config import Plan
+from collective_matmul.mosaic_gpu.matmul_kernel import block_index_and_count
 from collective_matmul.mosaic_gpu.peer_memory import WARP
+from collective_matmul.mosaic_gpu.race_injection import delay_warp, race_delay_steps
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
-from collective_matmul.mosaic_gpu.requirements import DELAY_NANOSECONDS, block, delays_here
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -86,7 +85,7 @@ class Sender:
         """Copies this block's messages to all receivers, and counts each once it has arrived."""
         plan = self.plan
         per_message = plan.boxes_per_message
-        this, blocks = block()
+        this, blocks = block_index_and_count()
         messages = lax.div(plan.messages - this + blocks - 1, blocks)
         count = messages * len(self.receivers) * per_message
 
@@ -227,13 +226,5 @@ class Sender:
     def delay(self, box) -> None:
         """Waits for a time that no two boxes have in common, if asked to."""
         if self.delays:
-
-            @pl.loop(0, delays_here(self.rendezvous.axis_index, box))
-            def _(_):
-                _sleep()
-
-
-@plgpu.inline_mgpu()
-def _sleep(_) -> None:
-    """`pl.delay` is for whole warpgroups."""
-    mosaic.nanosleep(mosaic.c(DELAY_NANOSECONDS, ir.IntegerType.get_signless(32)))
+            this_device, this_block = self.rendezvous.axis_index, block_index_and_count()[0]
+            delay_warp(race_delay_steps(this_device, box, this_block))

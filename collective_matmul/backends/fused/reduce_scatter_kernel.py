@@ -49,10 +49,11 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.owner_tile_scheduler import OwnersWalk, Strips
 from collective_matmul.backends.fused.reduce_scatter_config import Plan
+from collective_matmul.mosaic_gpu.matmul_kernel import block_index_and_count
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
+from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
-from collective_matmul.mosaic_gpu.requirements import block, delay, delays_here
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS
 
 # Its annotations are narrower than what it takes and exports.
@@ -102,7 +103,7 @@ class Scattering(OwnersWalk):
         self.receivers = range(first, plan.shapes.devices)
 
     def run(self, words, *refs) -> None:
-        """What every warpgroup of every block runs; words are as of `symmetric_workspace.workspace_pointers`."""
+        """What every warpgroup of every block runs; words: see `workspace_pointers`."""
         terms = len(self.xs)
         xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
         # The last one counts the blocks of peers that have stored all their sums here.
@@ -110,7 +111,9 @@ class Scattering(OwnersWalk):
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
-        self.rendezvous = Rendezvous(words, self.shapes.devices, block(), (y, partials, arrived))
+        self.rendezvous = Rendezvous(
+            words, self.shapes.devices, block_index_and_count(), (y, partials, arrived)
+        )
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
         def _(**scratch):
@@ -155,7 +158,7 @@ class Scattering(OwnersWalk):
         if self.shapes.kind == "two_step":
             _, (_, _, arrived), _ = operands
 
-            @pl.when(block()[0] == 0)
+            @pl.when(block_index_and_count()[0] == 0)
             def _():
                 count = (self.shapes.devices - 1) * self.blocks_with_tiles() * CONSUMERS
                 pl.semaphore_wait(arrived.at[self.plan.own_tiles], count, decrement=False)
@@ -323,7 +326,13 @@ class Scattering(OwnersWalk):
         devices, planes = self.shapes.devices, self.shapes.planes
         column = self.column(across) + part.right + number * self.tiles.strip_columns
         if self.delays:
-            delay(delays_here(self.rendezvous.axis_index, batch + row + part.below + column))
+            delay_warpgroup(
+                race_delay_steps(
+                    self.rendezvous.axis_index,
+                    batch + row + part.below + column,
+                    block_index_and_count()[0],
+                )
+            )
         strip = part.strips.select(number)
         for offset in self.receivers:
             one_shot = self.shapes.kind == "one_shot"

@@ -1,24 +1,28 @@
-"""Collectives of little data: every device stores what it has straight in its peers' memory.
+"""One-shot collectives for little data: every device stores what it has directly to its peers.
 
-The algorithm, the same on all devices and for every block by itself:
+The algorithm, the same on all devices, and for every block on its own:
 
-1. Count the exchange: the block's epoch. It alternates between two slots of the workspaces.
-2. Store what each peer is to get in its workspace, at addresses that were known when the program
-   was compiled; then announce the epoch there.
-3. Wait until all peers have announced it here, and load what they left.
+1. The block counts its epoch, which numbers its exchanges. Its parity selects one of two phases of
+   the symmetric workspaces.
+2. It stores its message to each peer in the peer's workspace, at an address that was compiled into
+   the program. Then it sets its signal at each peer to the epoch.
+3. It waits until the signals of all peers have reached the epoch here, loads their messages, and
+   stores the result.
 
-No device waits before it stores: a slot is stored to again two exchanges later. Whoever begins that
-one has ended the one between, for which every peer has announced its epoch, after it had ended the
-first and loaded all that lay in the slot.
+Invariant: nobody waits before storing, since a region is stored to again only two exchanges later,
+when its owner has read it. Proof: who begins exchange e + 2 has ended e + 1, in which every peer
+set its signal to e + 1. A peer does that after it has ended e, and loaded all that e had left in
+the region.
 
-All devices of an axis must run their exchanges in the same order. Within a program they do; of
-programs it is up to who launches them, since XLA does not know that they meet.
+All devices of an axis must execute their exchanges in the same order. Within one program they do.
+Across programs that is up to whoever launches them: XLA does not know that the kernels communicate.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -41,97 +45,127 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     store,
     wait_for_signals,
 )
-from collective_matmul.mosaic_gpu.requirements import Array, delay, delays_of
+from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
+from collective_matmul.mosaic_gpu.requirements import Array
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
 Kind = Literal["gather", "scatter", "reduce"]
 
-#: Bytes of the smallest box, a vector for each lane, and of the largest, which registers hold.
+# A box is what a block moves at once. The smallest has one vector for each lane; the largest is
+# what the registers hold. In bytes.
 _SMALLEST_BOX, _LARGEST_BOX = WARPGROUP_LANES * VECTOR_BYTES, 8 * WARPGROUP_LANES * VECTOR_BYTES
-#: What a device can send to each of its peers at once.
+#: The largest message of a device to each of its peers, in bytes.
 MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BYTES
 
-#: Of an exchange inside a program on H200 GPUs: its launch and the announcements, and what a device
-#: sends to all of its peers together.
+# Measured in a program on H200 GPUs: the launch with its signals, and the bandwidth from one device
+# to all of its peers together.
 _SECONDS = 7e-6
 _BYTES_PER_SECOND = 2.4e11
 
 
 def all_gather(
-    x: jax.Array, axis_name: str, *, replicated: bool = False, delays: bool = False
+    x: jax.Array, axis_name: str, *, replicated: bool = False, race_delays: bool = False
 ) -> jax.Array:
-    """``lax.all_gather(x, axis_name)``: [...] -> [D, ...]. Called inside `jax.shard_map`.
+    """Computes ``lax.all_gather(x, axis_name)``. Called inside `jax.shard_map`.
 
     Args:
-      x: bfloat16 or float16, of at most `MOST_BYTES`.
+      x: this device's shard, [...], bfloat16 or float16, of at most `MOST_BYTES`.
       axis_name: a mesh axis of D devices, all driven by this process.
-      replicated: whether the result is typed so over the axis.
-      delays: has blocks wait for random times before each message, so that races show. For tests.
+      replicated: whether the result is typed as replicated over the axis.
+      race_delays: whether blocks wait for random times before they signal, so that races show. For
+        tests.
+
+    Returns:
+      [D, ...].
 
     Raises:
-      ValueError: if x is larger.
+      ValueError: if x is larger than `MOST_BYTES`.
     """
-    y = _shared_launch("gather", axis_name, delays, replicated)(_boxes(x))
+    y = _shared_launch("gather", axis_name, race_delays, replicated)(_boxes(x))
     return y.reshape(y.shape[0], -1)[:, : x.size].reshape(-1, *x.shape)
 
 
-def reduce_scatter(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax.Array:
-    """``lax.psum_scatter(x, axis_name)``: [D, ...] -> [...]. Called inside `jax.shard_map`.
+def reduce_scatter(x: jax.Array, axis_name: str, *, race_delays: bool = False) -> jax.Array:
+    """Computes ``lax.psum_scatter(x, axis_name)``. Called inside `jax.shard_map`.
 
-    Summed in float32, in the order of the devices behind the one that keeps the sum, and rounded
-    once: the same bits every time. All else is as for `all_gather`; it is x[0] that is limited.
+    Terms are added in float32, in the order of the devices from this one on, and rounded once. So
+    the result has the same bits in every run.
+
+    Args:
+      x: this device's terms, [D, ...], bfloat16 or float16; x[0] is of at most `MOST_BYTES`.
+      axis_name: a mesh axis of D devices, all driven by this process.
+      race_delays: as for `all_gather`.
+
+    Returns:
+      [...].
+
+    Raises:
+      ValueError: if x[0] is larger than `MOST_BYTES`.
     """
     boxes = jax.vmap(_boxes)(x)
-    y = _shared_launch("scatter", axis_name, delays, False)(boxes)
+    y = _shared_launch("scatter", axis_name, race_delays, False)(boxes)
     return y.reshape(-1)[: math.prod(x.shape[1:])].reshape(x.shape[1:])
 
 
-def all_reduce(x: jax.Array, axis_name: str, *, delays: bool = False) -> jax.Array:
-    """``lax.psum(x, axis_name)``, the same bits on all devices. Called inside `jax.shard_map`.
+def all_reduce(x: jax.Array, axis_name: str, *, race_delays: bool = False) -> jax.Array:
+    """Computes ``lax.psum(x, axis_name)``. Called inside `jax.shard_map`.
 
-    Summed in float32, in the order of the devices, and rounded once. All else is as for
-    `all_gather`.
+    Terms are added in float32, in the order of device indices, and rounded once. So the result has
+    the same bits on all devices and in every run.
+
+    Args:
+      x: this device's term, [...], bfloat16 or float16, of at most `MOST_BYTES`.
+      axis_name: a mesh axis of D devices, all driven by this process.
+      race_delays: as for `all_gather`.
 
     Returns:
       [...], typed as replicated over the axis.
+
+    Raises:
+      ValueError: if x is larger than `MOST_BYTES`.
     """
-    y = _shared_launch("reduce", axis_name, delays, True)(_boxes(x))
+    y = _shared_launch("reduce", axis_name, race_delays, True)(_boxes(x))
     return y.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def unsupported_reason(sent: Array, devices: int) -> str | None:
-    """Why no device can send such an array to each of its peers, in words; None if all can."""
-    return requirements.unsupported_reason(devices, sent) or _too_much(sent)
+def unsupported_reason(message: Array, devices: int) -> str | None:
+    """Returns why devices cannot send such an array to each of their peers; None if they can."""
+    return requirements.unsupported_reason(devices, message) or _too_large_reason(message)
 
 
 def predicted_seconds(size: int, devices: int) -> float:
-    """What it should take for each of so many devices to send so many bytes to each other one."""
+    """Returns the modelled time in which each of D devices sends `size` bytes to each other one."""
     return _SECONDS + (devices - 1) * size / _BYTES_PER_SECOND
 
 
 def is_two_shot(size: int, devices: int) -> bool:
-    """Whether it is faster to reduce and scatter so many bytes, and then to gather the sums."""
-    two = 2 * predicted_seconds(-(-size // devices), devices)
-    return size > MOST_BYTES or two < predicted_seconds(size, devices)
+    """Returns whether an all-reduce of `size` bytes is a reduce-scatter and an all-gather.
+
+    That is two exchanges of less data each, which is faster from some size on.
+    """
+    two_shot = 2 * predicted_seconds(-(-size // devices), devices)
+    return size > MOST_BYTES or two_shot < predicted_seconds(size, devices)
 
 
-def _too_much(sent: Array) -> str | None:
-    """That no region of a workspace holds a block's part of it, in words; None if they do."""
-    size = math.prod(sent.shape) * sent.dtype.itemsize
+def _too_large_reason(message: Array) -> str | None:
+    """Returns that the blocks' parts of a message do not fit in regions; None if they do."""
+    size = math.prod(message.shape) * message.dtype.itemsize
     if size > MOST_BYTES:
-        return f"{sent.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"
+        return f"{message.shape} are {size} bytes for each peer, and one shot takes {MOST_BYTES}"
     return None
 
 
 def _boxes(x: jax.Array) -> jax.Array:
-    """[...] -> [boxes, elements of a box], with as many boxes as blocks if there is enough.
+    """Returns x padded and reshaped, [...] -> [boxes, elements of a box].
+
+    There are as many boxes as blocks if x is large enough.
 
     Raises:
-      ValueError: if they would not fit into the regions that they are for, but reach into others.
+      ValueError: if x is too large: boxes would be stored in the regions of others.
     """
-    if reason := _too_much(x):
+    if reason := _too_large_reason(x):
         raise ValueError(f"{reason}; send it in parts, or by XLA's collective")
     itemsize = x.dtype.itemsize
     box = _SMALLEST_BOX
@@ -142,12 +176,12 @@ def _boxes(x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _shared_launch(kind: Kind, axis_name: str, delays: bool, replicated: bool) -> Any:
-    """One function for all launches alike, so that they are traced, lowered and compiled once.
+def _shared_launch(kind: Kind, axis_name: str, race_delays: bool, replicated: bool) -> Any:
+    """Returns one function for all equal launches: they are traced, lowered and compiled once.
 
     Returns:
-      ``launch(x) -> y``, both [boxes, elements], but x to be scattered, and y that was gathered,
-      [D, boxes, elements].
+      ``launch(x) -> y``, both [boxes, elements]. The operand of "scatter" and the result of
+      "gather" are [D, boxes, elements].
     """
 
     @sequential_vmap
@@ -165,93 +199,132 @@ def _shared_launch(kind: Kind, axis_name: str, delays: bool, replicated: bool) -
             thread_name="warpgroup",
             kernel_name=f"one_shot_{kind}",
         )
-        work = Exchange(kind, devices, boxes, delays)
-        kernel = in_place_kernel(work.run, mesh, [y], name=f"one_shot_{kind}")
+        exchange = Exchange(kind, devices, boxes, race_delays)
+        kernel = in_place_kernel(exchange.run, mesh, [y], name=f"one_shot_{kind}")
         return kernel(symmetric_workspace.workspace_pointers(axis_name), x)[0]
 
     return jax.jit(launch)
 
 
 class Exchange:
-    """The kernel's body."""
+    """The body of the kernel."""
 
-    def __init__(self, kind: Kind, devices: int, boxes: int, delays: bool):
+    def __init__(self, kind: Kind, devices: int, boxes: int, race_delays: bool):
         self.kind: Kind = kind
         self.devices = devices
         self.boxes = boxes
-        self.delays = delays
+        self.race_delays = race_delays
 
-    def run(self, words, x, y) -> None:
-        """What every block runs; words as of `symmetric_workspace.workspace_pointers`, x and y as of the launch."""
+    def run(self, workspace_pointers: Any, x: Any, y: Any) -> None:
+        """Executes one block.
+
+        Args:
+          workspace_pointers: a reference, see `symmetric_workspace.workspace_pointers`.
+          x: a reference to the operand, [boxes, elements]; [D, boxes, elements] to scatter.
+          y: a reference to the result, [boxes, elements]; [D, boxes, elements] when gathering.
+        """
         devices, block = self.devices, lax.axis_index("block")
-        spaces = [Address(words[2 * n], words[2 * n + 1], 0) for n in range(devices)]
-        me, own = words[2 * devices], spaces[0]
-        counter = own.plus(symmetric_workspace.epoch_offset(block))
-        epoch = load_int32(counter) + 1
+        workspaces = [
+            Address(workspace_pointers[2 * offset], workspace_pointers[2 * offset + 1], 0)
+            for offset in range(devices)
+        ]
+        axis_index, own_workspace = workspace_pointers[2 * devices], workspaces[0]
+        epoch_counter = own_workspace.plus(symmetric_workspace.epoch_offset(block))
+        epoch = load_int32(epoch_counter) + 1
 
-        def region(space: Address, source: Any) -> Address:
-            slot = epoch & (symmetric_workspace.SLOTS - 1)
-            return space.plus(symmetric_workspace.region_offset(devices, slot, source, block))
+        def region(workspace: Address, source: Any) -> Address:
+            phase = epoch & (symmetric_workspace.PHASES - 1)
+            return workspace.plus(symmetric_workspace.region_offset(devices, phase, source, block))
 
-        def flag(space: Address, source: int) -> Address:
-            return space.plus(symmetric_workspace.signal_offset(source, block))
+        def signal(workspace: Address, source: int) -> Address:
+            return workspace.plus(symmetric_workspace.signal_offset(source, block))
 
-        # As another device counts, from itself on, this one is so far away.
-        sources = [-n % devices for n in range(devices)]
-        self.for_boxes(functools.partial(self.send, x, y, me, list(map(region, spaces, sources))))
-        if self.delays:
-            delay(delays_of(me, block, epoch))
-        set_signals(epoch, [counter, *map(flag, spaces[1:], sources[1:])])
-        wait_for_signals(epoch, [flag(own, source) for source in range(1, devices)])
-        self.for_boxes(functools.partial(self.receive, x, y, me, functools.partial(region, own)))
+        # For the device at an offset, this device is the source at minus that offset.
+        sources = [-offset % devices for offset in range(devices)]
+        regions = list(map(region, workspaces, sources))
+        # No wait before these stores: see the invariant at the top of this file.
+        self.for_boxes(functools.partial(self.send, x, y, axis_index, regions))
+        if self.race_delays:
+            delay_warpgroup(race_delay_steps(axis_index, epoch, block))
+        # Signals are set after all stores of this block. The block's own epoch is stored with them.
+        set_signals(epoch, [epoch_counter, *map(signal, workspaces[1:], sources[1:])])
+        wait_for_signals(epoch, [signal(own_workspace, source) for source in range(1, devices)])
+        own_region = functools.partial(region, own_workspace)
+        self.for_boxes(functools.partial(self.receive, x, y, axis_index, own_region))
 
-    def for_boxes(self, act: Any) -> None:
-        """Calls ``act(box, offset)`` for this block's boxes, which lie so far behind a region."""
+    def for_boxes(self, act: Callable[[Any, int], None]) -> None:
+        """Calls ``act(box, offset)`` for each box of this block.
+
+        `box` is its index, and `offset` the byte offset of the box in a region: a block's boxes are
+        stored in its regions one after the other.
+        """
         blocks = lax.axis_size("block")
-        for turn in range(pl.cdiv(self.boxes, blocks)):
-            box = lax.axis_index("block") + turn * blocks
-            pl.when(box < self.boxes)(functools.partial(act, box, turn * _LARGEST_BOX))
+        for number in range(pl.cdiv(self.boxes, blocks)):
+            box = lax.axis_index("block") + number * blocks
+            pl.when(box < self.boxes)(functools.partial(act, box, number * _LARGEST_BOX))
 
-    def send(self, x, y, me, regions: list[Address], box, offset: int) -> None:
-        """Stores a box in the regions of all devices that get it; of these, this one's is first."""
-        for number, place in enumerate(regions):
+    def send(self, x, y, axis_index, regions: list[Address], box, box_offset: int) -> None:
+        """Stores a box in the regions of all devices that receive it.
+
+        Args:
+          x: see `run`.
+          y: see `run`.
+          axis_index: the index of this device.
+          regions: this block's region in the workspace of each device, from this device on.
+          box: the index of the box.
+          box_offset: the byte offset of the box in each region.
+        """
+        for offset, peer_region in enumerate(regions):
             if self.kind == "scatter":
-                if number == 0:
+                if offset == 0:
                     continue
-                value = self.load(x.at[self.device(me, number), box])
-            elif number == 0:
+                value = self.load(x.at[self.device_at(axis_index, offset), box])
+            elif offset == 0:
                 value = self.load(x.at[box])
-            if self.kind == "gather" and number == 0:
-                y[me, box] = value
+            if self.kind == "gather" and offset == 0:
+                y[axis_index, box] = value
             else:
-                store(place.plus(offset), value)
+                store(peer_region.plus(box_offset), value)
 
-    def receive(self, x, y, me, region, box, offset: int) -> None:
-        """Loads what the others left, and stores it or what it comes to."""
+    def receive(self, x, y, axis_index, region: Callable, box, box_offset: int) -> None:
+        """Loads a box of all sources and stores the result.
+
+        Args:
+          x: see `run`.
+          y: see `run`.
+          axis_index: the index of this device.
+          region: returns this block's region of a source.
+          box: the index of the box.
+          box_offset: the byte offset of the box in each region.
+        """
 
         def load_from(source: Any) -> jax.Array:
-            return load(region(source).plus(offset), x.shape[-1:], x.dtype)
+            return load(region(source).plus(box_offset), x.shape[-1:], x.dtype)
 
         if self.kind == "gather":
             for source in range(1, self.devices):
-                y[self.device(me, source), box] = load_from(source)
+                y[self.device_at(axis_index, source), box] = load_from(source)
             return
         if self.kind == "scatter":
-            first = self.load(x.at[me, box])
+            first = self.load(x.at[axis_index, box])
             rest = map(load_from, range(1, self.devices))
         else:
-            # In the order of the devices, and so from here on the sum is the same everywhere.
-            places = [lax.rem(n - me + self.devices, self.devices) for n in range(self.devices)]
-            first, *rest = map(load_from, places)
+            # Sources in the order of device indices: all devices add in the same order, so all get
+            # the same bits.
+            sources = [
+                lax.rem(device - axis_index + self.devices, self.devices)
+                for device in range(self.devices)
+            ]
+            first, *rest = map(load_from, sources)
         total = first.astype(jnp.float32)
         for term in rest:
             total += term.astype(jnp.float32)
         y[box] = total.astype(x.dtype)
 
-    def device(self, me, number: int) -> Any:
-        """The index of the device so far behind this one."""
-        return lax.rem(me + number, self.devices)
+    def device_at(self, axis_index: Any, offset: int) -> Any:
+        """Returns the index of the device `offset` places after this one along the axis."""
+        return lax.rem(axis_index + offset, self.devices)
 
-    def load(self, ref) -> jax.Array:
-        """A box, in vectors."""
-        return plgpu.load(ref, layout=layout(ref.shape, ref.dtype), optimized=False)
+    def load(self, box_ref: Any) -> jax.Array:
+        """Returns a box of an array of this device, in the layout that `store` takes."""
+        return plgpu.load(box_ref, layout=layout(box_ref.shape, box_ref.dtype), optimized=False)

@@ -21,14 +21,14 @@ from collective_matmul.backends.fused import all_gather_kernel, all_gather_sende
 from collective_matmul.backends.fused.all_gather_config import Plan, Shapes
 from collective_matmul.backends.fused.all_gather_kernel import Gathering
 from collective_matmul.backends.fused.all_gather_sender import Sender
-from collective_matmul.mosaic_gpu import matmul_kernel, requirements
+from collective_matmul.mosaic_gpu import matmul_kernel
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.tiling import Problem, Tiles
 from tests.mosaic_gpu.simulated_memory import Barriers, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-MODULES = all_gather_kernel, all_gather_sender, matmul_kernel, requirements
+MODULES = all_gather_kernel, all_gather_sender, matmul_kernel
 NEVER = np.nan
 
 

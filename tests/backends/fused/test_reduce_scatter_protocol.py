@@ -16,7 +16,7 @@ from collective_matmul.backends.fused.owner_tile_scheduler import Strips
 from collective_matmul.backends.fused.reduce_scatter import in_rows
 from collective_matmul.backends.fused.reduce_scatter_config import Plan, Shapes
 from collective_matmul.backends.fused.reduce_scatter_kernel import Scattering
-from collective_matmul.mosaic_gpu import matmul_kernel, requirements
+from collective_matmul.mosaic_gpu import matmul_kernel
 from collective_matmul.mosaic_gpu.matmul_kernel import Work
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiles
@@ -24,7 +24,7 @@ from tests.mosaic_gpu.simulated_memory import Barriers, Image, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-MODULES = reduce_scatter_kernel, owner_tile_scheduler, matmul_kernel, requirements
+MODULES = reduce_scatter_kernel, owner_tile_scheduler, matmul_kernel
 NEVER = np.nan
 
 

@@ -40,12 +40,14 @@ class Call:
     devices: int = 4
     dtype: str = "bfloat16"
     check_vma: bool = True
-    delays: bool = False
+    race_delays: bool = False
     repeats: int = 1
 
     def traced(self, make_mesh: MeshFactory) -> Any:
         """Traces repeated calls, each on the result of the call before."""
-        collective = functools.partial(COLLECTIVES[self.kind], axis_name=AXIS, delays=self.delays)
+        collective = functools.partial(
+            COLLECTIVES[self.kind], axis_name=AXIS, race_delays=self.race_delays
+        )
         shape = (self.devices, *self.shape) if self.kind == "scatter" else self.shape
 
         def call(x: jax.Array) -> list[jax.Array]:
@@ -83,7 +85,7 @@ BOX_ELEMENTS, MOST_ELEMENTS = exchange_kernel._SMALLEST_BOX // 2, exchange_kerne
 CALLS = {
     "an element": ((1,), {}),
     "odd sizes": ((3, 5, 7), {"dtype": "float16", "check_vma": False}),
-    "two devices, delayed": ((BOX_ELEMENTS + 1,), {"devices": 2, "delays": True}),
+    "two devices, delayed": ((BOX_ELEMENTS + 1,), {"devices": 2, "race_delays": True}),
     "more than the smallest boxes of all blocks": (
         (symmetric_workspace.EXCHANGE_BLOCKS * BOX_ELEMENTS + 3,),
         {},
@@ -184,8 +186,8 @@ def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
     """It would reach into regions of others."""
     shape = 3, MOST_ELEMENTS // 3 + 1
     sentence = (
-        f"({shape[0]}, {shape[1]}) are {exchange_kernel.MOST_BYTES + 2} bytes for each peer, and one shot"
-        f" takes {exchange_kernel.MOST_BYTES}; send it in parts, or by XLA's collective"
+        f"({shape[0]}, {shape[1]}) are {exchange_kernel.MOST_BYTES + 2} bytes for each peer,"
+        f" and one shot takes {exchange_kernel.MOST_BYTES}; send it in parts, or by XLA's collective"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         Call(kind, shape, devices=2).traced(make_mesh)

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
     kind: Kind
     boxes: int
-    delays: bool = False
+    race_delays: bool = False
 
     @property
     def blocks(self) -> int:
@@ -56,7 +56,7 @@ class ExchangeSimulation(WorkspaceSimulation):
         launch = self.launches[number]
         if block < launch.blocks:
             x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
-            Exchange(launch.kind, self.devices, launch.boxes, launch.delays).run(words, x, y)
+            Exchange(launch.kind, self.devices, launch.boxes, launch.race_delays).run(words, x, y)
 
     # The primitives.
 
@@ -96,8 +96,8 @@ class ExchangeSimulation(WorkspaceSimulation):
             "load_int32": self.load_int32,
             "set_signals": self.set_signals,
             "wait_for_signals": self.wait_for_signals,
-            "delays_of": lambda *seed: sum(seed) % 3,
-            "delay": lambda times: [self.here().wait() for _ in range(times)],
+            "race_delay_steps": lambda *seed: sum(seed) % 3,
+            "delay_warpgroup": lambda steps: [self.here().wait() for _ in range(steps)],
         }
         for name, played in primitives.items():
             monkeypatch.setattr(exchange_kernel, name, played)
@@ -133,11 +133,11 @@ LAUNCHES = [
     Launch("gather", 2 * BLOCKS),
     Launch("reduce", 1),
     Launch("scatter", BLOCKS + 1),
-    Launch("reduce", 2 * BLOCKS - 1, delays=True),
+    Launch("reduce", 2 * BLOCKS - 1, race_delays=True),
     Launch("reduce", BLOCKS),
     Launch("gather", 2),
-    Launch("scatter", 1, delays=True),
-    Launch("gather", BLOCKS, delays=True),
+    Launch("scatter", 1, race_delays=True),
+    Launch("gather", BLOCKS, race_delays=True),
 ]
 
 
@@ -159,8 +159,8 @@ def test_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
     run(monkeypatch, 3, 0, epoch)
 
 
-def one_slot(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(symmetric_workspace, "SLOTS", 1)
+def one_phase(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(symmetric_workspace, "PHASES", 1)
 
 
 def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
@@ -190,7 +190,9 @@ def awaits_some_peers(monkeypatch: Patch) -> None:
 
 
 def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Exchange, "device", lambda e, me, number: (me - number) % e.devices)
+    monkeypatch.setattr(
+        Exchange, "device_at", lambda e, index, offset: (index - offset) % e.devices
+    )
 
 
 def sources_share_a_flag(monkeypatch: Patch) -> None:
@@ -210,8 +212,8 @@ def blocks_share_a_flag(monkeypatch: Patch) -> None:
 def blocks_share_a_region(monkeypatch: Patch) -> None:
     region_offset = symmetric_workspace.region_offset
 
-    def of_the_first(devices: int, slot: int, source: int, block: int) -> int:
-        return region_offset(devices, slot, source, 0)
+    def of_the_first(devices: int, phase: int, source: int, block: int) -> int:
+        return region_offset(devices, phase, source, 0)
 
     monkeypatch.setattr(symmetric_workspace, "region_offset", of_the_first)
 
@@ -219,7 +221,7 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        one_slot,
+        one_phase,
         own_exchanges_are_not_counted,
         flags_are_raised_while_it_is_stored,
         awaits_the_exchange_before,
