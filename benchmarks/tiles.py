@@ -1,8 +1,8 @@
 """``python -m benchmarks tiles --output FILE``: the best tiles of the chunk kernel, on one GPU.
 
 Every problem is measured with every candidate of a coarse grid, and the best few with other orders
-of the tiles, beside XLA's own matmul. The lines of the output are those of
-collective_matmul/kernels/tuned_tiles.jsonl.
+of the tiles, beside XLA's own matmul. The output has the format of
+collective_matmul/data/h200/matmul_tilings.jsonl.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.settings import check_least, check_positive
+from collective_matmul.data import MeasuredData, Record
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.tiling import (
-    Problem,
-    Tiles,
-    as_json,
-    candidates,
+    MatmulProblem,
+    MeasuredTiling,
+    Tiling,
+    candidate_tilings,
     predicted_microseconds,
 )
 
@@ -39,7 +41,7 @@ MODELS: dict[Model, tuple[int, int, int]] = {
 ROWS: dict[Model, int] = {"8B": 8192, "70B": 8192, "small": 4096}
 
 
-def problems(model: Model, devices: int) -> list[Problem]:
+def problems(model: Model, devices: int) -> list[MatmulProblem]:
     """The chunk matmuls of a layer, forward and backward."""
     width, key_width, hidden = MODELS[model]
     rows, hidden = ROWS[model] // devices, hidden // devices
@@ -51,80 +53,77 @@ def problems(model: Model, devices: int) -> list[Problem]:
     found = []
     for columns in ups:
         found += [
-            Problem(1, rows, (width,), columns),
-            Problem(1, rows, columns, (width,), w_contracted=2),
-            Problem(1, width, (rows,) * devices, columns, x_contracted=1),
+            MatmulProblem(1, rows, (width,), columns),
+            MatmulProblem(1, rows, columns, (width,), w_contracted_axis=2),
+            MatmulProblem(1, width, (rows,) * devices, columns, x_contracted_axis=1),
         ]
     for contracted in downs:
         found += [
-            Problem(1, rows, (contracted,), (width,)),
-            Problem(1, rows, (width,), (contracted,), w_contracted=2),
-            Problem(1, contracted, (rows,) * devices, (width,), x_contracted=1),
+            MatmulProblem(1, rows, (contracted,), (width,)),
+            MatmulProblem(1, rows, (width,), (contracted,), w_contracted_axis=2),
+            MatmulProblem(1, contracted, (rows,) * devices, (width,), x_contracted_axis=1),
         ]
     return found
 
 
-def varied(best: Iterable[Tiles]) -> list[Tiles]:
+def varied(best: Iterable[Tiling]) -> list[Tiling]:
     """The best, with the tiles in other orders."""
     return [
-        dataclasses.replace(tiles, sweep=sweep, sweep_width=width)
-        for tiles in best
-        for sweep in ("rows", "columns")
+        dataclasses.replace(tiling, grid_minor_dim=minor, grid_tile_width=width)
+        for tiling in best
+        for minor in ("m", "n")
         for width in (1, 4, 8, 16)
-        if (sweep, width) != (tiles.sweep, tiles.sweep_width)
+        if (minor, width) != (tiling.grid_minor_dim, tiling.grid_tile_width)
     ]
 
 
-def operands(problem: Problem) -> tuple[Any, ...]:
+def operands(problem: MatmulProblem) -> tuple[Any, ...]:
     """xs, ws, outs and indices for the kernel."""
     keys = itertools.count(time.time_ns() % 2**31)
 
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(next(keys)), shape, jnp.bfloat16)
 
-    planes, terms = problem.contracted_planes, problem.contracted
-    straight = problem.x_contracted == 2
+    planes, terms = problem.contracted_planes, problem.k
+    straight = problem.x_contracted_axis == 2
     xs = [
-        normal(problem.batch, problem.rows, k) if straight else normal(planes, k, problem.rows)
+        normal(problem.batch, problem.m, k) if straight else normal(planes, k, problem.m)
         for k in terms
     ]
     ws = [
-        [
-            normal(planes, *((n, k) if problem.w_contracted == 2 else (k, n)))
-            for n in problem.columns
-        ]
+        [normal(planes, *((n, k) if problem.w_contracted_axis == 2 else (k, n))) for n in problem.n]
         for k in terms
     ]
-    outs = [normal(problem.batch, problem.rows, n) for n in problem.columns]
+    outs = [normal(problem.batch, problem.m, n) for n in problem.n]
     zero = jnp.int32(0)
     indices = [[zero] * len(terms), [[zero] * len(outs)] * len(terms), zero]
     return xs, ws, outs, indices
 
 
-def kernel(problem: Problem, tiles: Tiles) -> Any:
-    terms, results = len(problem.contracted), len(problem.columns)
+def kernel(problem: MatmulProblem, tiling: Tiling) -> Any:
+    terms, results = len(problem.k), len(problem.n)
     layout = ((1, 1),) * (terms + terms * results)
-    if problem.x_contracted == 2:
+    if problem.x_contracted_axis == 2:
         layout = ((1, 0),) * terms + ((0, 0),) * (terms * results)
-    launch = shared_launch(problem, tiles, layout, device.target())
+    launch = shared_launch(problem, tiling, layout, device.target())
     return jax.jit(lambda *args: launch(*args), donate_argnums=2)
 
 
-def library(problem: Problem, precise: bool) -> Any:
+def library(problem: MatmulProblem, precise: bool) -> Any:
     """XLA's matmuls of the same operands, those of a transposed x undivided."""
-    x_axis, w_axis = problem.x_contracted - 1, problem.w_contracted - 1
+    x_axis, w_axis = problem.x_contracted_axis - 1, problem.w_contracted_axis - 1
 
     @jax.jit
     def run(xs, ws):
         if precise:
             xs, ws = jax.tree.map(lambda a: a.astype(jnp.float32), (xs, ws))
-        if problem.x_contracted == 1:
+        if problem.x_contracted_axis == 1:
             xs = [jnp.concatenate([x[0] for x in xs])[None]]
             ws = [
                 [jnp.concatenate([w[0] for w in column])[None] for column in zip(*ws, strict=True)]
             ]
         results = []
-        for q in range(len(problem.columns)):
+        for q in range(len(problem.n)):
             products = [
                 jax.lax.dot_general(x[0], term[q][0], (((x_axis,), (w_axis,)), ((), ())))
                 for x, term in zip(xs, ws, strict=True)
@@ -162,28 +161,28 @@ class Duration(NamedTuple):
 class Bench:
     """One problem's operands, and what was measured on them."""
 
-    def __init__(self, problem: Problem, duration: Duration):
+    def __init__(self, problem: MatmulProblem, duration: Duration):
         self.problem, self.duration = problem, duration
         self.xs, self.ws, self.outs, self.indices = operands(problem)
-        self.times: dict[Tiles, float] = {}
+        self.times: dict[Tiling, float] = {}
         self.exact = library(problem, precise=True)(self.xs, self.ws)
         # The undivided operands are not what a gather leaves: joining them is not timed.
-        joined = problem.x_contracted == 1
+        joined = problem.x_contracted_axis == 1
         xs, ws = self.xs, self.ws
         if joined:
-            problem = dataclasses.replace(problem, contracted=(sum(problem.contracted),))
+            problem = dataclasses.replace(problem, k=(sum(problem.k),))
             xs, ws, _, _ = operands(problem)
         compiled = library(problem, precise=False).lower(xs, ws).compile()
         self.library = seconds_per_call(lambda: compiled(xs, ws), duration)
 
-    def compile(self, tiles: Tiles) -> Any:
+    def compile(self, tiling: Tiling) -> Any:
         arguments = self.xs, self.ws, self.outs, self.indices
         try:
-            return kernel(self.problem, tiles).lower(*arguments).compile()
+            return kernel(self.problem, tiling).lower(*arguments).compile()
         except Exception as error:
             return error
 
-    def measure(self, tiles: Tiles, compiled: Any) -> str | None:
+    def measure(self, tiling: Tiling, compiled: Any) -> str | None:
         """Times one candidate and compares its result; returns what is wrong with it."""
         if isinstance(compiled, Exception):
             return str(compiled)[:200]
@@ -198,29 +197,27 @@ class Bench:
             error = jnp.max(jnp.abs(out[0] - exact)) / jnp.max(jnp.abs(exact))
             if not error < 1e-2:
                 return f"relative error {error}"
-        self.times[tiles] = seconds
+        self.times[tiling] = seconds
         return None
 
-    def best(self, count: int) -> list[Tiles]:
+    def best(self, count: int) -> list[Tiling]:
         return sorted(self.times, key=self.times.__getitem__)[:count]
 
-    def line(self) -> str:
-        (tiles,) = self.best(1)
-        measured = {"microseconds": self.times[tiles], "library_microseconds": self.library}
-        return as_json(
-            self.problem, tiles, **{name: round(v * 1e6, 1) for name, v in measured.items()}
-        )
+    def record(self) -> Record:
+        (tiling,) = self.best(1)
+        measured = MeasuredTiling(tiling, 1e6 * self.times[tiling], 1e6 * self.library)
+        return measured.record(self.problem)
 
 
 def search(bench: Bench, pool: ThreadPoolExecutor, count: int, finalists: int) -> None:
     """Measures the candidates predicted best, then the best of them in other orders of tiles."""
     problem = bench.problem
-    likely = sorted(candidates(problem), key=lambda tiles: predicted_microseconds(problem, tiles))
+    likely = sorted(candidate_tilings(problem), key=partial(predicted_microseconds, problem))
     for first in (likely[:count], None):
         tiles_tried = first or varied(bench.best(finalists))
-        for tiles, compiled in zip(tiles_tried, pool.map(bench.compile, tiles_tried), strict=True):
-            if wrong := bench.measure(tiles, compiled):
-                print(f"  {tiles}: {wrong}", flush=True)
+        for tiling, compiled in zip(tiles_tried, pool.map(bench.compile, tiles_tried), strict=True):
+            if wrong := bench.measure(tiling, compiled):
+                print(f"  {tiling}: {wrong}", flush=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +244,7 @@ class ChunkTiles:
     """i n: every n-th problem from i on."""
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[MatmulProblem]:
         """Those of this part."""
         everything = [
             problem
@@ -280,7 +277,7 @@ def run(settings: ChunkTiles) -> None:
       ValueError: for settings that nothing can be measured with, or a device without the kernel.
     """
     _check(settings)
-    start, lines = time.monotonic(), []
+    start, records = time.monotonic(), []
     duration = Duration(settings.lead_seconds, settings.timed_seconds)
     with ThreadPoolExecutor(8) as pool:
         for problem in settings.problems:
@@ -292,8 +289,9 @@ def run(settings: ChunkTiles) -> None:
             if not bench.times:
                 print(f"{problem}: no candidate worked")
                 continue
-            lines.append(bench.line())
-            settings.output.write_text("\n".join(lines) + "\n")
+            records.append(bench.record())
+            measured = MeasuredData("matmul_tilings", jax.devices()[0].device_kind, records)
+            settings.output.write_text(measured.to_text(), encoding="utf-8")
             print(f"{time.monotonic() - start:4.0f} s {problem} library {bench.library * 1e6:.1f}")
-            for tiles in bench.best(4):
-                print(f"      {bench.times[tiles] * 1e6:.1f} {tiles}", flush=True)
+            for tiling in bench.best(4):
+                print(f"      {bench.times[tiling] * 1e6:.1f} {tiling}", flush=True)

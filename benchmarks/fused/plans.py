@@ -51,7 +51,8 @@ from benchmarks.settings import (
     make_mesh,
 )
 from benchmarks.tables import table
-from collective_matmul.backends.fused.config_search import merged, tuned_plans
+from collective_matmul.backends.fused.config_search import merged, shipped_configs
+from collective_matmul.data import Record
 
 # Cases that XLA compiles before they are timed.
 _AHEAD = 2
@@ -93,7 +94,7 @@ class Outcome:
       case: that it was found in.
       predicted: the likeliest plan.
       best: the fastest.
-      line: of the table, for that.
+      record: of the table, for that.
       times: quartiles in microseconds per op, by plan or contender.
       wrong: why a plan was left out.
       failure: why there is no best.
@@ -103,7 +104,7 @@ class Outcome:
     case: Case
     predicted: str = ""
     best: str = ""
-    line: str = ""
+    record: Record | None = None
     times: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     failure: str = ""
@@ -219,7 +220,7 @@ def _times(
     return {
         "predicted": text_of(plans_of(trials.call)[0]),
         "best": text_of(best),
-        "line": trials.call.line(best, times[best][1]),
+        "record": trials.call.record(best, times[best][1]),
         "times": {n if isinstance(n, str) else text_of(n): t for n, t in times.items()},
     }
 
@@ -288,17 +289,18 @@ def _columns(case: dict[str, Any]) -> dict[str, str]:
 def brief(plan: str) -> str:
     """The choices in which plans differ most."""
     choices = json.loads(plan)
-    tiles = choices.pop("tiles")
-    names = ("rows", "columns", "share", "stages", "sweep_width")
-    told = {name: tiles[name] for name in names} | choices
+    tiling = choices.pop("tiling")
+    names = ("tile_m", "tile_n", "cluster_dimension", "max_concurrent_steps", "grid_tile_width")
+    told = {name: tiling[name] for name in names} | choices
     return ", ".join(f"{name} {value}" for name, value in told.items())
 
 
 def _save(report: Report, found: Sequence[Outcome]) -> None:
     """Writes all that is known by now."""
     report.write_cases([outcome.as_json for outcome in found])
-    lines = "".join(f"{outcome.line}\n" for outcome in found if outcome.line)
-    (report.folder / "tuned_plans.jsonl").write_text(merged(tuned_plans(), lines))
+    records = [outcome.record for outcome in found if outcome.record is not None]
+    table = merged(shipped_configs(), records)
+    (report.folder / "fused_configs.jsonl").write_text(table.to_text(), encoding="utf-8")
 
 
 def fastest(content: dict[str, Any]) -> str:

@@ -16,13 +16,15 @@ import jax
 from benchmarks.communication import AXIS
 from benchmarks.fused.cases import FEATURES, Case, Way, chain, lowered_chain, quartiles, way_of
 from benchmarks.fused.operands import Operands, Rows
-from collective_matmul.backends.fused import (
-    all_gather,
-    all_gather_config,
-    reduce_scatter,
-    reduce_scatter_config,
+from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.backends.fused.all_gather_config import AllGatherProblem
+from collective_matmul.backends.fused.all_gather_search import candidate_all_gather_configs
+from collective_matmul.backends.fused.config_search import KernelCall, without_row_dependent
+from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterProblem
+from collective_matmul.backends.fused.reduce_scatter_search import (
+    candidate_all_reduce_configs,
+    candidate_reduce_scatter_configs,
 )
-from collective_matmul.backends.fused.config_search import Call, lasting
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.tuning.timing import measure
 
@@ -31,35 +33,33 @@ Plan = Any
 MULTIPROCESSORS = 132
 
 
-def call_of(case: Case, devices: int) -> Call:
+def call_of(case: Case, devices: int) -> KernelCall:
     """What the plans of a case are for."""
     features, hidden = FEATURES[case.model]
     hidden //= devices
-    shapes: Any
+    problem: Any
     if case.op == "all_gather_matmul":
-        shapes = all_gather_config.Shapes(devices, 1, case.rows // devices, features, (hidden,))
+        problem = AllGatherProblem(devices, 1, case.rows // devices, features, (hidden,))
     elif case.op == "matmul_reduce_scatter":
         owned = case.rows // devices
-        shapes = reduce_scatter_config.Shapes("scatter", devices, 1, owned, (hidden,), features)
+        problem = ReduceScatterProblem("scatter", devices, 1, owned, (hidden,), features)
     else:
-        shapes = reduce_scatter_config.Shapes(
-            "one_shot", devices, 1, case.rows, (hidden,), features
-        )
+        problem = ReduceScatterProblem("one_shot", devices, 1, case.rows, (hidden,), features)
     target = device.target()
-    return Call(case.op, shapes, target.multiprocessors if target else MULTIPROCESSORS)
+    return KernelCall(case.op, problem, target.multiprocessors if target else MULTIPROCESSORS)
 
 
-def plans_of(call: Call) -> tuple[Plan, ...]:
+def plans_of(call: KernelCall) -> tuple[Plan, ...]:
     """All plans of a call, the likeliest to be fastest first."""
     found: Callable[[Any, int], tuple[Plan, ...]] = {
-        "all_gather_matmul": all_gather_config.candidates,
-        "matmul_reduce_scatter": reduce_scatter_config.candidates,
-        "matmul_all_reduce": reduce_scatter_config.all_reduce_candidates,
+        "all_gather_matmul": candidate_all_gather_configs,
+        "matmul_reduce_scatter": candidate_reduce_scatter_configs,
+        "matmul_all_reduce": candidate_all_reduce_configs,
     }[call.op]
-    return found(call.shapes, call.multiprocessors)
+    return found(call.problem, call.multiprocessors)
 
 
-def plans_to_try(call: Call, count: int, failed: Iterable[str]) -> list[Plan]:
+def plans_to_try(call: KernelCall, count: int, failed: Iterable[str]) -> list[Plan]:
     """The likeliest of those like none that failed, and what is chosen today."""
     plans, failed = plans_of(call), {*failed}
     tried = [plan for plan in plans if kind_of(call, plan) not in failed]
@@ -68,12 +68,12 @@ def plans_to_try(call: Call, count: int, failed: Iterable[str]) -> list[Plan]:
 
 def text_of(plan: Plan) -> str:
     """A plan's choices."""
-    return json.dumps(plan.choices)
+    return json.dumps(plan.to_json())
 
 
-def kind_of(call: Call, plan: Plan) -> str:
+def kind_of(call: KernelCall, plan: Plan) -> str:
     """What a plan has in common with those for other numbers of rows."""
-    return json.dumps([call.op, lasting(plan.choices)])
+    return json.dumps([call.op, without_row_dependent(plan.to_json())])
 
 
 def way_by(plan: Plan, case: Case) -> Way:
@@ -81,12 +81,12 @@ def way_by(plan: Plan, case: Case) -> Way:
     if device.target() is None:
         return way_of("xla", case.op)
     if case.op == "all_gather_matmul":
-        gather = functools.partial(all_gather.all_gather_matmul, dimension=0, plan=plan)
+        gather = functools.partial(all_gather.all_gather_matmul, dimension=0, config=plan)
         return lambda x, w: gather(x, [w], AXIS)[0][0]
     if case.op == "matmul_reduce_scatter":
-        scatter = functools.partial(reduce_scatter.matmul_reduce_scatter, dimension=0, plan=plan)
+        scatter = functools.partial(reduce_scatter.matmul_reduce_scatter, dimension=0, config=plan)
         return lambda x, w: scatter([x], [w], AXIS)
-    return lambda x, w: reduce_scatter.matmul_all_reduce(x, w, AXIS, plan=plan)
+    return lambda x, w: reduce_scatter.matmul_all_reduce(x, w, AXIS, config=plan)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Trials:
     """
 
     case: Case
-    call: Call
+    call: KernelCall
     operands: Operands
     chains: dict[Plan, Future[Any] | str]
     contenders: dict[str, Any]
@@ -114,7 +114,7 @@ class Trials:
 
 def start(
     case: Case,
-    call: Call,
+    call: KernelCall,
     plans: Iterable[Plan],
     contenders: Iterable[str],
     operands: Operands,

@@ -21,7 +21,7 @@ from collective_matmul._compat import partly_automatic, vary_over, varying_axes
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.matmul import matmul
 from collective_matmul.mosaic_gpu.operands import Operand
-from collective_matmul.mosaic_gpu.tiling import Problem, Tiles, choose_tiles
+from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling, choose_tiling
 
 
 class Rows(NamedTuple):
@@ -53,19 +53,19 @@ def multiply_chunks(
       The arrays of outs, or None where the kernel cannot do this.
     """
     lead, trail = _around(xs[0].array, dimension)
-    problem = Problem(
+    problem = MatmulProblem(
         batch=lead,
-        rows=xs[0].size * trail,
-        contracted=tuple(x.array.shape[-1] for x in xs),
-        columns=tuple(out.array.shape[-1] for out in outs),
-        w_contracted=2 if transpose_w else 1,
+        m=xs[0].size * trail,
+        k=tuple(x.array.shape[-1] for x in xs),
+        n=tuple(out.array.shape[-1] for out in outs),
+        w_contracted_axis=2 if transpose_w else 1,
     )
     if not _possible(problem, xs[0].array.dtype):
         return None
     x_operands = [
         Operand(_planes(x, dimension), 2, _number(x), per_batch=_count(x, dimension)) for x in xs
     ]
-    w_operands = [[Operand(w[None], problem.w_contracted) for w in term] for term in ws]
+    w_operands = [[Operand(w[None], problem.w_contracted_axis) for w in term] for term in ws]
     planes = [_planes(out, dimension) for out in outs]
     written = _launch(problem, x_operands, w_operands, planes, _number(outs[0]))
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
@@ -85,13 +85,13 @@ def contract_chunks(
       The products, or None where the kernel cannot do this.
     """
     lead, trail = _around(xs[0].array, dimension)
-    problem = Problem(
+    problem = MatmulProblem(
         batch=1,
-        rows=xs[0].array.shape[-1],
-        contracted=tuple(x.size * trail for x in xs),
-        columns=tuple(y.array.shape[-1] for y in ys[0]),
+        m=xs[0].array.shape[-1],
+        k=tuple(x.size * trail for x in xs),
+        n=tuple(y.array.shape[-1] for y in ys[0]),
         contracted_planes=lead,
-        x_contracted=1,
+        x_contracted_axis=1,
     )
     dtype = xs[0].array.dtype
     if not _possible(problem, dtype):
@@ -102,7 +102,7 @@ def contract_chunks(
         return Operand(_planes(chunk, dimension), 1, _number(chunk), per_contracted=count)
 
     axes = varying_axes(xs[0].array) | varying_axes(ys[0][0].array)
-    shapes = [(1, problem.rows, columns) for columns in problem.columns]
+    shapes = [(1, problem.m, columns) for columns in problem.n]
     empty = [vary_over(lax.empty(shape, dtype), axes) for shape in shapes]
     products = _launch(
         problem, [operand(x) for x in xs], [[operand(y) for y in term] for term in ys], empty, 0
@@ -111,14 +111,14 @@ def contract_chunks(
 
 
 def _launch(
-    problem: Problem,
+    problem: MatmulProblem,
     xs: Sequence[Operand],
     ws: Sequence[Sequence[Operand]],
     outs: Sequence[jax.Array],
     out_index: Any,
 ) -> tuple[jax.Array, ...]:
     layout = tuple((o.per_batch, o.per_contracted) for o in [*xs, *(w for t in ws for w in t)])
-    launch = shared_launch(problem, choose_tiles(problem), layout, device.target())
+    launch = shared_launch(problem, choose_tiling(problem), layout, device.target())
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
     indices = [[o.index for o in xs], [[w.index for w in term] for term in ws], out_index]
     return launch(*arrays, list(outs), jax.tree.map(jnp.int32, indices))
@@ -126,8 +126,8 @@ def _launch(
 
 @functools.cache
 def shared_launch(
-    problem: Problem,
-    tiles: Tiles,
+    problem: MatmulProblem,
+    tiling: Tiling,
     layout: tuple[tuple[int, int], ...],
     target: device.Target,
 ) -> Any:
@@ -135,7 +135,7 @@ def shared_launch(
 
     Args:
       problem: the shapes.
-      tiles: the cut.
+      tiling: how the matmul is tiled.
       layout: (per_batch, per_contracted) of every operand: the xs, then the ws of each x.
       target: what to build for.
 
@@ -152,16 +152,16 @@ def shared_launch(
             return Operand(array, contracted, index, *next(strides))
 
         return matmul(
-            [operand(x, problem.x_contracted, i) for x, i in zip(xs, x_indices, strict=True)],
+            [operand(x, problem.x_contracted_axis, i) for x, i in zip(xs, x_indices, strict=True)],
             [
-                [operand(w, problem.w_contracted, i) for w, i in zip(*term, strict=True)]
+                [operand(w, problem.w_contracted_axis, i) for w, i in zip(*term, strict=True)]
                 for term in zip(ws, w_indices, strict=True)
             ],
             outs,
             out_index,
             batch=problem.batch,
             contracted_planes=problem.contracted_planes,
-            tiles=tiles,
+            tiling=tiling,
             multiprocessors=target.multiprocessors,
             interpret=target.interpret,
         )
@@ -169,13 +169,13 @@ def shared_launch(
     return jax.jit(launch)
 
 
-def _possible(problem: Problem, dtype: Any) -> bool:
+def _possible(problem: MatmulProblem, dtype: Any) -> bool:
     # Where the compiler still shards arrays as it sees fit, it would first gather a kernel's.
     return (
         jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and device.target() is not None
         and not partly_automatic()
-        and choose_tiles(problem) is not None
+        and choose_tiling(problem) is not None
     )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from collective_matmul.mosaic_gpu.matmul_kernel import Work
 from collective_matmul.mosaic_gpu.operands import Operand
-from collective_matmul.mosaic_gpu.tiling import Tiles
+from collective_matmul.mosaic_gpu.tiling import Tiling
 
 
 def matmul(
@@ -34,7 +34,7 @@ def matmul(
     *,
     batch: int,
     contracted_planes: int = 1,
-    tiles: Tiles,
+    tiling: Tiling,
     multiprocessors: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -48,12 +48,12 @@ def matmul(
       out_index: which of every J planes to write.
       batch: of the results.
       contracted_planes: planes of every operand that are summed over, besides its contracted axis.
-      tiles: how the work is cut.
+      tiling: how the matmul is tiled.
       multiprocessors: of the GPU, one persistent block each.
       interpret: runs the kernel on the CPU, as for `pl.kernel`.
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
-    work = Work(xs, ws, outs, batch, contracted_planes, tiles)
+    work = Work(xs, ws, outs, batch, contracted_planes, tiling)
     kernel = work.kernel(outs, "chunk_matmul", multiprocessors, interpret)
     return kernel(indices, *(operand.array for operand in operands))

@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import nvvm
 
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.mosaic_gpu.operands import Operand, reader
-from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiles
+from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiling
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
@@ -46,7 +46,7 @@ class Work:
     copying_registers = 40
     multiplying_registers = 232
 
-    def __init__(self, xs, ws, outs, batch, contracted_planes, tiles: Tiles):
+    def __init__(self, xs, ws, outs, batch, contracted_planes, tiling: Tiling):
         self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
         numbers = itertools.count(len(xs))
         self.ws = [[w._replace(array=None, index=next(numbers)) for w in term] for term in ws]
@@ -55,19 +55,19 @@ class Work:
         self.planes_per_batch = outs[0].shape[0] // batch
         self.batch = batch
         self.contracted_planes = contracted_planes
-        self.tiles = tiles
+        self.tiling = tiling
         # Of a tile's rows, those that there are. The copy engine takes longer to fill in others, of
         # which no result is stored. Blocks that share x each copy as many whole swizzles of it.
-        self.x_rows = tiles.rows
+        self.x_rows = tiling.tile_m
         if xs[0].free == 1:
-            multiple = ROW_MULTIPLE * tiles.cluster[1]
-            self.x_rows = min(tiles.rows, pl.cdiv(xs[0].array.shape[1], multiple) * multiple)
-        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiles.contracted) for x in xs]
+            multiple = ROW_MULTIPLE * tiling.cluster[1]
+            self.x_rows = min(tiling.tile_m, pl.cdiv(xs[0].array.shape[1], multiple) * multiple)
+        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiling.tile_k) for x in xs]
         self.steps = contracted_planes * sum(self.plane_steps)
         # What a cluster covers together counts as one tile of the walk.
-        down_blocks, across_blocks = tiles.cluster
-        self.down = pl.cdiv(outs[0].shape[1], tiles.rows * down_blocks)
-        widths = [pl.cdiv(out.shape[2], tiles.columns * across_blocks) for out in outs]
+        down_blocks, across_blocks = tiling.cluster
+        self.down = pl.cdiv(outs[0].shape[1], tiling.tile_m * down_blocks)
+        widths = [pl.cdiv(out.shape[2], tiling.tile_n * across_blocks) for out in outs]
         self.ends = list(itertools.accumulate(widths))
         self.across = self.ends[-1]
 
@@ -76,9 +76,9 @@ class Work:
     ) -> Callable:
         """What launches it, one persistent block to a multiprocessor, and returns `outs`."""
         mesh = plgpu.Mesh(
-            grid=(multiprocessors // math.prod(self.tiles.cluster),),
+            grid=(multiprocessors // math.prod(self.tiling.cluster),),
             grid_names=("cluster",),
-            cluster=self.tiles.cluster,
+            cluster=self.tiling.cluster,
             cluster_names=BLOCK_AXES,
             num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
@@ -118,36 +118,36 @@ class Work:
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
         """The stages and the strips, laid out as wgmma and the copy engine read them fastest."""
-        tiles = self.tiles
+        tiling = self.tiling
 
         def swizzled(swizzle: int, *shape: int) -> Any:
             tiling = plgpu.TilingTransform((8, swizzle // ITEMSIZE))
             return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
         def stages(operand: Operand, free: int) -> Any:
-            sizes = (tiles.contracted, free)
+            sizes = (tiling.tile_k, free)
             shape = sizes if operand.contracted == 1 else sizes[::-1]
-            return swizzled(tiles.swizzle, tiles.stages, *shape)
+            return swizzled(tiling.swizzle, tiling.max_concurrent_steps, *shape)
 
-        strip = (tiles.part[0], tiles.strip_columns)
+        strip = (tiling.warpgroup_tile[0], tiling.epilogue_tile_n)
         return {
-            "x_slices": stages(self.xs[0], tiles.rows),
-            "w_slices": stages(self.ws[0][0], tiles.columns),
-            "strips": swizzled(self.strip_swizzle, CONSUMERS, tiles.strips, *strip),
+            "x_slices": stages(self.xs[0], tiling.tile_m),
+            "w_slices": stages(self.ws[0][0], tiling.tile_n),
+            "strips": swizzled(self.strip_swizzle, CONSUMERS, tiling.epilogue_stages, *strip),
         }
 
     @property
     def strip_swizzle(self) -> int:
         """Bytes over which strips are swizzled: their whole rows."""
-        return self.tiles.strip_columns * ITEMSIZE
+        return self.tiling.epilogue_tile_n * ITEMSIZE
 
     def barriers(self) -> dict[str, Any]:
         """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""
-        tiles = self.tiles
-        shared = tuple(a for a, n in zip(BLOCK_AXES, tiles.cluster, strict=True) if n > 1)
-        readers = {"num_arrivals": CONSUMERS, "num_barriers": tiles.stages}
+        tiling = self.tiling
+        shared = tuple(a for a, n in zip(BLOCK_AXES, tiling.cluster, strict=True) if n > 1)
+        readers = {"num_arrivals": CONSUMERS, "num_barriers": tiling.max_concurrent_steps}
         return {
-            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiling.max_concurrent_steps),
             "consumed": (
                 plgpu.ClusterBarrier(collective_axes=shared, **readers)
                 if shared
@@ -160,7 +160,7 @@ class Work:
 
         `turn` counts them, `row` is where the tile begins, and `on_result` takes `across`.
         """
-        tiles, per_batch = self.tiles, self.down * self.across
+        tiling, per_batch = self.tiling, self.down * self.across
 
         @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
         def _(info):
@@ -168,17 +168,17 @@ class Work:
             down, across = plgpu.planar_snake(
                 lax.rem(index, per_batch),
                 (self.down, self.across),
-                0 if tiles.sweep == "rows" else 1,
-                tiles.sweep_width,
+                0 if tiling.grid_minor_dim == "m" else 1,
+                tiling.grid_tile_width,
             )
-            down = tiles.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
-            visit(info.local_index, lax.div(index, per_batch), down * tiles.rows, across)
+            down = tiling.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
+            visit(info.local_index, lax.div(index, per_batch), down * tiling.tile_m, across)
 
     def on_result(self, across: Any, act: Callable) -> None:
         """Calls ``act(q, column)``, q a number: the result, and the column, at `across`."""
         for q, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
-            tile = self.tiles.cluster[1] * (across - start) + lax.axis_index(BLOCK_AXES[1])
-            here = functools.partial(act, q, tile * self.tiles.columns)
+            tile = self.tiling.cluster[1] * (across - start) + lax.axis_index(BLOCK_AXES[1])
+            here = functools.partial(act, q, tile * self.tiling.tile_n)
             here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
 
     def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class Work:
         filled = self.first_step(self.turns())
 
         # No block may leave while another still signals to it.
-        @pl.loop(0, jnp.minimum(filled, self.tiles.stages))
+        @pl.loop(0, jnp.minimum(filled, self.tiling.max_concurrent_steps))
         def _(slot):
             plgpu.barrier_wait(stages[3].at[slot])
 
@@ -203,7 +203,7 @@ class Work:
         there are: it copies them, in one or several calls.
         """
         indices, xs, ws = operands
-        columns = self.tiles.columns
+        columns = self.tiling.tile_n
 
         def load_terms(q, column):
             first = self.first_step(turn)
@@ -220,15 +220,15 @@ class Work:
 
     def load(self, first, steps: int, read_x, read_w, stages, start, stop) -> None:
         """Copies slices of one term, which begins at stage number `first`, in a range of steps."""
-        tiles = self.tiles
+        tiling = self.tiling
         x_slices, w_slices, filled, consumed = stages
 
         @pl.loop(start, stop)
         def _(step):
             count = first + step
-            slot = lax.rem(count, tiles.stages)
+            slot = lax.rem(count, tiling.max_concurrent_steps)
 
-            @pl.when(count >= tiles.stages)
+            @pl.when(count >= tiling.max_concurrent_steps)
             def _():
                 plgpu.barrier_wait(consumed.at[slot])
 
@@ -237,14 +237,14 @@ class Work:
                 if self.contracted_planes == 1
                 else (lax.div(step, steps), lax.rem(step, steps))
             )
-            along = pl.ds(within * tiles.contracted, tiles.contracted)
+            along = pl.ds(within * tiling.tile_k, tiling.tile_k)
             # Blocks along one axis of the cluster share w, along the other x.
             w_axis, x_axis = (
                 axis if blocks > 1 else None
-                for axis, blocks in zip(BLOCK_AXES, tiles.cluster, strict=True)
+                for axis, blocks in zip(BLOCK_AXES, tiling.cluster, strict=True)
             )
             x_place, w_place = x_slices.at[slot], w_slices.at[slot]
-            if self.x_rows < tiles.rows:
+            if self.x_rows < tiling.tile_m:
                 x_place = x_place.at[pl.ds(0, self.x_rows)]
             for read, place, axis in ((read_x, x_place, x_axis), (read_w, w_place, w_axis)):
                 plgpu.copy_gmem_to_smem(
@@ -263,9 +263,9 @@ class Work:
 
     def consume(self, indices, consumer, stages, strips, outs) -> None:
         """Multiplies this consumer's part of each tile and stores it."""
-        rows, columns = self.tiles.part
-        below = consumer * rows if self.tiles.split == "rows" else 0
-        right = consumer * columns if self.tiles.split == "columns" else 0
+        rows, columns = self.tiling.warpgroup_tile
+        below = consumer * rows if self.tiling.wg_dimension == "m" else 0
+        right = consumer * columns if self.tiling.wg_dimension == "n" else 0
         strips = strips.at[consumer]
 
         def visit(turn, batch, row, across):
@@ -292,17 +292,17 @@ class Work:
         """Sums over the steps of a tile, or a range of them; lets go of all stages but the last."""
         start, stop = steps or (0, self.steps)
         x_slices, w_slices, filled, consumed = stages
-        x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
+        x_axis, w_axis = self.xs[0].contracted, self.ws[0][0].contracted
 
         @pl.loop(start, stop)
         def _(step):
             slot = self.slot(turn, step)
             plgpu.barrier_wait(filled.at[slot])
-            if x_contracted == 2:
+            if x_axis == 2:
                 x = x_slices.at[slot, x_part, :]
             else:
                 x = x_slices.at[slot].at[:, x_part].transpose((1, 0))
-            if w_contracted == 1:
+            if w_axis == 1:
                 w = w_slices.at[slot].at[:, w_part]
             else:
                 w = w_slices.at[slot].at[w_part, :].transpose((1, 0))
@@ -317,9 +317,9 @@ class Work:
 
     def store(self, product, plane, row, column, strips) -> None:
         """Rounds the product and sends it off strip by strip."""
-        width = self.tiles.strip_columns
-        for i in range(self.tiles.all_strips):
-            strip = strips.at[i % self.tiles.strips]
+        width = self.tiling.epilogue_tile_n
+        for i in range(self.tiling.epilogue_tiles_per_warpgroup):
+            strip = strips.at[i % self.tiling.epilogue_stages]
             value = product[:, i * width : (i + 1) * width]
             self.await_strip(i)
             strip[...] = value.astype(strip.dtype)
@@ -328,7 +328,7 @@ class Work:
 
     def await_strip(self, number: int) -> None:
         """Waits until the memory of a part's strip is free: the first may follow on any of them."""
-        plgpu.wait_smem_to_gmem(min(number, self.tiles.strips - 1), wait_read_only=True)
+        plgpu.wait_smem_to_gmem(min(number, self.tiling.epilogue_stages - 1), wait_read_only=True)
 
     def store_strip(self, strip, plane, row, column) -> None:
         """Starts to copy a strip to where it belongs; what lies beyond the end is left out."""
@@ -352,7 +352,7 @@ class Work:
 
     def slot(self, turn: Any, step: Any) -> Any:
         """The stage of a step."""
-        return lax.rem(self.first_step(turn) + step, self.tiles.stages)
+        return lax.rem(self.first_step(turn) + step, self.tiling.max_concurrent_steps)
 
 
 def block_index_and_count() -> tuple[Any, int]:

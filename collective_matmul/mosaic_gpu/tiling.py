@@ -1,214 +1,238 @@
-"""How a kernel cuts a matmul into tiles, and which cut is best for a matmul."""
+"""How a kernel tiles a matmul, and which tiling is best for a problem.
+
+Tuning parameters are named as in JAX's Hopper matmul (`jax.experimental.pallas.ops.gpu`), with one
+difference: `tile_m` and `tile_n` are the tile of a whole block, both of its consumers together.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-#: Warpgroups of a block that multiply; one more copies.
+from collective_matmul import data
+
+#: Consumer warpgroups of a block, which multiply. One more warpgroup, the producer, loads.
 CONSUMERS = 2
 #: Bytes of an element: bfloat16 or float16.
 ITEMSIZE = 2
-#: Rows of a plane are multiples of this: the copy engine sees shared memory in tiles so high.
+#: The rows of a plane are a multiple of this: the height of the tiles in which TMA sees memory.
 ROW_MULTIPLE = 8
-#: Shared memory of a Hopper block, less what barriers and alignment take.
+#: Bytes of shared memory of a Hopper block, without what barriers and alignment take.
 SHARED_MEMORY_BYTES = 232_448 - 2_048
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """The cut of one matmul.
+class Tiling:
+    """How one matmul is tiled: x [m, k] @ w [k, n].
 
     Attributes:
-      rows: rows of a block's tile of the product.
-      columns: columns of a block's tile of the product.
-      contracted: how much of the contraction one stage holds.
-      stages: slices of both operands in flight.
-      swizzle: bytes over which shared memory is swizzled. The last axis of every slice must be a
-        multiple of it, and 128 is read fastest.
-      strips: strips of each consumer's part on their way to global memory.
-      split: which side of the tile the two consumers halve.
-      share: what the blocks of a cluster have in common: "w" makes two blocks neighbours along the
-        rows, "x" along the columns, "both" four blocks along either; None launches no clusters.
-      sweep: the side along which consecutive tiles follow each other.
-      sweep_width: how many tiles a sweep is wide on its other side, so that what it reads stays in
-        the L2 cache.
+      tile_m: rows of a block's tile of the result.
+      tile_n: columns of a block's tile of the result.
+      tile_k: the part of the contraction that one pipeline stage holds.
+      max_concurrent_steps: pipeline stages, each with a k-block of both operands.
+      swizzle: bytes over which shared memory is swizzled. The last axis of every k-block must be a
+        multiple of it. 128 is read fastest.
+      epilogue_stages: epilogue tiles of each consumer that are in shared memory at once.
+      wg_dimension: the side of the tile that is divided between the two consumers.
+      cluster_dimension: the sides along which the blocks of a cluster are neighbours. Two blocks
+        along m multicast w to each other, two along n multicast x, four along "mn" both. None
+        launches no clusters.
+      grid_minor_dim: the side along which consecutive tiles follow each other.
+      grid_tile_width: the width, in tiles, of the stripes on the other side in which tiles are
+        visited, so that what a stripe reads stays in the L2 cache.
     """
 
-    rows: int = 128
-    columns: int = 256
-    contracted: int = 64
-    stages: int = 4
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    max_concurrent_steps: int = 4
     swizzle: Literal[64, 128] = 128
-    strips: int = 2
-    split: Literal["rows", "columns"] = "rows"
-    share: Literal["x", "w", "both"] | None = "w"
-    sweep: Literal["rows", "columns"] = "rows"
-    sweep_width: int = 8
+    epilogue_stages: int = 2
+    wg_dimension: Literal["m", "n"] = "m"
+    cluster_dimension: Literal["m", "n", "mn"] | None = "m"
+    grid_minor_dim: Literal["m", "n"] = "m"
+    grid_tile_width: int = 8
 
     @property
     def cluster(self) -> tuple[int, int]:
-        """Blocks of a cluster along the rows, and along the columns."""
-        return 2 if self.share in ("w", "both") else 1, 2 if self.share in ("x", "both") else 1
+        """Blocks of a cluster along m and along n."""
+        dimensions = self.cluster_dimension or ""
+        return 2 if "m" in dimensions else 1, 2 if "n" in dimensions else 1
 
     @property
-    def part(self) -> tuple[int, int]:
-        """(rows, columns) of a consumer's part of a tile."""
-        if self.split == "rows":
-            return self.rows // CONSUMERS, self.columns
-        return self.rows, self.columns // CONSUMERS
+    def warpgroup_tile(self) -> tuple[int, int]:
+        """(rows, columns) of one consumer's part of a tile."""
+        if self.wg_dimension == "m":
+            return self.tile_m // CONSUMERS, self.tile_n
+        return self.tile_m, self.tile_n // CONSUMERS
 
     @property
-    def strip_columns(self) -> int:
-        """Columns of a strip: as many as a swizzle covers, and a divisor of the part's."""
-        return 64 if self.part[1] % 64 == 0 else 32
+    def epilogue_tile_n(self) -> int:
+        """Columns of an epilogue tile: a swizzle's width that divides the warpgroup's tile."""
+        return 64 if self.warpgroup_tile[1] % 64 == 0 else 32
 
     @property
-    def all_strips(self) -> int:
-        """Strips of a consumer's part."""
-        return self.part[1] // self.strip_columns
+    def epilogue_tiles_per_warpgroup(self) -> int:
+        """Epilogue tiles, side by side, that one consumer's part of a tile is stored in."""
+        return self.warpgroup_tile[1] // self.epilogue_tile_n
 
     @property
     def shared_memory_bytes(self) -> int:
-        """What the stages and the outgoing strips take."""
-        stage = (self.rows + self.columns) * self.contracted
-        strip = CONSUMERS * self.part[0] * self.strip_columns
-        return ITEMSIZE * (self.stages * stage + self.strips * strip)
+        """Bytes of all pipeline stages and epilogue stages."""
+        step = (self.tile_m + self.tile_n) * self.tile_k
+        epilogue_tile = CONSUMERS * self.warpgroup_tile[0] * self.epilogue_tile_n
+        elements = self.max_concurrent_steps * step + self.epilogue_stages * epilogue_tile
+        return ITEMSIZE * elements
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatmulProblem:
     """The shapes of one launch of the kernel.
 
     Attributes:
       batch: planes of each result.
-      rows: rows of each result.
-      contracted: the size summed over within a plane, of each term.
-      columns: columns of each result.
+      m: rows of each result.
+      k: for each term of the sum, the size contracted within a plane.
+      n: the columns of each result.
       contracted_planes: planes summed over.
-      x_contracted: the axis of x's planes that is summed over: 2, or 1 for a transposed x.
-      w_contracted: that of w's: 1, or 2 for a transposed w.
+      x_contracted_axis: the contracted axis of x's planes: 2, or 1 for a transposed x.
+      w_contracted_axis: the contracted axis of w's planes: 1, or 2 for a transposed w.
     """
 
     batch: int
-    rows: int
-    contracted: tuple[int, ...]
-    columns: tuple[int, ...]
+    m: int
+    k: tuple[int, ...]
+    n: tuple[int, ...]
     contracted_planes: int = 1
-    x_contracted: Literal[1, 2] = 2
-    w_contracted: Literal[1, 2] = 1
+    x_contracted_axis: Literal[1, 2] = 2
+    w_contracted_axis: Literal[1, 2] = 1
 
-    def swizzles(self, tiles: Tiles) -> bool:
-        """Whether the copy engine can swizzle every slice: all last axes are made of whole ones."""
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> MatmulProblem:
+        """Reads what `dataclasses.asdict` and JSON have made of a problem."""
+        return cls(**{**fields, "k": tuple(fields["k"]), "n": tuple(fields["n"])})
+
+    def can_swizzle(self, tiling: Tiling) -> bool:
+        """Whether TMA can swizzle every k-block: all last axes are multiples of the swizzle."""
         last = [
-            *((tiles.contracted, *self.contracted) if self.x_contracted == 2 else (self.rows,)),
-            *((tiles.columns, *self.columns) if self.w_contracted == 1 else self.contracted),
+            *((tiling.tile_k, *self.k) if self.x_contracted_axis == 2 else (self.m,)),
+            *((tiling.tile_n, *self.n) if self.w_contracted_axis == 1 else self.k),
         ]
-        if any(size % (tiles.swizzle // ITEMSIZE) for size in last):
+        if any(size % (tiling.swizzle // ITEMSIZE) for size in last):
             return False
-        if any(columns % tiles.strip_columns for columns in self.columns):
+        if any(n % tiling.epilogue_tile_n for n in self.n):
             return False
-        return all(size % ROW_MULTIPLE == 0 for size in (self.rows, *self.contracted))
+        return all(size % ROW_MULTIPLE == 0 for size in (self.m, *self.k))
 
 
-# Microseconds in which one multiprocessor of an H200 multiplies a tile's slices of 64, when all of
-# them are busy, by the tile's area in units of 128 × 128.
+# The cost model, fitted to measurements on an H200.
+# Microseconds in which one multiprocessor multiplies a 128 × 128 tile's k-block of 64, when all
+# multiprocessors are busy. Other sizes count by their area.
 _STEP_MICROSECONDS = 0.365
 _TILE_MICROSECONDS = 1.5
 _LAUNCH_MICROSECONDS = 4.0
 _MEMORY_BYTES_PER_MICROSECOND = 3.5e6
 
-
-_SIZES = (
-    Tiles(128, 256, split="rows"),
-    Tiles(256, 128, split="rows"),
-    Tiles(128, 224, split="rows"),
-    Tiles(128, 128, split="rows"),
-    Tiles(128, 256, split="columns"),
-    Tiles(128, 128, split="columns"),
+_TILE_SIZES = (
+    Tiling(128, 256, wg_dimension="m"),
+    Tiling(256, 128, wg_dimension="m"),
+    Tiling(128, 224, wg_dimension="m"),
+    Tiling(128, 128, wg_dimension="m"),
+    Tiling(128, 256, wg_dimension="n"),
+    Tiling(128, 128, wg_dimension="n"),
 )
 
 
-def predicted_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
-    """What a launch should take: whole waves of tiles, one tile to a multiprocessor."""
-    down_blocks, across_blocks = tiles.cluster
-    down = math.ceil(problem.rows / (tiles.rows * down_blocks))
-    across = sum(math.ceil(n / (tiles.columns * across_blocks)) for n in problem.columns)
-    clusters = multiprocessors // (down_blocks * across_blocks)
-    waves = math.ceil(problem.batch * down * across / clusters)
-    steps = problem.contracted_planes * sum(
-        math.ceil(size / tiles.contracted) for size in problem.contracted
-    )
-    area = tiles.rows * tiles.columns * tiles.contracted / (128 * 128 * 64)
+def predicted_microseconds(
+    problem: MatmulProblem, tiling: Tiling, multiprocessors: int = 132
+) -> float:
+    """Predicted microseconds of a launch: whole waves of tiles, one tile per multiprocessor."""
+    cluster_m, cluster_n = tiling.cluster
+    grid_m = math.ceil(problem.m / (tiling.tile_m * cluster_m))
+    grid_n = sum(math.ceil(n / (tiling.tile_n * cluster_n)) for n in problem.n)
+    clusters = multiprocessors // (cluster_m * cluster_n)
+    waves = math.ceil(problem.batch * grid_m * grid_n / clusters)
+    steps = problem.contracted_planes * sum(math.ceil(k / tiling.tile_k) for k in problem.k)
+    area = tiling.tile_m * tiling.tile_n * tiling.tile_k / (128 * 128 * 64)
     return _LAUNCH_MICROSECONDS + waves * (steps * area * _STEP_MICROSECONDS + _TILE_MICROSECONDS)
 
 
-def candidates(problem: Problem) -> list[Tiles]:
-    """Cuts worth considering for a problem, with as many stages as fit; maybe none."""
+def candidate_tilings(problem: MatmulProblem) -> list[Tiling]:
+    """Tilings worth measuring for a problem, with as many stages as fit. The list may be empty."""
     found = []
-    for sizes, share in itertools.product(_SIZES, ("w", None, "both", "x")):
+    for sizes, dimension in itertools.product(_TILE_SIZES, ("m", None, "mn", "n")):
         # Wider swizzles are read faster.
-        swizzled = (replace(sizes, share=share, swizzle=swizzle) for swizzle in (128, 64))
-        tiles = next(filter(problem.swizzles, swizzled), None)
-        if tiles is not None:
-            found += _with_most_stages(replace(tiles, strips=min(2, tiles.all_strips)))
+        swizzled = (
+            replace(sizes, cluster_dimension=dimension, swizzle=swizzle) for swizzle in (128, 64)
+        )
+        tiling = next(filter(problem.can_swizzle, swizzled), None)
+        if tiling is not None:
+            epilogue_stages = min(2, tiling.epilogue_tiles_per_warpgroup)
+            found += _with_most_stages(replace(tiling, epilogue_stages=epilogue_stages))
     return found
 
 
-def _with_most_stages(tiles: Tiles) -> list[Tiles]:
-    staged = (replace(tiles, stages=stages) for stages in (6, 5, 4, 3))
+def _with_most_stages(tiling: Tiling) -> list[Tiling]:
+    staged = (replace(tiling, max_concurrent_steps=stages) for stages in (6, 5, 4, 3))
     return [t for t in staged if t.shared_memory_bytes <= SHARED_MEMORY_BYTES][:1]
 
 
-def choose_tiles(problem: Problem) -> Tiles | None:
-    """The tuned cut of this very problem, else the one predicted to be fastest.
+def choose_tiling(problem: MatmulProblem) -> Tiling | None:
+    """The tiling measured to be fastest for this problem, else the one predicted to be.
 
-    None where no cut fits, or where XLA's matmul was measured to be faster even with the copies
-    that it needs and the kernel does not.
+    Returns:
+      None if no tiling fits, or if XLA's matmul was measured to be faster, even with the copies
+      that it needs and the kernel does not.
     """
-    if problem in _tuned():
-        tiles, microseconds, library_microseconds = _tuned()[problem]
-        library_microseconds += _copying_microseconds(problem)
-        return tiles if microseconds < library_microseconds else None
-    found = candidates(problem)
+    measured = measured_tilings().get(problem)
+    if measured is not None:
+        xla_microseconds = measured.xla_microseconds + _copying_microseconds(problem)
+        return measured.tiling if measured.microseconds < xla_microseconds else None
+    found = candidate_tilings(problem)
     if not found:
         return None
-    return min(found, key=lambda tiles: predicted_microseconds(problem, tiles))
+    return min(found, key=lambda tiling: predicted_microseconds(problem, tiling))
 
 
-def _copying_microseconds(problem: Problem) -> float:
-    """What one pass takes that moves the result, or an operand as large, between arrays."""
-    rows = problem.batch * problem.rows
-    if problem.x_contracted == 1:
-        # Gathered chunks would be joined.
-        rows = problem.contracted_planes * sum(problem.contracted)
-    return 2 * ITEMSIZE * rows * max(problem.columns) / _MEMORY_BYTES_PER_MICROSECOND
+def _copying_microseconds(problem: MatmulProblem) -> float:
+    """Predicted microseconds of one copy of the result, or of an operand as large."""
+    rows = problem.batch * problem.m
+    if problem.x_contracted_axis == 1:
+        # Gathered chunks would be concatenated.
+        rows = problem.contracted_planes * sum(problem.k)
+    return 2 * ITEMSIZE * rows * max(problem.n) / _MEMORY_BYTES_PER_MICROSECOND
+
+
+class MeasuredTiling(NamedTuple):
+    """The fastest tiling of a problem, its microseconds, and those of XLA's matmul."""
+
+    tiling: Tiling
+    microseconds: float
+    xla_microseconds: float
+
+    def record(self, problem: MatmulProblem) -> data.Record:
+        """The record of the shipped table."""
+        microseconds = {"kernel": self.microseconds, "xla": self.xla_microseconds}
+        return data.Record(asdict(problem), microseconds, asdict(self.tiling))
+
+    @classmethod
+    def from_record(cls, record: data.Record) -> MeasuredTiling:
+        """Reads what `record` returned."""
+        assert record.config is not None
+        took = record.microseconds
+        return cls(Tiling(**record.config), took["kernel"], took["xla"])
 
 
 @functools.cache
-def _tuned() -> dict[Problem, tuple[Tiles, float, float]]:
-    lines = (
-        resources.files("collective_matmul.data")
-        .joinpath("h200/matmul_tilings.jsonl")
-        .read_text()
-        .splitlines()
-    )
-    return dict(map(_entry, map(json.loads, lines)))
-
-
-def _entry(line: dict[str, Any]) -> tuple[Problem, tuple[Tiles, float, float]]:
-    sizes = {name: tuple(line["problem"][name]) for name in ("contracted", "columns")}
-    problem = Problem(**{**line["problem"], **sizes})
-    return problem, (Tiles(**line["tiles"]), line["microseconds"], line["library_microseconds"])
-
-
-def as_json(problem: Problem, tiles: Tiles, **measured: float) -> str:
-    """A line of the table of tuned cuts."""
-    defaults = asdict(Tiles())
-    changed = {name: v for name, v in asdict(tiles).items() if v != defaults[name]}
-    return json.dumps({"problem": asdict(problem), "tiles": changed, **measured})
+def measured_tilings() -> Mapping[MatmulProblem, MeasuredTiling]:
+    """The shipped table: the fastest tiling of each problem measured on an H200."""
+    table = data.shipped("NVIDIA H200", "matmul_tilings")
+    assert table is not None
+    return {
+        MatmulProblem.from_json(record.problem): MeasuredTiling.from_record(record)
+        for record in table.records
+    }

@@ -270,8 +270,8 @@ def test_kernels_are_asked_about_the_site_as_it_lies(op: Op, monkeypatch: Patch)
         asked.append((x.shape, ws[0].shape, devices, dimension, transpose_w))
         return "no"
 
-    monkeypatch.setattr(obstacles.fused_gather, "why_not", why_not)
-    monkeypatch.setattr(obstacles.fused_scatter, "why_not_reduce_scatter", why_not)
+    monkeypatch.setattr(obstacles.fused_gather, "all_gather_unsupported_reason", why_not)
+    monkeypatch.setattr(obstacles.fused_scatter, "reduce_scatter_unsupported_reason", why_not)
     operands = (((2, 64, 96), (96, 192)),)
     site = Site(op, operands, BFLOAT16, AXIS, 4, dimension=1, transpose_w=True)
     for each in (site, site.flat, dataclasses.replace(site, keep_gathered=True).flat):

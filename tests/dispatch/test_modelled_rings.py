@@ -23,7 +23,7 @@ def test_the_model_asks_for_the_matmuls_that_a_ring_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched, modelled = set(), set()
-    monkeypatch.setattr(chunk_matmul, "choose_tiles", launched.add)  # None: no kernel is traced.
+    monkeypatch.setattr(chunk_matmul, "choose_tiling", launched.add)  # None: no kernel is traced.
     monkeypatch.setattr(cost_model, "_has_kernel", modelled.add)
     monkeypatch.setattr(table_files, "known", lambda kind: [])
 

@@ -16,7 +16,7 @@ import pytest
 
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
-from collective_matmul.mosaic_gpu.tiling import Tiles
+from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
 #: Of every other device the lower half of the address is a negative word.
@@ -44,7 +44,7 @@ class WorkspaceSimulation(Simulation):
 
     def __init__(self, devices: int, blocks: int, launches: Sequence[Any], seed: int, byte: int):
         """Workspaces begin with the same byte everywhere."""
-        super().__init__(devices, 1, Tiles(), seed)
+        super().__init__(devices, 1, Tiling(), seed)
         self.copies: list[Any]
         self.devices, self.blocks, self.launches = devices, blocks, launches
         size = symmetric_workspace.workspace_bytes(devices)

@@ -24,7 +24,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
-from collective_matmul.mosaic_gpu.tiling import Tiles
+from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Copy, Reference
 
 AXIS = "ring"
@@ -71,8 +71,8 @@ class Actor(threading.Thread):
 class Simulation:
     """Devices along `AXIS`, each with some clusters of blocks, whose actors are to be added."""
 
-    def __init__(self, devices: int, clusters: int, tiles: Tiles, seed: int):
-        down, across = tiles.cluster
+    def __init__(self, devices: int, clusters: int, tiling: Tiling, seed: int):
+        down, across = tiling.cluster
         axes = AXIS, "cluster", *BLOCK_AXES
         self.sizes: dict[str, int] = dict(zip(axes, (devices, clusters, down, across), strict=True))
         self.random = random.Random(seed)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul.backends import BACKENDS
 from collective_matmul.mosaic_gpu import chunk_matmul, device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
-from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Problem, Tiles
+from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, MatmulProblem, Tiling
 from tests.reference import AXIS
 
 INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
@@ -29,29 +29,29 @@ needs_interpreter = pytest.mark.skipif(
 )
 pytestmark = needs_interpreter
 
-TILES = Tiles(128, 128, stages=3, strips=1, share=None)
+TILING = Tiling(128, 128, max_concurrent_steps=3, epilogue_stages=1, cluster_dimension=None)
 
-UseTiles = Callable[[Tiles], None]
+UseTiling = Callable[[Tiling], None]
 Draw = Callable[..., np.ndarray]
 
 
 @pytest.fixture
-def use_tiles(monkeypatch: pytest.MonkeyPatch) -> UseTiles:
+def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
     """Has the kernel interpreted, and its work cut as asked.
 
     By two blocks or one cluster, so that each visits several tiles and its stages go round.
     """
 
-    def use(tiles: Tiles) -> None:
-        blocks = max(2, math.prod(tiles.cluster))
+    def use(tiling: Tiling) -> None:
+        blocks = max(2, math.prod(tiling.cluster))
         target = device.Target(blocks, interpreter())
         monkeypatch.setattr(device, "target", lambda: target)
 
-        def choose_tiles(problem: Problem) -> Tiles:
-            assert problem.swizzles(tiles) and tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
-            return tiles
+        def choose_tiling(problem: MatmulProblem) -> Tiling:
+            assert problem.can_swizzle(tiling) and tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
+            return tiling
 
-        monkeypatch.setattr(chunk_matmul, "choose_tiles", choose_tiles)
+        monkeypatch.setattr(chunk_matmul, "choose_tiling", choose_tiling)
 
     return use
 
@@ -124,44 +124,53 @@ class Multiply:
     trail: tuple[int, ...] = ()
     transpose_w: bool = False
     dtype: str = "bfloat16"
-    tiles: Tiles = TILES
+    tiling: Tiling = TILING
 
 
 # Neither rows nor columns fill the last tile.
 MULTIPLIES = {
     "several results": Multiply(
-        72, (192,), (320, 192), written=(1, 3), tiles=replace(TILES, sweep="columns", sweep_width=2)
+        72,
+        (192,),
+        (320, 192),
+        written=(1, 3),
+        tiling=replace(TILING, grid_minor_dim="n", grid_tile_width=2),
     ),
     "two strips in flight": Multiply(
-        136, (128,), (192,), (2, 3), dtype="float16", tiles=replace(TILES, strips=2)
+        136, (128,), (192,), (2, 3), dtype="float16", tiling=replace(TILING, epilogue_stages=2)
     ),
     "several terms": Multiply(72, (64, 192), (320,), (1, 2), transpose_w=True),
     "dimensions around": Multiply(24, (64,), (192, 64), (1, 2), (2, 3), lead=(2,), trail=(3,)),
     "parts side by side": Multiply(
-        264, (128,), (192,), (0, 2), tiles=replace(TILES, split="columns")
+        264, (128,), (192,), (0, 2), tiling=replace(TILING, wg_dimension="n")
     ),
     "tall tiles": Multiply(
-        264, (64,), (192,), written=(0, 2), transpose_w=True, tiles=replace(TILES, rows=256)
+        264, (64,), (192,), written=(0, 2), transpose_w=True, tiling=replace(TILING, tile_m=256)
     ),
     # Half a stage of the contraction is empty.
     "224 columns": Multiply(
-        136, (96,), (480,), (1, 2), tiles=replace(TILES, columns=224, swizzle=64)
+        136, (96,), (480,), (1, 2), tiling=replace(TILING, tile_n=224, swizzle=64)
     ),
     "a cluster along the rows": Multiply(
-        296, (128, 64), (192, 128), (1, 2), transpose_w=True, tiles=replace(TILES, share="w")
+        296,
+        (128, 64),
+        (192, 128),
+        (1, 2),
+        transpose_w=True,
+        tiling=replace(TILING, cluster_dimension="m"),
     ),
     "a cluster along the columns": Multiply(
-        72, (128,), (320, 192), written=(1, 2), tiles=replace(TILES, share="x")
+        72, (128,), (320, 192), written=(1, 2), tiling=replace(TILING, cluster_dimension="n")
     ),
     "a cluster along both": Multiply(
-        264, (64,), (320, 64), (0, 2), tiles=replace(TILES, share="both")
+        264, (64,), (320, 64), (0, 2), tiling=replace(TILING, cluster_dimension="mn")
     ),
 }
 
 
 @pytest.mark.parametrize("case", MULTIPLIES.values(), ids=MULTIPLIES)
-def test_multiply_chunks(case: Multiply, use_tiles: UseTiles) -> None:
-    use_tiles(case.tiles)
+def test_multiply_chunks(case: Multiply, use_tiling: UseTiling) -> None:
+    use_tiling(case.tiling)
     draw, dimension = drawing(case.dtype), len(case.lead)
 
     def draw_chunks(count: int, columns: int) -> np.ndarray:
@@ -208,23 +217,27 @@ class Contract:
     lead: tuple[int, ...] = ()
     trail: tuple[int, ...] = ()
     dtype: str = "bfloat16"
-    tiles: Tiles = TILES
+    tiling: Tiling = TILING
 
 
 CONTRACTS = {
     "several results": Contract("x", 72, 192, (192, 64)),
     "dimensions around": Contract(
-        "y", 24, 192, (128,), (2,), (3,), "float16", replace(TILES, split="columns")
+        "y", 24, 192, (128,), (2,), (3,), "float16", replace(TILING, wg_dimension="n")
     ),
-    "224 columns": Contract("x", 40, 96, (480,), tiles=replace(TILES, columns=224, swizzle=64)),
-    "a cluster along the rows": Contract("y", 72, 320, (192,), tiles=replace(TILES, share="w")),
-    "a cluster along both": Contract("x", 8, 192, (320,), tiles=replace(TILES, share="both")),
+    "224 columns": Contract("x", 40, 96, (480,), tiling=replace(TILING, tile_n=224, swizzle=64)),
+    "a cluster along the rows": Contract(
+        "y", 72, 320, (192,), tiling=replace(TILING, cluster_dimension="m")
+    ),
+    "a cluster along both": Contract(
+        "x", 8, 192, (320,), tiling=replace(TILING, cluster_dimension="mn")
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CONTRACTS.values(), ids=CONTRACTS)
-def test_contract_chunks(case: Contract, use_tiles: UseTiles) -> None:
-    use_tiles(case.tiles)
+def test_contract_chunks(case: Contract, use_tiling: UseTiling) -> None:
+    use_tiling(case.tiling)
     draw, dimension = drawing(case.dtype), len(case.lead)
     # Where in the one array each of the gathered chunks belongs.
     places = (1, 2, 0)
@@ -257,9 +270,9 @@ DEVICES, ROWS, WIDTH, HIDDEN = 2, 32, 64, 128
 RING: Any = BACKENDS["ring"]
 
 
-def test_gather_in_a_ring(use_tiles: UseTiles) -> None:
+def test_gather_in_a_ring(use_tiling: UseTiling) -> None:
     """The forward of all_gather_matmul, and the weight's gradient in matmul_reduce_scatter."""
-    use_tiles(TILES)
+    use_tiling(TILING)
     draw = drawing("bfloat16")
     x, w = draw(DEVICES, ROWS, WIDTH), draw(DEVICES, WIDTH, HIDDEN)
     z = draw(DEVICES, DEVICES * ROWS, HIDDEN)
@@ -276,9 +289,9 @@ def test_gather_in_a_ring(use_tiles: UseTiles) -> None:
         assert_sum_of_products(np.asarray(dw[d]), [(z[d].T, whole)])
 
 
-def test_scatter_in_a_ring(use_tiles: UseTiles) -> None:
+def test_scatter_in_a_ring(use_tiling: UseTiling) -> None:
     """The backward of all_gather_matmul."""
-    use_tiles(TILES)
+    use_tiling(TILING)
     draw = drawing("bfloat16")
     dy, w = draw(DEVICES, DEVICES * ROWS, HIDDEN), draw(DEVICES, WIDTH, HIDDEN)
     x = draw(DEVICES, ROWS, WIDTH)

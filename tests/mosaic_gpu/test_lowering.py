@@ -24,7 +24,7 @@ from collective_matmul.backends.ring.schedule import Use, make_schedule
 from collective_matmul.mosaic_gpu import device, tiling
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
-from collective_matmul.mosaic_gpu.tiling import Problem, Tiles
+from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
 from tests.backends.ring.test_program_structure import RINGS, equations
 from tests.conftest import MeshFactory
 from tests.hopper import MULTIPROCESSORS
@@ -74,7 +74,7 @@ def forward_and_backward(case: Case, mesh: Mesh) -> str:
 
 
 def multiplies(use: Use, ring: str) -> int:
-    return sum(len(step.multiply) for step in make_schedule(use, RINGS[ring], DEVICES).steps)
+    return sum(len(step.multiply) for step in make_schedule(use, RINGS[ring].pattern, DEVICES).steps)
 
 
 def launches(op: str, ring: str) -> int:
@@ -224,61 +224,73 @@ def test_other_machines_get_no_kernels(monkeypatch: pytest.MonkeyPatch, mesh: Me
         assert not kernels(forward_and_backward(case_of("all_gather_matmul", ring), mesh))
 
 
-def tuned_forms() -> list[tuple[Problem, Tiles]]:
-    """All tuned tiles, each for the orientations it was tuned for; their order is left out.
+def tuned_forms() -> list[tuple[MatmulProblem, Tiling]]:
+    """All measured tilings, each for the orientations it was measured for, in any tile order.
 
     A single term and result, since a kernel with more repeats the same for each of them.
     """
     forms = {}
-    for problem, (found, *_) in tiling._tuned().items():
-        form = replace(problem, contracted=problem.contracted[:1], columns=problem.columns[:1])
-        key = replace(found, sweep="rows", sweep_width=8), form.x_contracted, form.w_contracted
+    for problem, (found, *_) in tiling.measured_tilings().items():
+        form = replace(problem, k=problem.k[:1], n=problem.n[:1])
+        key = (
+            replace(found, grid_minor_dim="m", grid_tile_width=8),
+            form.x_contracted_axis,
+            form.w_contracted_axis,
+        )
         forms.setdefault(key, (form, found))
     return list(forms.values())
 
 
-# Clusters of four blocks, which no problem of the table is best cut into.
-SHARING_BOTH = [
-    (Problem(1, 512, (512,), (512,)), Tiles(share="both")),
-    (Problem(1, 512, (512,), (512,), w_contracted=2), Tiles(256, 128, strips=1, share="both")),
-    (Problem(1, 512, (512,), (512,), x_contracted=1), Tiles(128, 224, swizzle=64, share="both")),
+# Clusters of four blocks, which are not the best of any problem in the table.
+FOUR_BLOCK_CLUSTERS = [
+    (MatmulProblem(1, 512, (512,), (512,)), Tiling(cluster_dimension="mn")),
+    (
+        MatmulProblem(1, 512, (512,), (512,), w_contracted_axis=2),
+        Tiling(256, 128, epilogue_stages=1, cluster_dimension="mn"),
+    ),
+    (
+        MatmulProblem(1, 512, (512,), (512,), x_contracted_axis=1),
+        Tiling(128, 224, swizzle=64, cluster_dimension="mn"),
+    ),
 ]
 
 
-def launch_of(problem: Problem, cut: Tiles) -> tuple[Callable, tuple]:
+def launch_of(problem: MatmulProblem, tiling_: Tiling) -> tuple[Callable, tuple]:
     """A launch of one term and one result, and the shapes of its arguments."""
-    (contracted,), (columns,) = problem.contracted, problem.columns
+    (contracted,), (columns,) = problem.k, problem.n
 
     def planes(*shape: int) -> ShapeDtypeStruct:
         return ShapeDtypeStruct((1, *shape), jnp.bfloat16)
 
-    x, w, out = (contracted, problem.rows), (contracted, columns), planes(problem.rows, columns)
+    x, w, out = (contracted, problem.m), (contracted, columns), planes(problem.m, columns)
     arguments = (
-        [planes(*(x if problem.x_contracted == 1 else x[::-1]))],
-        [[planes(*(w if problem.w_contracted == 1 else w[::-1]))]],
+        [planes(*(x if problem.x_contracted_axis == 1 else x[::-1]))],
+        [[planes(*(w if problem.w_contracted_axis == 1 else w[::-1]))]],
         [out],
         ([0], [[0]], 0),
     )
     target = device.Target(MULTIPROCESSORS)
-    return shared_launch(problem, cut, ((0, 0), (0, 0)), target), arguments
+    return shared_launch(problem, tiling_, ((0, 0), (0, 0)), target), arguments
 
 
-@pytest.mark.parametrize(("problem", "cut"), [*tuned_forms(), *SHARING_BOTH], ids=str)
-def test_tiles(problem: Problem, cut: Tiles) -> None:
-    assert problem.swizzles(cut)
-    launch, arguments = launch_of(problem, cut)
+@pytest.mark.parametrize(("problem", "tiling_"), [*tuned_forms(), *FOUR_BLOCK_CLUSTERS], ids=str)
+def test_tiles(problem: MatmulProblem, tiling_: Tiling) -> None:
+    assert problem.can_swizzle(tiling_)
+    launch, arguments = launch_of(problem, tiling_)
     assert len(kernels(lowered(launch, *arguments))) == 1
 
 
 @pytest.mark.parametrize(
-    ("share", "x_axis", "w_axis"),
-    [(None, None, None), ("w", None, 0), ("x", 1, None), ("both", 1, 0)],
+    ("cluster_dimension", "x_axis", "w_axis"),
+    [(None, None, None), ("m", None, 0), ("n", 1, None), ("mn", 1, 0)],
 )
-def test_blocks_share_what_their_tiles_have_in_common(
-    share: Literal["x", "w", "both"] | None, x_axis: int | None, w_axis: int | None
+def test_blocks_of_a_cluster_multicast(
+    cluster_dimension: Literal["m", "n", "mn"] | None, x_axis: int | None, w_axis: int | None
 ) -> None:
-    """Blocks below each other w, side by side x. Interpreted, each block copies all it needs."""
-    launch, arguments = launch_of(Problem(1, 256, (64,), (512,)), Tiles(share=share))
+    """Neighbours along m multicast w, along n x. Interpreted, each block copies all it needs."""
+    launch, arguments = launch_of(
+        MatmulProblem(1, 256, (64,), (512,)), Tiling(cluster_dimension=cluster_dimension)
+    )
     found: list[Any] = list(equations(jax.make_jaxpr(launch)(*arguments).jaxpr))
     copies = [
         (equation.invars[0].aval.shape, equation.params["collective_axes"])

@@ -1,4 +1,4 @@
-"""All-gather and matmul in one launch: where the kernel can do it, and how it sees the arrays."""
+"""All-gather and matmul in one launch: what the kernel supports, and the arrays it is given."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.fused.all_gather_config import (
-    Plan,
-    Shapes,
-    make_plan,
-    predicted_plan_microseconds,
+    AllGatherConfig,
+    AllGatherProblem,
 )
 from collective_matmul.backends.fused.all_gather_kernel import Gathering
+from collective_matmul.backends.fused.all_gather_search import (
+    candidate_all_gather_configs,
+    choose_all_gather_config,
+)
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
@@ -35,7 +37,7 @@ def all_gather_matmul(
     transpose_w: bool = False,
     keep_gathered: bool = False,
     delays: bool = False,
-    plan: Plan | None = None,
+    config: AllGatherConfig | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
 
@@ -43,51 +45,53 @@ def all_gather_matmul(
       x: this device's shard, [..., m, ..., K]; bfloat16 or float16.
       ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype.
       axis_name: a mesh axis of D devices, all driven by this process.
-      dimension: of x, gathered: that of m.
+      dimension: the gathered dimension of x, m.
       transpose_w: whether the ws are contracted along their last dimension.
       keep_gathered: whether to return x whole.
       delays: has senders wait for random times, up to 16 µs, before each box they send, so that
         races show. For tests.
-      plan: how the kernel is cut, one of `gather_plan.candidates`; None takes the best known.
+      config: one of `candidate_all_gather_configs`; None chooses the best known.
 
     Returns:
-      Each product [..., D*m, ..., N_q]; and x whole [..., D*m, ..., K], or None.
+      Each product [..., D*m, ..., N_q]; and the gathered x [..., D*m, ..., K], or None.
 
     Raises:
-      ValueError: where the kernel cannot do this; see `why_not`.
+      ValueError: if the kernel cannot do this; see `all_gather_unsupported_reason`.
     """
     devices = lax.axis_size(axis_name)
-    reason = why_not(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    reason = all_gather_unsupported_reason(
+        x, ws, devices, dimension=dimension, transpose_w=transpose_w
+    )
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'xla'")
-    target, plan = device.target(), plan or _plan(x, ws, devices, dimension, transpose_w)
-    assert target is not None and plan is not None
+    target, config = device.target(), config or _config(x, ws, devices, dimension, transpose_w)
+    assert target is not None and config is not None
     planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
     shard = x.reshape(planes, rows, x.shape[-1])
-    shard = jnp.pad(shard, ((0, 0), (0, plan.shapes.rows - rows), (0, 0)))
-    launch = _shared_launch(plan, axis_name, keep_gathered, delays, target)
+    shard = jnp.pad(shard, ((0, 0), (0, config.problem.m - rows), (0, 0)))
+    launch = _shared_launch(config, axis_name, keep_gathered, delays, target)
     *products, gathered = launch(shard, [w[None] for w in ws])
     whole = list(x.shape)
-    whole[dimension] *= plan.shapes.devices
+    whole[dimension] *= config.problem.devices
 
     def unpadded(array: jax.Array) -> jax.Array:
         columns = array.shape[-1]
-        shards = array.reshape(planes, plan.shapes.devices, plan.shapes.rows, columns)
+        shards = array.reshape(planes, config.problem.devices, config.problem.m, columns)
         return shards[:, :, :rows].reshape(*whole[:-1], columns)
 
     return tuple(map(unpadded, products)), unpadded(gathered) if keep_gathered else None
 
 
-def why_not(
+def all_gather_unsupported_reason(
     x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
 ) -> str | None:
-    """Why `all_gather_matmul` cannot do this on so many devices, in words; None if it can.
+    """Why `all_gather_matmul` cannot do this on `devices` devices, in words; None if it can.
 
-    Of x and the ws, shapes and dtypes are enough.
+    x and the ws may be arrays or `jax.ShapeDtypeStruct`s, all local.
     """
     if reason := unsupported_reason(devices, x, *ws):
         return reason
-    if _plan(x, ws, devices, dimension, transpose_w) is None:
+    if _config(x, ws, devices, dimension, transpose_w) is None:
         shapes = [w.shape for w in ws]
         return (
             f"x {x.shape} times {shapes}: the fused kernel wants K to be a multiple of 64 and"
@@ -96,53 +100,75 @@ def why_not(
     return None
 
 
-def predicted_microseconds(
+def all_gather_predicted_seconds(
     x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
 ) -> float:
-    """What the matmul that `why_not` allows should take by its plan."""
-    target, plan = device.target(), _plan(x, ws, devices, dimension, transpose_w)
-    assert target is not None and plan is not None
-    return predicted_plan_microseconds(plan, target.multiprocessors)
+    """Predicted seconds of a supported `all_gather_matmul`."""
+    config = _config(x, ws, devices, dimension, transpose_w)
+    assert config is not None
+    return 1e-6 * config.predicted_microseconds(_multiprocessors())
 
 
-def _plan(
+def all_gather_configs(
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> tuple[AllGatherConfig, ...]:
+    """All configurations for an `all_gather_matmul`, the likeliest to be fastest first."""
+    problem = _problem(x, ws, devices, dimension, transpose_w)
+    return candidate_all_gather_configs(problem, _multiprocessors())
+
+
+def _config(
     x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> Plan | None:
+) -> AllGatherConfig | None:
+    problem = _problem(x, ws, devices, dimension, transpose_w)
+    return choose_all_gather_config(problem, _multiprocessors())
+
+
+def _multiprocessors() -> int:
     target = device.target()
     assert target is not None
-    shapes = Shapes(
+    return target.multiprocessors
+
+
+def _problem(
+    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+) -> AllGatherProblem:
+    return AllGatherProblem(
         devices=devices,
         planes=math.prod(x.shape[:dimension]),
-        rows=math.prod(x.shape[dimension:-1]),
-        contracted=x.shape[-1],
-        columns=tuple(w.shape[0 if transpose_w else 1] for w in ws),
-        w_contracted=2 if transpose_w else 1,
+        m=math.prod(x.shape[dimension:-1]),
+        k=x.shape[-1],
+        n=tuple(w.shape[0 if transpose_w else 1] for w in ws),
+        w_contracted_axis=2 if transpose_w else 1,
     )
-    return make_plan(shapes, target.multiprocessors)
 
 
 @functools.cache
 def _shared_launch(
-    plan: Plan, axis_name: str, keep_gathered: bool, delays: bool, target: device.Target
+    config: AllGatherConfig,
+    axis_name: str,
+    keep_gathered: bool,
+    delays: bool,
+    target: device.Target,
 ) -> Any:
-    """One function for all launches alike, so that they are traced, lowered and compiled once."""
+    """A function that equal launches share, so that it is traced, lowered and compiled once."""
 
     @sequential_vmap
     def launch(shard: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        problem = plan.shapes.problem(plan.joins)
+        matmul = config.matmul
         axes = varying_axes(shard).union({axis_name}, *map(varying_axes, ws))
 
         def empty(columns: int) -> jax.Array:
-            array = lax.empty((problem.batch, problem.rows, columns), shard.dtype)
+            array = lax.empty((matmul.batch, matmul.m, columns), shard.dtype)
             return vary_over(array, axes)
 
         def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
             *products, gathered = outs
-            work = Gathering(plan, keep_gathered, delays, gathered, ws, products)
+            work = Gathering(config, keep_gathered, delays, gathered, ws, products)
             kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
             return kernel(words, shard, *ws)
 
-        outs = [empty(columns) for columns in (*problem.columns, plan.shapes.contracted)]
+        outs = [empty(columns) for columns in (*matmul.n, config.problem.k)]
         return _traced_apart(call, workspace_pointers(axis_name), shard, list(ws), outs)
 
     return jax.jit(launch)

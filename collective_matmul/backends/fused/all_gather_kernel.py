@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.backends.fused.all_gather_config import Plan
+from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_of, semaphore_of
 from collective_matmul.mosaic_gpu.matmul_kernel import Work, block_index_and_count
 from collective_matmul.mosaic_gpu.operands import Operand, reader
@@ -62,13 +62,13 @@ class Gathering(Work):
     copying_registers = 56
     multiplying_registers = 224
 
-    def __init__(self, plan: Plan, keep: bool, delays: bool, gathered, ws, outs):
-        problem = plan.shapes.problem(plan.joins)
+    def __init__(self, config: AllGatherConfig, keep: bool, delays: bool, gathered, ws, outs):
+        matmul = config.problem.matmul(config.tiles_span_shards)
         x = Operand(gathered, 2, per_batch=1)
-        weights = [Operand(w, problem.w_contracted) for w in ws]
-        super().__init__([x], [weights], outs, problem.batch, 1, plan.tiles)
-        self.plan = plan
-        self.devices = plan.shapes.devices
+        weights = [Operand(w, matmul.w_contracted_axis) for w in ws]
+        super().__init__([x], [weights], outs, matmul.batch, 1, config.tiling)
+        self.config = config
+        self.devices = config.problem.devices
         self.keep = keep
         self.delays = delays
         # Found in `run`.
@@ -77,8 +77,8 @@ class Gathering(Work):
     def run(self, words, shard, *refs) -> None:
         """What every warpgroup of every block runs; words: see `workspace_pointers`."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
-        plan = self.plan
-        count = plan.shapes.planes * self.devices * plan.groups * plan.slabs
+        config = self.config
+        count = config.problem.planes * self.devices * config.groups * config.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         self.rendezvous = Rendezvous(
             words, self.devices, block_index_and_count(), (gathered, arrived)
@@ -94,8 +94,10 @@ class Gathering(Work):
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """What the warpgroups of a block share, by name."""
         return super().scratch(dtype) | {
-            "boxes": plgpu.SMEM((self.plan.buffers, *self.plan.box), dtype),
-            "loaded": plgpu.Barrier(num_arrivals=self.plan.pieces, num_barriers=self.plan.buffers),
+            "boxes": plgpu.SMEM((self.config.buffers, *self.config.box), dtype),
+            "loaded": plgpu.Barrier(
+                num_arrivals=self.config.pieces, num_barriers=self.config.buffers
+            ),
         }
 
     def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
@@ -110,17 +112,17 @@ class Gathering(Work):
             @pl.when(warp == 1)
             def _():
                 shard, gathered, arrived = operands[1]
-                sender = Sender(self.plan, self.keep, self.delays, self.rendezvous)
+                sender = Sender(self.config, self.keep, self.delays, self.rendezvous)
                 sender.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
 
     def out_plane(self, indices, batch) -> Any:
         """The plane of each result that a batch's tiles are stored in."""
         del indices
-        return batch if self.plan.joins else self.plane(batch)
+        return batch if self.config.tiles_span_shards else self.plane(batch)
 
     def plane(self, batch) -> Any:
         """The plane of a batch of tiles whose shards do not join: this device's own come first."""
-        planes = self.plan.shapes.planes
+        planes = self.config.problem.planes
         chunk = lax.rem(self.rendezvous.axis_index + lax.div(batch, planes), self.devices)
         return lax.rem(batch, planes) * self.devices + chunk
 
@@ -132,12 +134,12 @@ class Gathering(Work):
         def load_from(x, plane, in_parts=None):
             load((indices, [x], ws), stages, turn, plane, row, across, in_parts)
 
-        if self.plan.joins:
+        if self.config.tiles_span_shards:
             pl.when(turn == 0)(functools.partial(self.prefetch, ws, across))
             shards = batch * self.devices
             load_from(gathered, batch, functools.partial(self.load_slabs, arrived, shards, row))
             return
-        own_planes = self.plan.shapes.planes
+        own_planes = self.config.problem.planes
 
         @pl.when(batch < own_planes)
         def _():
@@ -150,44 +152,44 @@ class Gathering(Work):
 
     def load_slabs(self, arrived, plane, row, load, steps: int) -> None:
         """Copies the slices of a tile, slab by slab, each once it has arrived."""
-        per_slab = steps // self.plan.slabs
+        per_slab = steps // self.config.slabs
 
-        @pl.loop(0, self.plan.slabs)
+        @pl.loop(0, self.config.slabs)
         def _(slab):
             self.await_slab(arrived, plane, row, slab)
             load(slab * per_slab, (slab + 1) * per_slab)
 
     def prefetch(self, ws, across) -> None:
         """Has the weights of a tile copied into the cache, as far as there is place for all."""
-        tiles = self.tiles
-        slice_bytes = ITEMSIZE * tiles.contracted * tiles.columns
+        tiling = self.tiling
+        slice_bytes = ITEMSIZE * tiling.tile_k * tiling.tile_n
 
         def prefetch_slices(q, column):
             w = self.ws[0][q]
-            read = reader(ws[0][q], w, [0] * (w.index + 1), 0, pl.ds(column, tiles.columns))
+            read = reader(ws[0][q], w, [0] * (w.index + 1), 0, pl.ds(column, tiling.tile_n))
 
             @pl.loop(0, min(self.steps, _PREFETCHED_BYTES // slice_bytes))
             def _(step):
-                along = pl.ds(step * tiles.contracted, tiles.contracted)
+                along = pl.ds(step * tiling.tile_k, tiling.tile_k)
                 plgpu.async_prefetch(read(0, along))
 
         self.on_result(across, prefetch_slices)
 
     def await_slab(self, arrived, plane, row, slab) -> None:
         """Waits for a slab of a tile's rows, counted from the beginning of a plane of one shard."""
-        plan = self.plan
-        rows = plan.shapes.rows
-        end = rows * (self.devices if plan.joins else 1)
+        config = self.config
+        rows = config.problem.m
+        end = rows * (self.devices if config.tiles_span_shards else 1)
 
         def group(row):
-            within = lax.div(lax.rem(row, rows), plan.rows_per_group)
-            return lax.div(row, rows) * plan.groups + within
+            within = lax.div(lax.rem(row, rows), config.rows_per_group)
+            return lax.div(row, rows) * config.groups + within
 
-        last_row = jnp.minimum(row + self.tiles.rows, end) - 1
+        last_row = jnp.minimum(row + self.tiling.tile_m, end) - 1
 
         @pl.loop(group(row), group(last_row) + 1)
         def _(number):
-            semaphore = arrived.at[semaphore_of(plan, plane, number, slab)]
-            boxes = boxes_of(plan, lax.rem(number, plan.groups))
-            count = lax.div(boxes, plan.boxes_per_message)
+            semaphore = arrived.at[semaphore_of(config, plane, number, slab)]
+            boxes = boxes_of(config, lax.rem(number, config.groups))
+            count = lax.div(boxes, config.boxes_per_message)
             pl.semaphore_wait(semaphore, count, decrement=False)

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.backends.fused.all_gather_config import Plan
+from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.mosaic_gpu.matmul_kernel import block_index_and_count
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.race_injection import delay_warp, race_delay_steps
@@ -42,15 +42,15 @@ plgpu: Any = mosaic_gpu
 _GATHERED, _ARRIVED = range(2)
 
 
-def boxes_of(plan: Plan, group: Any) -> Any:
+def boxes_of(config: AllGatherConfig, group: Any) -> Any:
     """How many boxes a slab of a group is sent in: the last group may have fewer."""
-    full, all_groups = map(plan.boxes_per_slab, (plan.rows_per_group, plan.shapes.rows))
+    full, all_groups = map(config.boxes_per_slab, (config.rows_per_group, config.problem.m))
     return jnp.minimum(full, all_groups - group * full)
 
 
-def semaphore_of(plan: Plan, plane: Any, group: Any, slab: Any) -> Any:
+def semaphore_of(config: AllGatherConfig, plane: Any, group: Any, slab: Any) -> Any:
     """The number of a slab's semaphore; groups count from the first of a plane of one shard on."""
-    return (plane * plan.groups + group) * plan.slabs + slab
+    return (plane * config.groups + group) * config.slabs + slab
 
 
 class Place(NamedTuple):
@@ -66,27 +66,27 @@ class Place(NamedTuple):
 class Sender:
     """What a block's sender does: it sends the block's share of the shard."""
 
-    def __init__(self, plan: Plan, keep: bool, delays: bool, peers):
-        self.plan = plan
-        self.devices = plan.shapes.devices
+    def __init__(self, config: AllGatherConfig, keep: bool, delays: bool, peers):
+        self.config = config
+        self.devices = config.problem.devices
         # As of `rendezvous`.
         self.rendezvous = peers
         self.delays = delays
         # By offset along the axis, farthest first: each device needs the shards in this order.
         offsets = iter(range(self.devices - 1, 0, -1))
         # Of each pass over the shard.
-        self.receivers = [list(itertools.islice(offsets, count)) for count in plan.passes]
-        if plan.joins:
+        self.receivers = [list(itertools.islice(offsets, count)) for count in config.peers_per_pass]
+        if config.tiles_span_shards:
             self.receivers[0].append(0)
         elif keep:
             self.receivers.append([0])
 
     def send(self, shard, gathered, arrived, boxes, loaded) -> None:
         """Copies this block's messages to all receivers, and counts each once it has arrived."""
-        plan = self.plan
-        per_message = plan.boxes_per_message
+        config = self.config
+        per_message = config.boxes_per_message
         this, blocks = block_index_and_count()
-        messages = lax.div(plan.messages - this + blocks - 1, blocks)
+        messages = lax.div(config.messages - this + blocks - 1, blocks)
         count = messages * len(self.receivers) * per_message
 
         def locate(box):
@@ -97,7 +97,7 @@ class Sender:
             return lax.div(turn, messages), message, number
 
         def load(box):
-            slot = lax.rem(box, plan.buffers)
+            slot = lax.rem(box, config.buffers)
             self.load(shard, locate(box)[2], boxes.at[slot], loaded.at[slot])
 
         def signal(box):
@@ -106,7 +106,7 @@ class Sender:
 
         # So many boxes are loaded before they are sent, and so many more are sent before one is
         # counted: later ones do not wait until earlier ones have arrived.
-        ahead = plan.buffers // 2
+        ahead = config.buffers // 2
 
         @pl.when(count > 0)
         def _():
@@ -118,7 +118,7 @@ class Sender:
             def _(box):
                 @pl.when(box < count)
                 def _():
-                    slot = lax.rem(box, plan.buffers)
+                    slot = lax.rem(box, config.buffers)
                     plgpu.barrier_wait(loaded.at[slot])
                     self.delay(box)
                     passed, _, number = locate(box)
@@ -129,7 +129,7 @@ class Sender:
 
                 @pl.when(box + ahead < count)
                 def _():
-                    plgpu.wait_smem_to_gmem(plan.buffers - ahead, wait_read_only=True)
+                    plgpu.wait_smem_to_gmem(config.buffers - ahead, wait_read_only=True)
                     load(box + ahead)
 
                 @pl.when((box >= ahead) & (lax.rem(box - ahead + 1, per_message) == 0))
@@ -141,7 +141,7 @@ class Sender:
         """Starts to copy a box, by its number, of the shard to shared memory."""
         place = self.place(number)
 
-        @pl.loop(0, self.plan.pieces)
+        @pl.loop(0, self.config.pieces)
         def _(piece):
             plgpu.copy_gmem_to_smem(
                 self.region(shard, place, piece),
@@ -152,50 +152,50 @@ class Sender:
 
     def place(self, number) -> Place:
         """Where a box is: planes are sent one by one, in each its groups, in each its slabs."""
-        plan = self.plan
-        high, wide = plan.box
-        plane, within = (f(number, plan.boxes_per_plane) for f in (lax.div, lax.rem))
-        per_group = plan.slabs * plan.boxes_per_slab(plan.rows_per_group)
+        config = self.config
+        high, wide = config.box
+        plane, within = (f(number, config.boxes_per_plane) for f in (lax.div, lax.rem))
+        per_group = config.slabs * config.boxes_per_slab(config.rows_per_group)
         group, within = lax.div(within, per_group), lax.rem(within, per_group)
-        per_slab = boxes_of(plan, group)
+        per_slab = boxes_of(config, group)
         slab, within = lax.div(within, per_slab), lax.rem(within, per_slab)
-        down, across = (f(within, plan.boxes_across) for f in (lax.div, lax.rem))
-        row = group * plan.rows_per_group + down * high
-        return Place(plane, group, slab, row, slab * plan.slab_columns + across * wide)
+        down, across = (f(within, config.boxes_across) for f in (lax.div, lax.rem))
+        row = group * config.rows_per_group + down * high
+        return Place(plane, group, slab, row, slab * config.slab_columns + across * wide)
 
     def region(self, array, place: Place, piece) -> Any:
         """What a piece of a box holds of an array."""
-        high, wide = self.plan.box
-        rows = high // self.plan.pieces
+        high, wide = self.config.box
+        rows = high // self.config.pieces
         return array.at[
             place.plane, pl.ds(place.row + piece * rows, rows), pl.ds(place.column, wide)
         ]
 
     def piece_of(self, box, piece) -> Any:
         """A piece of a box, which is one piece of memory."""
-        rows = self.plan.box[0] // self.plan.pieces
+        rows = self.config.box[0] // self.config.pieces
         return box.at[pl.ds(piece * rows, rows)]
 
     def semaphore(self, message) -> Any:
         """The number of the semaphore that counts a message of this device's shard."""
-        plan = self.plan
-        place = self.place(message * plan.boxes_per_message)
+        config = self.config
+        place = self.place(message * config.boxes_per_message)
         own = place.plane * self.devices + self.rendezvous.axis_index
-        return semaphore_of(plan, own, place.group, place.slab)
+        return semaphore_of(config, own, place.group, place.slab)
 
     def post(self, box, gathered, passed, number) -> None:
         """Sends a box off to its place at the receivers of a pass."""
         place = self.place(number)
         me = self.rendezvous.axis_index
-        if self.plan.joins:
-            place = place._replace(row=place.row + me * self.plan.shapes.rows)
+        if self.config.tiles_span_shards:
+            place = place._replace(row=place.row + me * self.config.problem.m)
         else:
             place = place._replace(plane=place.plane * self.devices + me)
 
         def copy(offsets):
             peer_buffers = [self.rendezvous.peer_buffer(_GATHERED, offset) for offset in offsets]
 
-            @pl.loop(0, self.plan.pieces)
+            @pl.loop(0, self.config.pieces)
             def _(piece):
                 piece_of_box = self.piece_of(box, piece)
                 region = self.region(gathered, place, piece)
@@ -208,7 +208,7 @@ class Sender:
         """Counts a message at those receivers of a pass that await it."""
 
         def count(offsets):
-            awaiting = [offset for offset in offsets if offset or self.plan.joins]
+            awaiting = [offset for offset in offsets if offset or self.config.tiles_span_shards]
             if awaiting:
                 peer_buffers = [
                     self.rendezvous.peer_buffer(_ARRIVED, offset) for offset in awaiting

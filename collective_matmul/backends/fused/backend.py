@@ -57,7 +57,7 @@ class Fused(Backend):
             dimension=dimension,
             transpose_w=transpose_w,
             keep_gathered=keep_gathered,
-            plan=self.config,
+            config=self.config,
         )
 
     def matmul_reduce_scatter(
@@ -80,21 +80,21 @@ class Fused(Backend):
             gathered = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
             xs, gathered = lax.optimization_barrier((xs, gathered))
         y = reduce_scatter.matmul_reduce_scatter(
-            xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w, plan=self.config
+            xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w, config=self.config
         )
         return y, gathered
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
         """Sums tiles in one shot or two; see `Backend`."""
-        return reduce_scatter.matmul_all_reduce(x, w, axis_name, plan=self.config)
+        return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self.config)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
         reason = _of_op(
             site,
-            all_gather.why_not,
-            reduce_scatter.why_not_reduce_scatter,
-            reduce_scatter.why_not_all_reduce,
+            all_gather.all_gather_unsupported_reason,
+            reduce_scatter.reduce_scatter_unsupported_reason,
+            reduce_scatter.all_reduce_unsupported_reason,
         )
         return reason or no_peer_access_reason()
 
@@ -108,9 +108,9 @@ class Fused(Backend):
         """The feasible configurations of the op's kernel."""
         return _of_op(
             site,
-            all_gather.configurations,
-            reduce_scatter.reduce_scatter_configurations,
-            reduce_scatter.all_reduce_configurations,
+            all_gather.all_gather_configs,
+            reduce_scatter.reduce_scatter_configs,
+            reduce_scatter.all_reduce_configs,
         )
 
     def configured(self, configuration: Configuration) -> Self:
@@ -129,11 +129,11 @@ def _seconds(site: Site) -> float:
 
 
 def _kernel_seconds(site: Site) -> float:
-    return 1e-6 * _of_op(
+    return _of_op(
         site,
-        all_gather.predicted_microseconds,
-        reduce_scatter.predicted_reduce_scatter_microseconds,
-        reduce_scatter.predicted_all_reduce_microseconds,
+        all_gather.all_gather_predicted_seconds,
+        reduce_scatter.reduce_scatter_predicted_seconds,
+        reduce_scatter.all_reduce_predicted_seconds,
     )
 
 

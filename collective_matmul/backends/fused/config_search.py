@@ -1,7 +1,7 @@
-"""What the plans of all fused kernels share: cuts, what limits them, their order, measured ones.
+"""What the configurations of all fused kernels share: tilings, a cost model, their order, a table.
 
-A kernel has many feasible plans. A model puts them in order; `python -m benchmarks plans`
-measures the likeliest, and tuned_plans.jsonl keeps the fastest.
+A kernel has many feasible configurations. A model ranks them; `python -m benchmarks plans` measures
+the likeliest, and data/<device>/fused_configs.jsonl keeps the fastest.
 """
 
 from __future__ import annotations
@@ -10,239 +10,265 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
+from collective_matmul import data
+from collective_matmul.backends.base import Configuration
 from collective_matmul.mosaic_gpu.tiling import (
     CONSUMERS,
     ITEMSIZE,
-    Problem,
-    Tiles,
+    MatmulProblem,
+    Tiling,
     predicted_microseconds,
 )
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+FusedOp = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
-_SIZES = (
-    Tiles(128, 256, split="rows"),
-    Tiles(256, 128, split="rows"),
-    Tiles(128, 224, split="rows"),
-    Tiles(128, 192, split="rows"),
-    Tiles(128, 128, split="rows"),
-    Tiles(128, 64, split="rows"),
-    Tiles(64, 256, split="columns"),
-    Tiles(64, 128, split="columns"),
-    Tiles(64, 64, split="columns"),
+_TILE_SIZES = (
+    Tiling(128, 256, wg_dimension="m"),
+    Tiling(256, 128, wg_dimension="m"),
+    Tiling(128, 224, wg_dimension="m"),
+    Tiling(128, 192, wg_dimension="m"),
+    Tiling(128, 128, wg_dimension="m"),
+    Tiling(128, 64, wg_dimension="m"),
+    Tiling(64, 256, wg_dimension="n"),
+    Tiling(64, 128, wg_dimension="n"),
+    Tiling(64, 64, wg_dimension="n"),
 )
-# Four blocks of a cluster do not all fit into what pairs leave of an odd number of pairs.
-_SHARES: tuple[Literal["w", "x"] | None, ...] = (None, "w", "x")
+# Clusters of two leave an odd number of pairs of multiprocessors, which clusters of four would not
+# all fit into.
+_CLUSTER_DIMENSIONS: tuple[Literal["m", "n"] | None, ...] = (None, "m", "n")
 _SWIZZLES: tuple[Literal[128, 64], ...] = (128, 64)
 _STAGES = (8, 7, 6, 5, 4, 3)
-# How many tiles wide a sweep may be.
-_SWEEP_WIDTHS = (8, 4, 16)
+_GRID_TILE_WIDTHS = (8, 4, 16)
 
-# Of an H200: what the copy engine of a multiprocessor reads out of the L2 cache, by the swizzle: a
-# row of it each nanosecond.
+# The cost model, fitted to measurements on H200s.
+# What TMA of one multiprocessor reads from the L2 cache, by swizzle: a row of it per nanosecond.
 _READ_BYTES_PER_MICROSECOND = {128: 1.2e5, 64: 6e4}
-# What its matmul reads from memory, and what lies in its L2.
+# What a matmul reads from memory, and what fits into the L2 cache.
 _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
-# Multiplying and moving slices into and out of shared memory get in each other's way: so much of
-# what a matmul takes depends on the tiles' area alone, the rest on what a multiprocessor moves.
+# wgmma and the copies into and out of shared memory slow each other down. This share of a matmul's
+# time depends on the area of its tiles alone, the rest on the bytes that a multiprocessor moves.
 _MULTIPLYING = 0.65
 _SHARED_BYTES_PER_MICROSECOND = 5e5
-# Rows of one multiply (wgmma), which reads both its operands from shared memory.
-_MULTIPLY_ROWS = 64
-# From one tile to the next, beyond what a matmul without peers takes.
+# Rows of one wgmma, which reads both its operands from shared memory.
+_WGMMA_ROWS = 64
+# From one tile to the next, in addition to what a matmul without communication takes.
 _TILE_MICROSECONDS = 1.5
-#: With NVLink 4: what leaves a device.
+#: What a GPU sends over NVLink 4.
 LINK_BYTES_PER_MICROSECOND = 3.5e5
-#: From the first copy out of a device to the first that a peer does with it.
+#: From the first copy that leaves a GPU until a peer first uses what it brought.
 ARRIVAL_MICROSECONDS = 5.0
-#: So long everything else takes while a device sends, and receives, where power limits the clocks.
+#: While power limits the clocks, a GPU that sends and receives this much computes a microsecond
+#: longer.
 SENT_BYTES_PER_MICROSECOND = 1e6
 
-# By so much less is hoped of a plan for each one of the same sizes that comes before it.
+# Each configuration is ranked as if it took this much longer than the one before it that has the
+# same tile sizes.
 _DOUBT = 1.08
 # What follows from the number of rows.
-_BY_ROWS = frozenset(
-    {"stages", "strips", "swizzle", "slabs", "box", "boxes_per_message", "passes", "owned_rows"}
+_DEPENDS_ON_ROWS = frozenset(
+    {
+        "max_concurrent_steps",
+        "epilogue_stages",
+        "swizzle",
+        "slabs",
+        "box",
+        "boxes_per_message",
+        "peers_per_pass",
+        "m",
+    }
 )
 
 
-class Plan(Protocol):
-    """One cut of a call."""
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """All that distinguishes it from other plans of the same call, as JSON has it."""
-        ...
+C = TypeVar("C", bound=Configuration)
 
 
-P = TypeVar("P", bound=Plan)
-
-
-def cuts(fits: Callable[[Tiles], bool], all_strips: bool = False) -> list[Tiles]:
-    """Tiles of all sizes in all clusters, each with the widest swizzle and most stages that fit.
+def feasible_tilings(
+    fits: Callable[[Tiling], bool], all_epilogue_tiles: bool = False
+) -> list[Tiling]:
+    """Tilings of all sizes and clusters, each with the widest swizzle and most stages that fit.
 
     Args:
-      fits: whether a cut is feasible.
-      all_strips: whether a tile leaves shared memory from as many strips as it has.
+      fits: whether a tiling is feasible.
+      all_epilogue_tiles: whether all of a tile's epilogue tiles are in shared memory at once.
     """
     found = []
-    for sizes, share in itertools.product(_SIZES, _SHARES):
-        counts = (sizes.all_strips,) if all_strips else (2, 1)
+    for sizes, dimension in itertools.product(_TILE_SIZES, _CLUSTER_DIMENSIONS):
+        counts = (sizes.epilogue_tiles_per_warpgroup,) if all_epilogue_tiles else (2, 1)
         staged = (
-            replace(sizes, share=share, swizzle=swizzle, stages=stages, strips=strips)
-            for swizzle, stages, strips in itertools.product(_SWIZZLES, _STAGES, counts)
-            if strips <= sizes.all_strips
+            replace(
+                sizes,
+                cluster_dimension=dimension,
+                swizzle=swizzle,
+                max_concurrent_steps=stages,
+                epilogue_stages=epilogue_stages,
+            )
+            for swizzle, stages, epilogue_stages in itertools.product(_SWIZZLES, _STAGES, counts)
+            if epilogue_stages <= sizes.epilogue_tiles_per_warpgroup
         )
         found += itertools.islice(filter(fits, staged), 1)
     return found
 
 
-def swept(tiles: Tiles, wide: int, long: int) -> list[Tiles]:
-    """The same tiles in other orders than the usual one.
+def other_tile_orders(tiling: Tiling, width: int, length: int) -> list[Tiling]:
+    """The same tiling with each other `grid_tile_width` that makes a difference.
 
     Args:
-      tiles: of a plan.
-      wide: how many there are on the side that a sweep's width is counted along.
-      long: on the other.
+      tiling: of a configuration.
+      width: tiles on the side that the width of a stripe is counted along.
+      length: tiles on the other side.
     """
-    if long == 1:
+    if length == 1:
         return []
-    # All widths beyond the last tile are one.
-    widths = {min(width, wide): width for width in _SWEEP_WIDTHS}
-    widths.pop(min(tiles.sweep_width, wide), None)
-    return [replace(tiles, sweep_width=width) for width in widths.values()]
+    # A stripe that is wider than the grid is as wide as the grid.
+    widths = {min(candidate, width): candidate for candidate in _GRID_TILE_WIDTHS}
+    widths.pop(min(tiling.grid_tile_width, width), None)
+    return [replace(tiling, grid_tile_width=candidate) for candidate in widths.values()]
 
 
-def computing_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
-    """What a launch takes that has all its operands: of whatever limits it, the slowest."""
-    waves = _waves(problem, tiles, multiprocessors)
-    rows, columns = tiles.part
-    multiplied = CONSUMERS * (rows + columns * rows // _MULTIPLY_ROWS)
-    moved = min(tiles.rows, problem.rows) + tiles.columns + multiplied
-    moving = waves * ITEMSIZE * sum(problem.contracted) * moved / _SHARED_BYTES_PER_MICROSECOND
-    multiplying = _MULTIPLYING * predicted_microseconds(problem, tiles, multiprocessors)
-    weights = ITEMSIZE * sum(problem.contracted) * sum(problem.columns)
-    passes = problem.batch if weights > _CACHE_BYTES else 1
-    reading = _reading_microseconds(problem, tiles, multiprocessors)
+def compute_microseconds(
+    problem: MatmulProblem, tiling: Tiling, multiprocessors: int = 132
+) -> float:
+    """Predicted microseconds of a launch whose operands are all there: its slowest resource."""
+    waves = _waves(problem, tiling, multiprocessors)
+    rows, columns = tiling.warpgroup_tile
+    multiplied = CONSUMERS * (rows + columns * rows // _WGMMA_ROWS)
+    moved = min(tiling.tile_m, problem.m) + tiling.tile_n + multiplied
+    moving = waves * ITEMSIZE * sum(problem.k) * moved / _SHARED_BYTES_PER_MICROSECOND
+    multiplying = _MULTIPLYING * predicted_microseconds(problem, tiling, multiprocessors)
+    weight_bytes = ITEMSIZE * sum(problem.k) * sum(problem.n)
+    weight_reads = problem.batch if weight_bytes > _CACHE_BYTES else 1
+    reading = _reading_microseconds(problem, tiling, multiprocessors)
     slowest = max(
         multiplying + moving + waves * _TILE_MICROSECONDS,
         reading,
-        passes * weights / _MEMORY_BYTES_PER_MICROSECOND,
+        weight_reads * weight_bytes / _MEMORY_BYTES_PER_MICROSECOND,
     )
-    # Of cuts as fast, that which reads least leaves most to what is sent and received.
+    # Among equally fast tilings, the one that reads least leaves most to the communication.
     return slowest + reading / 10
 
 
-def _reading_microseconds(problem: Problem, tiles: Tiles, multiprocessors: int = 132) -> float:
-    """What a launch takes if it waits for slices of its operands, which come out of the L2."""
-    down, across = tiles.cluster
-    rows = min(tiles.rows, problem.rows) / across
-    # What several blocks share is read once.
-    columns = tiles.columns / min(down, math.ceil(problem.rows / tiles.rows))
-    lines = _waves(problem, tiles, multiprocessors) * ITEMSIZE * sum(problem.contracted)
-    return lines * (rows + columns) / _READ_BYTES_PER_MICROSECOND[tiles.swizzle]
+def _reading_microseconds(problem: MatmulProblem, tiling: Tiling, multiprocessors: int) -> float:
+    """Predicted microseconds to read all k-blocks of the operands from the L2 cache."""
+    cluster_m, cluster_n = tiling.cluster
+    # What is multicast is read once per cluster.
+    rows = min(tiling.tile_m, problem.m) / cluster_n
+    columns = tiling.tile_n / min(cluster_m, math.ceil(problem.m / tiling.tile_m))
+    lines = _waves(problem, tiling, multiprocessors) * ITEMSIZE * sum(problem.k)
+    return lines * (rows + columns) / _READ_BYTES_PER_MICROSECOND[tiling.swizzle]
 
 
-def _waves(problem: Problem, tiles: Tiles, multiprocessors: int) -> int:
-    """How many tiles follow each other on the multiprocessor that has most."""
-    down, across = tiles.cluster
-    rows = math.ceil(problem.rows / (tiles.rows * down))
-    columns = sum(math.ceil(size / (tiles.columns * across)) for size in problem.columns)
-    return math.ceil(problem.batch * rows * columns / (multiprocessors // (down * across)))
+def _waves(problem: MatmulProblem, tiling: Tiling, multiprocessors: int) -> int:
+    """Tiles of the multiprocessor that has most."""
+    cluster_m, cluster_n = tiling.cluster
+    grid_m = math.ceil(problem.m / (tiling.tile_m * cluster_m))
+    grid_n = sum(math.ceil(n / (tiling.tile_n * cluster_n)) for n in problem.n)
+    clusters = multiprocessors // (cluster_m * cluster_n)
+    return math.ceil(problem.batch * grid_m * grid_n / clusters)
 
 
-def in_order(
-    plans: Iterable[P],
-    predicted: Callable[[P], float],
-    sizes: Callable[[P], Hashable],
-    vary: Callable[[P], Iterable[P]],
-) -> tuple[P, ...]:
-    """Plans, and variations that the model does not tell apart, the likeliest fastest first.
+def ranked(
+    configs: Iterable[C],
+    predicted: Callable[[C], float],
+    sizes: Callable[[C], Hashable],
+    variations: Callable[[C], Iterable[C]],
+) -> tuple[C, ...]:
+    """Configurations and variations that the model cannot tell apart, the likeliest fastest first.
 
     Args:
-      plans: in any order.
-      predicted: what each should take.
-      sizes: by which plans differ most. The best of each comes early: models err about them.
-      vary: variations of a plan.
+      configs: in any order.
+      predicted: the predicted microseconds of each.
+      sizes: the choice that matters most. The best configuration of each comes early, because the
+        model errs most about it.
+      variations: of a configuration.
     """
-    alike: dict[Hashable, list[P]] = {}
-    for plan in sorted(plans, key=predicted):
-        alike.setdefault(sizes(plan), []).append(plan)
-    hopes = [
-        (predicted(plan) * _DOUBT**number, plan)
-        for ranked in alike.values()
-        for number, plan in enumerate(itertools.chain(ranked, *map(vary, ranked)))
+    alike: dict[Hashable, list[C]] = {}
+    for config in sorted(configs, key=predicted):
+        alike.setdefault(sizes(config), []).append(config)
+    scored = [
+        (predicted(config) * _DOUBT**number, config)
+        for group in alike.values()
+        for number, config in enumerate(itertools.chain(group, *map(variations, group)))
     ]
-    return tuple(plan for _, plan in sorted(hopes, key=lambda found: found[0]))
+    return tuple(config for _, config in sorted(scored, key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a plan is wanted for.
+class KernelCall:
+    """What a configuration is wanted for.
 
     Attributes:
       op: its name.
-      shapes: of its operands: a dataclass of numbers and tuples of them, `rows` among them.
+      problem: a dataclass of numbers and tuples of numbers, among them `m`.
       multiprocessors: of each GPU.
     """
 
-    op: Op
-    shapes: Any
+    op: FusedOp
+    problem: Any
     multiprocessors: int
 
-    def line(self, plan: Plan, microseconds: float) -> str:
-        """Its line in the table: the fastest plan, and what that took."""
-        measured = {"plan": plan.choices, "microseconds": round(microseconds, 1)}
-        return json.dumps({**asdict(self), **measured})
+    def to_json(self) -> dict[str, Any]:
+        """The `problem` of its record in the table."""
+        fields = {"op": self.op, "multiprocessors": self.multiprocessors, **asdict(self.problem)}
+        return json.loads(json.dumps(fields))
 
-    def choose(self, plans: Sequence[P]) -> P | None:
-        """Of all feasible plans, the likeliest first: the measured one, or the first; or None.
+    def record(self, config: Configuration, microseconds: float) -> data.Record:
+        """Its record in the table: the fastest configuration, and what that took."""
+        return data.Record(self.to_json(), {"fused": microseconds}, config.to_json())
 
-        What is fastest for twice as many rows, or half, was measured to lose more than the
-        likeliest plan does.
+    def choose(self, configs: Sequence[C]) -> C | None:
+        """The configuration that was measured to be fastest, or the first, or None if none fits.
+
+        A problem that is not in the table gets the likeliest configuration: the fastest one for
+        twice or half as many rows was measured to be slower.
+
+        Args:
+          configs: all that fit, the likeliest first.
         """
-        wanted = _tuned().get(_key(json.loads(json.dumps(asdict(self)))))
-        measured = (plan for plan in plans if wanted and plan.choices == wanted)
-        return next(itertools.chain(measured, plans), None)
+        wanted = _measured_configs().get(_key(self.to_json()))
+        measured = (config for config in configs if wanted and config.to_json() == wanted)
+        return next(itertools.chain(measured, configs), None)
 
 
-def lasting(choices: dict[str, Any]) -> dict[str, Any]:
-    """Choices without those that follow from the number of rows."""
+def without_row_dependent(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's JSON without the choices that follow from the number of rows."""
     return {
-        name: lasting(value) if isinstance(value, dict) else value
-        for name, value in choices.items()
-        if name not in _BY_ROWS
+        name: without_row_dependent(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in _DEPENDS_ON_ROWS
     }
 
 
-def _key(call: dict[str, Any]) -> tuple[str, int]:
-    """What a call, as JSON has it, is found and sorted by; its number of rows comes last."""
-    shapes = {name: size for name, size in call["shapes"].items() if name != "rows"}
-    return json.dumps([call["op"], call["multiprocessors"], shapes]), call["shapes"]["rows"]
+def _key(problem: Mapping[str, Any]) -> str:
+    return json.dumps(dict(problem), sort_keys=True)
 
 
-def merged(*tables: str) -> str:
-    """One table, as text, of several: of the lines for one call the last counts."""
-    lines = {}
-    for line in itertools.chain(*map(str.splitlines, tables)):
-        lines[_key(json.loads(line))] = line
-    return "".join(f"{lines[key]}\n" for key in sorted(lines))
+def merged(table: data.MeasuredData, records: Iterable[data.Record]) -> data.MeasuredData:
+    """The table with further records, in order. If several are of one problem, the last counts."""
+    newest = {_key(record.problem): record for record in (*table.records, *records)}
+
+    def order(record: data.Record) -> tuple[str, int]:
+        """Problems that differ in their rows alone are neighbours."""
+        problem = dict(record.problem)
+        rows = problem.pop("m")
+        return json.dumps(problem), rows
+
+    return replace(table, records=sorted(newest.values(), key=order))
 
 
-def tuned_plans() -> str:
-    """The table that comes with the package, as text: JSON, line by line."""
-    return (
-        resources.files("collective_matmul.data").joinpath("h200/fused_configs.jsonl").read_text()
-    )
+def shipped_configs() -> data.MeasuredData:
+    """The table that ships with the library, measured on H200s."""
+    table = data.shipped("NVIDIA H200", "fused_configs")
+    assert table is not None
+    return table
 
 
 @functools.cache
-def _tuned() -> dict[tuple[str, int], dict[str, Any]]:
-    """The choices measured to be fastest, by calls."""
-    return {_key(line): line["plan"] for line in map(json.loads, tuned_plans().splitlines())}
+def _measured_configs() -> dict[str, Mapping[str, Any]]:
+    """The configurations measured to be fastest, as JSON has them, by problem."""
+    records = shipped_configs().records
+    return {_key(record.problem): record.config for record in records if record.config is not None}

@@ -1,4 +1,4 @@
-"""Matmuls that are summed over devices by the same kernel: which it can do, and how it sees them.
+"""Matmul and reduce-scatter, or all-reduce, in one launch: what is supported, and the arrays.
 
 The kernel itself is `collective_matmul.backends.fused.reduce_scatter_kernel`.
 """
@@ -18,12 +18,15 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.fused.reduce_scatter_config import (
-    Plan,
-    Shapes,
-    make_plan,
-    predicted_plan_microseconds,
+    ReduceScatterConfig,
+    ReduceScatterProblem,
 )
 from collective_matmul.backends.fused.reduce_scatter_kernel import Scattering
+from collective_matmul.backends.fused.reduce_scatter_search import (
+    candidate_all_reduce_configs,
+    candidate_reduce_scatter_configs,
+    choose_reduce_scatter_config,
+)
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
@@ -38,46 +41,48 @@ def matmul_reduce_scatter(
     dimension: int,
     transpose_w: bool = False,
     delays: bool = False,
-    plan: Plan | None = None,
+    config: ReduceScatterConfig | None = None,
 ) -> jax.Array:
     """``reduce_scatter(sum over p of xs[p] @ ws[p])`` in one launch, inside `jax.shard_map`.
 
-    Products travel in the operands' dtype. Each is rounded once, and added in float32 to what the
-    owner itself computed, in the order of the devices behind it: the same bits every time.
+    Products are sent in the operands' dtype. Each is rounded once, and added in float32 to the
+    owner's own product, in the order of the devices after it: the same bits every time.
 
     Args:
       xs: each [..., M, ..., K_p]; all bfloat16 or all float16.
       ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype.
       axis_name: a mesh axis of D devices, all driven by this process.
-      dimension: of the xs, scattered: that of M, a multiple of D.
+      dimension: the scattered dimension of the xs, M, a multiple of D.
       transpose_w: whether the ws are contracted along their last dimension.
       delays: has consumers wait for random times, up to 16 µs, before what they send, so that races
         show. For tests.
-      plan: how the kernel is cut, one of `scatter_plan.candidates`; None takes the best known.
+      config: one of `candidate_reduce_scatter_configs`; None chooses the best known.
 
     Returns:
       [..., M/D, ..., N].
 
     Raises:
-      ValueError: where the kernel cannot do this; see `why_not_reduce_scatter`.
+      ValueError: if the kernel cannot do this; see `reduce_scatter_unsupported_reason`.
     """
     devices = lax.axis_size(axis_name)
-    reason = why_not_reduce_scatter(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    reason = reduce_scatter_unsupported_reason(
+        xs, ws, devices, dimension=dimension, transpose_w=transpose_w
+    )
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'xla'")
-    plan = plan or _scatter_plan(xs, ws, devices, dimension, transpose_w)
-    assert plan is not None
-    shapes, shape = plan.shapes, list(xs[0].shape)
-    shape[dimension] //= shapes.devices
-    shape[-1] = shapes.columns
+    config = config or _scatter_config(xs, ws, devices, dimension, transpose_w)
+    assert config is not None
+    problem, shape = config.problem, list(xs[0].shape)
+    shape[dimension] //= problem.devices
+    shape[-1] = problem.n
     rows = math.prod(shape[dimension:-1])
 
     def owned_rows_padded(x: jax.Array) -> jax.Array:
-        x = x.reshape(shapes.planes, shapes.devices, rows, x.shape[-1])
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, shapes.rows - rows), (0, 0)))
-        return x.reshape(shapes.planes, shapes.all_rows, x.shape[-1])
+        x = x.reshape(problem.planes, problem.devices, rows, x.shape[-1])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, problem.m - rows), (0, 0)))
+        return x.reshape(problem.planes, problem.all_rows, x.shape[-1])
 
-    y = _launch(plan, axis_name, delays, list(map(owned_rows_padded, xs)), ws)
+    y = _launch(config, axis_name, delays, list(map(owned_rows_padded, xs)), ws)
     return y[:, :rows].reshape(shape)
 
 
@@ -87,7 +92,7 @@ def matmul_all_reduce(
     axis_name: str,
     *,
     delays: bool = False,
-    plan: Plan | None = None,
+    config: ReduceScatterConfig | None = None,
 ) -> jax.Array:
     """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
 
@@ -96,28 +101,27 @@ def matmul_all_reduce(
       w: [K, N], of the same dtype.
       axis_name: a mesh axis of D devices, all driven by this process.
       delays: as for `matmul_reduce_scatter`.
-      plan: how the kernel is cut, one of `scatter_plan.all_reduce_candidates`; None takes the best
-        known.
+      config: one of `candidate_all_reduce_configs`; None chooses the best known.
 
     Returns:
       [..., N], typed as replicated over the axis.
 
     Raises:
-      ValueError: where the kernel cannot do this; see `why_not_all_reduce`.
+      ValueError: if the kernel cannot do this; see `all_reduce_unsupported_reason`.
     """
     devices = lax.axis_size(axis_name)
-    reason = why_not_all_reduce(x, w, devices)
+    reason = all_reduce_unsupported_reason(x, w, devices)
     if reason is not None:
         raise ValueError(f"{reason}; use 'ring' or 'xla'")
-    plan = plan or _reduce_plan(x, w, devices)
-    assert plan is not None
+    config = config or _all_reduce_config(x, w, devices)
+    assert config is not None
     rows = math.prod(x.shape[:-1])
     matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
-    y = _launch(plan, axis_name, delays, [matrix[None]], [w])
+    y = _launch(config, axis_name, delays, [matrix[None]], [w])
     return y.reshape(-1, w.shape[1])[:rows].reshape(*x.shape[:-1], w.shape[1])
 
 
-def why_not_reduce_scatter(
+def reduce_scatter_unsupported_reason(
     xs: Sequence[Array],
     ws: Sequence[Array],
     devices: int,
@@ -125,24 +129,26 @@ def why_not_reduce_scatter(
     dimension: int,
     transpose_w: bool,
 ) -> str | None:
-    """Why `matmul_reduce_scatter` cannot do this on so many devices, in words; None if it can.
+    """Why `matmul_reduce_scatter` cannot do this on `devices` devices, in words; None if it can.
 
-    Of the xs and ws, shapes and dtypes are enough.
+    The xs and ws may be arrays or `jax.ShapeDtypeStruct`s, all local.
     """
-    return unsupported_reason(devices, *xs, *ws) or _no_plan(
-        _scatter_plan(xs, ws, devices, dimension, transpose_w), xs, ws
+    return unsupported_reason(devices, *xs, *ws) or _no_config_reason(
+        _scatter_config(xs, ws, devices, dimension, transpose_w), xs, ws
     )
 
 
-def why_not_all_reduce(x: Array, w: Array, devices: int) -> str | None:
-    """Why `matmul_all_reduce` cannot do this on so many devices, in words; None if it can.
+def all_reduce_unsupported_reason(x: Array, w: Array, devices: int) -> str | None:
+    """Why `matmul_all_reduce` cannot do this on `devices` devices, in words; None if it can.
 
-    Of x and w, shapes and dtypes are enough.
+    x and w may be arrays or `jax.ShapeDtypeStruct`s, both local.
     """
-    return unsupported_reason(devices, x, w) or _no_plan(_reduce_plan(x, w, devices), [x], [w])
+    return unsupported_reason(devices, x, w) or _no_config_reason(
+        _all_reduce_config(x, w, devices), [x], [w]
+    )
 
 
-def predicted_reduce_scatter_microseconds(
+def reduce_scatter_predicted_seconds(
     xs: Sequence[Array],
     ws: Sequence[Array],
     devices: int,
@@ -150,71 +156,100 @@ def predicted_reduce_scatter_microseconds(
     dimension: int,
     transpose_w: bool,
 ) -> float:
-    """What the matmul that `why_not_reduce_scatter` allows should take by its plan."""
-    return _predicted(_scatter_plan(xs, ws, devices, dimension, transpose_w))
+    """Predicted seconds of a supported `matmul_reduce_scatter`."""
+    return _predicted_seconds(_scatter_config(xs, ws, devices, dimension, transpose_w))
 
 
-def predicted_all_reduce_microseconds(x: Array, w: Array, devices: int) -> float:
-    """What the matmul that `why_not_all_reduce` allows should take by its plan."""
-    return _predicted(_reduce_plan(x, w, devices))
+def all_reduce_predicted_seconds(x: Array, w: Array, devices: int) -> float:
+    """Predicted seconds of a supported `matmul_all_reduce`."""
+    return _predicted_seconds(_all_reduce_config(x, w, devices))
 
 
-def _predicted(plan: Plan | None) -> float:
-    target = device.target()
-    assert target is not None and plan is not None
-    return predicted_plan_microseconds(plan, target.multiprocessors)
+def _predicted_seconds(config: ReduceScatterConfig | None) -> float:
+    assert config is not None
+    return 1e-6 * config.predicted_microseconds(_multiprocessors())
 
 
-def _no_plan(plan: Plan | None, xs: Sequence[Array], ws: Sequence[Array]) -> str | None:
-    if plan is not None:
+def _no_config_reason(
+    config: ReduceScatterConfig | None, xs: Sequence[Array], ws: Sequence[Array]
+) -> str | None:
+    if config is not None:
         return None
     terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
     return f"{terms}: the fused kernel wants every K, and N, to be a multiple of 32; pad them"
 
 
-def _scatter_plan(
+def reduce_scatter_configs(
+    xs: Sequence[Array], ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations for a `matmul_reduce_scatter`, the likeliest to be fastest first."""
+    problem = _scatter_problem(xs, ws, devices, dimension, transpose_w)
+    return candidate_reduce_scatter_configs(problem, _multiprocessors())
+
+
+def all_reduce_configs(x: Array, w: Array, devices: int) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations for a `matmul_all_reduce`, the likeliest to be fastest first."""
+    return candidate_all_reduce_configs(_all_reduce_problem(x, w, devices), _multiprocessors())
+
+
+def _scatter_config(
     xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> Plan | None:
-    target = device.target()
-    assert target is not None
+) -> ReduceScatterConfig | None:
+    problem = _scatter_problem(xs, ws, devices, dimension, transpose_w)
+    return choose_reduce_scatter_config(problem, _multiprocessors())
+
+
+def _all_reduce_config(x: Array, w: Array, devices: int) -> ReduceScatterConfig | None:
+    return choose_reduce_scatter_config(_all_reduce_problem(x, w, devices), _multiprocessors())
+
+
+def _scatter_problem(
+    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+) -> ReduceScatterProblem:
     shape = xs[0].shape
-    shapes = Shapes(
+    return ReduceScatterProblem(
         kind="scatter",
         devices=devices,
         planes=math.prod(shape[:dimension]),
-        rows=math.prod(shape[dimension:-1]) // devices,
-        contracted=tuple(x.shape[-1] for x in xs),
-        columns=ws[0].shape[0 if transpose_w else 1],
-        w_contracted=2 if transpose_w else 1,
+        m=math.prod(shape[dimension:-1]) // devices,
+        k=tuple(x.shape[-1] for x in xs),
+        n=ws[0].shape[0 if transpose_w else 1],
+        w_contracted_axis=2 if transpose_w else 1,
     )
-    return make_plan(shapes, target.multiprocessors)
 
 
-def _reduce_plan(x: Array, w: Array, devices: int) -> Plan | None:
+def _all_reduce_problem(x: Array, w: Array, devices: int) -> ReduceScatterProblem:
+    rows = math.prod(x.shape[:-1])
+    return ReduceScatterProblem("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
+
+
+def _multiprocessors() -> int:
     target = device.target()
     assert target is not None
-    rows = math.prod(x.shape[:-1])
-    shapes = Shapes("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
-    return make_plan(shapes, target.multiprocessors)
+    return target.multiprocessors
 
 
 def _launch(
-    plan: Plan, axis_name: str, delays: bool, xs: Sequence[jax.Array], ws: Sequence[jax.Array]
+    config: ReduceScatterConfig,
+    axis_name: str,
+    delays: bool,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
 ) -> jax.Array:
-    launch = _shared_launch(plan, axis_name, delays, device.target())
+    launch = _shared_launch(config, axis_name, delays, device.target())
     return launch(list(xs), [w[None] for w in ws])
 
 
 @functools.cache
-def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any:
-    """One function for all launches alike, so that they are traced, lowered and compiled once.
+def _shared_launch(config: ReduceScatterConfig, axis_name: str, delays: bool, target: Any) -> Any:
+    """A function that equal launches share, so that it is traced, lowered and compiled once.
 
     Returns:
       ``launch(xs, ws) -> y``: xs [planes, all rows, K_p], ws [1, K_p, N] or [1, N, K_p], and y
-      [planes, owned rows, N], or for "two_step" [planes * D, owned rows, N].
+      [planes, owned rows, N], or for "two_shot" [planes * D, owned rows, N].
     """
-    shapes, width = plan.shapes, plan.tiles.strip_columns
-    blocked = shapes.columns // width, shapes.rows, width
+    problem, width = config.problem, config.tiling.epilogue_tile_n
+    blocked = problem.n // width, problem.m, width
 
     @sequential_vmap
     def launch(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
@@ -224,33 +259,33 @@ def _shared_launch(plan: Plan, axis_name: str, delays: bool, target: Any) -> Any
         def empty(axes: frozenset[str], *shape: int) -> jax.Array:
             return vary_over(lax.empty(shape, xs[0].dtype), axes)
 
-        if shapes.kind == "two_step":
-            y = empty(replicated, shapes.planes * shapes.devices, *blocked)
+        if problem.kind == "two_shot":
+            y = empty(replicated, problem.planes * problem.devices, *blocked)
         else:
-            y_axes = axes if shapes.kind == "scatter" else replicated
-            y = empty(y_axes, shapes.planes, shapes.rows, shapes.columns)
-        partials = empty(axes, shapes.planes * plan.sources, *blocked)
-        work = Scattering(plan, delays, xs, ws)
-        kernel = work.kernel([y, partials], f"matmul_{shapes.kind}", target.multiprocessors)
+            y_axes = axes if problem.kind == "scatter" else replicated
+            y = empty(y_axes, problem.planes, problem.m, problem.n)
+        partials = empty(axes, problem.planes * config.sources, *blocked)
+        work = Scattering(config, delays, xs, ws)
+        kernel = work.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
         y = kernel(workspace_pointers(axis_name), *xs, *ws)[0]
-        return in_rows(y, plan.tiles.swizzle) if shapes.kind == "two_step" else y
+        return in_rows(y, config.tiling.swizzle) if problem.kind == "two_shot" else y
 
     return jax.jit(launch)
 
 
 def in_rows(blocks: jax.Array, swizzle: int) -> jax.Array:
-    """Images of swizzled shared memory, [planes, strips, rows, columns of a strip], put in order.
+    """Undoes the swizzle of blocks [planes, epilogue tiles, rows, columns of an epilogue tile].
 
-    There, groups of 8 rows are cut into tiles of `swizzle` bytes across, in which 16 bytes at a
-    time have changed places within their row.
+    In swizzled shared memory, 8 rows are divided into tiles of `swizzle` bytes across. In each
+    tile, units of 16 bytes have changed places within their row.
 
     Returns:
       [planes, rows, columns].
     """
-    planes, strips, rows, width = blocks.shape
+    planes, count, rows, width = blocks.shape
     unit = 16 // ITEMSIZE
     tiles = rows // 8, width * ITEMSIZE // swizzle, 8, swizzle // 16, unit
     row, column = np.ogrid[:8, : swizzle // 16]
-    y = blocks.reshape(planes, strips, *tiles).at[..., row, column ^ (row * swizzle // 128), :]
+    y = blocks.reshape(planes, count, *tiles).at[..., row, column ^ (row * swizzle // 128), :]
     y = y.get(mode="promise_in_bounds", wrap_negative_indices=False)
-    return y.transpose(0, 2, 4, 1, 3, 5, 6).reshape(planes, rows, strips * width)
+    return y.transpose(0, 2, 4, 1, 3, 5, 6).reshape(planes, rows, count * width)

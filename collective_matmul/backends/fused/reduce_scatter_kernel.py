@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.owner_tile_scheduler import OwnersWalk, Strips
-from collective_matmul.backends.fused.reduce_scatter_config import Plan
+from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
 from collective_matmul.mosaic_gpu.matmul_kernel import block_index_and_count
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
@@ -92,27 +92,27 @@ class Part(NamedTuple):
 class Scattering(OwnersWalk):
     """The kernel's body."""
 
-    def __init__(self, plan: Plan, delays: bool, xs, ws):
-        super().__init__(plan, xs, ws)
+    def __init__(self, config: ReduceScatterConfig, delays: bool, xs, ws):
+        super().__init__(config, xs, ws)
         self.delays = delays
         # Found in `run`: tells the consumers that all peers have come.
         self.met: Any = None
         # The memory of x's stages as strips of partial products, which the first of each comes in.
         self.incoming = Strips(None, None)
-        first = 0 if plan.shapes.kind == "one_shot" else 1
-        self.receivers = range(first, plan.shapes.devices)
+        first = 0 if config.problem.kind == "one_shot" else 1
+        self.receivers = range(first, config.problem.devices)
 
     def run(self, words, *refs) -> None:
         """What every warpgroup of every block runs; words: see `workspace_pointers`."""
         terms = len(self.xs)
         xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
         # The last one counts the blocks of peers that have stored all their sums here.
-        count = self.plan.own_tiles + 1
+        count = self.config.local_tiles + 1
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         # Every operand has one plane, or its planes are found without an index.
         indices = [0] * (2 * terms + 1)
         self.rendezvous = Rendezvous(
-            words, self.shapes.devices, block_index_and_count(), (y, partials, arrived)
+            words, self.problem.devices, block_index_and_count(), (y, partials, arrived)
         )
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
@@ -126,9 +126,9 @@ class Scattering(OwnersWalk):
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
         """That of a matmul; also the images of what goes to peers and of what comes from them."""
-        memory, tiles = super().shared_memory(dtype), self.tiles
-        strip = tiles.rows, tiles.strip_columns
-        incoming = tiles.stages, tiles.contracted // tiles.strip_columns, *strip
+        memory, tiling = super().shared_memory(dtype), self.tiling
+        strip = tiling.tile_m, tiling.epilogue_tile_n
+        incoming = tiling.max_concurrent_steps, tiling.tile_k // tiling.epilogue_tile_n, *strip
         x_slices, strips = memory["x_slices"], memory["strips"]
 
         def image(shape: tuple[int, ...]) -> Any:
@@ -147,7 +147,7 @@ class Scattering(OwnersWalk):
     @property
     def strip_swizzle(self) -> int:
         """That of the stages, which images of strips are loaded to."""
-        return self.tiles.swizzle
+        return self.tiling.swizzle
 
     # The producer.
 
@@ -155,13 +155,13 @@ class Scattering(OwnersWalk):
         """Fills the stages; one block waits for the sums that peers store here."""
         self.rendezvous.publish()
         super().produce(operands, stages)
-        if self.shapes.kind == "two_step":
+        if self.problem.kind == "two_shot":
             _, (_, _, arrived), _ = operands
 
             @pl.when(block_index_and_count()[0] == 0)
             def _():
-                count = (self.shapes.devices - 1) * self.blocks_with_tiles() * CONSUMERS
-                pl.semaphore_wait(arrived.at[self.plan.own_tiles], count, decrement=False)
+                count = (self.problem.devices - 1) * self.blocks_with_tiles() * CONSUMERS
+                pl.semaphore_wait(arrived.at[self.config.local_tiles], count, decrement=False)
 
     def load_tile(self, operands, stages, turn, batch, row, across) -> None:
         """Copies all slices that a tile is the product of, and what peers add to it."""
@@ -179,8 +179,8 @@ class Scattering(OwnersWalk):
 
     def load_partials(self, partials, arrived, stages, turn, batch, row, across) -> None:
         """Copies the partial products of an own tile, slice by slice, as `collect` takes them."""
-        plan, tiles = self.plan, self.tiles
-        width = tiles.strip_columns
+        config, tiling = self.config, self.tiling
+        width = tiling.epilogue_tile_n
         _, _, filled, consumed = stages
         me = self.rendezvous.axis_index
         # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
@@ -190,29 +190,29 @@ class Scattering(OwnersWalk):
         @pl.when(here)
         def _():
             semaphore = arrived.at[self.number(me, batch, row, across)]
-            pl.semaphore_wait(semaphore, plan.sources * CONSUMERS, decrement=False)
+            pl.semaphore_wait(semaphore, config.sources * CONSUMERS, decrement=False)
 
-        @pl.loop(0, plan.partial_steps)
+        @pl.loop(0, config.partial_steps)
         def _(step):
             slot = self.slot(turn, self.steps + step)
 
-            @pl.when(self.first_step(turn) + self.steps + step >= tiles.stages)
+            @pl.when(self.first_step(turn) + self.steps + step >= tiling.max_concurrent_steps)
             def _():
                 plgpu.barrier_wait(consumed.at[slot])
 
-            half = lax.rem(step, plan.halves)
-            source = lax.rem(lax.div(step, plan.halves), plan.sources)
-            chunk = lax.div(step, plan.halves * plan.sources)
-            column = self.column(across) + half * tiles.part[1] + chunk * width
-            plane = source * plan.shapes.planes + batch
+            half = lax.rem(step, config.halves)
+            source = lax.rem(lax.div(step, config.halves), config.sources)
+            chunk = lax.div(step, config.halves * config.sources)
+            column = self.column(across) + half * tiling.warpgroup_tile[1] + chunk * width
+            plane = source * config.problem.planes + batch
             blocks = partials.at[plane, lax.div(column, width)]
 
             @pl.when(here)
             def _():
-                rows, place = tiles.rows, self.incoming.image.at[slot, 0]
-                if self.shapes.rows < rows:
+                rows, place = tiling.tile_m, self.incoming.image.at[slot, 0]
+                if self.problem.m < rows:
                     # The stage keeps what it had in all other rows: they are not stored.
-                    rows = self.shapes.rows
+                    rows = self.problem.m
                     place = place.at[pl.ds(first - row, rows)]
                 start = jnp.maximum(row - first, 0)
                 plgpu.copy_gmem_to_smem(blocks.at[pl.ds(start, rows)], place, filled.at[slot])
@@ -229,10 +229,10 @@ class Scattering(OwnersWalk):
     def consume(self, indices, consumer, stages, strips, results) -> None:
         """Multiplies this consumer's part of each tile; sends it to its owners or sums it up."""
         del indices
-        plan = self.plan
-        rows, columns = self.tiles.part
-        below = consumer * rows if self.tiles.split == "rows" else 0
-        right = consumer * columns if self.tiles.split == "columns" else 0
+        config = self.config
+        rows, columns = self.tiling.warpgroup_tile
+        below = consumer * rows if self.tiling.wg_dimension == "m" else 0
+        right = consumer * columns if self.tiling.wg_dimension == "n" else 0
         part = Part(consumer, below, right, strips.select(consumer), *results)
         slices = pl.ds(below, rows), pl.ds(right, columns)
 
@@ -247,38 +247,38 @@ class Scattering(OwnersWalk):
                 pl.when(turn == 0)(functools.partial(plgpu.barrier_wait, self.met))
                 own = turn >= self.foreign_turns()
 
-                @pl.when(jnp.logical_not(own) | plan.shared)
+                @pl.when(jnp.logical_not(own) | config.tiles_span_owners)
                 def _():
                     self.keep(product, part)
 
                 @pl.when(own)
                 def _():
-                    if plan.shared:
+                    if config.tiles_span_owners:
                         self.send(part, batch, row, across)
                     self.collect(product, turn, part, batch, row, across, stages)
 
         self.walk(visit)
         self.on_foreign(self.turns() - 1, functools.partial(self.send, part))
         plgpu.wait_smem_to_gmem(0)
-        if self.shapes.kind == "two_step":
+        if self.problem.kind == "two_shot":
 
             @pl.when(self.turns() > 0)
             def _():
                 peer_buffers = [
                     self.rendezvous.peer_buffer(_ARRIVED, offset) for offset in self.receivers
                 ]
-                signal_peers(part.arrived.at[plan.own_tiles], peer_buffers, WARPGROUP)
+                signal_peers(part.arrived.at[config.local_tiles], peer_buffers, WARPGROUP)
 
     def keep(self, product, part: Part) -> None:
         """Rounds a part's product to strips, which it is sent from."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for number in range(self.tiles.all_strips):
+        for number in range(self.tiling.epilogue_tiles_per_warpgroup):
             self.fill(part.strips.select(number), product, number)
         plgpu.commit_smem()
 
     def fill(self, strip: Strips, value, number: int) -> None:
         """Rounds some columns of a value to a strip."""
-        width = self.tiles.strip_columns
+        width = self.tiling.epilogue_tile_n
         rounded = value[:, number * width : (number + 1) * width].astype(strip.swizzled.dtype)
         strip.swizzled[...] = rounded
 
@@ -290,9 +290,9 @@ class Scattering(OwnersWalk):
         Returns:
           How many steps those are.
         """
-        if not self.plan.foreign_tiles:
+        if not self.config.remote_tiles:
             return 0
-        count = self.tiles.all_strips
+        count = self.tiling.epilogue_tiles_per_warpgroup
         pace = min(self.steps // (count + 2), _STRIP_STEPS)
 
         @pl.loop(0, count)
@@ -306,7 +306,7 @@ class Scattering(OwnersWalk):
 
     def on_foreign(self, turn, act) -> None:
         """Calls `act` with the place of a turn's tile, if there is one and it has no own row."""
-        if self.plan.foreign_tiles:
+        if self.config.remote_tiles:
 
             @pl.when((turn >= 0) & (turn < self.foreign_turns()))
             def _():
@@ -315,7 +315,7 @@ class Scattering(OwnersWalk):
     def send(self, part: Part, batch, row, across) -> None:
         """Sends what is kept to the owners of a tile, and counts it there."""
 
-        @pl.loop(0, self.tiles.all_strips)
+        @pl.loop(0, self.tiling.epilogue_tiles_per_warpgroup)
         def _(number):
             self.send_strip(part, number, batch, row, across)
 
@@ -323,8 +323,8 @@ class Scattering(OwnersWalk):
 
     def send_strip(self, part: Part, number, batch, row, across) -> None:
         """Starts to store a strip of a tile where its owners sum it up."""
-        devices, planes = self.shapes.devices, self.shapes.planes
-        column = self.column(across) + part.right + number * self.tiles.strip_columns
+        devices, planes = self.problem.devices, self.problem.planes
+        column = self.column(across) + part.right + number * self.tiling.epilogue_tile_n
         if self.delays:
             delay_warpgroup(
                 race_delay_steps(
@@ -335,7 +335,7 @@ class Scattering(OwnersWalk):
             )
         strip = part.strips.select(number)
         for offset in self.receivers:
-            one_shot = self.shapes.kind == "one_shot"
+            one_shot = self.problem.kind == "one_shot"
             source = self.rendezvous.axis_index if one_shot else devices - offset - 1
             plane, owner = (
                 part.partials.at[source * planes + batch],
@@ -361,20 +361,20 @@ class Scattering(OwnersWalk):
 
     def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
         """Adds what the stages bring to an own tile's part, and stores the sum."""
-        plan, width = self.plan, self.tiles.strip_columns
+        config, width = self.config, self.tiling.epilogue_tile_n
         _, _, filled, consumed = stages
-        rows = pl.ds(part.below, self.tiles.part[0])
+        rows = pl.ds(part.below, self.tiling.warpgroup_tile[0])
 
-        for chunk in range(plan.chunks):
+        for chunk in range(config.tiling.epilogue_tiles_per_warpgroup):
             value = product[:, chunk * width : (chunk + 1) * width]
-            for source in range(plan.sources):
-                step = self.steps + (chunk * plan.sources + source) * plan.halves
-                slots = [self.slot(turn, step + half) for half in range(plan.halves)]
+            for source in range(config.sources):
+                step = self.steps + (chunk * config.sources + source) * config.halves
+                slots = [self.slot(turn, step + half) for half in range(config.halves)]
                 for slot in slots:
                     plgpu.barrier_wait(filled.at[slot])
-                mine = self.slot(turn, step + (part.consumer if plan.halves > 1 else 0))
+                mine = self.slot(turn, step + (part.consumer if config.halves > 1 else 0))
                 partial = self.incoming.swizzled[mine, 0, rows, :].astype(jnp.float32)
-                starts = self.shapes.kind == "one_shot" and source == 0
+                starts = self.problem.kind == "one_shot" and source == 0
                 value = partial if starts else value + partial
                 # What is copied here next must not overtake the reads of this warpgroup.
                 plgpu.commit_smem()
@@ -389,9 +389,9 @@ class Scattering(OwnersWalk):
 
     def store_sum(self, strip: Strips, y, batch, row, column) -> None:
         """Starts to copy a strip of sums to where it belongs."""
-        if self.shapes.kind == "two_step":
+        if self.problem.kind == "two_shot":
             me = self.rendezvous.axis_index
-            plane = y.at[batch * self.shapes.devices + me]
+            plane = y.at[batch * self.problem.devices + me]
             for offset in (0, *self.receivers):
                 peer_buffer = self.rendezvous.peer_buffer(_SUMS, offset)
                 for box, place, has_it in self.blocks(strip, plane, me, row, column):

@@ -22,7 +22,7 @@ from collective_matmul.backends.matmul_cost import (
     weight_gradient_seconds,
 )
 from collective_matmul.hardware import HOPPER, has_known_rates
-from collective_matmul.mosaic_gpu.tiling import Problem, choose_tiles
+from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
 from collective_matmul.site import Site
 
 #: Aligned rings that were measured to be slower than XLA, and not for want of their host, are
@@ -125,9 +125,11 @@ def multiplies_in_place(site: Site) -> bool:
     else:
         rows, ns = site.rows // site.axis_size, ns[:1]
     w_contracted = 2 if site.transpose_w else 1
-    return _has_tiling(Problem(planes, rows // planes, ks, ns, w_contracted=w_contracted))
+    return _has_tiling(
+        MatmulProblem(planes, rows // planes, ks, ns, w_contracted_axis=w_contracted)
+    )
 
 
 @functools.cache
-def _has_tiling(problem: Problem) -> bool:
-    return choose_tiles(problem) is not None
+def _has_tiling(problem: MatmulProblem) -> bool:
+    return choose_tiling(problem) is not None

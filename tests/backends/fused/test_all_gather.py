@@ -21,11 +21,14 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.fused import all_gather_kernel, all_gather_sender
-from collective_matmul.backends.fused.all_gather import all_gather_matmul, why_not
-from collective_matmul.backends.fused.all_gather_config import Plan, Shapes
+from collective_matmul.backends.fused.all_gather import (
+    all_gather_matmul,
+    all_gather_unsupported_reason,
+)
+from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.backends.fused.all_gather_kernel import Gathering
 from collective_matmul.backends.fused.all_gather_sender import Sender
-from collective_matmul.mosaic_gpu.tiling import Tiles
+from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
 from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
@@ -57,8 +60,8 @@ class Call:
 
     def lowered(self, make_mesh: MeshFactory) -> str:
         x = ShapeDtypeStruct((*self.leading, self.contracted), self.dtype)
-        shapes = [(self.contracted, n) for n in self.columns]
-        ws = [ShapeDtypeStruct(s[::-1] if self.transpose_w else s, self.dtype) for s in shapes]
+        problem = [(self.contracted, n) for n in self.columns]
+        ws = [ShapeDtypeStruct(s[::-1] if self.transpose_w else s, self.dtype) for s in problem]
         x_spec = P(*[None] * self.dimension, AXIS)
         y_spec = P(*[None] * len(self.leading), AXIS)
 
@@ -132,46 +135,70 @@ def test_what_it_cannot_do_it_says(
 
 def test_other_machines_have_no_kernel() -> None:
     x = jnp.zeros((8, 64), jnp.bfloat16)
-    reason = why_not(x, [x.T], 2, dimension=0, transpose_w=False)
+    reason = all_gather_unsupported_reason(x, [x.T], 2, dimension=0, transpose_w=False)
     assert reason is not None and "Hopper" in reason
 
 
-LOW = Tiles(64, 128, stages=3, strips=1, split="columns", share=None, sweep="columns")
-HIGH = Tiles(128, 128, stages=3, strips=1, share="w", sweep="columns", sweep_width=2)
-PLANS = {
-    "ragged rows": Plan(Shapes(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (12, 192), 1, (1,)),
-    "clusters": Plan(Shapes(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)),
-    "transposed": Plan(Shapes(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)),
-    "joins": Plan(Shapes(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1, (1,)),
+LOW = Tiling(
+    64,
+    128,
+    max_concurrent_steps=3,
+    epilogue_stages=1,
+    wg_dimension="n",
+    cluster_dimension=None,
+    grid_minor_dim="n",
+)
+HIGH = Tiling(
+    128,
+    128,
+    max_concurrent_steps=3,
+    epilogue_stages=1,
+    cluster_dimension="m",
+    grid_minor_dim="n",
+    grid_tile_width=2,
+)
+CONFIGS = {
+    "ragged rows": AllGatherConfig(
+        AllGatherProblem(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (12, 192), 1, (1,)
+    ),
+    "clusters": AllGatherConfig(
+        AllGatherProblem(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)
+    ),
+    "transposed": AllGatherConfig(
+        AllGatherProblem(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)
+    ),
+    "joins": AllGatherConfig(
+        AllGatherProblem(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1, (1,)
+    ),
 }
 
 
 @needs_interpreter
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_it_multiplies_all_shards(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, problem = plan.shapes, plan.shapes.problem(plan.joins)
-    play_the_last_device(monkeypatch, sends=not plan.joins)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_it_multiplies_all_shards(config: AllGatherConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, matmul = config.problem, config.problem.matmul(config.tiles_span_shards)
+    play_the_last_device(monkeypatch, sends=not config.tiles_span_shards)
     generator = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
         return generator.standard_normal(shape).astype(jnp.bfloat16)
 
-    whole = draw(shapes.planes, shapes.devices, shapes.rows, shapes.contracted)
+    whole = draw(problem.planes, problem.devices, problem.m, problem.k)
     shard, gathered = whole[:, -1], whole.copy()
-    if not plan.joins:
+    if not config.tiles_span_shards:
         gathered[:, -1] = math.nan
-    ws = [draw(shapes.contracted, n) for n in shapes.columns]
-    arrays = [jnp.asarray(w.T if shapes.w_contracted == 2 else w)[None] for w in ws]
-    outs = [draw(problem.batch, problem.rows, n) for n in shapes.columns]
-    places = jnp.asarray(gathered).reshape(problem.batch, problem.rows, shapes.contracted)
-    work = Gathering(plan, False, False, places, arrays, outs)
-    blocks = max(2, math.prod(plan.tiles.cluster))
+    ws = [draw(problem.k, n) for n in problem.n]
+    arrays = [jnp.asarray(w.T if problem.w_contracted_axis == 2 else w)[None] for w in ws]
+    outs = [draw(matmul.batch, matmul.m, n) for n in problem.n]
+    places = jnp.asarray(gathered).reshape(matmul.batch, matmul.m, problem.k)
+    work = Gathering(config, False, False, places, arrays, outs)
+    blocks = max(2, math.prod(config.tiling.cluster))
     kernel = work.kernel([*map(jnp.asarray, outs), places], "gather", blocks, interpreter())
-    words = jnp.zeros(2 * shapes.devices + 1, jnp.int32)
+    words = jnp.zeros(2 * problem.devices + 1, jnp.int32)
     *products, filled = kernel(words, jnp.asarray(shard), *arrays)
     assert np.asarray(filled).tobytes() == whole.tobytes()
     for product, w in zip(products, ws, strict=True):
-        rows = whole.reshape(-1, shapes.contracted)
+        rows = whole.reshape(-1, problem.k)
         assert_sum_of_products(np.asarray(product).reshape(len(rows), -1), [(rows, w)])
 
 

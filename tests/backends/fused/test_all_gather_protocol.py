@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from collective_matmul.backends.fused import all_gather_kernel, all_gather_sender
-from collective_matmul.backends.fused.all_gather_config import Plan, Shapes
+from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.backends.fused.all_gather_kernel import Gathering
 from collective_matmul.backends.fused.all_gather_sender import Sender
 from collective_matmul.mosaic_gpu import matmul_kernel
 from collective_matmul.mosaic_gpu.peer_memory import WARP
-from collective_matmul.mosaic_gpu.tiling import Problem, Tiles
+from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
@@ -35,17 +35,17 @@ NEVER = np.nan
 class GatherSimulation(Simulation):
     """Blocks of a sender and a producer, and what is multiplied where."""
 
-    def __init__(self, plan: Plan, keep: bool, blocks: int, seed: int):
-        shapes, problem = plan.shapes, plan.shapes.problem(plan.joins)
-        clusters = blocks // math.prod(plan.tiles.cluster)
-        super().__init__(shapes.devices, clusters, plan.tiles, seed)
-        self.plan, self.keep = plan, keep
-        shape = shapes.planes, shapes.devices, shapes.rows, shapes.contracted
+    def __init__(self, config: AllGatherConfig, keep: bool, blocks: int, seed: int):
+        problem, matmul = config.problem, config.problem.matmul(config.tiles_span_shards)
+        clusters = blocks // math.prod(config.tiling.cluster)
+        super().__init__(problem.devices, clusters, config.tiling, seed)
+        self.config, self.keep = config, keep
+        shape = problem.planes, problem.devices, problem.m, problem.k
         whole = np.random.default_rng(seed).standard_normal(shape)
-        self.shards = [whole[:, d] for d in range(shapes.devices)]
-        self.expected = whole.reshape(problem.batch, problem.rows, shapes.contracted)
+        self.shards = [whole[:, d] for d in range(problem.devices)]
+        self.expected = whole.reshape(matmul.batch, matmul.m, problem.k)
         self.gathered = self.allocate(NEVER, *self.expected.shape)
-        refs = [name for name in ("w", "y") for _ in problem.columns]
+        refs = [name for name in ("w", "y") for _ in matmul.n]
         self.requested = requested_resources(
             all_gather_kernel, self.work().run, ["shard", *refs, "gathered"]
         )
@@ -62,11 +62,11 @@ class GatherSimulation(Simulation):
             self.add(place, self.producer(rendezvous))
 
     def work(self, rendezvous: SimulatedRendezvous | None = None) -> Gathering:
-        problem = self.plan.shapes.problem(self.plan.joins)
-        arrays = [SimpleNamespace(shape=(problem.batch, problem.rows, n)) for n in problem.columns]
-        weights = [SimpleNamespace(shape=(1, *_weight(problem, n))) for n in problem.columns]
-        gathered = SimpleNamespace(shape=(problem.batch, problem.rows, *problem.contracted))
-        work = Gathering(self.plan, self.keep, False, gathered, weights, arrays)
+        matmul = self.config.problem.matmul(self.config.tiles_span_shards)
+        arrays = [SimpleNamespace(shape=(matmul.batch, matmul.m, n)) for n in matmul.n]
+        weights = [SimpleNamespace(shape=(1, *_weight(matmul, n))) for n in matmul.n]
+        gathered = SimpleNamespace(shape=(matmul.batch, matmul.m, *matmul.k))
+        work = Gathering(self.config, self.keep, False, gathered, weights, arrays)
         work.rendezvous = rendezvous
         return work
 
@@ -80,7 +80,7 @@ class GatherSimulation(Simulation):
             scratch = self.requested.scratch
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
             loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
-            sender = Sender(self.plan, self.keep, False, rendezvous)
+            sender = Sender(self.config, self.keep, False, rendezvous)
             sender.send(*self.operands(rendezvous.axis_index), boxes, loaded)
             # Shared memory is another kernel's when this one has ended.
             assert not any(copy.destination.array is boxes.array for copy in self.copies)
@@ -94,14 +94,14 @@ class GatherSimulation(Simulation):
         def act() -> None:
             work = self.work(rendezvous)
             ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(work.results)]
-            tile, within = self.plan.tiles.rows, self.expected.shape[1]
+            tile, within = self.config.tiling.tile_m, self.expected.shape[1]
 
             def visit(turn, batch, row, across):
                 def load(first, steps, read_x, read_w, stages, start, stop):
                     plane = work.out_plane(None, batch)
                     # All rows of the tile that there are.
                     count = max(0, min(tile, within - row))
-                    columns = slice(start * work.tiles.contracted, stop * work.tiles.contracted)
+                    columns = slice(start * work.tiling.tile_k, stop * work.tiling.tile_k)
                     rows = self.expected[plane, row : row + count, columns]
                     self.here().wait()
                     x = read_x(0, columns)
@@ -132,78 +132,112 @@ class GatherSimulation(Simulation):
         ]
 
 
-def _weight(problem: Problem, columns: int) -> tuple[int, ...]:
-    shape = *problem.contracted, columns
-    return shape if problem.w_contracted == 1 else shape[::-1]
+def _weight(matmul: MatmulProblem, columns: int) -> tuple[int, ...]:
+    shape = *matmul.k, columns
+    return shape if matmul.w_contracted_axis == 1 else shape[::-1]
 
 
-LOW = Tiles(64, 64, split="columns", swizzle=64, share=None, sweep="columns", sweep_width=2)
-HIGH = replace(LOW, rows=128, columns=128, split="rows", share="w")
+LOW = Tiling(
+    64,
+    64,
+    wg_dimension="n",
+    swizzle=64,
+    cluster_dimension=None,
+    grid_minor_dim="n",
+    grid_tile_width=2,
+)
+HIGH = replace(LOW, tile_m=128, tile_n=128, wg_dimension="m", cluster_dimension="m")
 
-PLANS = {
-    "one tile to a shard": Plan(Shapes(2, 1, 64, 64, (64,)), LOW, False, 64, 1, (16, 64), 1, (1,)),
-    "fewer messages than blocks": Plan(
-        Shapes(3, 1, 64, 64, (64,)), LOW, False, 64, 1, (64, 64), 1, (1, 1)
+CONFIGS = {
+    "one tile to a shard": AllGatherConfig(
+        AllGatherProblem(2, 1, 64, 64, (64,)), LOW, False, 64, 1, (16, 64), 1, (1,)
     ),
-    "messages of several boxes": Plan(
-        Shapes(3, 1, 72, 128, (192,)), LOW, False, 64, 1, (1, 64), 4, (1, 1)
+    "fewer messages than blocks": AllGatherConfig(
+        AllGatherProblem(3, 1, 64, 64, (64,)), LOW, False, 64, 1, (64, 64), 1, (1, 1)
     ),
-    "messages of several boxes, in one pass": Plan(
-        Shapes(3, 1, 40, 128, (192,)), LOW, False, 40, 1, (1, 64), 4, (2,)
+    "messages of several boxes": AllGatherConfig(
+        AllGatherProblem(3, 1, 72, 128, (192,)), LOW, False, 64, 1, (1, 64), 4, (1, 1)
     ),
-    "messages of several of the largest boxes": Plan(
-        Shapes(3, 1, 512, 64, (64,)), LOW, False, 512, 1, (64, 64), 4, (1, 1)
+    "messages of several boxes, in one pass": AllGatherConfig(
+        AllGatherProblem(3, 1, 40, 128, (192,)), LOW, False, 40, 1, (1, 64), 4, (2,)
     ),
-    "clusters, a smaller last group": Plan(
-        Shapes(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1, (1,)
+    "messages of several of the largest boxes": AllGatherConfig(
+        AllGatherProblem(3, 1, 512, 64, (64,)), LOW, False, 512, 1, (64, 64), 4, (1, 1)
     ),
-    "clusters along the columns": Plan(
-        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1, (1, 1, 1)
+    "clusters, a smaller last group": AllGatherConfig(
+        AllGatherProblem(2, 2, 200, 64, (128, 64)), HIGH, False, 120, 1, (40, 64), 1, (1,)
     ),
-    "clusters along the columns, in two passes": Plan(
-        Shapes(4, 1, 40, 64, (192,)), replace(HIGH, share="x"), False, 40, 1, (8, 64), 1, (1, 2)
+    "clusters along the columns": AllGatherConfig(
+        AllGatherProblem(4, 1, 40, 64, (192,)),
+        replace(HIGH, cluster_dimension="n"),
+        False,
+        40,
+        1,
+        (8, 64),
+        1,
+        (1, 1, 1),
     ),
-    "slabs": Plan(Shapes(2, 1, 64, 256, (64,)), LOW, False, 64, 4, (8, 64), 2, (1,)),
-    "slabs of several boxes, a smaller last group": Plan(
-        Shapes(3, 2, 24, 256, (64,)), LOW, False, 16, 2, (2, 64), 2, (1, 1)
+    "clusters along the columns, in two passes": AllGatherConfig(
+        AllGatherProblem(4, 1, 40, 64, (192,)),
+        replace(HIGH, cluster_dimension="n"),
+        False,
+        40,
+        1,
+        (8, 64),
+        1,
+        (1, 2),
     ),
-    "slabs of several boxes, in one pass": Plan(
-        Shapes(3, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2,)
+    "slabs": AllGatherConfig(
+        AllGatherProblem(2, 1, 64, 256, (64,)), LOW, False, 64, 4, (8, 64), 2, (1,)
     ),
-    "slabs, in two passes, the first to several": Plan(
-        Shapes(4, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2, 1)
+    "slabs of several boxes, a smaller last group": AllGatherConfig(
+        AllGatherProblem(3, 2, 24, 256, (64,)), LOW, False, 16, 2, (2, 64), 2, (1, 1)
     ),
-    "slabs, clusters, groups smaller than tiles": Plan(
-        Shapes(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1, (1,)
+    "slabs of several boxes, in one pass": AllGatherConfig(
+        AllGatherProblem(3, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2,)
     ),
-    "joins": Plan(Shapes(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2, (3,)),
-    "joins, several tiles": Plan(Shapes(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1, (2,)),
-    "joins, slabs": Plan(Shapes(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1, (2,)),
-    "joins, clusters": Plan(Shapes(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1, (2,)),
+    "slabs, in two passes, the first to several": AllGatherConfig(
+        AllGatherProblem(4, 1, 24, 256, (64,)), LOW, False, 16, 2, (1, 64), 4, (2, 1)
+    ),
+    "slabs, clusters, groups smaller than tiles": AllGatherConfig(
+        AllGatherProblem(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1, (1,)
+    ),
+    "joins": AllGatherConfig(
+        AllGatherProblem(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2, (3,)
+    ),
+    "joins, several tiles": AllGatherConfig(
+        AllGatherProblem(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1, (2,)
+    ),
+    "joins, slabs": AllGatherConfig(
+        AllGatherProblem(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1, (2,)
+    ),
+    "joins, clusters": AllGatherConfig(
+        AllGatherProblem(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1, (2,)
+    ),
 }
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_row_is_here_when_it_is_multiplied(
-    plan: Plan, seed: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+    config: AllGatherConfig, seed: int, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulation = GatherSimulation(plan, keep, 2, seed)
+    simulation = GatherSimulation(config, keep, 2, seed)
     simulation.play(monkeypatch, MODULES)
     simulation.run()
-    tiles, problem = plan.tiles, plan.shapes.problem(plan.joins)
+    tiling, matmul = config.tiling, config.problem.matmul(config.tiles_span_shards)
     for device, multiplied in enumerate(simulation.multiplied):
-        visits = {key for key in multiplied if key[1] < problem.rows}
+        visits = {key for key in multiplied if key[1] < matmul.m}
         assert set(multiplied.values()) == {1}
         assert {(*key[:3], key[-1]) for key in visits} == {
             (plane, row, q, step)
-            for plane in range(problem.batch)
-            for row in range(0, problem.rows, tiles.rows)
-            for q in range(len(problem.columns))
-            for step in range(plan.shapes.contracted // tiles.contracted)
+            for plane in range(matmul.batch)
+            for row in range(0, matmul.m, tiling.tile_m)
+            for q in range(len(matmul.n))
+            for step in range(config.problem.k // tiling.tile_k)
         }
-        if keep or plan.joins:
+        if keep or config.tiles_span_shards:
             np.testing.assert_array_equal(simulation.kept[device], simulation.expected)
 
 
@@ -223,11 +257,11 @@ def test_the_device_that_needs_a_shard_first_gets_it_first(
     name: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of a pass get each box together."""
-    plan = PLANS[name]
-    simulation = GatherSimulation(plan, keep, 2, 0)
+    config = CONFIGS[name]
+    simulation = GatherSimulation(config, keep, 2, 0)
     simulation.play(monkeypatch, MODULES)
     simulation.run()
-    devices = plan.shapes.devices
+    devices = config.problem.devices
     orders = [
         (actor.place[AXIS], order)
         for actor in simulation.actors
@@ -237,13 +271,16 @@ def test_the_device_that_needs_a_shard_first_gets_it_first(
     for sender, order in orders:
         # Device d multiplies the shards of d, d + 1, d + 2 and so on.
         needing = [(sender - later) % devices for later in range(1, devices)]
-        passes = [needing[sum(plan.passes[:n]) :][:peers] for n, peers in enumerate(plan.passes)]
-        if plan.joins:
-            passes[0].append(sender)
+        peers_per_pass = [
+            needing[sum(config.peers_per_pass[:n]) :][:peers]
+            for n, peers in enumerate(config.peers_per_pass)
+        ]
+        if config.tiles_span_shards:
+            peers_per_pass[0].append(sender)
         elif keep:
-            passes.append([sender])
-        boxes = len(order) // sum(map(len, passes)) // plan.pieces
+            peers_per_pass.append([sender])
+        boxes = len(order) // sum(map(len, peers_per_pass)) // config.pieces
         sent = iter(order)
-        for together, _ in itertools.product(passes, range(boxes)):
-            copies = itertools.islice(sent, len(together) * plan.pieces)
-            assert Counter(copies) == Counter(together * plan.pieces)
+        for together, _ in itertools.product(peers_per_pass, range(boxes)):
+            copies = itertools.islice(sent, len(together) * config.pieces)
+            assert Counter(copies) == Counter(together * config.pieces)

@@ -42,25 +42,25 @@ def measured(op: str, devices: int) -> Iterator[tuple[int, list[tuple[float, flo
             newest.setdefault(case["name"], case)
     for case in newest.values():
         sizes = json.loads(case["line"])["shapes"].items()
-        shapes = kernel.Shapes(**{n: tuple(v) if isinstance(v, list) else v for n, v in sizes})
+        problem = kernel.Shapes(**{n: tuple(v) if isinstance(v, list) else v for n, v in sizes})
         took = {name: quartiles[1] for name, quartiles in case["times"].items()}
         boxed = '"box"' in case["line"]
         yield (
             case["case"]["rows"],
             [
-                (kernel.predicted_plan_microseconds(plan), took[name])
-                for plan in kernel.candidates(shapes)
-                if (name := name_of(plan, boxed)) in took
+                (kernel.predicted_plan_microseconds(config), took[name])
+                for config in kernel.candidates(problem)
+                if (name := name_of(config, boxed)) in took
             ],
         )
 
 
-def name_of(plan: Any, boxed: bool) -> str:
+def name_of(config: Any, boxed: bool) -> str:
     """In the reports.
 
     Before boxes were a choice, kernels sent shards that join to all peers at once, others to each.
     """
-    choices = plan.choices
+    choices = config.to_json()
     if not boxed:
         choices.pop("box", None)
         if choices.get("joins") or max(choices.get("passes", [1])) == 1:
@@ -73,10 +73,10 @@ def name_of(plan: Any, boxed: bool) -> str:
 def test_the_likeliest_is_nearly_the_fastest(op: str, devices: int) -> None:
     """Several are as fast within what measurements vary. Few rows are predicted more coarsely."""
     cases = list(measured(op, devices))
-    assert len(cases) >= 8 and all(len(plans) > 5 for _, plans in cases)
+    assert len(cases) >= 8 and all(len(configs) > 5 for _, configs in cases)
     regrets: dict[bool, list[float]] = {True: [], False: []}
-    for rows, plans in cases:
-        _, took = min(plans, key=lambda plan: plan[0])
-        regrets[rows < 512].append(took / min(took for _, took in plans))
+    for rows, configs in cases:
+        _, took = min(configs, key=lambda config: config[0])
+        regrets[rows < 512].append(took / min(took for _, took in configs))
     assert fmean(regrets[False]) < 1.02 and max(regrets[False]) < 1.1
     assert fmean(regrets[True]) < 1.07 and max(regrets[True]) < 1.15

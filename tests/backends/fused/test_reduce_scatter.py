@@ -13,8 +13,15 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap_jit
-from collective_matmul.backends.fused import ops, reduce_scatter
-from collective_matmul.backends.fused.reduce_scatter_config import Kind, Shapes, candidates
+from collective_matmul.backends.fused import reduce_scatter
+from collective_matmul.backends.fused.backend import Fused
+from collective_matmul.backends.fused.reduce_scatter_config import (
+    ReduceScatterProblem,
+    ReductionKind,
+)
+from collective_matmul.backends.fused.reduce_scatter_search import (
+    candidate_reduce_scatter_configs,
+)
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
@@ -47,8 +54,8 @@ class Call:
         devices = dict(self.mesh)[AXIS]
         sizes = [k * devices for k in self.contracted]
         xs = [ShapeDtypeStruct((*self.leading, k), self.dtype) for k in sizes]
-        shapes = [(k, self.columns)[:: -1 if self.transpose_w else 1] for k in sizes]
-        ws = [ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        problem = [(k, self.columns)[:: -1 if self.transpose_w else 1] for k in sizes]
+        ws = [ShapeDtypeStruct(shape, self.dtype) for shape in problem]
 
         def call(xs: list[jax.Array], ws: list[jax.Array]) -> jax.Array:
             if self.dimension is None:
@@ -109,33 +116,37 @@ def test_lowers_to_one_launch(call: Call, make_mesh: MeshFactory, _for_hopper: N
     assert not re.findall(r"stablehlo\.add\b.*f(?:16|32)>", text)
 
 
-@pytest.mark.parametrize("kind", ["scatter", "two_step", "one_shot"])
+@pytest.mark.parametrize("kind", ["scatter", "two_shot", "one_shot"])
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("rows", [1, 8, 24, 64, 72, 192, 1000, 2048])
-def test_plans(kind: Kind, devices: int, rows: int) -> None:
+def test_configs(kind: ReductionKind, devices: int, rows: int) -> None:
     """All rows are owned, clusters of two at most fit on a GPU together, and its memory is enough.
 
     Blocks that wait for each other must all be resident. Four blocks of a cluster do not fit into
     what pairs leave of an odd number of pairs.
     """
-    plans = candidates(Shapes(kind, devices, 2, rows, (512, 96), 4096))
-    assert len(set(plans)) == len(plans) > 0
-    for plan in plans:
-        assert plan.fits()
-        assert plan.shapes.rows >= rows and plan.shapes.rows % 8 == 0
-        assert plan.shapes.rows - rows < (256 if rows > 64 else max(8, rows))
-        assert plan.down * plan.cluster_rows >= plan.shapes.all_rows
-        assert plan.tiles.share != "both"
-        assert plan.tiles.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    configs = candidate_reduce_scatter_configs(
+        ReduceScatterProblem(kind, devices, 2, rows, (512, 96), 4096)
+    )
+    assert len(set(configs)) == len(configs) > 0
+    for config in configs:
+        assert config.fits()
+        assert config.problem.m >= rows and config.problem.m % 8 == 0
+        assert config.problem.m - rows < (256 if rows > 64 else max(8, rows))
+        assert config.grid_m * config.cluster_tile_m >= config.problem.all_rows
+        assert config.tiling.cluster_dimension != "mn"
+        assert config.tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
 
 
 def test_owners_share_all_their_tiles_or_none() -> None:
     """Where devices share some tiles but not all of theirs, they could wait for each other."""
-    shapes = Shapes("scatter", 4, 1, 192, (512,), 4096)
-    (plan, *_) = (plan for plan in candidates(shapes) if plan.shapes == shapes)
-    assert not plan.shared
-    high = replace(plan.tiles, rows=128, columns=128, split="rows")
-    assert not replace(plan, tiles=high).fits()
+    problem = ReduceScatterProblem("scatter", 4, 1, 192, (512,), 4096)
+    (config, *_) = (
+        config for config in candidate_reduce_scatter_configs(problem) if config.problem == problem
+    )
+    assert not config.tiles_span_owners
+    high = replace(config.tiling, tile_m=128, tile_n=128, wg_dimension="m")
+    assert not replace(config, tiling=high).fits()
 
 
 @needs_kernels
@@ -192,13 +203,13 @@ def test_a_rider_is_there_before_the_launch(make_mesh: MeshFactory, _for_hopper:
     """A collective beside a kernel that holds all multiprocessors could wait for it forever."""
 
     def call(x: jax.Array, w: jax.Array, co_gathered: jax.Array) -> Any:
-        return ops.matmul_reduce_scatter([x], [w], AXIS, dimension=0, co_gathered=co_gathered)
+        return Fused().matmul_reduce_scatter([x], [w], AXIS, dimension=0, co_gathered=co_gathered)
 
     specs = (P(None, AXIS), P(AXIS), P(AXIS))
     mesh = make_mesh({AXIS: 2})
     sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
-    shapes = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
-    text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    problem = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
+    text = jax.jit(sharded).trace(*problem).lower(lowering_platforms=("cuda",)).as_text()
     gather, barrier, launch = map(
         text.index, ("stablehlo.all_gather", "stablehlo.optimization_barrier", "call @launch")
     )

@@ -1,0 +1,98 @@
+"""Which configurations the reduce-scatter matmul kernel can run, and the best of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from collective_matmul.backends.fused.config_search import (
+    KernelCall,
+    feasible_tilings,
+    other_tile_orders,
+    ranked,
+)
+from collective_matmul.backends.fused.reduce_scatter_config import (
+    ReduceScatterConfig,
+    ReduceScatterProblem,
+)
+from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
+
+
+def choose_reduce_scatter_config(
+    problem: ReduceScatterProblem, multiprocessors: int = 132
+) -> ReduceScatterConfig | None:
+    """The configuration measured or predicted to be fastest; None if the kernel cannot do it.
+
+    Args:
+      problem: with any number of rows; the rows of the configuration's problem are padded. The
+        problem of an all-reduce is a "one_shot", and the configuration chooses how it is done.
+      multiprocessors: of each GPU.
+    """
+    if problem.kind == "one_shot":
+        call = KernelCall("matmul_all_reduce", problem, multiprocessors)
+        return call.choose(candidate_all_reduce_configs(problem, multiprocessors))
+    call = KernelCall("matmul_reduce_scatter", problem, multiprocessors)
+    return call.choose(candidate_reduce_scatter_configs(problem, multiprocessors))
+
+
+@functools.cache
+def candidate_all_reduce_configs(
+    problem: ReduceScatterProblem, multiprocessors: int = 132
+) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations for a "one_shot" problem, of either kind, the likeliest first."""
+    two_shot = replace(problem, kind="two_shot", m=math.ceil(problem.m / problem.devices))
+    return _ranked([*_configs(problem), *_configs(two_shot)], multiprocessors)
+
+
+@functools.cache
+def candidate_reduce_scatter_configs(
+    problem: ReduceScatterProblem, multiprocessors: int = 132
+) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations of the problem's kind that the kernel can run, the likeliest first."""
+    return _ranked(_configs(problem), multiprocessors)
+
+
+def _ranked(
+    configs: Iterable[ReduceScatterConfig], multiprocessors: int
+) -> tuple[ReduceScatterConfig, ...]:
+    predicted = functools.partial(
+        ReduceScatterConfig.predicted_microseconds, multiprocessors=multiprocessors
+    )
+    return ranked(configs, predicted, _sizes, _other_orders)
+
+
+def _configs(problem: ReduceScatterProblem) -> list[ReduceScatterConfig]:
+    if problem.kind == "one_shot":
+        heights = [-(-problem.m // ROW_MULTIPLE) * ROW_MULTIPLE]
+    else:
+        heights = padded_rows(problem.m)
+    return [
+        ReduceScatterConfig(padded, tiling)
+        for padded in (replace(problem, m=rows) for rows in heights)
+        for tiling in feasible_tilings(functools.partial(_fits, padded), all_epilogue_tiles=True)
+    ]
+
+
+def padded_rows(rows: int) -> list[int]:
+    """What the rows of a device may be padded to, so that tiles and owners divide each other."""
+    if rows <= 64:
+        return [max(ROW_MULTIPLE, 1 << (rows - 1).bit_length())]
+    return sorted({-(-rows // height) * height for height in (64, 128, 256)})
+
+
+def _fits(problem: ReduceScatterProblem, tiling: Tiling) -> bool:
+    return ReduceScatterConfig(problem, tiling).fits()
+
+
+def _sizes(config: ReduceScatterConfig) -> tuple[Any, ...]:
+    return config.problem, config.tiling.tile_m, config.tiling.tile_n
+
+
+def _other_orders(config: ReduceScatterConfig) -> list[ReduceScatterConfig]:
+    # Local and remote tiles are visited apart from each other.
+    most = max(config.local_grid_m, config.grid_m - config.local_grid_m)
+    orders = other_tile_orders(config.tiling, most, config.grid_n)
+    return [replace(config, tiling=tiling) for tiling in orders]
