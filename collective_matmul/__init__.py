@@ -1,6 +1,7 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
 from collective_matmul.compiler import overlap_jit
+from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
 from collective_matmul.ops import (
@@ -23,5 +24,6 @@ __all__ = [
     "matmul_reduce_scatter",
     "overlap",
     "overlap_jit",
+    "record_decisions",
     "tune",
 ]

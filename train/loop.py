@@ -11,7 +11,7 @@ from typing import NoReturn
 import jax
 from rich.console import Console
 
-from collective_matmul.dispatch.selection import record_decisions
+from collective_matmul import record_decisions
 from train.checkpoint import differences
 from train.metrics import Meter, Record, Reporter, model_flops_per_token
 from train.setup import Setup

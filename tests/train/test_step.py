@@ -15,9 +15,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from collective_matmul import overlap
+from collective_matmul import overlap, record_decisions
 from collective_matmul.backends.ring.schedule import make_schedule
-from collective_matmul.dispatch.selection import record_decisions
 from tests.rewrite.programs import counts
 from train import config as configs
 from train import step as steps
