@@ -129,6 +129,33 @@ def read_times(report: Path) -> dict[str, dict[str, float]]:
     }
 
 
+def test_numbers_in_benchmark_tables_are_in_the_reports_of_their_section():
+    page = ROOT / "docs/benchmarks.md"
+    for section in re.split(r"^##+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        reports = re.findall(r"\]\(\.\./(benchmarks/reports/[^)]+\.md)\)", section)
+        reported = [
+            float(number)
+            for report in reports
+            for number in NUMBER.findall((ROOT / report).read_text(encoding="utf-8"))
+        ]
+        tables = [line for line in section.splitlines() if re.match(r"\| (?!:?--)", line)]
+        for number in NUMBER.findall(" ".join(map(measured_cells, tables))):
+            digits = len(number.partition(".")[2])
+            # A report may round a number before the page does.
+            allowed = 0.5 * 10.0**-digits * 1.1
+            assert any(abs(float(number) - x) <= allowed for x in reported), f"{number}: {section}"
+
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def measured_cells(row: str) -> str:
+    """The cells of a row but its label, without thousands separators and ratios to another cell."""
+    cells = row.strip("|").split("|")[1:]
+    cells = [re.sub(r"\[[^]]*\]\([^)]*\)", "", cell) for cell in cells]
+    return " ".join(re.sub(r"[\d.]+×|[A-Z]=\d+|\d+B", "", cell) for cell in cells)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
