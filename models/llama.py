@@ -9,6 +9,7 @@ their last: Korthikanti et al., "Reducing Activation Recomputation in Large Tran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -111,7 +112,7 @@ class Llama(nnx.Module):
         config: LlamaConfig,
         *,
         axis_name: str = "tensor",
-        implementation: str | None = None,
+        implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         remat: Remat = "none",
         rngs: nnx.Rngs,
@@ -129,7 +130,10 @@ class Llama(nnx.Module):
         else:
             layers = collective
             options["implementation"] = implementation
-        self.axis_name, self.implementation = axis_name, implementation
+        self.axis_name = axis_name
+        # A tuple, so that the module is hashable.
+        is_sequence = not isinstance(implementation, str | None)
+        self.implementation = tuple(implementation) if is_sequence else implementation
         self.dtype = dtype
         self.remat: Remat = remat
         self.embedding = nnx.Param(

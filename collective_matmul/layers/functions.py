@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.checks import Implementation
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.sharding_context import ShardingContext, partition_spec, sharded
 from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -26,7 +27,7 @@ def column_parallel(
     kernel_shapes: Sequence[tuple[int, ...]],
     *,
     gather_dimension: int | None,
-    implementation: str | None,
+    implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
     """``x @ kernel + bias`` for every kernel; x is gathered once.
 
@@ -84,7 +85,7 @@ def row_parallel(
     kernel_shape: tuple[int, ...],
     *,
     scatter_dimension: int | None,
-    implementation: str | None,
+    implementation: Implementation,
 ) -> jax.Array:
     """``x @ kernel + bias``, contracted over all feature dimensions and summed over the axis.
 

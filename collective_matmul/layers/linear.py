@@ -19,6 +19,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import column_parallel, row_parallel
@@ -32,7 +33,7 @@ class LinearOptions(TypedDict, total=False):
     """Options that modules built from linear layers pass on: see `ColumnParallelLinear`."""
 
     use_bias: bool
-    implementation: str | None
+    implementation: Implementation
     dtype: DTypeLike | None
     param_dtype: DTypeLike
     kernel_init: nnx.Initializer
@@ -85,7 +86,7 @@ class ColumnParallelLinear(nnx.Module):
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
         use_bias: bool = False,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
@@ -97,9 +98,8 @@ class ColumnParallelLinear(nnx.Module):
         self.out_features = layer_checks.sizes("out_features", out_features)
         self.axis_name, self.mesh = axis_name, mesh
         self.gather_dimension = gather_dimension
-        self.implementation = implementation
+        self.implementation = check_implementation(implementation)
         self.dtype = dtype
-        check_implementation(implementation)
         if devices := known_axis_size(axis_name, mesh):
             layer_checks.features("out_features", self.out_features, axis_name, devices)
         columns = math.prod(self.out_features)
@@ -163,7 +163,7 @@ class RowParallelLinear(nnx.Module):
         axis_name: str = "tensor",
         scatter_dimension: int | None = -2,
         use_bias: bool = False,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
@@ -175,9 +175,8 @@ class RowParallelLinear(nnx.Module):
         (self.out_features,) = layer_checks.sizes("out_features", (out_features,))
         self.axis_name, self.mesh = axis_name, mesh
         self.scatter_dimension = scatter_dimension
-        self.implementation = implementation
+        self.implementation = check_implementation(implementation)
         self.dtype = dtype
-        check_implementation(implementation)
         if devices := known_axis_size(axis_name, mesh):
             layer_checks.features("in_features", self.in_features, axis_name, devices)
         rows = math.prod(self.in_features)

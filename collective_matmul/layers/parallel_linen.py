@@ -14,6 +14,8 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.checks import Implementation
+from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.functions import column_parallel, row_parallel
 from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
@@ -47,7 +49,11 @@ class ParallelModule:
     plan: ParallelStyles
     axis_name: str = "tensor"
     mesh: Mesh | None = None
-    implementation: str | None = None
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        # A tuple, so that the module is hashable.
+        object.__setattr__(self, "implementation", check_implementation(self.implementation))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own ``init``, on global arrays, outside `shard_map`.

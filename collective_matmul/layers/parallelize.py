@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 from flax import linen, nnx
 from jax.sharding import Mesh
 
+from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import parallel_styles as styles
 from collective_matmul.layers.parallel_linen import ParallelModule
@@ -24,7 +25,7 @@ def parallelize(
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Model: ...
 @overload
 def parallelize(
@@ -33,7 +34,7 @@ def parallelize(
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> ParallelModule: ...
 def parallelize(
     model: Any,
@@ -41,7 +42,7 @@ def parallelize(
     *,
     axis_name: str = "tensor",
     mesh: Mesh | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Any:
     """Makes dense layers of a model collective; its weights and their paths stay the same.
 
@@ -76,12 +77,12 @@ def parallelize(
         changed; for linen by the first `init` or `apply`, since its layers exist only there.
     """
     styles.check(plan)
-    check_implementation(implementation)
+    requested = check_implementation(implementation)
     known_axis_size(axis_name, mesh)
     if isinstance(model, linen.Module):
-        return ParallelModule(model, plan, axis_name, mesh, implementation)
+        return ParallelModule(model, plan, axis_name, mesh, requested)
     if isinstance(model, nnx.Module):
-        options = dict(axis_name=axis_name, mesh=mesh, implementation=implementation)
+        options = dict(axis_name=axis_name, mesh=mesh, implementation=requested)
         return replace_linears(model, plan, options)
     raise TypeError(
         f"model: a {type(model).__name__}; expected a flax.nnx.Module or a flax.linen.Module"

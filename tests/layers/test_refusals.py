@@ -194,3 +194,9 @@ def test_sizes_of_layers_are_whole_numbers(features: Any) -> None:
         ColumnParallelLinear(8, features, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"in_features=.*: expected a whole number of at least 1"):
         RowParallelLinear(features, 8, rngs=nnx.Rngs(0))
+
+
+def test_a_sequence_of_backends_is_stored_as_a_tuple() -> None:
+    assert column(implementation=["fused", "xla"]).implementation == ("fused", "xla")
+    assert row(implementation="ring").implementation == ("ring",)
+    assert row().implementation is None
