@@ -102,3 +102,18 @@ NAMES: dict[str, dict[str, str]] = {
 
 #: Names that keep such a word, and why: (path, name). A path may be a folder.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+#: Backends' names that are compared outside their folder because they mean something else there.
+COMPARED_NAMES: dict[tuple[str, str], str] = {
+    ("collective_matmul/backends/fused/", "one_shot"): (
+        "the kind of all-reduce in which every device computes the whole sum"
+    ),
+    ("collective_matmul/compiler.py", "fused"): "the old name of the argument peer_kernels",
+    ("collective_matmul/explain.py", "fused"): "the old name of the argument peer_kernels",
+    ("collective_matmul/mosaic_gpu/tiling.py", "xla"): "XLA's matmul in a table of matmuls",
+}
+
+#: Names that several files of a package have, and why.
+REPEATED_NAMES: dict[tuple[str, str], str] = {
+    ("collective_matmul", "module backend"): "each folder below backends/ keeps its backend there",
+}
