@@ -428,6 +428,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     sizes,
 )
 UNDER_WAY = {
+    long_files,
     private_imports,
     compared_backend_names,
     untyped_backends,
