@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
 PUBLIC_MODULES = ("collective_matmul", "collective_matmul.layers")
 #: The one benchmark module that imports private names; the other modules import them from it.
-BENCHMARKED_INTERNALS = "benchmarks/library.py"
+BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 
 BACKEND_FILES = {
     "xla": "collective_matmul/backends/xla.py",
