@@ -1,4 +1,4 @@
-"""From arguments to a benchmark."""
+"""The command line: from arguments to a benchmark."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 
 import tyro
 
-from benchmarks import block, ops, pictures, stack, tiles, train
-from benchmarks.fused import kernels, plans
+from benchmarks import ops, pictures, stack, tiles, train
+from benchmarks.fused import plans
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
     "ops": (ops.Ops, ops.run),
-    "block": (block.Block, block.run),
     "stack": (stack.Stack, stack.run),
     "train": (train.Train, train.run),
 }
-#: These say and write by themselves what they find.
+#: These print and write their results by themselves.
 _OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "picture": (pictures.Picture, pictures.run),
-    "fused": (kernels.Fused, kernels.run),
     "plans": (plans.Plans, plans.run),
     "tiles": (tiles.ChunkTiles, tiles.run),
 }
@@ -35,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         {name: settings for name, (settings, _) in (_OTHERS | _BENCHMARKS).items()},
         args=list(arguments),
         prog="python -m benchmarks",
-        description="How long the collective matmuls take beside what they are measured by.",
+        description="Times the ops, layers and training steps beside baselines; tunes kernels.",
     )
     try:
         for kind, run in _OTHERS.values():

@@ -1,21 +1,21 @@
-"""What the contenders differ in: how rows come together before a matmul and part after one.
+"""How candidates communicate: how shards come together before a matmul, and sums are formed after.
 
 Legend: D devices on the axis, m = M/D rows of a shard, K features, N columns over all devices.
 
-A program is written once, in terms of rows and of these methods:
+A program is written once, in terms of sharded rows and of these methods:
 
 ``all_gather_matmul(rows, ws) -> ys``         each w [K, N/D] -> each y [M, N/D]
 ``matmul_reduce_scatter(x, w) -> scattered``  x [M, N/D], w [N/D, K]
+``matmul_all_reduce(x, w) -> [M, K]``         x [M, N/D], w [N/D, K]
 ``add(rows, scattered) -> rows``              the residual
-``map(fun, rows) -> rows``                    fun of each row by itself
-``shard(rows) -> [m, K]``                     what a program returns of rows
+``shard(rows) -> [m, K]``                     the rows as a program returns them
 
-Rows and what was scattered are shards [m, K], but for `NoCommunication`.
+Rows and what was scattered are shards [m, K], except for `NoCommunication`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,30 +23,36 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.peers import mosaic_example
-from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from benchmarks import mosaic_example
+from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 #: The name of the mesh axis of every benchmark.
 AXIS = "tensor"
 
-ROWS, COLUMNS = P(AXIS, None), P(None, AXIS)
+ROWS, COLUMNS, REPLICATED = P(AXIS, None), P(None, AXIS), P(None, None)
 
-#: An array, or a pair of arrays; or a description of them.
+#: An array or a pair of arrays, or a description of them.
 Rows = Any
 
 
 class Communication(Protocol):
-    """See the module."""
+    """See the module.
 
-    on_shards: bool
-    """Whether the program runs inside `shard_map`; else on global arrays, which XLA partitions."""
+    Attributes:
+      inside_shard_map: whether the program runs inside `shard_map`. Otherwise it has global arrays,
+        which XLA partitions.
+      all_reduce_spec: how the result of `matmul_all_reduce` is sharded.
+    """
+
+    inside_shard_map: bool
+    all_reduce_spec: P
 
     def rows(self, shard: Any, whole: Any) -> Rows:
         """Rows, made of global arrays [M, K], and [D*M, K] with M rows per device."""
         ...
 
     def scattered(self, shard: Any, whole: Any) -> Any:
-        """What a reduce-scatter returns, or its cotangent, made of such arrays."""
+        """The result of a reduce-scatter, or its cotangent, made of such arrays."""
         ...
 
     def shard(self, rows: Rows) -> jax.Array: ...
@@ -55,13 +61,16 @@ class Communication(Protocol):
 
     def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any: ...
 
-    def add(self, rows: Rows, scattered: Any) -> Rows: ...
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array) -> jax.Array: ...
 
-    def map(self, fun: Callable[[jax.Array], jax.Array], rows: Rows) -> Rows: ...
+    def add(self, rows: Rows, scattered: Any) -> Rows: ...
 
 
 class _Shards:
     """Rows are a shard."""
+
+    inside_shard_map = True
+    all_reduce_spec = REPLICATED
 
     def rows(self, shard, whole):
         return shard
@@ -75,14 +84,9 @@ class _Shards:
     def add(self, rows, scattered):
         return rows + scattered
 
-    def map(self, fun, rows):
-        return fun(rows)
-
 
 class PlainJax(_Shards):
-    """One collective and one matmul, differentiated by JAX: what a program without us does."""
-
-    on_shards = True
+    """One collective and one matmul, differentiated by JAX: a program without this library."""
 
     def all_gather_matmul(self, rows, ws):
         gathered = lax.all_gather(rows, AXIS, axis=0, tiled=True)
@@ -91,6 +95,9 @@ class PlainJax(_Shards):
     def matmul_reduce_scatter(self, x, w):
         return lax.psum_scatter(x @ w, AXIS, scatter_dimension=0, tiled=True)
 
+    def matmul_all_reduce(self, x, w):
+        return lax.psum(x @ w, AXIS)
+
 
 class Rewritten(PlainJax):
     """The same, in programs that `collective_matmul.overlap` rewrites."""
@@ -98,8 +105,6 @@ class Rewritten(PlainJax):
 
 class CollectiveMatmul(_Shards):
     """The ops of `collective_matmul`."""
-
-    on_shards = True
 
     def __init__(self, implementation: str | None):
         self.implementation = implementation
@@ -110,26 +115,33 @@ class CollectiveMatmul(_Shards):
     def matmul_reduce_scatter(self, x, w):
         return matmul_reduce_scatter(x, w, AXIS, implementation=self.implementation)
 
+    def matmul_all_reduce(self, x, w):
+        return matmul_all_reduce(x, w, AXIS, implementation=self.implementation)
+
 
 class Partitioned(_Shards):
     """Global arrays and sharding constraints: XLA places the collectives, and may window them."""
 
-    on_shards = False
+    inside_shard_map = False
 
     def __init__(self, mesh: Mesh):
-        self._rows, self._columns = NamedSharding(mesh, ROWS), NamedSharding(mesh, COLUMNS)
+        self._mesh = mesh
 
     def all_gather_matmul(self, rows, ws):
-        return tuple(lax.with_sharding_constraint(rows @ w, self._columns) for w in ws)
+        return tuple(self._constrained(rows @ w, COLUMNS) for w in ws)
 
     def matmul_reduce_scatter(self, x, w):
-        return lax.with_sharding_constraint(x @ w, self._rows)
+        return self._constrained(x @ w, ROWS)
+
+    def matmul_all_reduce(self, x, w):
+        return self._constrained(x @ w, REPLICATED)
+
+    def _constrained(self, array, spec):
+        return lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
 
 
 class MosaicExample(_Shards):
-    """JAX's example of a fused kernel: one weight, forward, no reduce-scatter."""
-
-    on_shards = True
+    """JAX's example of a fused kernel: one weight, forward, all-gather only."""
 
     def all_gather_matmul(self, rows, ws):
         if len(ws) > 1:
@@ -139,20 +151,25 @@ class MosaicExample(_Shards):
     def matmul_reduce_scatter(self, x, w):
         raise NotImplementedError("JAX's Mosaic example: it has no reduce-scatter")
 
+    def matmul_all_reduce(self, x, w):
+        raise NotImplementedError("JAX's Mosaic example: it has no all-reduce")
+
 
 class NoCommunication:
-    """The ceiling: every matmul and every elementwise pass of the program, nothing communicated.
+    """The compute-only bound: every matmul and elementwise pass of the program, no communication.
 
-    Rows are (shard [m, K], whole [M, K]), and what was scattered is the whole product [M, K]. Where
-    rows would be gathered, the whole is taken, which is there from the start and never changes;
-    where they would be scattered, the first m rows of the product are. Gradients do likewise: the
-    cotangent of the whole is what a backward would gather. Barriers make each matmul wait for the
-    shard that the one before it contributed to, and make every product whole before its rows are
-    taken, so that XLA can neither drop a part, nor merge matmuls, nor run two at once; they cost
-    nothing, and no array is copied or made for the purpose. The numbers mean nothing.
+    Its numbers mean nothing. Rows are a pair (shard [m, K], whole [M, K]); what was scattered is
+    the whole product [M, K]. Where rows would be gathered, the whole is used, which exists from the
+    start and never changes. Where rows would be scattered, the first m rows of the product are
+    used. Gradients do the same: the cotangent of the whole is what a backward would gather.
+
+    Barriers make each matmul wait for the shard that the one before it contributed to, and make
+    every product whole before its rows are taken. So XLA can neither drop a part, nor merge
+    matmuls, nor run two at once. Barriers cost nothing, and no array is copied or made for them.
     """
 
-    on_shards = True
+    inside_shard_map = True
+    all_reduce_spec = ROWS
 
     def rows(self, shard, whole):
         return shard, whole
@@ -170,11 +187,11 @@ class NoCommunication:
     def matmul_reduce_scatter(self, x, w):
         return x @ w
 
+    def matmul_all_reduce(self, x, w):
+        return x @ w
+
     def add(self, rows, scattered):
         return _add_first_rows(*rows, scattered)
-
-    def map(self, fun, rows):
-        return fun(rows[0]), rows[1]
 
 
 @jax.custom_vjp
@@ -206,5 +223,5 @@ _add_first_rows.defvjp(
 
 
 def _first_rows(product: jax.Array) -> jax.Array:
-    """As many rows of a product as a shard has."""
+    """The first rows of a product, as many as a shard has."""
     return lax.optimization_barrier(product)[: product.shape[0] // lax.axis_size(AXIS)]

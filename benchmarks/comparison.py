@@ -1,4 +1,4 @@
-"""The run that `ops`, `stack` and `block` share: cases, compiled some at a time, then measured."""
+"""The run that all benchmarks share: cases are compiled some at a time, then measured."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from benchmarks import contenders as taking_part
-from benchmarks import options
+from benchmarks import candidates, option_sets
+from benchmarks.candidates import Candidate
 from benchmarks.compiling import Compiled, compile_cases
-from benchmarks.contenders import Contender
-from benchmarks.measuring import Measured, Timed, describe, measure_case
-from benchmarks.programs import Operands, Program
+from benchmarks.measuring import Timed, measure_case
+from benchmarks.operands import Operands
+from benchmarks.programs import Program
+from benchmarks.pytorch import runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, make_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Settings):
-    """What every comparison of contenders is told."""
+    """Settings of every comparison of candidates."""
 
-    contenders: tuple[str, ...] = ()
-    """Who takes part; default: all."""
+    candidates: tuple[str, ...] = ()
+    """What to time; default: everything."""
     try_options: bool = True
-    """Whether to try sets of XLA options for the contenders that are XLA's own."""
+    """Whether to try sets of XLA options for the candidates that are XLA's own."""
     skip_options: tuple[str, ...] = ()
     """Sets of XLA options not to try."""
     compile_cases: int = 1
     """Cases compiled at the same time, before they are measured."""
     compile_threads: int = 16
     """Programs compiled at the same time."""
-    compile_only: bool = False
-    """Compile every program, one after the other, and run none."""
     noise_checks: int = 0
-    """Time bulk twice in that many cases: by what do two times of one program differ?"""
+    """Time xla twice in that many cases: two times of one program show the noise."""
     profile: Path | None = None
-    """A folder for a profile of every contender in every case."""
+    """A folder for a profile of every candidate in every case."""
 
 
 class ComparedCase(Protocol):
-    """One program that every contender writes its own way."""
+    """One program that every candidate writes its own way."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def divided_sizes(self) -> Mapping[str, int]:
-        """By name, what the devices share evenly."""
+        """The sizes that devices share evenly, by name."""
         ...
 
-    def build(self, operands: Operands, contender: Contender) -> Program: ...
+    def build(self, operands: Operands, candidate: Candidate) -> Program: ...
 
     def describe(self, operands: Operands) -> dict[str, Any]:
-        """As JSON; "name" is not needed."""
+        """Its description as JSON; "name" is not needed."""
+        ...
+
+    def for_pytorch(self) -> dict[str, Any] | None:
+        """What `benchmarks.pytorch` needs to run the same, "name" aside; None if it cannot."""
         ...
 
 
@@ -70,23 +73,24 @@ def run(
 
     Args:
       benchmark: its name.
-      settings: what it was told.
+      settings: where `settings.pytorch` is true, PyTorch is timed afterwards.
       cases: in the order to measure them in.
-      names: the contenders that may take part.
+      names: the candidates that may take part.
 
     Raises:
       ValueError: for settings that do not fit together or to the devices.
     """
     check(settings)
-    check_names("contenders", settings.contenders, names)
-    check_names("skip_options", settings.skip_options, [*options.BASELINE, *options.WINDOWED])
+    check_names("candidates", settings.candidates, names)
+    sets = [*option_sets.BASELINE, *option_sets.WINDOWED]
+    check_names("skip_options", settings.skip_options, sets)
     mesh = make_mesh(settings)
     for case in cases:
         _check_divisible(case, mesh)
     report = Report(benchmark, settings)
-    contenders = [
-        taking_part.make(name, mesh, settings.try_options, settings.skip_options)
-        for name in taking_part.in_order(settings.contenders or names)
+    chosen = [
+        candidates.make(name, mesh, settings.try_options, settings.skip_options)
+        for name in candidates.in_order(settings.candidates or names)
     ]
     operands = Operands(mesh, settings.array_dtype)
     for first in range(0, len(cases), settings.compile_cases):
@@ -94,10 +98,11 @@ def run(
             break
         batch = cases[first : first + settings.compile_cases]
         builds = [functools.partial(case.build, operands) for case in batch]
-        threads = 1 if settings.compile_only else settings.compile_threads
-        compiled = compile_cases(contenders, builds, threads)
+        compiled = compile_cases(chosen, builds, settings.compile_threads)
         report.say(f"compiled {', '.join(case.name for case in batch[:3])}{' …'[: len(batch) > 3]}")
         _measure(batch, compiled, operands, settings, report)
+    if getattr(settings, "pytorch", False):
+        runner.add_times(report, settings, cases, mesh.devices.size)
     return report
 
 
@@ -111,19 +116,16 @@ def _measure(
     for case, ready in zip(cases, compiled, strict=True):
         if report.out_of_time():
             return
-        if settings.compile_only:
-            measured = Measured(describe(ready, ready.executables), [])
-        else:
-            checks_noise = len(report.content["cases"]) < settings.noise_checks
-            timed = Timed(
-                groups=settings.groups,
-                seconds=settings.group_seconds,
-                again="xla" if checks_noise else None,
-                profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
-                # Asking takes as long as a short case.
-                watch=case is cases[0],
-            )
-            measured = measure_case(ready, timed)
+        checks_noise = len(report.content["cases"]) < settings.noise_checks
+        timed = Timed(
+            groups=settings.groups,
+            seconds=settings.group_seconds,
+            again="xla" if checks_noise else None,
+            profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
+            # Asking takes as long as a short case.
+            watch=case is cases[0],
+        )
+        measured = measure_case(ready, timed)
         described = {"name": case.name, "devices": operands.mesh.devices.size}
         described |= case.describe(operands)
         report.add({**described, "gpus": measured.gpus}, measured.results)

@@ -1,4 +1,4 @@
-"""From programs to executables: many at once, before any array exists and anything is timed."""
+"""Compiles programs, many at once, before any array exists and before anything is timed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import jax
 
-from benchmarks import arrays
-from benchmarks.contenders import Contender, Jit
+from benchmarks import operands
+from benchmarks.candidates import Candidate, Jit
+from benchmarks.library import Decision, record_decisions
 from benchmarks.programs import Made, Program
-from collective_matmul.dispatch.selection import Decision, record_decisions
 
-Build = Callable[[Contender], Program]
+Build = Callable[[Candidate], Program]
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program as XLA gets it, under a contender's name and one of its sets of options."""
+    """A lowered program of a candidate, for one of its sets of options."""
 
-    contender: str
+    candidate: str
     options: str
     program: Program
     lowered: Any
@@ -36,9 +36,9 @@ class Executable:
     """A compiled program, without its arrays.
 
     Attributes:
-      programs: those that are the same to XLA; it is measured under the name of the first.
-      compiled: as JAX has it.
-      seconds: that it took to compile.
+      programs: all that are the same to XLA; it is measured under the name of the first.
+      compiled: JAX's executable.
+      seconds: what compiling took.
     """
 
     programs: tuple[Traced, ...]
@@ -46,19 +46,19 @@ class Executable:
     seconds: float
 
     @property
-    def contender(self) -> str:
-        return self.programs[0].contender
+    def candidate(self) -> str:
+        return self.programs[0].candidate
 
     @property
     def options(self) -> str:
         return self.programs[0].options
 
     def on(self, made: Made) -> Callable[[], Any]:
-        """What runs it once, on what was made for it."""
+        """A function that runs it once, on what was made for it."""
         run = made.bind(self.compiled, self.programs[0].program.arguments)
         if jax.default_backend() != "cpu":
             return run
-        # Simulated devices share few threads: a call queued behind this one could take the thread
+        # Simulated devices share few threads: a call queued after this one could take the thread
         # that this one's collectives wait for.
         return lambda: jax.block_until_ready(run())
 
@@ -68,50 +68,50 @@ class Compiled:
     """One case, ready to be measured.
 
     Attributes:
-      contenders: their names, in order.
+      candidates: their names, in order.
       executables: in no order.
-      failures: by contender, the last thing that went wrong.
+      failures: by candidate, the last thing that went wrong.
     """
 
-    contenders: tuple[str, ...]
+    candidates: tuple[str, ...]
     executables: list[Executable] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     maker: Callable[[], Made] | None = None
 
     def make(self) -> Made:
-        """What all programs run on."""
+        """The arrays that all programs run on."""
         assert self.maker is not None, "not one program could be traced"
         return self.maker()
 
     @contextlib.contextmanager
-    def noting_failure(self, contender: str) -> Iterator[None]:
-        """Whatever goes wrong with one contender, in JAX or on the device, the others count."""
+    def noting_failure(self, candidate: str) -> Iterator[None]:
+        """Notes what goes wrong with one candidate, in JAX or on the device; the others go on."""
         try:
             yield
         except Exception as error:
             sentence = str(error).strip().partition("\n")[0]
-            self.failures[contender] = f"{type(error).__name__}: {sentence[:300]}"
+            self.failures[candidate] = f"{type(error).__name__}: {sentence[:300]}"
 
 
 def compile_cases(
-    contenders: Sequence[Contender], builds: Sequence[Build], threads: int
+    candidates: Sequence[Candidate], builds: Sequence[Build], threads: int
 ) -> list[Compiled]:
     """Traces and compiles the programs of all cases.
 
     Nothing may be timed meanwhile: XLA tries kernels on the devices as it compiles.
 
     Args:
-      contenders: who takes part.
-      builds: for each case, what makes the program of a contender.
+      candidates: all whose programs to compile.
+      builds: for each case, a function that makes the program of a candidate.
       threads: programs compiled at the same time.
     """
-    names = tuple(contender.name for contender in contenders)
+    names = tuple(candidate.name for candidate in candidates)
     cases = [Compiled(names) for _ in builds]
     jobs: list[Future[None]] = []
     with ThreadPoolExecutor(threads) as pool:
         for case, build in zip(cases, builds, strict=True):
             # Tracing is Python, and gains nothing from threads; XLA compiles beside it.
-            traced = _trace_all(contenders, build, case)
+            traced = _trace_all(candidates, build, case)
             jobs += [pool.submit(_compile, case, same) for same in _same_programs(traced)]
             jobs.append(pool.submit(_compile_maker, case, traced))
     for job in jobs:
@@ -119,28 +119,28 @@ def compile_cases(
     return cases
 
 
-def _trace_all(contenders: Sequence[Contender], build: Build, case: Compiled) -> list[Traced]:
+def _trace_all(candidates: Sequence[Candidate], build: Build, case: Compiled) -> list[Traced]:
     traced = []
-    for contender in contenders:
-        with case.noting_failure(contender.name):
-            program = build(contender)
-            for options, jit in contender.jits.items():
-                traced.append(trace(contender.name, options, jit, program))
+    for candidate in candidates:
+        with case.noting_failure(candidate.name):
+            program = build(candidate)
+            for options, jit in candidate.jits.items():
+                traced.append(trace(candidate.name, options, jit, program))
     return traced
 
 
-def trace(contender: str, options: str, jit: Jit, program: Program) -> Traced:
+def trace(candidate: str, options: str, jit: Jit, program: Program) -> Traced:
     """Traces and lowers a program; records what the library decides meanwhile."""
     started = time.perf_counter()
     with record_decisions() as decisions:
         jitted = jit(program.fun, donate_argnums=program.donated)
-        lowered = jitted.lower(*arrays.abstract(program.arguments))
+        lowered = jitted.lower(*operands.abstract(program.arguments))
     seconds = time.perf_counter() - started
-    return Traced(contender, options, program, lowered, seconds, tuple(decisions))
+    return Traced(candidate, options, program, lowered, seconds, tuple(decisions))
 
 
 def _same_programs(traced: Sequence[Traced]) -> list[tuple[Traced, ...]]:
-    """The programs in groups that compile to the same."""
+    """Groups of programs that compile to the same executable."""
     groups: dict[tuple[str, str], tuple[Traced, ...]] = {}
     for program in traced:
         key = program.options, program.lowered.as_text()
@@ -151,7 +151,7 @@ def _same_programs(traced: Sequence[Traced]) -> list[tuple[Traced, ...]]:
 def _compile(case: Compiled, programs: tuple[Traced, ...]) -> None:
     with contextlib.ExitStack() as stack:
         for program in programs:
-            stack.enter_context(case.noting_failure(program.contender))
+            stack.enter_context(case.noting_failure(program.candidate))
         started = time.perf_counter()
         compiled = programs[0].lowered.compile()
         case.executables.append(Executable(programs, compiled, time.perf_counter() - started))
@@ -160,4 +160,4 @@ def _compile(case: Compiled, programs: tuple[Traced, ...]) -> None:
 def _compile_maker(case: Compiled, traced: Sequence[Traced]) -> None:
     if traced:
         own = traced[0].program.make
-        case.maker = own or arrays.compile_maker([t.program.arguments for t in traced])
+        case.maker = own or operands.compile_maker([t.program.arguments for t in traced])

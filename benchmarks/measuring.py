@@ -1,4 +1,4 @@
-"""From executables to numbers: the options that serve each contender best, then all in turns."""
+"""Times executables: finds the best options of each candidate, then times all in turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax
 
 from benchmarks.compiling import Compiled, Executable
 from benchmarks.environment import gpu_state
+from benchmarks.library import measure
 from benchmarks.profiling import Profile, record
-from collective_matmul.tuning.timing import measure
 
-#: Groups that decide between sets of options: enough to tell those that differ.
+#: Groups that decide between sets of options: enough to distinguish those that differ.
 PILOT_GROUPS = 3
 
 Run = Callable[[], Any]
@@ -24,22 +24,22 @@ Run = Callable[[], Any]
 
 @dataclass
 class Result:
-    """What one contender did in one case."""
+    """The measurements of one candidate in one case."""
 
     samples: tuple[float, ...] = ()
     """Seconds per call, one number for each group."""
     options: str = ""
-    """The set of options that served it best."""
+    """The fastest set of options."""
     tried: dict[str, float] = field(default_factory=dict)
     """Median seconds per call in a short trial of each set of options, where there are several."""
     same_program_as: str | None = None
-    """Another contender whose program is the same: its samples are this one's too."""
+    """Another candidate whose program is the same, and whose samples these are."""
     temporary_bytes: int | None = None
     """Per device, beyond arguments and results."""
     trace_seconds: float | None = None
     compile_seconds: float | None = None
     decisions: dict[str, int] = field(default_factory=dict)
-    """What carries out the ops and why, with how many ops that is true of."""
+    """Which backend executes ops and why, with the number of ops."""
     profile: Profile | None = None
     failure: str | None = None
     """Why there are no samples."""
@@ -53,12 +53,12 @@ class Timed:
     """How to time.
 
     Attributes:
-      groups: samples for each contender.
-      seconds: how long each contender runs in each group.
-      again: a contender to time twice, the second time under "NAME again": by what two times of
-        one program differ.
-      profile: a folder for a profile of each contender.
-      watch: whether to look at the GPUs' power and clocks while a contender runs.
+      groups: samples for each candidate.
+      seconds: how long each candidate runs in each group.
+      again: a candidate to time twice, the second time under "NAME again": two times of one
+        program show the noise.
+      profile: a folder for a profile of each candidate.
+      watch: whether to record the GPUs' power and clocks while a candidate runs.
     """
 
     groups: int
@@ -69,7 +69,7 @@ class Timed:
 
 
 class Measured(NamedTuple):
-    """What was found in one case."""
+    """The measurements of one case."""
 
     results: Results
     gpus: list[dict[str, str]]
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
 
 
 def measure_case(case: Compiled, timed: Timed) -> Measured:
-    """Times the executables, contenders in turns, and frees them and their arrays."""
+    """Times the executables, candidates in turns, and frees them and their arrays."""
     runs = _warm_up(case)
     tried = {name: _try_options(choices) for name, choices in runs.items()}
     fastest = {name: min(times, key=times.__getitem__) for name, times in tried.items()}
@@ -86,11 +86,11 @@ def measure_case(case: Compiled, timed: Timed) -> Measured:
     if timed.again in chosen:
         chosen[again] = chosen[timed.again]
     timings = measure(chosen, groups=timed.groups, seconds_per_group=timed.seconds)
-    results = describe(case, list(fastest.values()))
+    results = _describe(case, list(fastest.values()))
     for name, executable in fastest.items():
         profile = timed.profile and record(chosen[name], timed.profile / name)
         for program in executable.programs:
-            result = results[program.contender]
+            result = results[program.candidate]
             result.samples, result.profile = timings[name].samples, profile
             if len(tried[name]) > 1:
                 result.tried = {e.options: seconds for e, seconds in tried[name].items()}
@@ -105,15 +105,15 @@ def measure_case(case: Compiled, timed: Timed) -> Measured:
     return Measured(results, gpus)
 
 
-def describe(case: Compiled, executables: list[Executable]) -> Results:
-    """What is known of the contenders, by these executables, without running anything."""
-    results = {name: Result() for name in case.contenders}
+def _describe(case: Compiled, executables: list[Executable]) -> Results:
+    """What these executables say about their candidates, before anything runs."""
+    results = {name: Result() for name in case.candidates}
     for executable in executables:
         for program in executable.programs:
-            results[program.contender] = Result(
+            results[program.candidate] = Result(
                 options=program.options,
                 same_program_as=(
-                    None if program is executable.programs[0] else executable.contender
+                    None if program is executable.programs[0] else executable.candidate
                 ),
                 temporary_bytes=executable.compiled.memory_analysis().temp_size_in_bytes,
                 trace_seconds=program.seconds,
@@ -123,30 +123,30 @@ def describe(case: Compiled, executables: list[Executable]) -> Results:
                 ),
             )
     for name, result in results.items():
-        # A set of options that XLA refuses is no failure where another one worked.
+        # A set of options that XLA refuses is not a failure where another one worked.
         if result.compile_seconds is None:
             result.failure = case.failures.get(name)
     return results
 
 
 def _warm_up(case: Compiled) -> dict[str, dict[Executable, Run]]:
-    """By contender, in order, what runs each of its executables; those that fail are left out."""
+    """A function that runs each executable, by candidate in order; those that fail are left out."""
     runs: dict[str, dict[Executable, Run]] = {}
     if not case.executables:
         return runs
     made = case.make()
     for executable in sorted(
-        case.executables, key=lambda executable: case.contenders.index(executable.contender)
+        case.executables, key=lambda executable: case.candidates.index(executable.candidate)
     ):
-        with case.noting_failure(executable.contender):
+        with case.noting_failure(executable.candidate):
             run = executable.on(made)
             jax.block_until_ready(run())
-            runs.setdefault(executable.contender, {})[executable] = run
+            runs.setdefault(executable.candidate, {})[executable] = run
     return runs
 
 
 def _watch(run: Run) -> list[dict[str, str]]:
-    """The state of the GPUs while they do this."""
+    """The state of the GPUs while a candidate runs."""
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(gpu_state)
         while not state.done():

@@ -1,8 +1,8 @@
-"""``python -m benchmarks ops``: each op alone, over the shapes of Llama 3, beside bulk.
+"""``python -m benchmarks ops``: each op alone, over shapes of Llama 3, beside XLA and others.
 
 An op is repeated in one executable, each time with other weights; a repetition starts when the one
-before has ended. Legend of global shapes: M rows, K contracted, N columns; an all-gather shards M
-and N, a reduce-scatter K, and M of its result.
+before it has ended. Legend of global shapes: M rows, K contracted, N columns. An all-gather shards
+M and N, a reduce-scatter K, and M of its result; an all-reduce shards K.
 """
 
 from __future__ import annotations
@@ -10,134 +10,110 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import comparison
-from benchmarks import contenders as taking_part
-from benchmarks.communication import COLUMNS, ROWS, Communication
+from benchmarks import candidates, comparison
+from benchmarks.candidates import Candidate
+from benchmarks.communication import COLUMNS, REPLICATED, ROWS
 from benchmarks.comparison import Comparison
-from benchmarks.contenders import Contender
-from benchmarks.programs import Direction, Operands, Program, place
+from benchmarks.library import LAYERS, Layer
+from benchmarks.operands import Operands
+from benchmarks.programs import Direction, Program, make_program
 from benchmarks.report import Report
-from benchmarks.settings import check_names
-from models import config as models
-from models.config import LlamaConfig
+from benchmarks.settings import check_least, check_names
 
-Op = Literal["all_gather", "reduce_scatter"]
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A matmul of a model: K contracted, and N for each weight."""
-
-    name: str
-    op: Op
-    contracted: int
-    columns: tuple[int, ...]
-
-
-def projections(model: str, config: LlamaConfig) -> dict[str, Projection]:
-    """The projections of a Llama's block that communicate, by name."""
-    k, f = config.features, config.hidden_features
-    heads, shared = config.num_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    operands: dict[str, tuple[Op, int, tuple[int, ...]]] = {
-        "qkv": ("all_gather", k, (heads, shared, shared)),
-        "attention output": ("reduce_scatter", heads, (k,)),
-        "gate and up": ("all_gather", k, (f, f)),
-        "up": ("all_gather", k, (f,)),
-        "down": ("reduce_scatter", f, (k,)),
-    }
-    return {name: Projection(f"{model} {name}", *sizes) for name, sizes in operands.items()}
-
-
-LLAMAS = {
-    "debug": models.debug(),
-    "8B": models.llama3_8b(),
-    "70B": models.llama3_70b(),
-    "405B": models.llama3_405b(),
-}
-
-#: Sizes that fill no tile or no wave: N not a multiple of 128 per device, K = 5120.
-AWKWARD = (
-    Projection("K=5120", "all_gather", 5120, (13_824,)),
-    Projection("K=5120", "reduce_scatter", 13_824, (5120,)),
-    Projection("N=11000", "all_gather", 4096, (11_000,)),
-    Projection("K=11000", "reduce_scatter", 11_000, (4096,)),
-)
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """One op of one shape, repeated."""
+    """One op of one shape, repeated. K and N of `layer` are global."""
 
-    projection: Projection
+    model: str
+    layer: Layer
+    op: Op
     rows: int
     direction: Direction
     repetitions: int
 
     @property
     def name(self) -> str:
-        return f"{self.projection.name} {self.projection.op} M={self.rows} {self.direction}"
+        return f"{self.op} {self.model} {self.layer.name} M={self.rows} {self.direction}"
 
     @property
     def divided_sizes(self) -> dict[str, int]:
-        if self.projection.op == "reduce_scatter":
-            return {"rows": self.rows, "contracted": self.projection.contracted}
-        columns = {f"columns[{i}]": n for i, n in enumerate(self.projection.columns)}
+        if self.op == "matmul_all_reduce":
+            return {"contracted": self.layer.contracted}
+        if self.op == "matmul_reduce_scatter":
+            return {"rows": self.rows, "contracted": self.layer.contracted}
+        columns = {f"columns[{i}]": n for i, n in enumerate(self.layer.columns)}
         return {"rows": self.rows, **columns}
 
     def describe(self, operands: Operands) -> dict[str, Any]:
         return asdict(self)
 
-    def build(self, operands: Operands, contender: Contender) -> Program:
+    def for_pytorch(self) -> dict[str, Any] | None:
+        if self.direction != "forward" or len(self.layer.columns) > 1:
+            return None
+        sizes = self.layer.contracted, self.layer.columns[0]
+        features, hidden = sizes if self.layer.kind == "gather" else sizes[::-1]
+        return {
+            "op": self.op,
+            "rows": self.rows,
+            "features": features,
+            "hidden_features": hidden,
+            "layers": self.repetitions,
+        }
+
+    def build(self, operands: Operands, candidate: Candidate) -> Program:
         """The program: see `build`."""
-        return build(self, operands, contender)
+        return build(self, operands, candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ops(Comparison):
     """Each op alone, over shapes of Llama 3 and awkward ones."""
 
-    models: tuple[str, ...] = ("8B", "70B", "405B")
-    """Whose projections: 8B, 70B, 405B."""
-    projections: tuple[str, ...] = ()
-    """Which of a model's, as "up" or "attention output"; default: all, and the awkward shapes."""
+    models: tuple[str, ...] = ("llama3-8b", "llama3-70b", "llama3-405b", "awkward")
+    """Whose layers, as for `python -m collective_matmul tune --shapes`."""
+    layers: tuple[str, ...] = ()
+    """Which of a model's layers, as "up" or "attention output"; default: all."""
+    ops: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
+    """Which ops. An all-reduce is what decoding does instead of a reduce-scatter: forward only."""
     rows: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-    """M to try each projection with."""
-    awkward_rows: tuple[int, ...] = (3072, 8192)
-    """M to try the awkward shapes with."""
+    """M to try each layer with."""
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     cases: int = 96
     """Measure that many cases, drawn from all there are; 0 measures all."""
-    contenders: tuple[str, ...] = ("xla", "auto", "ceiling")
+    candidates: tuple[str, ...] = ("xla", "auto", candidates.COMPUTE_ONLY)
     repetitions: int = 4
-    """Of the op in one executable at 8192 rows; up to four times as many where rows are fewer, and
-    down to half as many where they are more."""
+    """Repetitions in one executable at 8192 rows; up to four times as many where rows are fewer,
+    and down to half as many where they are more."""
     try_options: bool = False
     noise_checks: int = 8
     compile_cases: int = 24
     compile_threads: int = 32
     groups: int = 5
+    pytorch: bool = False
+    """Afterwards time PyTorch on the forward cases of one weight, in processes of its own; it needs
+    20 GB of each GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7."""
 
     def chosen_cases(self) -> list[OpCase]:
         """The cases to measure, in an order that leaves a fair choice wherever it is cut off."""
-        llama = [
-            projection
-            for model in self.models
-            for name, projection in projections(model, LLAMAS[model]).items()
-            if not self.projections or name in self.projections
-        ]
-        awkward = () if self.projections else AWKWARD
-        shapes = [(projection, rows) for projection in llama for rows in self.rows]
-        shapes += [(projection, rows) for projection in awkward for rows in self.awkward_rows]
         cases = [
-            OpCase(projection, rows, direction, self._repetitions(rows))
-            for projection, rows in shapes
+            OpCase(model, layer, op, rows, direction, self._repetitions(rows))
+            for model in self.models
+            for layer in LAYERS[model]
+            if not self.layers or layer.name in self.layers
+            for op in self.ops
+            if (op == "all_gather_matmul") == (layer.kind == "gather")
+            for rows in self.rows
             for direction in self.directions
+            if direction == "forward" or op != "matmul_all_reduce"
         ]
         return random.Random(0).sample(cases, min(self.cases or len(cases), len(cases)))
 
@@ -153,26 +129,25 @@ def run(settings: Ops) -> Report:
     Raises:
       ValueError: for settings that do not fit together or to the devices.
     """
-    check_names("models", settings.models, list(LLAMAS))
-    check_names("projections", settings.projections, list(projections("", LLAMAS["debug"])))
-    if settings.repetitions < 1:
-        raise ValueError(f"repetitions={settings.repetitions}: expected at least 1")
-    return comparison.run("ops", settings, settings.chosen_cases(), taking_part.names())
+    check_names("models", settings.models, list(LAYERS))
+    known = {layer.name: None for model in settings.models for layer in LAYERS[model]}
+    check_names("layers", settings.layers, list(known))
+    check_names("ops", settings.ops, get_args(Op))
+    check_least(settings, 1, "repetitions")
+    return comparison.run("ops", settings, settings.chosen_cases(), candidates.names())
 
 
-def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
-    """The case as a contender's program.
+def build(case: OpCase, operands: Operands, candidate: Candidate) -> Program:
+    """The case as a candidate's program.
 
-    Forward it maps (xs, weights) to results, one for each repetition; forward and backward it maps
+    Forward it maps (xs, weights) to results, one for each repetition. Forward and backward it maps
     (xs, weights, cotangents) to (results, gradients of xs, gradients of weights).
     """
-    communication = contender.communication
-    gathers = case.projection.op == "all_gather"
-    op = (_all_gather if gathers else _reduce_scatter)(case, operands, communication)
+    communication = candidate.communication
+    op = _repetition(case, operands, communication)
     weights = [
         tuple(
-            operands.weight(op.w_spec, case.projection.contracted, n, seed)
-            for n in case.projection.columns
+            operands.weight(op.w_spec, case.layer.contracted, n, seed) for n in case.layer.columns
         )
         for seed in range(case.repetitions)
     ]
@@ -181,7 +156,9 @@ def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
         results: list[Any] = []
         for x, ws in zip(xs, weights, strict=True):
             if results:
-                x, results[-1] = lax.optimization_barrier((x, results[-1]))
+                x, ended = lax.optimization_barrier((x, results[-1]))
+                # A barrier's result is not known to be replicated. Only a backward needs it.
+                results[-1] = results[-1] if case.op == "matmul_all_reduce" else ended
             results.append(op.call(x, ws))
         return results
 
@@ -192,14 +169,14 @@ def build(case: OpCase, operands: Operands, contender: Contender) -> Program:
 
     arguments = ([op.x] * case.repetitions, weights)
     if case.direction == "forward":
-        return place(communication, forward, arguments, op.y_spec)
+        return make_program(communication, forward, arguments, op.y_spec)
     cotangents = [op.y] * case.repetitions
     out_specs = (op.y_spec, op.x_spec, op.w_spec)
-    return place(communication, forward_backward, (*arguments, cotangents), out_specs)
+    return make_program(communication, forward_backward, (*arguments, cotangents), out_specs)
 
 
-class _Op(NamedTuple):
-    """One repetition: its operand x, its result y, and where both and the weights lie."""
+class _Repetition(NamedTuple):
+    """One repetition: its operand x, its result y, and how both and the weights are sharded."""
 
     call: Callable[[Any, Sequence[jax.Array]], Any]
     gradient: Callable[[Any], jax.Array]
@@ -210,27 +187,30 @@ class _Op(NamedTuple):
     y_spec: P
 
 
-def _all_gather(case: OpCase, operands: Operands, communication: Communication) -> _Op:
-    columns = case.projection.columns
-    return _Op(
-        call=communication.all_gather_matmul,
-        gradient=communication.shard,
-        x=communication.rows(*operands.both(case.rows, case.projection.contracted)),
-        y=tuple(operands.activations(COLUMNS, case.rows, n, seed=1) for n in columns),
-        x_spec=ROWS,
-        w_spec=COLUMNS,
-        y_spec=COLUMNS,
-    )
-
-
-def _reduce_scatter(case: OpCase, operands: Operands, communication: Communication) -> _Op:
-    (columns,) = case.projection.columns
-    return _Op(
-        call=lambda x, ws: communication.matmul_reduce_scatter(x, ws[0]),
+def _repetition(case: OpCase, operands: Operands, communication: Any) -> _Repetition:
+    contracted, columns = case.layer.contracted, case.layer.columns
+    if case.op == "all_gather_matmul":
+        return _Repetition(
+            call=communication.all_gather_matmul,
+            gradient=communication.shard,
+            x=communication.rows(*operands.both(case.rows, contracted)),
+            y=tuple(operands.activations(COLUMNS, case.rows, n, seed=1) for n in columns),
+            x_spec=ROWS,
+            w_spec=COLUMNS,
+            y_spec=COLUMNS,
+        )
+    if case.op == "matmul_reduce_scatter":
+        call, y_spec = communication.matmul_reduce_scatter, ROWS
+        y = communication.scattered(*operands.both(case.rows, columns[0], seed=1))
+    else:
+        call, y_spec = communication.matmul_all_reduce, communication.all_reduce_spec
+        y = operands.activations(REPLICATED, case.rows, columns[0], seed=1)
+    return _Repetition(
+        call=lambda x, ws: call(x, ws[0]),
         gradient=lambda gradient: gradient,
-        x=operands.activations(COLUMNS, case.rows, case.projection.contracted),
-        y=communication.scattered(*operands.both(case.rows, columns, seed=1)),
+        x=operands.activations(COLUMNS, case.rows, contracted),
+        y=y,
         x_spec=COLUMNS,
         w_spec=ROWS,
-        y_spec=ROWS,
+        y_spec=y_spec,
     )

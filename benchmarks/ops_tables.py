@@ -5,21 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.contenders import AUTO
-from benchmarks.tables import Content, contender_names, implementations, speed_up, table
+from benchmarks.candidates import AUTO, COMPUTE_ONLY
+from benchmarks.tables import Content, backends, candidate_names, speed_up, table
 
-#: Of bulk's speed. Less is a loss.
+#: The share of xla's speed below which a case is a loss.
 LOSS = 0.99
 
-#: What is said of cases that are not counted as "not bulk".
-_OF_BULK = {
-    "auto": "Where auto has bulk for every op, the program is the same and the ratio 1.",
-    "auto_fused": "Where it has bulk for every op, the program differs in the compiler's options.",
+#: What the ratio is of cases that are not counted as "not xla".
+_SAME = {
+    "auto": "Where auto has xla for every op, the program is the same and the ratio 1.",
+    "auto_fused": "Where it has xla for every op, the program differs in the compiler's options.",
 }
 
 
 def wins_by_rows(content: Content) -> str:
-    """Auto against bulk, by M and direction; and the same with fused kernels, if both took part."""
+    """Auto against xla, by M and direction; and with fused kernels allowed, if both took part."""
     sections = (_wins_of(content, name) for name in AUTO)
     return "\n\n".join(filter(None, sections))
 
@@ -34,11 +34,11 @@ def _wins_of(content: Content, name: str) -> str:
     total = _summary(content["cases"], name)
     if total is None:
         return ""
-    header = ["M", "cases", "not bulk", "wins", "losses", "least", "mean", "most", "of ceiling"]
+    header = ["M", "cases", "not xla", "wins", "losses", "least", "mean", "most", "of bound"]
     return (
-        f"## {name.capitalize()} against bulk\n\nBulk's time over {name}'s: least, geometric mean"
+        f"## {name.capitalize()} against xla\n\nXla's time over {name}'s: least, geometric mean"
         f" and most of the cases. A loss is less than {LOSS}, a win more than {2 - LOSS:.2f}."
-        f" {_OF_BULK[name]} Of ceiling: the ceiling's time over {name}'s, geometric mean.\n\n"
+        f" {_SAME[name]} Of bound: the compute-only bound's time over {name}'s, geometric mean.\n\n"
         + table(header, [*rows, ["all", *total]])
     )
 
@@ -48,8 +48,8 @@ def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
     if not compared:
         return None
     ratios = [ratio for _, ratio in compared]
-    other = [case for case, _ in compared if not _is_bulk(case, name)]
-    ceilings = [ratio for case, _ in compared if (ratio := speed_up(case, name, "ceiling"))]
+    other = [case for case, _ in compared if set(backends(case["candidates"][name])) != {"xla"}]
+    bounds = [ratio for case, _ in compared if (ratio := speed_up(case, name, COMPUTE_ONLY))]
     return [
         str(len(compared)),
         str(len(other)),
@@ -58,43 +58,33 @@ def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
         f"{min(ratios):.3f}",
         f"{statistics.geometric_mean(ratios):.3f}",
         f"{max(ratios):.3f}",
-        f"{statistics.geometric_mean(ceilings):.3f}" if ceilings else "",
+        f"{statistics.geometric_mean(bounds):.3f}" if bounds else "",
     ]
 
 
-def _is_bulk(case: Content, name: str) -> bool:
-    return set(implementations(case["contenders"][name])) == {"xla"}
-
-
 def noise(content: Content) -> str:
-    """What two times of one program differ by."""
-    ratios = [ratio for case in content["cases"] if (ratio := speed_up(case, "bulk again", "xla"))]
+    """The ratio of two times of one program."""
+    ratios = [ratio for case in content["cases"] if (ratio := speed_up(case, "xla again", "xla"))]
     if not ratios:
         return ""
     listed = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
-    return f"## Noise\n\nBulk's time over that of the same executable, timed again: {listed}."
+    return f"## Noise\n\nXla's time over that of the same executable, timed again: {listed}."
 
 
 def every_op(content: Content) -> str:
-    """Every case: bulk's time, and how many times as fast the others are."""
-    names = [name for name in contender_names(content) if name not in ("xla", "bulk again")]
+    """The time of every case × candidate."""
+    names = [name for name in candidate_names(content) if name != "xla again"]
     cases = sorted(
-        content["cases"], key=lambda c: (c["direction"], c["projection"]["name"], c["rows"])
+        content["cases"],
+        key=lambda c: (c["direction"], c["op"], c["model"], c["layer"]["name"], c["rows"]),
     )
 
     def cell(case: Content, name: str) -> str:
-        ratio = speed_up(case, name, "xla")
-        if ratio is None:
+        result = case["candidates"].get(name, {})
+        if "median" not in result:
             return ""
-        chosen = f" {', '.join(implementations(case['contenders'][name]))}" if name in AUTO else ""
-        return f"{ratio:.3f}{chosen}"
+        chosen = f" {', '.join(backends(result))}" if name in AUTO else ""
+        return f"{1e6 * result['median'] / case['repetitions']:.1f}{chosen}"
 
-    def bulk(case: Content) -> str:
-        median = case["contenders"].get("xla", {}).get("median")
-        return "" if median is None else f"{1e3 * median / case['repetitions']:.3f}"
-
-    rows = [[c["name"], bulk(c), *(cell(c, name) for name in names)] for c in cases]
-    return (
-        "## Every case\n\nBulk's ms for one op, and its time over that of the others.\n\n"
-        + table(["", "xla", *names], rows)
-    )
+    rows = [[case["name"], *(cell(case, name) for name in names)] for case in cases]
+    return "## Every case\n\nµs for one op, forward or both ways.\n\n" + table(["", *names], rows)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from benchmarks.tables import Content, contender_names, speed_up
+from benchmarks.tables import Content, candidate_names, speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: What others offer: hatched.
-PEERS = ("windowed", "torch", "torch_async_tp")
+#: Baselines that are not this library: hatched.
+BASELINES = ("windowed", "torch", "torch_async_tp")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run(settings: Picture) -> Path:
     """Draws the reports; returns where.
 
     Raises:
-      ValueError: for files that are no reports of one benchmark, or without matplotlib.
+      ValueError: for files that are not reports of one benchmark, or without matplotlib.
     """
     contents = [_read(path) for path in settings.reports]
     benchmarks = {content["benchmark"] for content in contents}
@@ -79,7 +79,7 @@ def _read(path: Path) -> Content:
     except (OSError, ValueError) as error:
         raise ValueError(f"reports: {str(path)!r}: {error}") from error
     if not (isinstance(content, dict) and {"benchmark", "environment", "cases"} <= content.keys()):
-        raise ValueError(f"reports: {str(path)!r} is no benchmark's report.json")
+        raise ValueError(f"reports: {str(path)!r} is not a benchmark's report.json")
     return content
 
 
@@ -95,13 +95,14 @@ def _panels(contents: Sequence[Content]) -> dict[tuple[str, str], list[Content]]
 
 
 def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
-    """A group of bars for each case; the ceiling is a line above each."""
-    taking_part = contender_names({"cases": cases})
+    """A group of bars for each case; the compute-only bound is a line above each."""
+    taking_part = candidate_names({"cases": cases})
     baseline = "baseline" if "baseline" in taking_part else "xla"
     names = [
         name
         for name in taking_part
-        if name not in (baseline, "ceiling") and any(speed_up(c, name, baseline) for c in cases)
+        if name not in (baseline, "compute_only")
+        and any(speed_up(c, name, baseline) for c in cases)
     ]
     width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
@@ -112,16 +113,20 @@ def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
             width,
             label=name,
             color=f"C{i}",
-            hatch="///" if name in PEERS else None,
+            hatch="///" if name in BASELINES else None,
             edgecolor="white",
         )
-    ceilings = [(j, r) for j, c in enumerate(cases) if (r := speed_up(c, "ceiling", baseline))]
+    bounds = [
+        (j, ratio)
+        for j, case in enumerate(cases)
+        if (ratio := speed_up(case, "compute_only", baseline))
+    ]
     axes.hlines(
-        [ratio for _, ratio in ceilings],
-        [j - 0.45 for j, _ in ceilings],
-        [j + 0.45 for j, _ in ceilings],
+        [ratio for _, ratio in bounds],
+        [j - 0.45 for j, _ in bounds],
+        [j + 0.45 for j, _ in bounds],
         color="black",
-        label="ceiling: nothing communicated",
+        label="compute-only bound",
     )
     axes.axhline(1, color="gray", linestyle=":", label=baseline)
     axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
@@ -131,7 +136,7 @@ def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
 
 def _draw_ops(axes: Axes, cases: Sequence[Content]) -> None:
     """A point for each case, by rows."""
-    for name, marker in (("ceiling", "_"), ("auto", "o")):
+    for name, marker in (("compute_only", "_"), ("auto", "o")):
         points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, "xla"))]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, label=name, alpha=0.7)
@@ -140,7 +145,7 @@ def _draw_ops(axes: Axes, cases: Sequence[Content]) -> None:
     axes.set_xlim(min(rows) / 1.5, max(rows) * 1.5)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("M")
-    axes.set_ylabel("times as fast as bulk")
+    axes.set_ylabel("times as fast as xla")
 
 
 def _label(case: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A profile of one contender, and what of its communication other work hides."""
+"""A profile of one candidate, and what of its communication other work hides."""
 
 from __future__ import annotations
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from benchmarks.arrays import RandomArray
 from benchmarks.communication import ROWS, Communication, Rewritten, Rows
+from benchmarks.operands import RandomArray
 from collective_matmul import overlap
 
 Direction = Literal["forward", "forward_backward"]
 
 
 class Program(NamedTuple):
-    """A function, and its arguments.
+    """A function and its arguments.
 
     Attributes:
-      fun: of global arrays.
+      fun: a function of global arrays.
       arguments: a pytree of `RandomArray`, or of whatever describes what `make` makes.
       donated: the numbers of the arguments that `fun` may overwrite.
       make: makes the arguments, where they are not random.
@@ -35,44 +31,18 @@ class Program(NamedTuple):
 
 
 class Made(Protocol):
-    """What was made for programs to run on."""
+    """The arrays that programs run on."""
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        """What runs a compiled program of these arguments once."""
+        """A function that runs a compiled program of these arguments once."""
         ...
 
 
-class Operands:
-    """Describes the arrays of programs on one mesh."""
-
-    def __init__(self, mesh: Mesh, dtype: np.dtype):
-        self.mesh, self.dtype = mesh, dtype
-
-    def weight(self, spec: P, rows: int, columns: int, seed: int) -> RandomArray:
-        """[rows, columns], scaled so that it keeps the scale of what it multiplies."""
-        return self._array(spec, (rows, columns), 1 / math.sqrt(rows), seed)
-
-    def activations(self, spec: P, rows: int, columns: int, seed: int = 0) -> RandomArray:
-        """[rows, columns], of scale 1."""
-        return self._array(spec, (rows, columns), 1.0, seed)
-
-    def both(self, rows: int, columns: int, seed: int = 0) -> tuple[RandomArray, RandomArray]:
-        """Global [rows, columns], sharded, and the same with all rows on every device."""
-        devices = self.mesh.devices.size
-        return (
-            self.activations(ROWS, rows, columns, seed),
-            self.activations(ROWS, devices * rows, columns, seed),
-        )
-
-    def _array(self, spec: P, shape: tuple[int, int], scale: float, seed: int) -> RandomArray:
-        return RandomArray(shape, self.dtype, NamedSharding(self.mesh, spec), scale, seed)
-
-
-def place(
+def make_program(
     communication: Communication, fun: Callable, arguments: tuple[Any, ...], out_specs: Any
 ) -> Program:
-    """The program of a function of the arguments, local where the communication wants that."""
-    if communication.on_shards:
+    """The program that calls `fun`, inside `shard_map` where the communication needs that."""
+    if communication.inside_shard_map:
         leaves = jax.tree.leaves(arguments)
         in_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
         mesh = leaves[0].sharding.mesh
@@ -92,11 +62,11 @@ def layers_program(
 ) -> Program:
     """Layers that map rows to rows.
 
-    Forward it maps (x, weights) to the result; forward and backward it maps (x, weights, cotangent
+    Forward it maps (x, weights) to the result. Forward and backward it maps (x, weights, cotangent
     of the result) to (result, gradient of x, gradients of weights).
 
     Args:
-      communication: in its terms `forward` is written.
+      communication: the methods that `forward` calls.
       direction: whether there are gradients.
       forward: (rows, weights) -> rows.
       weights: a pytree.
@@ -104,7 +74,7 @@ def layers_program(
       cotangent: likewise.
     """
 
-    def result_alone(x, weights):
+    def without_gradients(x, weights):
         return communication.shard(forward(x, weights))
 
     def with_gradients(x, weights, cotangent):
@@ -114,9 +84,9 @@ def layers_program(
 
     arguments = (communication.rows(*x), weights)
     if direction == "forward":
-        return place(communication, result_alone, arguments, ROWS)
+        return make_program(communication, without_gradients, arguments, ROWS)
     weight_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-    return place(
+    return make_program(
         communication,
         with_gradients,
         (*arguments, communication.rows(*cotangent)),

@@ -1,4 +1,4 @@
-"""A benchmark's report: JSON that grows case by case, and what is read from it."""
+"""A benchmark's report: JSON that grows case by case, and the tables made of it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from benchmarks.settings import Settings
 
 Section = Callable[[dict[str, Any]], str]
 
+#: Settings that name a folder, which says nothing about the results.
+_FOLDERS = ("output", "profile")
 
-#: Settings that name a folder.
-_PLACES = ("output", "profile")
 
-
-def without_places(arguments: Sequence[str]) -> list[str]:
+def without_folders(arguments: Sequence[str]) -> list[str]:
     """The command line without the folders that it names."""
-    flags = {f"--{name}" for name in _PLACES}
+    flags = {f"--{name}" for name in _FOLDERS}
     after_flag = [False, *(argument in flags for argument in arguments)]
     return [
         argument
@@ -36,13 +35,13 @@ def without_places(arguments: Sequence[str]) -> list[str]:
 
 
 class Report:
-    """Cases as they come, written to a folder after each, so that a killed run keeps its own.
+    """The cases of a run, written to a folder after each, so that a killed run keeps its cases.
 
     Args:
       benchmark: its name.
-      settings: what it was told.
+      settings: what the command line said.
       devices: their kinds, where JAX must not look for them in this process.
-      own: its tables, if its cases have no contenders.
+      sections: its tables, if its cases have no candidates.
     """
 
     def __init__(
@@ -50,69 +49,68 @@ class Report:
         benchmark: str,
         settings: Settings,
         devices: Sequence[str] | None = None,
-        own: Sequence[Section] | None = None,
+        sections: Sequence[Section] | None = None,
     ):
         self.folder = settings.output or default_folder(benchmark)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._own = own
+        self._sections = sections
         self._started = time.monotonic()
         self._limit = settings.limit_seconds
-        # Where the results lie says nothing about them.
-        arguments = without_places(sys.argv[1:])
+        arguments = without_folders(sys.argv[1:])
         command = shlex.join([Path(sys.executable).name, "-m", "benchmarks", *arguments])
         self.content: dict[str, Any] = {
             "benchmark": benchmark,
             "environment": environment.describe(command, devices),
-            "settings": _plain(dataclasses.asdict(settings) | dict.fromkeys(_PLACES)),
+            "settings": _plain(dataclasses.asdict(settings) | dict.fromkeys(_FOLDERS)),
             "cases": [],
         }
         self.say(f"{benchmark}: report in {self.folder}")
 
     @property
     def seconds(self) -> float:
-        """Since the benchmark began."""
+        """Seconds since the benchmark began."""
         return time.monotonic() - self._started
 
     @property
     def seconds_left(self) -> float:
-        """Until no further case may begin."""
+        """Seconds until no further case may begin."""
         return self._limit - self.seconds
 
     def out_of_time(self) -> bool:
-        """Whether no further case may begin; says so."""
+        """Whether no further case may begin; prints so."""
         if self.seconds_left > 0:
             return False
         self.say(f"stopped: limit_seconds={self._limit:g} is over")
         return True
 
     def say(self, line: str) -> None:
-        """A line of progress."""
+        """Prints a line of progress."""
         now = datetime.datetime.now().strftime("%H:%M:%S")
         print(f"{now} {self.seconds:6.1f} s  {line}", flush=True)
 
     def add(self, case: dict[str, Any], results: dict[str, Result]) -> None:
-        """Adds a case, writes the JSON, says how it went.
+        """Adds a case, writes the report, prints the results.
 
         Args:
-          case: what it is; "name" names it.
-          results: by contender.
+          case: its description; "name" names it.
+          results: by candidate.
         """
-        whole = {**case, "contenders": {n: with_times(r) for n, r in results.items()}}
+        whole = {**case, "candidates": {n: with_times(r) for n, r in results.items()}}
         self.content["cases"].append(_plain(whole))
-        said = "; ".join(_sentence(name, r) for name, r in whole["contenders"].items())
+        said = "; ".join(_sentence(name, r) for name, r in whole["candidates"].items())
         self.say(f"{case['name']}: {said}")
         self.write()
 
-    def add_peer(self, case: str, contender: str, result: Result) -> None:
-        """Adds a contender that took no turns with the others to a case that was added before."""
+    def add_result(self, case: str, candidate: str, result: Result) -> None:
+        """Adds a candidate that took no turns with the others to a case that was added before."""
         for added in self.content["cases"]:
             if added["name"] == case:
-                added["contenders"][contender] = _plain(with_times(result))
-                self.say(f"{case}: {_sentence(contender, added['contenders'][contender])}")
+                added["candidates"][candidate] = _plain(with_times(result))
+                self.say(f"{case}: {_sentence(candidate, added['candidates'][candidate])}")
         self.write()
 
     def write_cases(self, cases: Sequence[dict[str, Any]]) -> None:
-        """Writes these in place of the cases there are."""
+        """Replaces all cases and writes the report."""
         self.content["cases"] = _plain(list(cases))
         self.write()
 
@@ -120,7 +118,7 @@ class Report:
         """Writes report.json and report.md; a reader never sees half of one."""
         for name, text in (
             ("report.json", json.dumps(self.content, indent=1, allow_nan=False) + "\n"),
-            ("report.md", markdown(self.content, self._own)),
+            ("report.md", markdown(self.content, self._sections)),
         ):
             part = self.folder / f"{name}.part"
             part.write_text(text)
@@ -136,42 +134,38 @@ def with_times(result: Result) -> dict[str, Any]:
     return content
 
 
-def markdown(content: dict[str, Any], own: Sequence[Section] | None = None) -> str:
-    """The tables of a report; `own` instead of those that tell of contenders."""
-    sections: list[Section] = [tables.title, tables.environment]
-    written = [section(content) for section in [*sections, *(own or _of_contenders(content))]]
+def markdown(content: dict[str, Any], sections: Sequence[Section] | None = None) -> str:
+    """The tables of a report: `sections`, or those that compare candidates."""
+    chosen = [tables.title, tables.environment, *(sections or _of_candidates(content))]
+    written = [section(content) for section in chosen]
     return "\n\n".join(section for section in written if section) + "\n"
 
 
-def _of_contenders(content: dict[str, Any]) -> list[Section]:
+def _of_candidates(content: dict[str, Any]) -> list[Section]:
     if content["benchmark"] == "ops":
         own: list[Section] = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
     else:
         own = [
             tables.times,
             tables.throughput,
-            tables.over_ceiling,
+            tables.over_compute_only,
             tables.memory,
+            tables.profiles,
             tables.compilation,
-            tables.options_tried,
             tables.decisions,
         ]
-    return [*own, tables.stand_ins, tables.failures]
+    return [*own, tables.options_tried, tables.fallbacks, tables.failures]
 
 
 def _sentence(name: str, result: dict[str, Any]) -> str:
     if result["failure"] is not None:
         return f"{name}: {result['failure']}"
-    if "median" not in result:
-        return f"{name} traced in {result['trace_seconds']:.1f} s, compiled in" + (
-            f" {result['compile_seconds']:.1f} s"
-        )
     same = f" (same program as {result['same_program_as']})" if result["same_program_as"] else ""
     return f"{name} {1e3 * result['median']:.3f} ms{same}"
 
 
 def default_folder(benchmark: str) -> Path:
-    """Where a report goes that is given no place."""
+    """Where a report is written by default."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     return Path(__file__).parent / "reports" / f"{now}-{benchmark}"
 

@@ -30,9 +30,9 @@ class Settings:
     output: Path | None = None
     """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
     groups: int = 7
-    """Timed groups; within each all contenders take turns."""
+    """Timed groups; within each all candidates take turns."""
     group_seconds: float = 0.05
-    """How long each contender runs in each group."""
+    """How long each candidate runs in each group."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of all arrays."""
     limit_seconds: float = math.inf

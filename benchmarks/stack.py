@@ -6,20 +6,17 @@ global shapes: M rows, sharded between layers; K features; F hidden features, sh
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
-from benchmarks import comparison
-from benchmarks import contenders as taking_part
+from benchmarks import candidates, comparison
+from benchmarks.candidates import Candidate
 from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
-from benchmarks.contenders import Contender
-from benchmarks.measuring import Result
-from benchmarks.peers import PEERS, torch_stack
-from benchmarks.programs import Direction, Operands, Program, layers_program
+from benchmarks.operands import Operands
+from benchmarks.programs import Direction, Program, layers_program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
 
@@ -48,7 +45,7 @@ LAYERS: dict[Direction, int] = {"forward": 8, "forward_backward": 4}
 
 @dataclass(frozen=True)
 class StackCase:
-    """One program, that every contender writes its own way."""
+    """One program that every candidate writes its own way."""
 
     shape: FeedForward
     direction: Direction
@@ -66,9 +63,14 @@ class StackCase:
         chunk = self.shape.rows // operands.mesh.devices.size * self.shape.features
         return {**asdict(self), "chunk_bytes": chunk * operands.dtype.itemsize}
 
-    def build(self, operands: Operands, contender: Contender) -> Program:
+    def for_pytorch(self) -> dict[str, Any]:
+        sizes = asdict(self.shape)
+        del sizes["name"]
+        return {"direction": self.direction, "layers": self.layers, **sizes}
+
+    def build(self, operands: Operands, candidate: Candidate) -> Program:
         """The program: see `build`."""
-        return build(self, operands, contender)
+        return build(self, operands, candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class Stack(Comparison):
     """Layers of every stack; default: 8 forward, 4 forward and backward."""
     sweep_m: tuple[int, ...] = ()
     """Rows to try each shape with, instead of its own."""
-    peers: bool = False
+    pytorch: bool = False
     """Afterwards time PyTorch on the same cases, in processes of its own; it needs 20 GB of each
     GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7."""
 
@@ -109,38 +111,12 @@ def run(settings: Stack) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("shapes", settings.shapes, list(SHAPES))
-    report = comparison.run("stack", settings, settings.cases(), taking_part.of_layers())
-    if settings.peers and not report.out_of_time():
-        _add_peers(report, settings)
-    return report
+    return comparison.run("stack", settings, settings.cases(), candidates.layer_names())
 
 
-def _add_peers(report: Report, settings: Stack) -> None:
-    measured = {case["name"]: case["devices"] for case in report.content["cases"]}
-    cases = {case.name: case for case in settings.cases() if case.name in measured}
-    ran = torch_stack(
-        list(cases.values()),
-        devices=max(measured.values()),
-        platform=settings.platform,
-        dtype=settings.dtype,
-        groups=settings.groups,
-        group_seconds=settings.group_seconds,
-        limit_seconds=min(report.seconds_left, 300.0),
-    )
-    names = {field.name for field in dataclasses.fields(Result)}
-    peers: dict[tuple[str, str], Result] = {}
-    if ran.reason is not None:
-        peers = {(case, peer): Result(failure=ran.reason) for case in cases for peer in PEERS}
-    for found in ran.results:
-        result = Result(**{name: value for name, value in found.items() if name in names})
-        peers[f"{found['shape']} {found['direction']}", found["peer"]] = result
-    for (case, peer), result in peers.items():
-        report.add_peer(case, peer, result)
-
-
-def build(case: StackCase, operands: Operands, contender: Contender) -> Program:
-    """The case as a contender's program: see `layers_program`."""
-    communication, shape = contender.communication, case.shape
+def build(case: StackCase, operands: Operands, candidate: Candidate) -> Program:
+    """The case as a candidate's program: see `layers_program`."""
+    communication, shape = candidate.communication, case.shape
     m, k, f = shape.rows, shape.features, shape.hidden_features
 
     def forward(x, weights):

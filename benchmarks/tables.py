@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from collective_matmul.backends import BACKENDS
+from benchmarks.library import backend_names
 
 Content = dict[str, Any]
 
@@ -13,26 +13,26 @@ _GIB = 2**30
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column holds names, the others numbers."""
+    """A Markdown table; the first column holds names, the others numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def speed_up(case: Content, name: str, over: str) -> float | None:
-    """How many times as fast as another contender, or None where either has no times."""
+    """How many times as fast as another candidate, or None where either has no times."""
     try:
-        return case["contenders"][over]["median"] / case["contenders"][name]["median"]
+        return case["candidates"][over]["median"] / case["candidates"][name]["median"]
     except KeyError:
         return None
 
 
-def contender_names(content: Content) -> list[str]:
-    """All that took part in any case, in their order."""
-    return list(dict.fromkeys(name for case in content["cases"] for name in case["contenders"]))
+def candidate_names(content: Content) -> list[str]:
+    """The candidates of any case, in their order."""
+    return list(dict.fromkeys(name for case in content["cases"] for name in case["candidates"]))
 
 
-def implementations(result: Content) -> list[str]:
-    """What carries out the ops of a program."""
+def backends(result: Content) -> list[str]:
+    """The backends that execute the ops of a program."""
     return list(dict.fromkeys(text.partition(":")[0] for text in result["decisions"]))
 
 
@@ -44,7 +44,7 @@ def title(content: Content) -> str:
 
 
 def environment(content: Content) -> str:
-    """What was measured on, and how."""
+    """The machine, and how it was measured."""
     about, settings = content["environment"], content["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [f"{about['started'][:10]}. Python {about['python']}, {versions}, one process."]
@@ -55,7 +55,7 @@ def environment(content: Content) -> str:
             f" temperature (°C) of the first GPU at work: {_over_cases(content)}."
         )
     lines.append(
-        f"Medians of {settings['groups']} timed groups, in which the contenders take turns;"
+        f"Medians of {settings['groups']} timed groups, in which the candidates take turns;"
         f" {settings['dtype']}."
     )
     variables = " ".join(f"{name}={value}" for name, value in about["variables"].items())
@@ -79,10 +79,10 @@ def _number(text: str) -> float:
 
 
 def times(content: Content) -> str:
-    """Every case × contender."""
+    """The times of every case × candidate."""
 
     def cell(case: Content, name: str) -> str:
-        result = case["contenders"].get(name, {})
+        result = case["candidates"].get(name, {})
         if "median" not in result:
             return "failed" if result.get("failure") else ""
         low, high = 1e3 * result["low"], 1e3 * result["high"]
@@ -101,7 +101,7 @@ def throughput(content: Content) -> str:
     """Tokens per second and model FLOP utilization, of training steps."""
 
     def cell(case: Content, name: str) -> str:
-        seconds = case["contenders"].get(name, {}).get("median")
+        seconds = case["candidates"].get(name, {}).get("median")
         if seconds is None:
             return ""
         rate = case["tokens_per_step"] / seconds / case["devices"]
@@ -116,51 +116,51 @@ def throughput(content: Content) -> str:
     )
 
 
-def over_ceiling(content: Content) -> str:
+def over_compute_only(content: Content) -> str:
     """Time over that of the same program without communication."""
 
     def cell(case: Content, name: str) -> str:
-        ratio = speed_up(case, "ceiling", name)
+        ratio = speed_up(case, "compute_only", name)
         return "" if ratio is None else f"{ratio:.3f}"
 
-    if "ceiling" not in contender_names(content) or not _timed(content):
+    if "compute_only" not in candidate_names(content) or not _timed(content):
         return ""
-    return "## Time over the ceiling\n\nThe ceiling is the same program with nothing" + (
-        " communicated.\n\n" + _grid(content, cell, without="ceiling")
+    return "## Time over the compute-only bound\n\nThe bound is the same program without" + (
+        " communication.\n\n" + _grid(content, cell, without="compute_only")
     )
 
 
 def memory(content: Content) -> str:
-    """Temporary memory, and by how many chunks it is more than bulk's."""
+    """Temporary memory, and by how many chunks it is more than xla's."""
 
     def cell(case: Content, name: str) -> str:
-        result = case["contenders"].get(name, {})
+        result = case["candidates"].get(name, {})
         temporary = result.get("temporary_bytes")
         if temporary is None:
             return ""
-        bulk = case["contenders"].get("xla", {}).get("temporary_bytes")
-        if bulk is None or "chunk_bytes" not in case or name == "xla":
+        xla = case["candidates"].get("xla", {}).get("temporary_bytes")
+        if xla is None or "chunk_bytes" not in case or name == "xla":
             return f"{temporary / _GIB:.3f}"
-        return f"{temporary / _GIB:.3f}, {(temporary - bulk) / case['chunk_bytes']:+.2f}"
+        return f"{temporary / _GIB:.3f}, {(temporary - xla) / case['chunk_bytes']:+.2f}"
 
     return (
         "## Temporary memory\n\nGiB per device beyond arguments and results, and how many chunks"
-        " (one device's rows) more than bulk.\n\n" + _grid(content, cell)
+        " (one device's rows) more than xla.\n\n" + _grid(content, cell)
     )
 
 
 def profiles(content: Content) -> str:
-    """What share of its communication each contender hides, the least of all devices."""
+    """The share of its communication that each candidate hides, the least of all devices."""
 
     def cell(case: Content, name: str) -> str:
-        profile = case["contenders"].get(name, {}).get("profile")
+        profile = case["candidates"].get(name, {}).get("profile")
         if not profile:
             return ""
         shares = (profile["hidden_share"], profile["hidden_under_matmul_share"])
         least = [min((s for s in share if s is not None), default=None) for share in shares]
         return ", ".join("" if share is None else f"{share:.1%}" for share in least)
 
-    if not any(r.get("profile") for c in content["cases"] for r in c["contenders"].values()):
+    if not any(r.get("profile") for c in content["cases"] for r in c["candidates"].values()):
         return ""
     return (
         "## Communication hidden\n\nShare of the time in which something is communicated and"
@@ -173,25 +173,22 @@ def compilation(content: Content) -> str:
     """Seconds to trace and to compile."""
 
     def cell(case: Content, name: str) -> str:
-        result = case["contenders"].get(name, {})
+        result = case["candidates"].get(name, {})
         if result.get("compile_seconds") is None:
             return ""
         return f"{result['trace_seconds']:.1f} + {result['compile_seconds']:.1f}"
 
-    settings = content["settings"]
-    alone = "one program after the other"
-    beside = f"beside others in {settings['compile_threads']} threads"
-    manner = alone if settings["compile_only"] else beside
-    return f"## Compilation\n\nSeconds to trace, and to compile, {manner}.\n\n" + _grid(
+    beside = f"beside others in {content['settings']['compile_threads']} threads"
+    return f"## Compilation\n\nSeconds to trace, and to compile, {beside}.\n\n" + _grid(
         content, cell
     )
 
 
 def options_tried(content: Content) -> str:
-    """Every set of XLA options that was tried, the one taken marked."""
+    """Every set of XLA options, and every way to run PyTorch, that was tried."""
     lines = []
     for case in content["cases"]:
-        for name, result in case["contenders"].items():
+        for name, result in case["candidates"].items():
             tried = sorted(result["tried"].items(), key=lambda item: item[1])
             if tried:
                 sets = "; ".join(f"{options} {1e3 * seconds:.3f}" for options, seconds in tried)
@@ -199,7 +196,7 @@ def options_tried(content: Content) -> str:
     if not lines:
         return ""
     return (
-        "## XLA options tried\n\nms in a short trial; the first is the one that was timed.\n\n"
+        "## Options tried\n\nms in a short trial; the first is the one that was timed.\n\n"
         + "\n".join(lines)
     )
 
@@ -208,40 +205,40 @@ def decisions(content: Content) -> str:
     """What auto chose and why."""
     lines = []
     for case in content["cases"]:
-        for text, count in case["contenders"].get("auto", {}).get("decisions", {}).items():
+        for text, count in case["candidates"].get("auto", {}).get("decisions", {}).items():
             lines.append(f"- {case['name']}: {count} × {text}")
     return "## What auto chose\n\n" + "\n".join(lines) if lines else ""
 
 
-def stand_ins(content: Content) -> str:
-    """Where an implementation's column has times of ops that another carried out."""
+def fallbacks(content: Content) -> str:
+    """Ops in a backend's column that another backend executed."""
     lines = [
         f"- {case['name']}, {name}: {count} × {text}"
         for case in content["cases"]
-        for name, result in case["contenders"].items()
+        for name, result in case["candidates"].items()
         for text, count in result.get("decisions", {}).items()
-        if name in BACKENDS and text.partition(":")[0] != name
+        if name in backend_names() and text.partition(":")[0] != name
     ]
-    heading = "## Carried out by another than the contender's name says"
+    heading = "## Executed by another backend than the candidate's name says"
     return f"{heading}\n\n" + "\n".join(lines) if lines else ""
 
 
 def failures(content: Content) -> str:
-    """Who has no times, and why."""
+    """The candidates without times, and why."""
     lines = [
         f"- {case['name']}, {name}: {result['failure']}"
         for case in content["cases"]
-        for name, result in case["contenders"].items()
+        for name, result in case["candidates"].items()
         if result["failure"]
     ]
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
 
 
 def _timed(content: Content) -> bool:
-    return any("median" in r for case in content["cases"] for r in case["contenders"].values())
+    return any("median" in r for case in content["cases"] for r in case["candidates"].values())
 
 
 def _grid(content: Content, cell: Callable[[Content, str], str], without: str = "") -> str:
-    names = [name for name in contender_names(content) if name != without]
+    names = [name for name in candidate_names(content) if name != without]
     rows = [[case["name"], *(cell(case, name) for name in names)] for case in content["cases"]]
     return table(["", *names], rows)

@@ -1,7 +1,7 @@
 """``python -m benchmarks train``: the trainer's whole step, by every way to overlap.
 
-Baseline and bulk are the same step: bulk is compiled as the rings are, the baseline with whatever
-set of XLA's own options is fastest. All contenders take their turns with one state.
+The candidates "baseline" and "xla" are the same step: xla is compiled as rings are, the baseline
+with the set of XLA's own options that is fastest. All candidates take turns with one state.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from benchmarks import comparison
-from benchmarks import contenders as taking_part
+from benchmarks import candidates, comparison
+from benchmarks.candidates import COMPUTE_ONLY, Candidate
 from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
 from benchmarks.comparison import Comparison
-from benchmarks.contenders import Contender
-from benchmarks.programs import Operands, Program
+from benchmarks.operands import Operands
+from benchmarks.programs import Program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
 from models.llama import Remat
@@ -30,7 +30,9 @@ from train.metrics import model_flops_per_token, peak_flops
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
 from train.step import BATCH_SPEC, sharded_step
 
-CONTENDERS = tuple(name for name in taking_part.of_layers() if name not in ("windowed", "ceiling"))
+CANDIDATES = tuple(
+    name for name in candidates.layer_names() if name not in ("windowed", COMPUTE_ONLY)
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class TrainCase:
         return f"{self.preset} {self.layers} layers {self.sequences}×{self.tokens}"
 
     def config(self, overlap: str = "auto", dtype: str = "bfloat16") -> Config:
-        """As the trainer has it."""
+        """The trainer's configuration."""
         preset = PRESETS[self.preset]()
         return dataclasses.replace(
             preset,
@@ -81,9 +83,12 @@ class TrainCase:
             "peak_flops": peak_flops(kind),
         }
 
-    def build(self, operands: Operands, contender: Contender) -> Program:
+    def for_pytorch(self) -> None:
+        """PyTorch has no such trainer here."""
+
+    def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
-        config = self.config(_overlap_of(contender.communication), operands.dtype.name)
+        config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
         mesh = make_mesh(1, operands.mesh.devices.size)
         model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
         tokens = jax.ShapeDtypeStruct(
@@ -109,7 +114,7 @@ class TrainCase:
 
 
 def _overlap_of(communication: Communication) -> str:
-    """As the trainer's configuration names it; the trainer rewrites its steps by itself."""
+    """The name in the trainer's configuration; the trainer rewrites its steps by itself."""
     if isinstance(communication, CollectiveMatmul):
         return communication.implementation or "auto"
     return "rewrite" if isinstance(communication, Rewritten) else "xla"
@@ -123,13 +128,13 @@ def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Arr
 
 
 class Training:
-    """One state, that whoever runs a step replaces."""
+    """One state, which every step replaces."""
 
     def __init__(self, state: Any, batch: dict[str, jax.Array]):
         self.state, self.batch = state, batch
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        """What takes one step with a compiled program; returns its metrics."""
+        """A function that takes one step with a compiled program and returns its metrics."""
         return functools.partial(self._step, compiled)
 
     def _step(self, compiled: Callable) -> Any:
@@ -144,13 +149,13 @@ class Train(Comparison):
     preset: str = "llama3-8b"
     """Which model: debug, llama3-8b, llama3-70b, llama3-405b."""
     layers: int = 8
-    """Of the model, cut to that many."""
+    """Layers of the model, which is cut to that many."""
     sequence_lengths: tuple[int, ...] = (8192,)
     """Tokens per sequence."""
     sequences: int = 1
-    """Per step."""
+    """Sequences per step."""
     remat: Remat = "none"
-    """What the backward computes again: none, dots, full."""
+    """What the backward recomputes: none, dots, full."""
     try_options: bool = False
     group_seconds: float = 0.5
 
@@ -169,4 +174,4 @@ def run(settings: Train) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("preset", (settings.preset,), list(PRESETS))
-    return comparison.run("train", settings, settings.cases(), CONTENDERS)
+    return comparison.run("train", settings, settings.cases(), CANDIDATES)

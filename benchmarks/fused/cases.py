@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import mosaic_example
 from benchmarks.communication import AXIS
-from benchmarks.peers import mosaic_example
 from collective_matmul import overlap_jit
 from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.arithmetic import matmul

@@ -1,4 +1,4 @@
-"""JAX's Mosaic example as a contender: which shapes it takes, that it lowers, that it is right."""
+"""JAX's Mosaic example as a candidate: which shapes it takes, that it lowers, that it is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.peers.mosaic_example import all_gather_matmul, configurations, refusal
+from benchmarks.mosaic_example import all_gather_matmul, configurations, refusal
 from tests.conftest import MeshFactory
 
 

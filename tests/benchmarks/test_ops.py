@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from benchmarks import command_line, ops
+from benchmarks.library import Layer
 from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
@@ -17,10 +18,12 @@ from tests.benchmarks.compiling import (
 )
 
 REPETITIONS = 2
-PROJECTIONS = {
-    "gather": ops.Projection("test", "all_gather", 16, (8, 24)),
-    "scatter": ops.Projection("test", "reduce_scatter", 16, (8,)),
+LAYERS = {
+    "all_gather_matmul": Layer("test", "gather", 16, (8, 24)),
+    "matmul_reduce_scatter": Layer("test", "scatter", 16, (8,)),
+    "matmul_all_reduce": Layer("test", "scatter", 16, (8,)),
 }
+WITH_GRADIENTS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +31,44 @@ def mesh(make_mesh):
     return make_mesh({"tensor": 4})
 
 
-def building(kind, direction):
-    case = ops.OpCase(PROJECTIONS[kind], 8, direction, REPETITIONS)
+def building(op, direction):
+    case = ops.OpCase("test", LAYERS[op], op, 8, direction, REPETITIONS)
     return functools.partial(ops.build, case)
 
 
-def reference(kind, xs, weights, cotangents):
-    def forward(xs, weights):
-        results = [tuple(x @ w for w in ws) for x, ws in zip(xs, weights, strict=True)]
-        return results if kind == "gather" else [result for (result,) in results]
-
-    xs, weights, cotangents = jax.device_get((xs, weights, cotangents))
-    result, vjp = jax.vjp(forward, xs, weights)
-    return result, *vjp(cotangents)
+def forward(op, xs, weights):
+    results = [tuple(x @ w for w in ws) for x, ws in zip(xs, weights, strict=True)]
+    return results if op == "all_gather_matmul" else [result for (result,) in results]
 
 
-@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("op", WITH_GRADIENTS)
 @pytest.mark.parametrize("name", COMPUTING)
-def test_every_contender_computes_the_op_and_its_gradients(mesh, name, kind):
-    run, arguments = compiled(building(kind, "forward_backward"), mesh, name)
-    jax.tree.map(assert_close, jax.device_get(run(*arguments)), reference(kind, *arguments))
+def test_every_candidate_computes_the_op_and_its_gradients(mesh, name, op):
+    run, arguments = compiled(building(op, "forward_backward"), mesh, name)
+    xs, weights, cotangents = jax.device_get(arguments)
+    result, vjp = jax.vjp(functools.partial(forward, op), xs, weights)
+    jax.tree.map(assert_close, jax.device_get(run(*arguments)), (result, *vjp(cotangents)))
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("gather", 2), ("scatter", 1)])
-@pytest.mark.parametrize(("direction", "dots"), [("forward", 1), ("forward_backward", 3)])
-def test_ceiling_keeps_every_matmul_whole_and_communicates_nothing(
-    mesh, kind, weights, direction, dots
-):
-    ceiling, _ = compiled(building(kind, direction), mesh, "ceiling")
-    baseline, _ = compiled(building(kind, direction), mesh, "baseline")
-    assert_whole_and_silent(ceiling, baseline, dots * weights * REPETITIONS)
+@pytest.mark.parametrize("name", COMPUTING)
+def test_every_candidate_computes_an_all_reduce(mesh, name):
+    run, arguments = compiled(building("matmul_all_reduce", "forward"), mesh, name)
+    expected = forward("matmul_all_reduce", *jax.device_get(arguments))
+    jax.tree.map(assert_close, jax.device_get(run(*arguments)), expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "direction", "dots"),
+    [
+        ("all_gather_matmul", "forward_backward", 3 * 2),
+        ("matmul_reduce_scatter", "forward_backward", 3),
+        ("matmul_all_reduce", "forward", 1),
+    ],
+)
+def test_the_bound_keeps_every_matmul_whole_and_communicates_nothing(mesh, op, direction, dots):
+    bound, _ = compiled(building(op, direction), mesh, "compute_only")
+    baseline, _ = compiled(building(op, direction), mesh, "baseline")
+    assert_whole_and_silent(bound, baseline, dots * REPETITIONS)
 
 
 def test_the_sweep_is_wide_and_any_beginning_of_it_is_mixed():
@@ -65,51 +76,55 @@ def test_the_sweep_is_wide_and_any_beginning_of_it_is_mixed():
     assert len(set(sweep)) == len(sweep) > 200
     chosen = ops.Ops().chosen_cases()
     assert len(chosen) == ops.Ops().cases
-    assert {case.projection.op for case in chosen[:20]} == {"all_gather", "reduce_scatter"}
+    assert {case.op for case in chosen[:20]} == set(WITH_GRADIENTS)
     assert {case.direction for case in chosen[:20]} == {"forward", "forward_backward"}
     assert {case.rows for case in chosen} >= set(ops.Ops().rows)
 
 
 def test_few_rows_are_repeated_more_often():
     repetitions = {case.rows: case.repetitions for case in ops.Ops(cases=0).chosen_cases()}
-    expected = {512: 16, 1024: 16, 2048: 16, 3072: 10, 4096: 8, 8192: 4, 16384: 2, 32768: 2}
-    assert repetitions == expected
+    assert repetitions == {512: 16, 1024: 16, 2048: 16, 4096: 8, 8192: 4, 16384: 2, 32768: 2}
 
 
-def test_a_sweep_can_be_of_some_projections():
-    sweep = ops.Ops(cases=0, projections=("up", "down"), models=("8B",)).chosen_cases()
-    assert {case.projection.name for case in sweep} == {"8B up", "8B down"}
-
-
-def test_what_a_contender_cannot_do_is_said_and_costs_the_others_nothing(tmp_path):
-    arguments = (
-        "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
-        " --directions forward --cases 1 --groups 1 --contenders bulk mosaic_example --output"
+def test_a_sweep_can_be_of_some_layers_and_ops():
+    sweep = ops.Ops(
+        cases=0, layers=("up", "down"), models=("llama3-8b",), ops=("matmul_all_reduce",)
     )
-    command_line.main([*arguments.split(), str(tmp_path)])
-    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert case["contenders"]["xla"]["failure"] is None
-    assert case["contenders"]["xla"]["median"] > 0
-    assert "JAX's Mosaic example: " in case["contenders"]["mosaic_example"]["failure"]
-    assert "mosaic_example: " in (tmp_path / "report.md").read_text()
+    assert {(c.layer.name, c.op, c.direction) for c in sweep.chosen_cases()} == {
+        ("down", "matmul_all_reduce", "forward")
+    }
 
 
-def test_a_report_compares_auto_with_bulk(tmp_path):
+def test_a_report_compares_auto_with_xla_and_tells_failures(tmp_path):
     arguments = (
-        "ops --platform cpu --devices 4 --dtype float32 --models debug --rows 16 --awkward-rows"
-        " --directions forward --cases 2 --groups 2 --repetitions 1 --noise-checks 1"
-        " --contenders bulk auto auto_fused ceiling --output"
+        "ops --platform cpu --devices 4 --dtype float32 --models tiny --rows 16"
+        " --directions forward --groups 2 --repetitions 1 --noise-checks 1"
+        " --candidates xla auto auto_fused mosaic_example compute_only --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     cases = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert [list(case["contenders"]) for case in cases] == [
-        ["xla", "auto", "auto_fused", "ceiling", "bulk again"],
-        ["xla", "auto", "auto_fused", "ceiling"],
-    ]
-    again = cases[0]["contenders"]["bulk again"]
-    assert again["samples"] != cases[0]["contenders"]["xla"]["samples"]
-    table = (tmp_path / "report.md").read_text()
-    # M, cases, not bulk, wins, losses, least, mean, most: the same program, so the ratio is 1.
-    assert "| all | 2 | 0 | 0 | 0 | 1.000 | 1.000 | 1.000 |" in table
-    # Where fused kernels may be chosen, a program of other options.
-    assert table.count("| all | 2 | 0 |") == 2
+    names = ["mosaic_example", "xla", "auto", "auto_fused", "compute_only"]
+    assert [list(case["candidates"]) for case in cases] == [[*names, "xla again"], names]
+    xla, again = (cases[0]["candidates"][name] for name in ("xla", "xla again"))
+    assert again["samples"] != xla["samples"] and again["failure"] is xla["failure"] is None
+    assert "JAX's Mosaic example: " in cases[0]["candidates"]["mosaic_example"]["failure"]
+    report = (tmp_path / "report.md").read_text()
+    assert "mosaic_example: " in report and "## Noise" in report
+    # M, cases, not xla, wins, losses, least, mean, most: the same program, so the ratio is 1.
+    assert "| all | 2 | 0 | 0 | 0 | 1.000 | 1.000 | 1.000 |" in report
+    # Where fused kernels may be chosen, a program with other options.
+    assert report.count("| all | 2 | 0 |") == 2
+
+
+def test_pytorch_gets_forward_cases_of_one_weight():
+    gather, scatter = (LAYERS[op] for op in WITH_GRADIENTS)
+    assert ops.OpCase("", gather, "all_gather_matmul", 8, "forward", 3).for_pytorch() is None
+    backward = ops.OpCase("", scatter, "matmul_reduce_scatter", 8, "forward_backward", 3)
+    assert backward.for_pytorch() is None
+    sizes = {"rows": 8, "layers": 3}
+    up = Layer("up", "gather", 16, (32,))
+    described = ops.OpCase("", up, "all_gather_matmul", 8, "forward", 3).for_pytorch()
+    wide = {"features": 16, "hidden_features": 32}
+    assert described == {"op": "all_gather_matmul", **sizes, **wide}
+    described = ops.OpCase("", scatter, "matmul_all_reduce", 8, "forward", 3).for_pytorch()
+    assert described == {"op": "matmul_all_reduce", **sizes, "features": 8, "hidden_features": 16}

@@ -18,11 +18,11 @@ def stack_report(devices):
             "name": f"{shape} {direction}",
             "direction": direction,
             "devices": devices,
-            "contenders": {**results, "windowed": {"failure": "refused"}},
+            "candidates": {**results, "windowed": {"failure": "refused"}},
         }
 
     cases = [
-        case(shape, direction, baseline=1.2, ring=1.1, auto=1.05, ceiling=1.0, torch=1.3)
+        case(shape, direction, baseline=1.2, ring=1.1, auto=1.05, compute_only=1.0, torch=1.3)
         for shape in ("70B", "8B")
         for direction in ("forward", "forward_backward")
     ]
@@ -36,7 +36,7 @@ def ops_report():
             "rows": rows,
             "direction": "forward",
             "devices": 4,
-            "contenders": {name: {"median": 1.0} for name in ("xla", "auto")},
+            "candidates": {name: {"median": 1.0} for name in ("xla", "auto")},
         }
         for rows in (512, 8192)
     ]
@@ -61,7 +61,7 @@ def test_reports_of_two_and_four_devices_are_one_picture(write, tmp_path):
     picture = (tmp_path / "picture.svg").read_text()
     assert "<!-- 2 × NVIDIA H200, forward -->" in picture
     assert "<!-- 4 × NVIDIA H200, forward and backward -->" in picture
-    assert "<!-- ceiling: nothing communicated -->" in picture
+    assert "<!-- compute-only bound -->" in picture
     assert "<!-- torch -->" in picture
 
 
@@ -78,8 +78,8 @@ def test_reports_of_different_benchmarks_are_refused(write, capsys):
     assert "expected one or more of one benchmark" in capsys.readouterr().err
 
 
-def test_what_is_no_report_is_refused(tmp_path, capsys):
+def test_another_file_is_refused(tmp_path, capsys):
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(SystemExit):
         command_line.main(["picture", str(tmp_path / "other.json")])
-    assert "other.json' is no benchmark's report.json" in capsys.readouterr().err
+    assert "other.json' is not a benchmark's report.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The stack benchmark on simulated devices: that all contenders compute what they should."""
+"""The stack benchmark on simulated devices: that all candidates compute the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks import command_line, settings, stack
-from benchmarks.peers import PeerRun
+from benchmarks.pytorch import runner
 from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
@@ -41,46 +41,52 @@ def reference(x, weights, cotangent):
 
 
 @pytest.mark.parametrize("name", COMPUTING)
-def test_every_contender_computes_the_stack_and_its_gradients(mesh, name):
+def test_every_candidate_computes_the_stack_and_its_gradients(mesh, name):
     run, arguments = compiled(building("forward_backward"), mesh, name)
     jax.tree.map(assert_close, jax.device_get(run(*arguments)), reference(*arguments))
 
 
-@pytest.mark.parametrize(("direction", "dots"), [("forward", 2), ("forward_backward", 6)])
-def test_ceiling_keeps_every_matmul_whole_and_communicates_nothing(mesh, direction, dots):
+def test_the_bound_keeps_every_matmul_whole_and_communicates_nothing(mesh):
     layers = 3
-    ceiling, arguments = compiled(building(direction, layers), mesh, "ceiling")
-    baseline, _ = compiled(building(direction, layers), mesh, "baseline")
-    assert_whole_and_silent(ceiling, baseline, dots * layers)
+    bound, arguments = compiled(building("forward_backward", layers), mesh, "compute_only")
+    baseline, _ = compiled(building("forward_backward", layers), mesh, "baseline")
+    assert_whole_and_silent(bound, baseline, 6 * layers)
     # A GPU multiplies zeros faster: it draws less power for them.
-    for leaf in jax.tree.leaves(jax.device_get(ceiling(*arguments))):
+    for leaf in jax.tree.leaves(jax.device_get(bound(*arguments))):
         assert 0.01 < leaf.std() < 100
 
 
-def test_a_report_holds_every_contender_of_every_case(tmp_path, capsys):
+def test_a_report_holds_every_candidate_of_every_case(tmp_path, capsys):
     arguments = (
         "stack --platform cpu --devices 4 --shapes tiny --layers 1 --sweep-m 16 32 --groups 2"
-        " --directions forward --contenders bulk ring auto ceiling --output"
+        " --directions forward --candidates xla ring fused auto compute_only --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     report = json.loads((tmp_path / "report.json").read_text())
     assert [case["name"] for case in report["cases"]] == ["tiny M=16 forward", "tiny M=32 forward"]
     for case in report["cases"]:
-        results = case["contenders"]
-        assert list(results) == ["xla", "ring", "auto", "ceiling"]
+        results = case["candidates"]
+        assert list(results) == ["xla", "ring", "fused", "auto", "compute_only"]
         assert all(len(result["samples"]) == 2 for result in results.values())
-        # Nothing runs under a matmul on the CPU, so auto decides for bulk.
+        # On the CPU nothing runs beside a matmul, so auto chooses xla.
         assert results["auto"]["same_program_as"] == "xla"
         assert results["auto"]["samples"] == results["xla"]["samples"]
     assert "tiny M=32 forward" in capsys.readouterr().out
-    assert "| tiny M=32 forward |" in (tmp_path / "report.md").read_text()
+    written = (tmp_path / "report.md").read_text()
+    assert "| tiny M=32 forward |" in written
+    _, fallbacks = written.split(
+        "## Executed by another backend than the candidate's name says\n\n"
+    )
+    # An all-gather and a reduce-scatter of each case.
+    lines = [line for line in fallbacks.splitlines() if "fused: 1 × " in line]
+    assert len(lines) == 4 and all("fallback: fused is not possible" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--shapes", "7B"], "shapes: '7B' is unknown; expected 70B, 8B, small, tiny"),
-        (["--contenders", "rings"], "contenders: 'rings' is unknown; expected baseline"),
+        (["--candidates", "rings"], "candidates: 'rings' is unknown; expected baseline"),
         (["--groups", "0"], "groups=0: expected at least 1"),
         (["--devices", "3"], "rows=64 of 'tiny forward': not divisible by 3 devices"),
     ],
@@ -96,47 +102,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(
     assert not list(tmp_path.iterdir())
 
 
-def test_compiling_alone_runs_nothing(tmp_path):
-    arguments = (
-        "stack --platform cpu --devices 4 --shapes tiny --layers 1 --directions forward"
-        " --contenders bulk ring fused --compile-only --output"
-    )
-    command_line.main([*arguments.split(), str(tmp_path)])
-    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    for result in case["contenders"].values():
-        assert result["samples"] == [] and result["compile_seconds"] > 0
-    report = (tmp_path / "report.md").read_text()
-    assert "Seconds to trace, and to compile, one program after the other." in report
-    assert "## Time" not in report
-    _, stand_ins = report.split("## Carried out by another than the contender's name says\n\n")
-    # An all-gather and a reduce-scatter, each on one line.
-    assert [line.partition(": ")[0] for line in stand_ins.splitlines()] == [
-        "- tiny forward, fused"
-    ] * 2
-    assert stand_ins.count("1 × bulk: fallback: fused is not possible: these kernels run") == 2
-
-
-def test_peers_join_the_cases_that_were_measured(tmp_path, monkeypatch):
+def test_pytorch_joins_the_cases_that_were_measured(tmp_path, monkeypatch):
     asked = []
 
-    def torch_stack(cases, **settings):
-        asked.append(([case.name for case in cases], settings["devices"]))
-        found = {"peer": "torch", "shape": "tiny M=16", "direction": "forward", "layers": 1}
-        samples = [2e-3, 1e-3, 4e-3]
-        return PeerRun([{**found, "samples": samples, "options": "eager", "tried": {}}], "stopped")
+    def time_pytorch(cases, **settings):
+        asked.append((cases, settings["devices"]))
+        found = {"name": "tiny M=16 forward", "candidate": "torch", "options": "eager"}
+        return [{**found, "samples": [2e-3, 1e-3, 4e-3], "tried": {}}], "stopped"
 
-    monkeypatch.setattr(stack, "torch_stack", torch_stack)
+    monkeypatch.setattr(runner, "time_pytorch", time_pytorch)
     arguments = (
-        "stack --platform cpu --devices 4 --shapes tiny --layers 1 --sweep-m 16 --groups 1 --peers"
-        " --directions forward --contenders ceiling --output"
+        "stack --platform cpu --devices 4 --shapes tiny --layers 1 --sweep-m 16 --groups 1"
+        " --pytorch --directions forward --candidates compute_only --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
-    assert asked == [(["tiny M=16 forward"], 4)]
+    sizes = {"rows": 16, "features": 32, "hidden_features": 64, "layers": 1}
+    assert asked == [([{"name": "tiny M=16 forward", "direction": "forward", **sizes}], 4)]
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert list(case["contenders"]) == ["ceiling", "torch", "torch_async_tp"]
-    assert case["contenders"]["torch"]["median"] == 2e-3
-    assert case["contenders"]["torch"]["options"] == "eager"
-    assert case["contenders"]["torch_async_tp"]["failure"] == "stopped"
+    assert list(case["candidates"]) == ["compute_only", "torch", "torch_async_tp"]
+    assert case["candidates"]["torch"]["median"] == 2e-3
+    assert case["candidates"]["torch"]["options"] == "eager"
+    assert case["candidates"]["torch_async_tp"]["failure"] == "stopped"
     failures = (tmp_path / "report.md").read_text().partition("## Failures")[2]
     assert failures.strip() == "- tiny M=16 forward, torch_async_tp: stopped"
 

@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.fused.cases import Op
+from benchmarks.ops import Op
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from benchmarks.peers.torch_ops import OpsCase  # noqa: E402
-from benchmarks.peers.torch_programs import Place, relative_error  # noqa: E402
-from benchmarks.peers.torch_tensor_parallel import TOLERANCE, program_of  # noqa: E402
+from benchmarks.pytorch.torch_ops import TorchOpsCase  # noqa: E402
+from benchmarks.pytorch.torch_programs import Place, relative_error  # noqa: E402
+from benchmarks.pytorch.torch_worker import TOLERANCE, program_of  # noqa: E402
 
 DEVICES, LAYERS = 4, 2
 SIZES = {"rows": 8, "features": 32, "hidden_features": 64}
@@ -21,7 +21,7 @@ every_op = pytest.mark.parametrize("op", get_args(Op))
 
 
 class Alone:
-    """The communication of one process that draws the others' shards itself."""
+    """The communication of one process, which draws the others' shards itself."""
 
     def __init__(self, programs: list[Any], rank: int, layer: int):
         self.programs, self.rank, self.layer = programs, rank, layer
@@ -39,7 +39,7 @@ class Alone:
 
 
 def programs_of(op: str, dtype: Any = None) -> list[Any]:
-    case = {"name": op, "shape": "some", "layers": LAYERS, "op": op, **SIZES}
+    case = {"name": op, "layers": LAYERS, "op": op, **SIZES}
     return [
         program_of(case, Place(rank, DEVICES, torch.device("cpu")), dtype or torch.float32, 5)
         for rank in range(DEVICES)
@@ -73,8 +73,7 @@ def test_each_weight_has_its_result(op: Op) -> None:
         expected = program.reference(LAYERS)
         x, weights = program.arguments(LAYERS)
         results = [
-            program.run(program.part, Alone(programs, rank, layer), x, [w])[0]
-            for layer, w in enumerate(weights)
+            program.run(Alone(programs, rank, layer), x, [w])[0] for layer, w in enumerate(weights)
         ]
         assert 0 < relative_error(results, expected) < TOLERANCE
         # The other layer's, and another device's: far beyond rounding.
@@ -92,15 +91,15 @@ def test_an_op_waits_for_what_is_scattered() -> None:
             return x @ w, lambda: waited.append(tuple(w.shape))
 
     program = programs_of("matmul_reduce_scatter")[0]
-    program.run(program.part, Late(), *program.arguments(LAYERS))
+    program.run(Late(), *program.arguments(LAYERS))
     # A weight that is kept [out, in] comes transposed.
     assert waited == [(16, 32)] * LAYERS
 
 
 def test_ops_and_layers_are_told_apart() -> None:
     (program, *_) = programs_of("all_gather_matmul")
-    assert isinstance(program.case, OpsCase) and not program.overlaps
-    description = {"name": "", "shape": "", "layers": 1, **SIZES}
+    assert isinstance(program.case, TorchOpsCase) and not program.overlaps
+    description = {"name": "", "layers": 1, **SIZES}
     place = Place(0, DEVICES, torch.device("cpu"))
     for direction, overlaps in (("forward", False), ("forward_backward", True)):
         layers = program_of({**description, "direction": direction}, place, torch.float32, 5)

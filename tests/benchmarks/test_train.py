@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks import contenders, train
+from benchmarks import candidates, train
 from benchmarks.compiling import compile_cases
 from benchmarks.measuring import Timed, measure_case
-from benchmarks.programs import Operands
+from benchmarks.operands import Operands
 from collective_matmul.rewrite import transform
 
 
-def test_contenders_take_turns_with_one_state(make_mesh):
+def test_candidates_take_turns_with_one_state(make_mesh):
     mesh = make_mesh({"tensor": 2})
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(mesh, np.dtype("float32"))
     names = ("xla", "ring", "rewrite")
-    taking_part = [contenders.make(name, mesh, try_options=False) for name in names]
+    taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
     made = []
 
-    def build(contender):
-        program = case.build(operands, contender)
+    def build(candidate):
+        program = case.build(operands, candidate)
         make = program.make
         assert make is not None
         return program._replace(make=lambda: made.append(make()) or made[-1])
@@ -43,9 +43,9 @@ def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
     for name, times in (("xla", 0), ("auto", 0), ("rewrite", 1)):
         made.clear()
-        contender = contenders.make(name, operands.mesh)
-        program = case.build(operands, contender)
-        (jit,) = contender.jits.values()
+        candidate = candidates.make(name, operands.mesh)
+        program = case.build(operands, candidate)
+        (jit,) = candidate.jits.values()
         jit(program.fun, donate_argnums=program.donated).trace(*program.arguments)
         assert len(made) == times
 

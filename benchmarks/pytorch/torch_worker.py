@@ -1,10 +1,10 @@
-"""Times PyTorch's tensor parallelism; `benchmarks.peers.torch_stack` starts it with a job.
+"""Times PyTorch's tensor parallelism; `benchmarks.pytorch.runner` starts it with a job.
 
 One process per device. All processes go through the same steps in the same order, and agree after
 each whether it went well on all of them: what one does alone, the others would wait for.
 """
 
-# PyTorch is no dependency: where it is not installed, nothing here is imported.
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.peers import MULTICAST_OFF
-from benchmarks.peers.torch_communication import AsyncTensorParallel, Collectives, Communication
-from benchmarks.peers.torch_layers import Layers, LayersCase
-from benchmarks.peers.torch_ops import Ops, OpsCase
-from benchmarks.peers.torch_programs import Place, Program, relative_error
+from benchmarks.pytorch import MULTICAST_OFF, NAMES, VARIANTS
+from benchmarks.pytorch.torch_communication import (
+    AsyncTensorParallel,
+    Collectives,
+    TorchCommunication,
+)
+from benchmarks.pytorch.torch_layers import TorchLayers, TorchLayersCase
+from benchmarks.pytorch.torch_ops import TorchOps, TorchOpsCase
+from benchmarks.pytorch.torch_programs import Place, TorchProgram, relative_error
 
 Run = Callable[[], list[Tensor]]
 
@@ -48,12 +52,10 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Job:
-    """What `torch_stack` was told."""
+    """The arguments of `benchmarks.pytorch.runner.time_pytorch`."""
 
     cases: list[dict[str, Any]]
     devices: int
-    peers: list[str]
-    variants: list[str]
     platform: str
     dtype: str
     groups: int
@@ -68,11 +70,11 @@ class Failure(Exception):
     """A step failed on some device; the message is the first one's."""
 
 
-def program_of(case: dict[str, Any], *arguments: Any) -> Program:
-    """A device's part of a case as `torch_stack` describes it; `arguments` as `Program` takes."""
+def program_of(case: dict[str, Any], *arguments: Any) -> TorchProgram:
+    """A device's part of a case; `arguments` as `TorchProgram` takes them."""
     if "op" in case:
-        return Ops(OpsCase(**case), *arguments)
-    return Layers(LayersCase(**case), *arguments)
+        return TorchOps(TorchOpsCase(**case), *arguments)
+    return TorchLayers(TorchLayersCase(**case), *arguments)
 
 
 class Worker:
@@ -99,7 +101,7 @@ class Worker:
         self.results: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """All cases, the results written after each."""
+        """Measures all cases; writes the results after each."""
         for case in self.job.cases:
             if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
                 self.say(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
@@ -113,21 +115,21 @@ class Worker:
         program = program_of(case, self.place, dtype, self.job.seed)
         fastest: dict[str, Run] = {}
         described: dict[str, dict[str, Any]] = {}
-        for peer in self.job.peers:
-            described[peer] = self.describe(peer, case)
+        for name in NAMES:
+            described[name] = self.describe(name, case)
             try:
-                described[peer]["relative_error"] = self.check(peer, program)
-                fastest[peer] = self.fastest_variant(peer, program, described[peer])
+                described[name]["relative_error"] = self.check(name, program)
+                fastest[name] = self.fastest_variant(name, program, described[name])
             except Failure as failure:
-                described[peer]["failure"] = str(failure)
-        for peer, samples in self.measure(fastest, self.job.groups).items():
-            described[peer] |= {"samples": samples, "milliseconds": quartiles(samples)}
+                described[name]["failure"] = str(failure)
+        for name, samples in self.measure(fastest, self.job.groups).items():
+            described[name]["samples"] = samples
         for description in described.values():
             self.add(description)
         # Graphs must be gone before the communicator whose kernels they hold.
         fastest.clear()
 
-    def describe(self, peer: str, case: dict[str, Any]) -> dict[str, Any]:
+    def describe(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
         nccl = torch.cuda.nccl.version() if self.job.platform == "gpu" else ()
         versions = {
             "torch": torch.__version__,
@@ -135,26 +137,26 @@ class Worker:
             "nccl": ".".join(map(str, nccl)),
         }
         ran = {"devices": self.job.devices, "dtype": self.job.dtype, "versions": versions}
-        return {"peer": peer, **case, **ran}
+        return {"candidate": name, **case, **ran}
 
-    def communications(self, peer: str, program: Program) -> dict[str, Communication]:
-        """The ways to try, by name."""
-        if peer == "torch_async_tp":
+    def communications(self, name: str, program: TorchProgram) -> dict[str, TorchCommunication]:
+        """The ways to communicate that are tried, by what distinguishes them."""
+        if name == "torch_async_tp":
             return {"": AsyncTensorParallel(self.place.device)}
         if program.overlaps:
             return {"": Collectives(), "overlapped": Collectives(overlap=True)}
         return {"": Collectives()}
 
-    def check(self, peer: str, program: Program) -> float:
-        """The relative error of every way; raises Failure if one is not right."""
+    def check(self, name: str, program: TorchProgram) -> float:
+        """The largest relative error of any way; raises Failure if one is not right."""
 
         def errors() -> float:
             checked = min(program.case.layers, CHECKED_LAYERS)
             expected = program.reference(checked)
             arguments = program.arguments(checked)
-            ways = self.communications(peer, program).values()
             return max(
-                relative_error(program.run(program.part, way, *arguments), expected) for way in ways
+                relative_error(program.run(communication, *arguments), expected)
+                for communication in self.communications(name, program).values()
             )
 
         error = self.largest(self.together(errors))
@@ -162,45 +164,46 @@ class Worker:
             raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
         return error
 
-    def fastest_variant(self, peer: str, program: Program, result: dict[str, Any]) -> Run:
+    def fastest_variant(self, name: str, program: TorchProgram, result: dict[str, Any]) -> Run:
         """Tries all variants; raises Failure if none runs."""
-        ways = self.together(lambda: self.communications(peer, program))
+        communications = self.together(lambda: self.communications(name, program))
         arguments = self.together(lambda: program.arguments(program.case.layers))
         runs: dict[str, Run] = {}
         failures = {}
-        for way, communication in ways.items():
-            for variant in self.job.variants:
-                name = ", ".join(filter(None, (variant, way)))
+        for way, communication in communications.items():
+            for variant in VARIANTS:
+                tried = ", ".join(filter(None, (variant, way)))
                 build = functools.partial(self.build, variant, program, communication, arguments)
                 try:
-                    runs[name] = self.together(build)
+                    runs[tried] = self.together(build)
                 except Failure as failure:
-                    failures[name] = str(failure)
-                    self.say(f"{peer}, {name}: {failure}")
+                    failures[tried] = str(failure)
+                    self.say(f"{name}, {tried}: {failure}")
         if not runs:
-            raise Failure("; ".join(f"{name}: {text}" for name, text in failures.items()))
+            raise Failure("; ".join(f"{tried}: {text}" for tried, text in failures.items()))
         timings = self.measure(runs, PILOT_GROUPS)
-        result["tried"] = {name: statistics.median(samples) for name, samples in timings.items()}
-        result["not_run"] = failures
+        result["tried"] = {tried: statistics.median(times) for tried, times in timings.items()}
         result["options"] = min(result["tried"], key=result["tried"].__getitem__)
         return runs[result["options"]]
 
     def build(
-        self, variant: str, program: Program, communication: Communication, arguments: tuple
+        self,
+        variant: str,
+        program: TorchProgram,
+        communication: TorchCommunication,
+        arguments: tuple,
     ) -> Run:
-        """A warm function of nothing."""
-        compiled = variant == "compiled"
-        part = torch.compile(program.part, dynamic=False) if compiled else program.part
-        run = functools.partial(program.run, part, communication, *arguments)
+        """A warm function without arguments."""
+        run = functools.partial(program.run, communication, *arguments)
         run()
         self.synchronize()
         return captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
-        """Seconds per call, each run once in every group, as `collective_matmul.tuning.timing`.
+        """Seconds per call, each run once in every group, as `benchmarks.library.measure` does it.
 
-        In an order drawn anew for each group, the same on all devices; each run comes untimed first
-        for half as long, so that it is timed at the clocks that its own power leaves.
+        The order is drawn anew for each group, and is the same on all devices. Each run is called
+        untimed first for half as long, so that it is timed at the clocks that its own power leaves.
         """
         calls = {}
         for name, run in runs.items():
@@ -217,7 +220,7 @@ class Worker:
         return samples
 
     def seconds(self, run: Run, calls: int) -> float:
-        """Per call, on the slowest device."""
+        """Seconds per call, on the slowest device."""
         self.synchronize()
         dist.barrier(self.control)
         started = time.perf_counter()
@@ -231,7 +234,7 @@ class Worker:
             torch.cuda.synchronize()
 
     def largest(self, value: float) -> float:
-        """Over all devices."""
+        """The largest value of all devices."""
         values = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX, self.control)
         return float(values)
@@ -242,7 +245,7 @@ class Worker:
         try:
             value = step()
             self.synchronize()
-        # Whatever goes wrong with one peer, the other still counts.
+        # Whatever goes wrong with one candidate, the other still counts.
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
         errors: list[str | None] = [None] * self.job.devices
@@ -261,12 +264,11 @@ class Worker:
             part.replace(output)
         said = result.get("failure")
         if said is None:
-            times = result["milliseconds"]
             said = (
-                f"{times['median']:.3f} ms [{times['q1']:.3f}, {times['q3']:.3f}] "
-                f"{result['options']}, relative error {result['relative_error']:.2g}"
+                f"{1e3 * statistics.median(result['samples']):.3f} ms {result['options']},"
+                f" relative error {result['relative_error']:.2g}"
             )
-        self.say(f"{result['name']:<30} {result['peer']:<15} {said}")
+        self.say(f"{result['name']:<30} {result['candidate']:<15} {said}")
 
     def say(self, line: str) -> None:
         if self.place.rank == 0:
@@ -287,23 +289,15 @@ def captured(run: Run) -> Run:
         results = run()
 
     def replay(kept: Run = run) -> list[Tensor]:
-        del kept  # With it the arguments, which the graph reads where they lie.
+        del kept  # It keeps the arguments alive, which the graph reads.
         graph.replay()
         return results
 
     return replay
 
 
-def quartiles(samples: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
-    if len(samples) < 2:
-        return dict.fromkeys(("q1", "median", "q3"), 1e3 * samples[0])
-    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"q1": 1e3 * q1, "median": 1e3 * median, "q3": 1e3 * q3}
-
-
 def work(rank: int, job: Job) -> None:
-    """What each process does."""
+    """The work of each process."""
     if job.platform == "cpu":
         torch.set_num_threads(1)
     Worker(job, rank).run()

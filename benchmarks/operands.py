@@ -1,17 +1,20 @@
-"""Random operands, described before they exist: programs compile without them."""
+"""Random operands of programs, described before they exist: programs compile without them."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from collective_matmul.tuning.repeated_site import filler
+from benchmarks.communication import ROWS
+from benchmarks.library import filler
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,10 @@ class RandomArray:
 
     Attributes:
       shape: global.
-      dtype: of the array.
+      dtype: the array's dtype.
       sharding: over the mesh.
       scale: standard deviation.
-      seed: tells arrays of one shape apart.
+      seed: distinguishes arrays of one shape.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +34,31 @@ class RandomArray:
     sharding: NamedSharding
     scale: float = 1.0
     seed: int = 0
+
+
+class Operands:
+    """Describes the arrays of programs on one mesh."""
+
+    def __init__(self, mesh: Mesh, dtype: np.dtype):
+        self.mesh, self.dtype = mesh, dtype
+
+    def weight(self, spec: P, rows: int, columns: int, seed: int) -> RandomArray:
+        """[rows, columns], scaled so that products have the scale of what it multiplies."""
+        return self._array(spec, (rows, columns), 1 / math.sqrt(rows), seed)
+
+    def activations(self, spec: P, rows: int, columns: int, seed: int = 0) -> RandomArray:
+        """[rows, columns], of scale 1."""
+        return self._array(spec, (rows, columns), 1.0, seed)
+
+    def both(self, rows: int, columns: int, seed: int = 0) -> tuple[RandomArray, RandomArray]:
+        """Global [rows, columns], sharded; and the same with all rows on every device."""
+        return (
+            self.activations(ROWS, rows, columns, seed),
+            self.activations(ROWS, self.mesh.devices.size * rows, columns, seed),
+        )
+
+    def _array(self, spec: P, shape: tuple[int, int], scale: float, seed: int) -> RandomArray:
+        return RandomArray(shape, self.dtype, NamedSharding(self.mesh, spec), scale, seed)
 
 
 def abstract(arguments: Any) -> Any:
@@ -52,10 +80,10 @@ def compile_maker(arguments: Sequence[Any]) -> Maker:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes arrays on the devices that keep them.
+    """Makes arrays on the devices that store them.
 
     Attributes:
-      compiled: for every array what makes it of its seed.
+      compiled: for every array, what makes it from its seed.
     """
 
     compiled: Mapping[RandomArray, Callable[[np.uint32], jax.Array]]
@@ -66,7 +94,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What a `Maker` made."""
+    """The arrays that a `Maker` made."""
 
     by_leaf: dict[RandomArray, jax.Array]
 
@@ -75,5 +103,5 @@ class Arrays:
         return jax.tree.map(self.by_leaf.__getitem__, arguments)
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        """What runs a compiled program of these arguments once."""
+        """A function that runs a compiled program of these arguments once."""
         return functools.partial(compiled, *self.fill(arguments))

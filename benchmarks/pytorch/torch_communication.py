@@ -1,4 +1,4 @@
-"""How PyTorch's processes communicate around a matmul, in the two ways that it offers.
+"""PyTorch's two ways to communicate around a matmul.
 
 Legend: D devices; all shapes are of one device. A communication has three operators, of a matrix w
 that may be transposed:
@@ -8,7 +8,7 @@ that may be transposed:
     matmul_all_reduce(x, w)        x [M, K], w [K, N] -> [M, N]
 """
 
-# PyTorch is no dependency: where it is not installed, nothing here is imported.
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 Wait = Callable[[], Any]
 
 
-class Communication(Protocol):
+class TorchCommunication(Protocol):
     """See the module."""
 
     def all_gather_matmul(
@@ -108,4 +108,4 @@ def _has_multicast(device: torch.device) -> bool:
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Waits for nothing."""

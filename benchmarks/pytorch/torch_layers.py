@@ -3,41 +3,40 @@
 Legend: D devices, M rows, K features, F hidden features; all shapes are of one device.
 
     x, state  [M/D, K]    a shard of the rows
-    up        [F/D, K]    weights are [out, in], as torch.nn.Linear keeps them
+    up        [F/D, K]    weights are [out, in], as in torch.nn.Linear
     down      [K, F/D]
 """
 
-# PyTorch is no dependency: where it is not installed, nothing here is imported.
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.peers.torch_communication import Communication
-from benchmarks.peers.torch_programs import Case, Place, Program
+from benchmarks.pytorch.torch_communication import TorchCommunication
+from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram
 
 
 @dataclass(frozen=True)
-class LayersCase(Case):
+class TorchLayersCase(TorchCase):
     """As `benchmarks.stack.StackCase` describes it."""
 
     direction: str
 
 
-class Layers(Program):
+class TorchLayers(TorchProgram):
     """Layer after layer, each with its own weights."""
 
-    def __init__(self, case: LayersCase, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(self, case: TorchLayersCase, place: Place, dtype: torch.dtype, seed: int):
         super().__init__(case, place, dtype, seed)
         # The weight's gradient does not need what is scattered in a backward.
         self.overlaps = case.direction != "forward"
-        self.part = feed_forward
 
     def state(self, rank: int) -> Tensor:
         return self.normal(0, rank, self.case.rows // self.place.devices, self.case.features)
@@ -60,8 +59,7 @@ class Layers(Program):
 
     def run(
         self,
-        part: Callable[..., Tensor],
-        communication: Communication,
+        communication: TorchCommunication,
         state: Tensor,
         weights: Sequence[tuple[Tensor, Tensor]],
         cotangent: Tensor | None,
@@ -69,11 +67,11 @@ class Layers(Program):
         """The result; given a cotangent, also the gradients of the state and of every weight."""
         if cotangent is None:
             with torch.no_grad():
-                return [_through(part, communication, state, weights)]
+                return [_through(communication, state, weights)]
         leaves = [state, *(w for layer_weights in weights for w in layer_weights)]
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
-        result = _through(part, communication, leaves[0], pairs)
+        result = _through(communication, leaves[0], pairs)
         return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
 
     def reference(self, layers: int) -> list[Tensor]:
@@ -109,10 +107,10 @@ def _unsharded(state: Tensor, weights: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class ColumnParallel(torch.autograd.Function):
-    """x [M/D, K], w [N, K] -> [M, N]; what was gathered stays for the weight's gradient."""
+    """x [M/D, K], w [N, K] -> [M, N]; the gathered x is kept for the weight's gradient."""
 
     @staticmethod
-    def forward(ctx, communication: Communication, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
         keep = any(ctx.needs_input_grad)
         product, gathered = communication.all_gather_matmul(x, w.t(), keep)
         if keep:
@@ -135,7 +133,7 @@ class RowParallel(torch.autograd.Function):
     """x [M, K], w [N, K] -> [M/D, N]."""
 
     @staticmethod
-    def forward(ctx, communication: Communication, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
         ctx.communication = communication
         ctx.save_for_backward(x, w)
         y, wait = communication.matmul_reduce_scatter(x, w.t())
@@ -149,7 +147,9 @@ class RowParallel(torch.autograd.Function):
         return None, dx, dy.t() @ x
 
 
-def feed_forward(communication: Communication, state: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def feed_forward(
+    communication: TorchCommunication, state: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     """One layer: all-gather → matmul → gelu → matmul → reduce-scatter, added to the state."""
     hidden = ColumnParallel.apply(communication, state, up)
     return state + RowParallel.apply(communication, gelu(hidden), down)
@@ -160,7 +160,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _through(layer, communication, state, weights):
+def _through(communication, state, weights):
     for up, down in weights:
-        state = layer(communication, state, up, down)
+        state = feed_forward(communication, state, up, down)
     return state

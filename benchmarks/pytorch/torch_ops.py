@@ -7,35 +7,35 @@ Legend: D devices, M rows, K features, F hidden features; all shapes are of one 
     matmul_reduce_scatter  [M, F/D]    [K, F/D]   [M/D, K]
     matmul_all_reduce      [M, F/D]    [K, F/D]   [M, K]
 
-Weights are [out, in], as torch.nn.Linear keeps them.
+Weights are [out, in], as in torch.nn.Linear.
 """
 
-# PyTorch is no dependency: where it is not installed, nothing here is imported.
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers.torch_communication import Communication
-from benchmarks.peers.torch_programs import Case, Place, Program
+from benchmarks.pytorch.torch_communication import TorchCommunication
+from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram
 
 
-def all_gather_matmul(communication: Communication, x: Tensor, w: Tensor) -> Tensor:
+def all_gather_matmul(communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
     return communication.all_gather_matmul(x, w.t(), False)[0]
 
 
-def matmul_reduce_scatter(communication: Communication, x: Tensor, w: Tensor) -> Tensor:
+def matmul_reduce_scatter(communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
     y, wait = communication.matmul_reduce_scatter(x, w.t())
     wait()
     return y
 
 
-def matmul_all_reduce(communication: Communication, x: Tensor, w: Tensor) -> Tensor:
+def matmul_all_reduce(communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
     return communication.matmul_all_reduce(x, w.t())
 
 
@@ -43,18 +43,18 @@ OPS = {op.__name__: op for op in (all_gather_matmul, matmul_reduce_scatter, matm
 
 
 @dataclass(frozen=True)
-class OpsCase(Case):
-    """As `benchmarks.fused.peers.OpStack` describes it: as many ops as layers."""
+class TorchOpsCase(TorchCase):
+    """As `benchmarks.ops.OpCase` describes it: as many ops as layers."""
 
     op: str
 
 
-class Ops(Program):
+class TorchOps(TorchProgram):
     """The same op over and over: the next starts when the last has ended."""
 
-    def __init__(self, case: OpsCase, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(self, case: TorchOpsCase, place: Place, dtype: torch.dtype, seed: int):
         super().__init__(case, place, dtype, seed)
-        self.part = OPS[case.op]
+        self.op = OPS[case.op]
         self.gathers = case.op == "all_gather_matmul"
 
     def x(self, rank: int) -> Tensor:
@@ -64,7 +64,7 @@ class Ops(Program):
         return self.normal(0, rank, rows, self.case.hidden_features // devices)
 
     def weight(self, layer: int, rank: int) -> Tensor:
-        """Of a scale that products keep."""
+        """A weight scaled so that products keep their scale."""
         k, f = self.case.features, self.case.hidden_features
         shard = f // self.place.devices
         size, contracted = ((shard, k), k) if self.gathers else ((k, shard), f)
@@ -75,15 +75,11 @@ class Ops(Program):
         return self.x(rank), [self.weight(layer, rank) for layer in range(layers)]
 
     def run(
-        self,
-        part: Callable[..., Tensor],
-        communication: Communication,
-        x: Tensor,
-        weights: Sequence[Tensor],
+        self, communication: TorchCommunication, x: Tensor, weights: Sequence[Tensor]
     ) -> list[Tensor]:
         """The result with each weight."""
         with torch.no_grad():
-            return [part(communication, x, w) for w in weights]
+            return [self.op(communication, x, w) for w in weights]
 
     def reference(self, layers: int) -> list[Tensor]:
         return [self._expected(layer) for layer in range(layers)]

@@ -1,11 +1,11 @@
-"""Who takes part in benchmarks."""
+"""The candidates of benchmarks."""
 
 from __future__ import annotations
 
 import jax
 import pytest
 
-from benchmarks import contenders
+from benchmarks import candidates
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -16,7 +16,7 @@ def test_fused_kernels_may_be_in_programs_that_are_named_for_them(
     name: str, make_mesh: MeshFactory
 ) -> None:
     traced: list[str | None] = []
-    (jit,) = contenders.make(name, make_mesh({AXIS: 2})).jits.values()
+    (jit,) = candidates.make(name, make_mesh({AXIS: 2})).jits.values()
     jit(lambda x: traced.append(peer_kernels_disallowed_reason()) or x).lower(
         jax.ShapeDtypeStruct((), "float32")
     )

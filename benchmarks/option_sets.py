@@ -1,4 +1,4 @@
-"""Sets of XLA options that a contender is tried with; the fastest is the one that counts."""
+"""Sets of XLA options that a candidate is tried with; the fastest is the one that counts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,20 @@
+"""PyTorch on the same layers and ops, as a baseline.
+
+`runner` starts PyTorch's processes and does not import PyTorch. The modules named ``torch_*`` run
+in those processes and do not import JAX; nor does this one, which all share.
+"""
+
+from __future__ import annotations
+
+#: "torch" communicates with NCCL; "torch_async_tp" with the fused operators of PyTorch's async
+#: tensor parallelism.
+NAMES = ("torch", "torch_async_tp")
+#: The ways to run each; the fastest counts.
+VARIANTS = ("eager", "CUDA graph")
+
+#: NVLink multicast can take the GPUs of a shared host out of service.
+MULTICAST_OFF = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
