@@ -20,7 +20,7 @@ from benchmarks.communication import (
     PlainJax,
     Rewritten,
 )
-from benchmarks.library import backend_names, uses_peer_kernels
+from benchmarks.internals import backend_names, uses_peer_kernels
 from collective_matmul import overlap_jit
 
 #: `jax.jit`, `overlap_jit`, or either with compiler options.

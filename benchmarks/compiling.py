@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import operands
 from benchmarks.candidates import Candidate, Jit
-from benchmarks.library import Decision, record_decisions
+from benchmarks.internals import Decision, record_decisions
 from benchmarks.programs import Made, Program
 
 Build = Callable[[Candidate], Program]

@@ -13,7 +13,7 @@ import jax
 
 from benchmarks.compiling import Compiled, Executable
 from benchmarks.environment import gpu_state
-from benchmarks.library import measure
+from benchmarks.internals import measure
 from benchmarks.profiling import Profile, record
 
 #: Groups that decide between sets of options: enough to distinguish those that differ.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.communication import ROWS
-from benchmarks.library import filler
+from benchmarks.internals import filler
 
 
 @dataclass(frozen=True)

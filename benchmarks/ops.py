@@ -20,7 +20,7 @@ from benchmarks import candidates, comparison
 from benchmarks.candidates import Candidate
 from benchmarks.communication import COLUMNS, REPLICATED, ROWS
 from benchmarks.comparison import Comparison
-from benchmarks.library import LAYERS, Layer
+from benchmarks.internals import LAYERS, Layer
 from benchmarks.operands import Operands
 from benchmarks.programs import Direction, Program, make_program
 from benchmarks.report import Report

@@ -154,7 +154,7 @@ def _of_candidates(content: dict[str, Any]) -> list[Section]:
             tables.compilation,
             tables.decisions,
         ]
-    return [*own, tables.options_tried, tables.fallbacks, tables.failures]
+    return [*own, tables.options_tried, tables.failures]
 
 
 def _sentence(name: str, result: dict[str, Any]) -> str:

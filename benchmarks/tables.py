@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.library import backend_names
-
 Content = dict[str, Any]
 
 _GIB = 2**30
@@ -208,19 +206,6 @@ def decisions(content: Content) -> str:
         for text, count in case["candidates"].get("auto", {}).get("decisions", {}).items():
             lines.append(f"- {case['name']}: {count} × {text}")
     return "## What auto chose\n\n" + "\n".join(lines) if lines else ""
-
-
-def fallbacks(content: Content) -> str:
-    """Ops in a backend's column that another backend executed."""
-    lines = [
-        f"- {case['name']}, {name}: {count} × {text}"
-        for case in content["cases"]
-        for name, result in case["candidates"].items()
-        for text, count in result.get("decisions", {}).items()
-        if name in backend_names() and text.partition(":")[0] != name
-    ]
-    heading = "## Executed by another backend than the candidate's name says"
-    return f"{heading}\n\n" + "\n".join(lines) if lines else ""
 
 
 def failures(content: Content) -> str:

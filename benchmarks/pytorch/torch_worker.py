@@ -200,7 +200,7 @@ class Worker:
         return captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
-        """Seconds per call, each run once in every group, as `benchmarks.library.measure` does it.
+        """Seconds per call, each run once in every group, as `benchmarks.internals.measure`.
 
         The order is drawn anew for each group, and is the same on all devices. Each run is called
         untimed first for half as long, so that it is timed at the clocks that its own power leaves.

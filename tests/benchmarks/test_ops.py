@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks import command_line, ops
-from benchmarks.library import Layer
+from benchmarks.internals import Layer
 from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
@@ -21,7 +21,8 @@ REPETITIONS = 2
 LAYERS = {
     "all_gather_matmul": Layer("test", "gather", 16, (8, 24)),
     "matmul_reduce_scatter": Layer("test", "scatter", 16, (8,)),
-    "matmul_all_reduce": Layer("test", "scatter", 16, (8,)),
+    # Wide enough for the sums between devices to be few beside the products.
+    "matmul_all_reduce": Layer("test", "scatter", 64, (8,)),
 }
 WITH_GRADIENTS = ("all_gather_matmul", "matmul_reduce_scatter")
 

@@ -15,7 +15,7 @@ def test_candidates_take_turns_with_one_state(make_mesh):
     mesh = make_mesh({"tensor": 2})
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(mesh, np.dtype("float32"))
-    names = ("xla", "ring", "rewrite")
+    names = ("xla", "rewrite")
     taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
     made = []
 

@@ -7,7 +7,7 @@ are those of `collective_matmul.tune`: benchmarks and tables of measurements mea
 from __future__ import annotations
 
 from collective_matmul.backends import BACKENDS
-from collective_matmul.dispatch.selection import Decision, record_decisions
+from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.tuning.model_sites import LAYERS, Layer
 from collective_matmul.tuning.repeated_site import filler
 from collective_matmul.tuning.timing import Timing, measure
