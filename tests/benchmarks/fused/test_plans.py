@@ -29,6 +29,7 @@ from benchmarks.fused.trials import (
     way_by,
 )
 from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.data import Record
 from collective_matmul.mosaic_gpu import device
 from tests.conftest import MeshFactory
 
@@ -138,27 +139,27 @@ def test_a_run_leaves_a_table(tmp_path: Path, capfd: pytest.CaptureFixture) -> N
     arguments = (
         "plans --platform cpu --devices 2 --ops all_gather_matmul --models tiny --rows 16 32"
         " --candidates 2 --layers 2 --groups 1 --group-seconds 0.001 --lead-seconds 0.001"
-        " --contenders bulk --compile-threads 2 --output"
+        " --contenders xla --compile-threads 2 --output"
     )
     command_line.main([*arguments.split(), str(tmp_path)])
     found = json.loads((tmp_path / "report.json").read_text())["cases"]
-    lines = [outcome["line"] for outcome in found]
-    assert len(lines) == 2
-    table = plans.tuned_plans() + "".join(f"{line}\n" for line in lines)
-    assert (tmp_path / "tuned_plans.jsonl").read_text() == plans.merged(table)
+    records = [Record(**outcome["record"]) for outcome in found]
+    assert len(records) == 2
+    table = plans.merged(plans.shipped_configs(), records)
+    assert (tmp_path / "fused_configs.jsonl").read_text(encoding="utf-8") == table.to_text()
     for outcome in found:
         assert not outcome["wrong"] and not outcome["failure"]
         medians = {name: times[1] for name, times in outcome["times"].items() if name != "xla"}
         assert len(medians) == len(outcome["times"]) - 1 == 2
         assert outcome["best"] == min(medians, key=medians.__getitem__)
-        assert json.loads(outcome["line"])["plan"] == json.loads(outcome["best"])
+        assert outcome["record"]["config"] == json.loads(outcome["best"])
     assert "all_gather_matmul tiny M=16: predicted " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--contenders ring", "contenders: 'ring' is unknown; expected bulk, ceiling"),
+        ("--contenders ring", "contenders: 'ring' is unknown; expected xla, ceiling"),
         ("--candidates 0", "candidates=0: expected at least 1"),
         ("--layers 0", "layers=0: expected at least 1"),
         ("--lead-seconds 0", "lead_seconds=0.0: expected more than 0"),
