@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
 from collective_matmul.data import Run
+from collective_matmul.dispatch import lookup
+from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.site import Site
 from tests.dispatch.sites import site_of
@@ -22,3 +29,16 @@ def table_of(*entries: tuple[Site, Entry]) -> Table:
 def layer(rows: int, columns: int = 14336) -> Site:
     """A site of the kind that the tables have entries of; sizes are global."""
     return site_of("all_gather_matmul", rows, 4096, columns)
+
+
+def measure_as(
+    patch: pytest.MonkeyPatch, seconds: Mapping[str, float], basis: str = "measured"
+) -> None:
+    """Has every site measured: the reference and other backends, by their seconds."""
+
+    def look_up(site: Site, name: str, *_: Any) -> Comparison | None:
+        if name not in seconds:
+            return None
+        return Comparison(seconds[name], seconds["xla"], lookup.ERROR, basis)
+
+    patch.setattr(lookup, "look_up", look_up)

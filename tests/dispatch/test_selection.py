@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from collective_matmul.dispatch.cost_model import predict
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import hardware
+from collective_matmul.backends import BACKENDS, xla
+from collective_matmul.backends.ring import backend as ring_backend
 from collective_matmul.backends.ring.backend import RINGS
-from collective_matmul.dispatch import lookup, selection, table_files
-from collective_matmul.dispatch.selection import Decision, choose, record_decisions
+from collective_matmul.dispatch import assessment, selection, table_files
+from collective_matmul.dispatch.recording import Decision, record_decisions
+from collective_matmul.dispatch.selection import choose
 from collective_matmul.log import warn_once
+from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Op, Site
 from tests.conftest import MeshFactory
-from tests.dispatch.sites import H200, site_of
-from tests.dispatch.tables import entry, layer, table_of
+from tests.dispatch.sites import H200, site_of, tracing_for
+from tests.dispatch.tables import entry, layer, measure_as, table_of
 from tests.reference import AXIS, OPS, Case
 
 every_op = pytest.mark.parametrize("op", OPS)
 
 
 @pytest.fixture
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_device", lambda: H200)
+def on_gpus() -> Iterator[None]:
+    with tracing_for(H200):
+        yield
 
 
 @pytest.fixture
@@ -43,9 +49,9 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
 
 
-def decide(site: Site, requested: str | None = None) -> Decision:
+def decide(site: Site, *requested: str) -> Decision:
     with record_decisions() as decisions:
-        name = choose(site, requested)
+        name = choose(site, requested or None).name
     (taken,) = decisions
     assert (taken.site, taken.implementation) == (site, name)
     return taken
@@ -115,10 +121,10 @@ def test_sites_of_an_all_reduce(make_mesh: MeshFactory) -> None:
 def test_every_recorder_hears_a_decision_and_none_later() -> None:
     first, second = site_of("all_gather_matmul", 8, 8, 8), site_of("all_gather_matmul", 4, 4, 4)
     with record_decisions() as outer:
-        choose(first, "xla")
+        choose(first, ("xla",))
         with record_decisions() as inner:
-            choose(second, "xla")
-    choose(first, "xla")
+            choose(second, ("xla",))
+    choose(first, ("xla",))
     assert [taken.site for taken in outer] == [first, second]
     assert [taken.site for taken in inner] == [second]
 
@@ -126,7 +132,7 @@ def test_every_recorder_hears_a_decision_and_none_later() -> None:
 def test_a_recorder_ends_with_an_error() -> None:
     with pytest.raises(KeyError), record_decisions() as decisions:
         raise KeyError
-    choose(site_of("all_gather_matmul", 8, 8, 8), "xla")
+    choose(site_of("all_gather_matmul", 8, 8, 8), ("xla",))
     assert decisions == []
 
 
@@ -149,39 +155,50 @@ def test_the_cpu_has_nothing_to_run_under_a_matmul(op: Op) -> None:
     assert (taken.implementation, taken.reason) == ("xla", "on cpu nothing runs under a matmul")
 
 
+def predicted(site: Site) -> tuple[float, float]:
+    """The model's seconds of XLA and of the ring."""
+    found = [BACKENDS[name].predict(site) for name in ("xla", "ring")]
+    xla_prediction, ring = found
+    assert xla_prediction is not None and ring is not None
+    return xla_prediction.seconds, ring.seconds
+
+
 def test_the_reason_is_the_prediction(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
-    predicted = predict(site).seconds
-    bulk, ring = predicted["xla"], predicted["ring"]
+    reference, ring = predicted(site)
     taken = decide(site)
-    assert (taken.implementation, taken.seconds, taken.reference_seconds) == ("ring", ring, bulk)
-    assert taken.reason == f"cost model: {bulk * 1e6:.0f} µs bulk, {ring * 1e6:.0f} µs ring"
+    assert (taken.implementation, taken.seconds) == ("ring", pytest.approx(ring))
+    assert taken.reference_seconds == pytest.approx(reference)
+    assert taken.reason == f"cost model: {reference * 1e6:.0f} µs xla, {ring * 1e6:.0f} µs ring"
 
 
-def test_a_ring_that_hardly_gains_is_not_chosen(on_gpus: None, monkeypatch) -> None:
-    for gain, name in ((1.01, "xla"), (1.03, "ring_direct")):
-        seconds = {"xla": 1e-4, "ring": 1.1e-4, "ring_direct": 1e-4 / gain}
-        prediction = lookup.Prediction(seconds, 0.02, "measured")
-        monkeypatch.setattr(lookup, "look_up", lambda *args, p=prediction: p)
-        taken = decide(site_of("all_gather_matmul", 8192, 8192, 8192))
-        assert taken.implementation == name
-        assert taken.reason == f"measured: 100 µs bulk, {100 / gain:.0f} µs ring_direct"
-
-
-def test_an_implementation_that_is_gone_is_not_chosen(on_gpus: None, monkeypatch) -> None:
-    prediction = lookup.Prediction({"xla": 3e-6, "ring": 2e-6, "gone": 1e-6}, 0.02, "measured")
-    monkeypatch.setattr(lookup, "look_up", lambda *args: prediction)
-    assert decide(site_of("all_gather_matmul", 8, 8, 8)).implementation == "ring"
-
-
-@pytest.mark.parametrize("requested", [None, "fused", "xla"])
-def test_what_cannot_be_chosen_hides_nothing_that_can(
-    requested: str | None, on_gpus: None, nothing_said: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gain", "name"), [(1.01, "xla"), (1.03, "ring_direct")])
+def test_a_ring_that_hardly_gains_is_not_chosen(
+    gain: float, name: str, on_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the only entry, its gain of a kernel would tell nothing, not of rings either."""
+    measure_as(monkeypatch, {"xla": 1e-4, "ring": 1.1e-4, "ring_direct": 1e-4 / gain})
+    taken = decide(site_of("all_gather_matmul", 8192, 8192, 8192))
+    assert taken.implementation == name
+    assert taken.reason == f"measured: 100 µs xla, {100 / gain:.0f} µs ring_direct"
+
+
+def test_a_backend_that_is_gone_is_not_chosen(
+    on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = layer(8192)
+    measured = table_of((site, entry(xla=3.0, ring=2.0, gone=1.0)))
+    monkeypatch.setattr(table_files, "known", lambda kind: [("here", measured)])
+    assert decide(site).implementation == "ring"
+
+
+@pytest.mark.parametrize("requested", [(), ("xla",)])
+def test_what_cannot_be_chosen_hides_nothing_that_can(
+    requested: tuple[str, ...], on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the only entry, the gain of a kernel would say nothing, not of rings either."""
     measured = table_of((layer(1024), entry(xla=200.0, ring=250.0, fused=150.0)))
     monkeypatch.setattr(table_files, "known", lambda kind: [("a table", measured)])
-    taken = decide(layer(512), requested)
+    taken = decide(layer(512), *requested)
     assert taken.implementation == "xla"
     assert taken.reference_seconds == pytest.approx(100e-6)
 
@@ -189,44 +206,43 @@ def test_what_cannot_be_chosen_hides_nothing_that_can(
 @pytest.mark.parametrize(
     ("rows", "fused", "chosen", "basis"),
     [
-        (8192, 0.8, "fused", "measured"),
-        (8192, 1.1, "ring", "cost model"),
+        (8192, 0.5, "fused", "measured"),
+        (8192, 1.1, "ring", "measured"),
         (64, 1.1, "xla", "measured"),  # Too few for a ring.
     ],
 )
 def test_where_fused_alone_was_measured_a_ring_may_gain(
     rows: int, fused: float, chosen: str, basis: str, on_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bulk = 1e6 * predict(layer(rows)).seconds["xla"]
-    measured = table_of((layer(rows), entry(xla=bulk, fused=fused * bulk)))
+    reference = 1e6 * predicted(layer(rows))[0]
+    measured = table_of((layer(rows), entry(xla=reference, fused=fused * reference)))
     monkeypatch.setattr(table_files, "known", lambda kind: [("here", measured)])
-    obstacles = {"one_shot": "it is another kernel"}
-    monkeypatch.setattr(selection, "obstacle_of", lambda site, name: obstacles.get(name))
-    monkeypatch.setattr(selection, "peer_kernels_disallowed_reason", lambda: None)
-    taken = decide(layer(rows))
+    reasons = {"one_shot": "it is another kernel"}
+    monkeypatch.setattr(assessment, "unsupported_reason", lambda site, name: reasons.get(name))
+    with peer_kernels_allowed(True):
+        taken = decide(layer(rows))
     assert taken.implementation == chosen
-    assert taken.reason.startswith(basis)
+    assert taken.reason.removeprefix("fallback: one_shot is not possible: it is another kernel; ")
     assert "fused was not measured" not in taken.reason
 
 
 def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
     taken = decide(site, "ring")
-    predicted = predict(site).seconds
-    assert (taken.seconds, taken.reference_seconds) == (predicted["ring"], predicted["xla"])
+    reference, ring = predicted(site)
+    assert (taken.seconds, taken.reference_seconds) == pytest.approx((ring, reference))
     assert decide(site, "ring_direct").seconds is None
 
 
-def test_gpus_that_nothing_is_known_of_get_bulk_and_say_so_once(
-    nothing_said: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_gpus_that_nothing_is_known_of_get_xla_and_say_so_once(
+    nothing_said: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = AbstractDevice("NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")
-    monkeypatch.setattr(selection, "_device", lambda: device)
-    obstacle = "NVIDIA A100-SXM4-40GB was not measured; collective_matmul.tune can"
-    for _ in range(2):
-        taken = decide(site_of("all_gather_matmul", 8192, 8192, 28672))
-        assert (taken.implementation, taken.reason) == ("xla", f"fallback: {obstacle}")
-    assert warnings_of(caplog) == [f"all_gather_matmul falls back to bulk: {obstacle}"]
+    unknown = "NVIDIA A100-SXM4-40GB was not measured; collective_matmul.tune can"
+    with tracing_for(AbstractDevice("NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")):
+        for _ in range(2):
+            taken = decide(site_of("all_gather_matmul", 8192, 8192, 28672))
+            assert (taken.implementation, taken.reason) == ("xla", f"fallback: {unknown}")
+    assert warnings_of(caplog) == [f"all_gather_matmul falls back to xla: {unknown}"]
 
 
 def test_the_mesh_says_what_device_is_traced_for() -> None:
@@ -234,7 +250,7 @@ def test_the_mesh_says_what_device_is_traced_for() -> None:
     kinds = []
     jax.eval_shape(
         jax.shard_map(
-            lambda x: (kinds.append(selection._device().device_kind), x)[1],
+            lambda x: (kinds.append(hardware.traced_device().device_kind), x)[1],
             mesh=mesh,
             in_specs=P(AXIS),
             out_specs=P(AXIS),
@@ -242,7 +258,7 @@ def test_the_mesh_says_what_device_is_traced_for() -> None:
         jax.ShapeDtypeStruct((8,), "float32"),
     )
     assert kinds == ["NVIDIA H200"]
-    assert selection._device().device_kind == jax.devices()[0].device_kind
+    assert hardware.traced_device().device_kind == jax.devices()[0].device_kind
 
 
 def test_an_empty_array_has_nothing_to_multiply(on_gpus: None) -> None:
@@ -258,13 +274,13 @@ def test_rows_that_do_not_divide_fall_back_and_say_so_once(
     on_gpus: None, nothing_said: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = site_of("matmul_all_reduce", 8190, 8192, 8192)
-    obstacle = "8190 rows are not divisible by axis 'tensor' of size 4"
-    reason = f"ring is not possible: {obstacle}"
+    unsupported = "8190 rows are not divisible by axis 'tensor' of size 4"
+    reason = f"ring is not possible: {unsupported}"
     for _ in range(2):
         taken = decide(site)
         assert taken.implementation == "xla"
         assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
-    assert warnings_of(caplog) == [f"matmul_all_reduce falls back to bulk: {reason}"]
+    assert warnings_of(caplog) == [f"matmul_all_reduce falls back to xla: {reason}"]
 
 
 @every_op
@@ -276,31 +292,31 @@ def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    obstacle = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(selection, "no_peer_copies_reason", lambda axis_name: obstacle)
-    reason = f"ring would hide nothing: {obstacle}"
+    unprofitable = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: unprofitable)
+    reason = f"ring would hide nothing: {unprofitable}"
     for rows in (4096, 8192):
         taken = decide(site_of(op, rows, 8192, 8192))
         assert taken.implementation == "xla"
         assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
-    assert warnings_of(caplog) == [f"{op} falls back to bulk: {reason}"]
+    assert warnings_of(caplog) == [f"{op} falls back to xla: {reason}"]
 
 
 @pytest.mark.parametrize("implementation", RINGS)
 def test_a_named_ring_that_cannot_run_raises(implementation: str) -> None:
     with (
         record_decisions() as decisions,
-        pytest.raises(ValueError, match=rf"^implementation='{implementation}': 6 rows are not"),
+        pytest.raises(ValueError, match=rf"^implementation='{implementation}': .*: 6 rows are not"),
     ):
-        choose(site_of("matmul_all_reduce", 6, 8, 8), implementation)
+        choose(site_of("matmul_all_reduce", 6, 8, 8), (implementation,))
     assert decisions == []
 
 
 @every_op
-def test_no_bulk_collective_where_it_would_gather_what_the_compiler_shards(
+def test_no_xla_collective_where_it_would_gather_what_the_compiler_shards(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "partly_automatic", lambda: True)
+    monkeypatch.setattr(xla, "partly_automatic", lambda: True)
     taken = decide(site_of(op, 64, 64, 64))
     if op == "matmul_all_reduce":  # An all-reduce XLA can cut.
         assert taken.implementation == "xla"

@@ -14,9 +14,11 @@ import jax
 import numpy as np
 import pytest
 
+from collective_matmul import data
+from collective_matmul.data import Run
 from collective_matmul.dispatch import selection, table_files
 from collective_matmul.dispatch.lookup import look_up
-from collective_matmul.dispatch.table import Run, Table
+from collective_matmul.dispatch.table import Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.log import warn_once
 from collective_matmul.site import Site
@@ -60,7 +62,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
     for site, found in read.entries.items():
         assert found.run == written.entries[site].run
         assert found.seconds == pytest.approx(written.entries[site].seconds)
-    assert read.to_text() == written.text()
+    assert read.to_text() == written.to_text()
 
 
 def test_one_line_for_each_entry_in_an_order_of_its_own() -> None:
@@ -83,7 +85,8 @@ def test_a_table_may_have_weights_in_any_order() -> None:
         ("", "not enough values"),
         ("{", "Expecting"),
         ("[]\n", "TypeError"),
-        ('{"format": 2}\n', "its format is 2, expected 1"),
+        ('{"format": 3}\n', "its format is 3, expected 2"),
+        ('{"format": 2, "measures": "x", "device_kind": "x", "runs": []}\n', "it measures 'x'"),
         ('{"format": 1, "device_kind": "x", "runs": []}\n{"op": "f"}\n', "KeyError"),
     ],
 )
@@ -102,7 +105,7 @@ def test_times_that_cannot_be_are_refused() -> None:
 def test_a_write_that_fails_leaves_the_old_table(cache: Path, monkeypatch) -> None:
     table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
     before = cache.read_text()
-    monkeypatch.setattr(Table, "text", lambda self: 1 / 0)
+    monkeypatch.setattr(Table, "to_text", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         table_files.save(cache, KIND, {layer(512).flat: entry(xla=20.0)})
     assert cache.read_text() == before
@@ -186,13 +189,13 @@ def test_the_users_table_comes_before_the_one_that_ships(
     monkeypatch.setattr(table_files, "_shipped", lambda kind: ships if kind == KIND else None)
     table_files.save(cache, KIND, {both.flat: entry(xla=9.0, ring=99.0)})
 
-    prediction = look_up(both, table_files.known(KIND))
+    prediction = look_up(both, "ring", table_files.known(KIND), ["ring"])
     assert prediction is not None
-    assert (prediction.basis, prediction.fastest({"ring"})) == ("measured (your table)", "xla")
-    prediction = look_up(shipped_only, table_files.known(KIND))
+    assert (prediction.basis, prediction.is_believed) == ("measured (your table)", False)
+    prediction = look_up(shipped_only, "ring", table_files.known(KIND), ["ring"])
     assert prediction is not None
     assert prediction.basis == "measured (table of NVIDIA H200)"
-    assert prediction.fastest({"ring"}) == "ring"
+    assert prediction.is_believed
 
 
 def test_an_h100_is_decided_for_by_the_table_of_h200_and_says_so(
@@ -200,22 +203,37 @@ def test_an_h100_is_decided_for_by_the_table_of_h200_and_says_so(
 ) -> None:
     ships = table_of((layer(4096), entry(xla=10, ring=5)))
     monkeypatch.setattr(table_files, "_shipped", lambda kind: ships if kind == KIND else None)
-    prediction = look_up(layer(4096), table_files.known("NVIDIA H100 80GB HBM3"))
+    prediction = look_up(layer(4096), "ring", table_files.known("NVIDIA H100 80GB HBM3"), ["ring"])
     assert prediction is not None
     assert "table of NVIDIA H200: the same chip and links" in prediction.basis
     assert table_files.known("NVIDIA H100 PCIe") == []
 
 
-def test_tables_that_ship_can_be_read() -> None:
-    shipped = [
-        f / "backends.jsonl"
-        for f in resources.files("collective_matmul.data").iterdir()
-        if f.is_dir() and f.name != "__pycache__"
-    ]
-    for file in shipped:
-        table = Table.from_text(file.read_text(encoding="utf-8"))
-        assert table_files.file_name(table.device_kind) == file.name
-        assert file.read_text(encoding="utf-8") == table.to_text()
+def test_tables_that_ship_are_in_their_own_format_and_folder() -> None:
+    for folder in resources.files("collective_matmul.data").iterdir():
+        file = folder.joinpath("backends.jsonl")
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            assert Table.from_text(text).to_text() == text
+            assert data.folder_name(Table.from_text(text).device_kind) == folder.name
+
+
+def test_a_table_of_the_older_format_is_read_and_saved_in_todays(cache: Path) -> None:
+    old = (
+        '{"format": 1, "device_kind": "NVIDIA H200", "runs": [{"date": "2026-11-21",'
+        ' "jax": "0.11.2", "devices": "4 × NVIDIA H200"}]}\n'
+        '{"op": "matmul_reduce_scatter", "devices": 4, "dtype": "bfloat16", "operands":'
+        ' [[512, 64, 128]], "rider": [128, 128], "run": 0, "microseconds":'
+        ' {"bulk": 12.0, "ring": 10.0, "ceiling": 8.0}}\n'
+    )
+    cache.parent.mkdir()
+    cache.write_text(old)
+    saved = table_files.save(cache, KIND, {layer(512).flat: entry(xla=10.0)})
+    ((site, found), _) = sorted(saved.entries.items(), key=lambda item: item[0].co_gathered is None)
+    assert site.co_gathered == (128, 128)
+    assert found.seconds == pytest.approx({"xla": 12e-6, "ring": 10e-6, "compute_only": 8e-6})
+    assert '"format": 2' in cache.read_text() and "bulk" not in cache.read_text()
+    assert Table.from_text(cache.read_text()).entries == saved.entries
 
 
 def test_a_damaged_table_is_ignored_and_named_once(
@@ -256,7 +274,7 @@ def test_a_table_that_changes_is_read_again(cache: Path, nothing_ships: None) ->
 
 def test_the_users_table_decides_on_a_cpu(cache: Path) -> None:
     site = site_of("all_gather_matmul", 8, 4, 4)
-    assert selection.choose(site, None) == "xla"
+    assert selection.choose(site).name == "xla"
     kind = jax.devices()[0].device_kind
     table_files.save(cache_path(kind), kind, {site.flat: entry(xla=12, ring_two_way=10)})
-    assert selection.choose(site, None) == "ring_two_way"
+    assert selection.choose(site).name == "ring_two_way"

@@ -1,4 +1,4 @@
-"""Which sites one-shot collectives can carry out, how long they take, and where that decides."""
+"""Which sites one-shot collectives can execute, how long they take, and where that decides."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from collective_matmul.dispatch.cost_model import matmul_seconds, reference_seconds
-from collective_matmul.dispatch.exchanges import exchange_seconds
-from collective_matmul.dispatch.obstacles import obstacle_of
 
+from collective_matmul.backends import BACKENDS
+from collective_matmul.backends.matmul_cost import matmul_seconds
+from collective_matmul.backends.one_shot import backend as one_shot
 from collective_matmul.backends.one_shot import exchange_kernel
-from collective_matmul.dispatch import cost_model, selection
-from collective_matmul.dispatch.lookup import Prediction
-from collective_matmul.dispatch.selection import choose, record_decisions
+from collective_matmul.dispatch import selection
+from collective_matmul.dispatch.assessment import unsupported_reason
+from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Op, Site
 from tests.dispatch.sites import H200, site_of, tracing_for
+from tests.dispatch.tables import measure_as
 from tests.reference import OPS
 
 every_op = pytest.mark.parametrize("op", OPS)
 Patch = pytest.MonkeyPatch
+
+
+def choose(site: Site, *requested: str) -> str:
+    return selection.choose(site, requested or None).name
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def _on_h200(monkeypatch: Patch) -> Iterator[None]:
 @every_op
 def test_only_newer_versions(op: Op, version: tuple[int, ...], monkeypatch: Patch) -> None:
     monkeypatch.setattr(jax, "__version_info__", version)
-    found = obstacle_of(site_of(op, 64, 512, 1024), "one_shot")
+    found = unsupported_reason(site_of(op, 64, 512, 1024), "one_shot")
     assert (found is None) == (version >= (0, 11))
     assert found is None or "these kernels need 0.11 or newer" in found
 
@@ -52,21 +57,19 @@ def test_all_that_is_sent_must_fit() -> None:
         gather = site_of("all_gather_matmul", 4 * (rows + more), columns, 512)
         scatter = site_of("matmul_reduce_scatter", 4 * (rows + more), 512, columns)
         reduce = site_of("matmul_all_reduce", 4 * (rows + more), 512, columns)
-        riding = site_of(
+        co_gathering = site_of(
             "matmul_reduce_scatter", 64, 512, columns, co_gathered=(rows + more, columns)
         )
-        for site in (gather, scatter, reduce, riding):
-            assert (obstacle_of(site, "one_shot") is None) == possible, site
+        for site in (gather, scatter, reduce, co_gathering):
+            assert (unsupported_reason(site, "one_shot") is None) == possible, site
 
 
 @every_op
 def test_too_much_for_one_shot_is_said_once(
     op: Op, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it is requested, and where it was the fastest of what was measured."""
-    found = Prediction({"xla": 4e-6, "ring": 2e-6, "one_shot": 1e-6}, 0.02, "measured")
-    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
-    monkeypatch.setattr(selection, "_why_not_fused", lambda *args: None)
+    """Where it is requested before another, and where it was measured to be the fastest."""
+    measure_as(monkeypatch, {"xla": 4e-6, "ring": 2e-6, "one_shot": 1e-6, "fused": 3e-6})
     sizes = (8192, 4096, 1024) if op == "all_gather_matmul" else (8192, 1024, 4096)
     sent = (2048, 4096) if op == "all_gather_matmul" else (2048 * 4096,)
     why = (
@@ -74,12 +77,10 @@ def test_too_much_for_one_shot_is_said_once(
         f" takes {exchange_kernel.MOST_BYTES}"
     )
     with record_decisions() as decisions:
-        assert choose(site_of(op, *sizes), None) == "ring"
-    assert decisions[0].reason == f"fallback: {why}; measured: 4 µs bulk, 2 µs ring"
-    without = Prediction({"xla": 4e-6, "ring": 2e-6}, 0.02, "measured")
-    monkeypatch.setattr(selection.tables, "look_up", lambda *args: without)
+        assert choose(site_of(op, *sizes)) == "ring"
+    assert decisions[0].reason == f"fallback: {why}; measured: 4 µs xla, 2 µs ring"
     for _ in range(2):
-        assert choose(site_of(op, *sizes), "one_shot") == "ring"
+        assert choose(site_of(op, *sizes), "one_shot", "ring") == "ring"
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert said == [f"{op} falls back to ring: {why}"]
 
@@ -90,12 +91,11 @@ def test_few_rows_where_programs_may_have_kernels(
     op: Op, measured: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the cost model, beside what was measured or alone."""
-    found = Prediction({"xla": 6e-5, "fused": 7e-5}, 0.02, "measured") if measured else None
-    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+    measure_as(monkeypatch, {"xla": 6e-5, "fused": 7e-5} if measured else {})
 
-    def chosen(rows: int, requested: str | None = None) -> str:
+    def chosen(rows: int, *requested: str) -> str:
         sizes = (4096, 14336) if op == "all_gather_matmul" else (14336, 4096)
-        return choose(site_of(op, rows, *sizes), requested)
+        return choose(site_of(op, rows, *sizes), *requested)
 
     assert chosen(64) == "one_shot"
     assert chosen(1 << 14) != "one_shot"
@@ -103,24 +103,22 @@ def test_few_rows_where_programs_may_have_kernels(
         assert chosen(64) == "xla"
     assert not caplog.records
     assert chosen(1024, "one_shot") == "one_shot"
-    monkeypatch.setattr(cost_model, "ONE_SHOT_MARGIN", 10.0)
+    monkeypatch.setattr(one_shot, "ERROR", 10.0)
     assert chosen(64) != "one_shot"
 
 
-def test_what_was_modelled_is_not_said_to_be_measured(monkeypatch: Patch) -> None:
-    found = Prediction({"xla": 6e-5, "fused": 7e-5}, 0.02, "measured")
-    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
+def test_the_basis_of_a_modelled_backend_is_the_model(monkeypatch: Patch) -> None:
+    measure_as(monkeypatch, {"xla": 6e-5, "fused": 7e-5})
     with record_decisions() as decisions:
-        assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "one_shot"
-    assert decisions[0].reason.startswith("measured: 60 µs bulk, ")
+        assert choose(site_of("all_gather_matmul", 64, 4096, 14336)) == "one_shot"
+    assert decisions[0].reason.startswith("measured: 60 µs xla, ")
     assert " µs one_shot (cost model)" in decisions[0].reason
 
 
 def test_the_model_is_not_of_other_gpus(monkeypatch: Patch) -> None:
-    found = Prediction({"xla": 6e-5, "ring": 7e-5}, 0.02, "measured")
-    monkeypatch.setattr(selection.tables, "look_up", lambda *args: found)
-    monkeypatch.setattr(cost_model, "DEVICE_KINDS", ("NVIDIA H20",))
-    assert choose(site_of("all_gather_matmul", 64, 4096, 14336), None) == "xla"
+    measure_as(monkeypatch, {"xla": 6e-5, "ring": 7e-5})
+    monkeypatch.setattr(one_shot, "has_known_rates", lambda: False)
+    assert choose(site_of("all_gather_matmul", 64, 4096, 14336)) == "xla"
 
 
 def one_exchange(elements: int, devices: int = 4) -> float:
@@ -138,22 +136,22 @@ def one_exchange(elements: int, devices: int = 4) -> float:
             [16 * 1024, 16 * 96],
         ),
         (site_of("matmul_all_reduce", 6, 512, 1024), [6 * 1024]),
-        # In two steps, each of a quarter.
+        # In two shots, each of a quarter.
         (site_of("matmul_all_reduce", 1024, 512, 1024), [256 * 1024] * 2),
     ],
     ids=str,
 )
 def test_every_exchange_takes_its_time(site: Site, exchanges: list[int]) -> None:
     expected = sum(map(one_exchange, exchanges))
-    assert exchange_seconds(site) == pytest.approx(expected)
-    predicted = cost_model.predict_one_shot(site)
-    assert predicted.seconds["xla"] == reference_seconds(site)
+    assert one_shot._exchange_seconds(site) == pytest.approx(expected)
+    predicted = BACKENDS["one_shot"].predict(site)
+    assert predicted is not None
     multiplication = matmul_seconds(site.product_rows, *site.operands[0][1])
     if site.has_weight_gradient:
         k, n = site.operands[0][1]
         multiplication += matmul_seconds(k, site.product_rows, n)
-    assert predicted.seconds["one_shot"] == pytest.approx(multiplication + expected)
-    assert predicted.margins.get("one_shot", predicted.margin) == cost_model.ONE_SHOT_MARGIN
+    assert predicted.seconds == pytest.approx(multiplication + expected)
+    assert predicted.relative_error == one_shot.ERROR
 
 
 def test_more_devices_and_more_bytes_take_longer() -> None:

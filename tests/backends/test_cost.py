@@ -1,13 +1,14 @@
-"""The cost model against what was measured: 4 and 2 H200 GPUs, bfloat16.
+"""The cost models of XLA and of the ring, against what was measured on 4 and 2 H200, bfloat16.
 
 On 4 in stacks of 8 layers, a layer being all-gather → matmul → gelu → matmul → reduce-scatter, and
-the ring of XLA's matmuls. Op by op, and rings as they are carried out, in the table that ships, and
-on 2 where bulk and ring are near each other.
+the ring of XLA's matmuls. On both op by op, in the table that ships, and on 2 where XLA and the
+ring are near each other.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,28 +16,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.dispatch.cost_model import matmul_seconds, predict, reference_seconds
 
-from collective_matmul.dispatch import cost_model, table_files
+from collective_matmul.backends.base import Prediction
+from collective_matmul.backends.matmul_cost import matmul_seconds
+from collective_matmul.backends.ring import cost
+from collective_matmul.backends.ring.backend import RINGS
+from collective_matmul.backends.xla import xla_seconds
+from collective_matmul.dispatch import table_files
+from collective_matmul.hardware import HOPPER
 from collective_matmul.site import Einsum, Op, Site
-from tests.dispatch.sites import BFLOAT16, site_of
+from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
 from tests.reference import AXIS, OPS
 
-#: No kernel does it: it is as much work as the matmul of its site, and XLA's.
+#: Not a matmul: as much work as the matmul of its site, but executed by XLA.
 EINSUM = Einsum("sd,df->sf", (), accumulates=False)
 
 
+@pytest.fixture(autouse=True)
+def _on_h200() -> Iterator[None]:
+    with tracing_for(H200):
+        yield
+
+
+def predict(site: Site) -> Prediction:
+    found = RINGS["ring"].predict(site)
+    assert found is not None
+    return found
+
+
 def ring_of(site: Site) -> float:
-    return predict(site).seconds["ring"]
+    return predict(site).seconds
 
 
 def choice(site: Site) -> str:
-    return predict(site).fastest(["ring"])
+    ring = predict(site)
+    return "ring" if xla_seconds(site) / ring.seconds - 1 >= ring.relative_error else "xla"
 
 
 def host_seconds(devices: int) -> float:
     """What the host takes for a ring of one matmul."""
-    return cost_model.HOST_SECONDS + (devices - 1) * cost_model.HOST_SECONDS_PER_PERMUTE
+    return HOPPER.host_seconds + (devices - 1) * HOPPER.host_seconds_per_permute
 
 
 class Layer(NamedTuple):
@@ -80,22 +99,22 @@ every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda la: f"{la.hidd
 
 @every_layer
 def test_layers_with_rings_of_xlas_matmuls(layer: Layer) -> None:
-    bulk, ring = (1e6 * sum(map(seconds, layer.sites)) for seconds in (reference_seconds, ring_of))
+    xla, ring = (1e6 * sum(map(seconds, layer.sites)) for seconds in (xla_seconds, ring_of))
     if layer.rows > 512:  # Smaller layers are gaps between kernels, which vary.
-        assert bulk == pytest.approx(layer.bulk, rel=0.11)
+        assert xla == pytest.approx(layer.xla, rel=0.11)
     if ring == pytest.approx(2e6 * host_seconds(devices=4)):
         # These hosts were quick: those of the table took up to twice as long for an op.
         assert 0.9 < ring / layer.ring < 1.45
     else:
         assert ring == pytest.approx(layer.ring, rel=0.08)
-        assert xla / ring < (1 + cost_model.MARGIN) * layer.bulk / layer.ring
-    if layer.bulk < layer.ring or layer.rows > 2048:
+        assert xla / ring < (1 + cost.ERROR) * layer.xla / layer.ring
+    if layer.xla < layer.ring or layer.rows > 2048:
         # Between, the gain is less than what the model may be wrong by, for one op or for both.
-        expected = "xla" if layer.bulk < layer.ring else "ring"
+        expected = "xla" if layer.xla < layer.ring else "ring"
         assert {choice(site) for site in layer.sites} == {expected}
 
 
-#: Microseconds of bulk on 2 GPUs, by op and widths, of 16, 64, 128, and so on to 4096 rows.
+#: Microseconds of XLA on 2 GPUs, by op and widths, of 16, 64, 128, and so on to 4096 rows.
 ON_TWO_GPUS: dict[tuple[Op, int, int], list[float]] = {
     ("all_gather_matmul", 4096, 14336): [39.4, 48.0, 45.4, 49.0, 83.9, 144.7, 257.6, 483.7],
     ("matmul_reduce_scatter", 14336, 4096): [47.7, 49.2, 55.5, 56.9, 78.6, 126.9, 246.8, 482.9],
@@ -106,14 +125,14 @@ ON_TWO_GPUS: dict[tuple[Op, int, int], list[float]] = {
 
 
 @pytest.mark.parametrize("layer", ON_TWO_GPUS, ids=str)
-def test_bulk_on_two_gpus(layer: tuple[Op, int, int]) -> None:
+def test_xla_on_two_gpus(layer: tuple[Op, int, int]) -> None:
     op, *widths = layer
     for doubling, measured in enumerate(ON_TWO_GPUS[layer]):
         rows = 16 if doubling == 0 else 32 << doubling
         site = site_of(op, rows, *widths, devices=2)
         # Below 512 rows it is gaps between kernels, which vary.
         rel = 0.35 if rows < 512 else 0.17
-        assert 1e6 * reference_seconds(site) == pytest.approx(measured, rel=rel), rows
+        assert 1e6 * xla_seconds(site) == pytest.approx(measured, rel=rel), rows
         if measured < 100:  # No more than the host of a ring may take.
             assert choice(site) == "xla", rows
 
@@ -143,8 +162,8 @@ def qkv(rows: int) -> Site:
     ids=str,
 )
 def test_the_faster_on_two_gpus_is_chosen(site: Site, xla: float, ring: float) -> None:
-    assert choice(site) == ("ring" if ring < bulk else "xla")
-    assert 1e6 * reference_seconds(site) == pytest.approx(bulk, rel=0.18)
+    assert choice(site) == ("ring" if ring < xla else "xla")
+    assert 1e6 * xla_seconds(site) == pytest.approx(xla, rel=0.18)
     assert 1e6 * ring_of(site) == pytest.approx(ring, rel=0.3)
 
 
@@ -159,25 +178,25 @@ def test_the_table_that_ships() -> None:
     for site, entry in table.entries.items():
         if "ring" not in entry.seconds:
             continue  # So few rows that no ring was tried.
-        bulk, ring = entry.seconds["xla"], entry.seconds["ring"]
+        xla, ring = entry.seconds["xla"], entry.seconds["ring"]
         predicted = predict(site)
         # Of few rows the host, which differs from machine to machine, may take half as long again
         # as predicted; 70B of 16 rows is predicted too slow.
         few = site.rows <= 256
         least, most = (0.69, 1.32) if few else (0.7, 1.25)
-        assert least < predicted.seconds["xla"] / bulk < most, site
+        assert least < xla_seconds(site) / xla < most, site
         least, most = (0.67, 1.25) if few else (0.75, 1.55)
-        assert least < predicted.seconds["ring"] / ring < most, site
+        assert least < predicted.seconds / ring < most, site
         if choice(site) == "ring":
-            assert ring < bulk, site
+            assert ring < xla, site
             gained += math.log(xla / ring)
-        elif predicted.margin == pytest.approx(cost_model.MARGIN):
+        elif predicted.relative_error == pytest.approx(cost.ERROR):
             # What is left is little more than the margin and what it guards against.
-            most = 1.24 if site == MISSED else 1.01 * (1 + cost_model.MARGIN) ** 2
+            most = 1.24 if site == MISSED else 1.01 * (1 + cost.ERROR) ** 2
             assert xla / ring < most, site
-            if ring > bulk:
-                gain = predicted.seconds["xla"] / predicted.seconds["ring"] - 1
-                assert gain < 0.65 * cost_model.MARGIN, site
+            if ring > xla:
+                gain = xla_seconds(site) / predicted.seconds - 1
+                assert gain < 0.65 * cost.ERROR, site
         possible += max(0.0, math.log(xla / ring))
     assert gained > 0.8 * possible
 
@@ -214,61 +233,59 @@ def test_unaligned_matmuls_run_at_half_the_rate(sizes: tuple[int, int, int]) -> 
     rows, *w = sizes
     site = Site("all_gather_matmul", (((rows, w[0]), tuple(w)),), BFLOAT16, AXIS, 2)
     matmul = matmul_seconds(2 * rows, *w)
-    communication = reference_seconds(site) - 2 * matmul
-    collective = site.bytes_communicated / cost_model.LINK_BYTES_PER_SECOND
-    assert communication == pytest.approx(cost_model.COLLECTIVE_SECONDS + collective)
-    assert predict(site).margin == pytest.approx(cost_model.UNSURE_MARGIN)
+    communication = xla_seconds(site) - 2 * matmul
+    collective = site.bytes_communicated / HOPPER.link_bytes
+    assert communication == pytest.approx(HOPPER.collective_seconds + collective)
+    assert predict(site).relative_error == pytest.approx(cost.UNSURE_ERROR)
     # Of 4 bytes, as many elements are aligned. Each of them takes twice as long.
     single = replace(site, dtype=np.dtype(np.float32))
-    assert reference_seconds(single) == pytest.approx(reference_seconds(site) + collective)
+    assert xla_seconds(single) == pytest.approx(xla_seconds(site) + collective)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "margin"),
-    [("bfloat16", cost_model.MARGIN), ("float16", cost_model.MARGIN), ("float32", 0.25)],
+    ("dtype", "error"),
+    [("bfloat16", cost.ERROR), ("float16", cost.ERROR), ("float32", 0.25)],
 )
-def test_what_was_not_measured_must_gain_more(dtype: str, margin: float) -> None:
+def test_what_was_not_measured_must_gain_more(dtype: str, error: float) -> None:
     site = replace(site_of("all_gather_matmul", 8192, 4096, 14336), dtype=jnp.dtype(dtype))
-    assert predict(site).margin == pytest.approx(margin)
+    assert predict(site).relative_error == pytest.approx(error)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_a_ring_costs_the_host_its_permutes_and_what_bulk_costs_it(op: Op, devices: int) -> None:
+def test_a_ring_costs_the_host_its_permutes_and_what_xla_costs_it(op: Op, devices: int) -> None:
     site = site_of(op, 8 * devices, 8, 8, devices)
     assert ring_of(site) >= host_seconds(devices)
-    assert ring_of(site) > reference_seconds(site) >= cost_model.HOST_SECONDS
+    assert ring_of(site) > xla_seconds(site) >= HOPPER.host_seconds
 
 
-def test_riders_and_operands_cost_the_host_too() -> None:
+def test_co_gathered_arrays_and_operands_cost_the_host_too() -> None:
     site = site_of("matmul_reduce_scatter", 32, 32, 32)
-    riding = replace(site, co_gathered=(8, 32))
-    assert ring_of(riding) == pytest.approx(host_seconds(1 + 6))
+    co_gathering = replace(site, co_gathered=(8, 32))
+    assert ring_of(co_gathering) == pytest.approx(host_seconds(1 + 6))
     several = replace(site, operands=site.operands * 3)
-    more = 3 * 2 * cost_model.HOST_SECONDS_PER_OPERAND
+    more = 3 * 2 * HOPPER.host_seconds_per_operand
     assert ring_of(several) == pytest.approx(host_seconds(4) + more)
 
 
-@pytest.mark.parametrize(
-    ("host", "margin"), [(1e-3, cost_model.UNSURE_MARGIN), (1e-5, cost_model.MARGIN)]
-)
+@pytest.mark.parametrize(("host", "error"), [(1e-3, cost.UNSURE_ERROR), (1e-5, cost.ERROR)])
 def test_a_ring_that_waits_for_its_host_must_gain_more(
-    host: float, margin: float, monkeypatch: pytest.MonkeyPatch
+    host: float, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_model, "HOST_SECONDS_PER_PERMUTE", host)
+    monkeypatch.setattr(cost, "HOPPER", replace(HOPPER, host_seconds_per_permute=host))
     prediction = predict(site_of("all_gather_matmul", 8192, 4096, 14336))
-    assert prediction.margin == pytest.approx(margin)
+    assert prediction.relative_error == pytest.approx(error)
 
 
-def test_between_the_margins_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_the_errors_there_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes a little less than the GPU may yet be waited for."""
     site = site_of("all_gather_matmul", 8192, 4096, 14336)
     on_device = ring_of(site)
-    monkeypatch.setattr(cost_model, "HOST_SECONDS", 0.9 * on_device)
-    monkeypatch.setattr(cost_model, "HOST_SECONDS_PER_PERMUTE", 0.0)
+    host = {"host_seconds": 0.9 * on_device, "host_seconds_per_permute": 0.0}
+    monkeypatch.setattr(cost, "HOPPER", replace(HOPPER, **host))
     prediction = predict(site)
-    assert prediction.seconds["ring"] == on_device
-    assert prediction.margin == pytest.approx(0.9 * (1 + cost_model.UNSURE_MARGIN) - 1)
+    assert prediction.seconds == on_device
+    assert prediction.relative_error == pytest.approx(0.9 * (1 + cost.UNSURE_ERROR) - 1)
 
 
 GATHER = site_of("all_gather_matmul", 8192, 4096, 14336)
@@ -300,7 +317,7 @@ def test_a_ring_makes_copies_where_no_kernel_multiplies(
     site = replace(site, **facts)
     copying = ring_of(replace(site, einsum=EINSUM))
     assert (ring_of(site) < copying) == in_place
-    monkeypatch.setattr(cost_model, "partly_automatic", lambda: True)
+    monkeypatch.setattr(cost, "partly_automatic", lambda: True)
     assert ring_of(site) == copying
 
 
@@ -311,9 +328,9 @@ def test_what_is_gathered_beside_the_product_is_copied_too(site: Site, facts: di
     def copies(site: Site) -> float:
         return ring_of(replace(site, einsum=EINSUM)) - ring_of(site)
 
-    moved = 2 * 2 * 8192 * 4096 / cost_model.PASS_BYTES_PER_SECOND
+    moved = 2 * 2 * 8192 * 4096 / HOPPER.pass_bytes
     more = copies(replace(site, **facts)) - copies(site)
-    assert more == pytest.approx(moved + 4 * cost_model.KERNEL_SECONDS / 2)
+    assert more == pytest.approx(moved + 4 * HOPPER.kernel_seconds / 2)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
@@ -321,33 +338,33 @@ def test_sums_of_chunks_are_read_and_written_in_float32(dtype: np.dtype) -> None
     added = replace(GATHER, einsum=replace(EINSUM, accumulates=True), dtype=dtype)
     written = replace(added, einsum=EINSUM)
     moved = 2 * 4 * 4 * 4096 * 3584 - 2 * 8192 * 3584 * dtype.itemsize
-    expected = moved / cost_model.PASS_BYTES_PER_SECOND
+    expected = moved / HOPPER.pass_bytes
     assert ring_of(added) - ring_of(written) == pytest.approx(expected)
 
 
-def test_a_rider_is_a_collective_of_its_own_in_bulk() -> None:
-    riding = replace(SCATTER, co_gathered=(2048, 4096))
-    gathered = 2 * 3 * 2048 * 4096 / cost_model.LINK_BYTES_PER_SECOND
+def test_a_co_gathered_array_is_a_collective_of_its_own_with_xla() -> None:
+    co_gathering = replace(SCATTER, co_gathered=(2048, 4096))
+    gathered = 2 * 3 * 2048 * 4096 / HOPPER.link_bytes
     gradient = matmul_seconds(3584, 8192, 4096)
-    more = cost_model.COLLECTIVE_SECONDS + gathered + gradient
-    assert reference_seconds(riding) - reference_seconds(SCATTER) == pytest.approx(more)
+    more = HOPPER.collective_seconds + gathered + gradient
+    assert xla_seconds(co_gathering) - xla_seconds(SCATTER) == pytest.approx(more)
 
 
 def test_a_ring_is_no_faster_than_its_copies() -> None:
     """One column per device: next to nothing to multiply."""
     site = site_of("all_gather_matmul", 1 << 18, 8192, 4)
-    assert ring_of(site) >= site.bytes_communicated / cost_model.LINK_BYTES_PER_SECOND
+    assert ring_of(site) >= site.bytes_communicated / HOPPER.link_bytes
 
 
-@pytest.mark.parametrize("predicted", [reference_seconds, ring_of])
+@pytest.mark.parametrize("predicted", [xla_seconds, ring_of])
 def test_what_is_more_work_takes_longer(predicted) -> None:
     forward = site_of("all_gather_matmul", 8192, 4096, 4096)
     backward = site_of("all_gather_matmul", 8192, 4096, 4096, keep_gathered=True)
     scatter = site_of("matmul_reduce_scatter", 8192, 4096, 4096)
-    riding = site_of("matmul_reduce_scatter", 8192, 4096, 4096, co_gathered=(2048, 4096))
+    co_gathering = site_of("matmul_reduce_scatter", 8192, 4096, 4096, co_gathered=(2048, 4096))
     reduce = site_of("matmul_all_reduce", 8192, 4096, 4096)
     assert predicted(backward) > 1.15 * predicted(forward)
-    assert predicted(riding) > 1.2 * predicted(scatter)
+    assert predicted(co_gathering) > 1.2 * predicted(scatter)
     assert predicted(reduce) > predicted(scatter)
     assert predicted(site_of("all_gather_matmul", 16384, 4096, 4096)) > predicted(forward)
     assert math.isfinite(predicted(site_of("all_gather_matmul", 1, 1, 1, 1)))

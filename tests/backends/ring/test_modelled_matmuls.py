@@ -1,4 +1,4 @@
-"""What the cost model takes a ring to be, and what it is."""
+"""The matmuls that the ring's cost model assumes, and those that a ring launches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from collective_matmul.dispatch import (
-    cost_model,
-    table_files,
-)
+from collective_matmul.backends.ring import cost
+from collective_matmul.dispatch import table_files
 from collective_matmul.mosaic_gpu import chunk_matmul
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.reference import AXIS
@@ -24,7 +22,7 @@ def test_the_model_asks_for_the_matmuls_that_a_ring_launches(
 ) -> None:
     launched, modelled = set(), set()
     monkeypatch.setattr(chunk_matmul, "choose_tiling", launched.add)  # None: no kernel is traced.
-    monkeypatch.setattr(cost_model, "_has_kernel", modelled.add)
+    monkeypatch.setattr(cost, "_has_tiling", modelled.add)
     monkeypatch.setattr(table_files, "known", lambda kind: [])
 
     def products(x: jax.Array, y: jax.Array, *ws: jax.Array) -> Any:

@@ -1,0 +1,350 @@
+"""What is done, and said, about requests, and where a backend cannot execute a site."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice
+
+from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.backends.fused import backend as fused_backend
+from collective_matmul.backends.ring import backend as ring_backend
+from collective_matmul.dispatch import assessment, selection
+from collective_matmul.dispatch.assessment import unsupported_reason
+from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
+from collective_matmul.log import warn_once
+from collective_matmul.peer_access import peer_kernels_allowed
+from collective_matmul.site import Einsum, Op, Site
+from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
+from tests.dispatch.tables import measure_as
+from tests.reference import AXIS, OPS, PEER_KERNELS, PORTABLE
+
+every_op = pytest.mark.parametrize("op", OPS)
+every_kernel = pytest.mark.parametrize("kernel", PEER_KERNELS)
+Patch = pytest.MonkeyPatch
+
+SECONDS = {"xla": 4e-6, "one_shot": 3.5e-6, "ring": 3e-6, "ring_direct": 2e-6, "fused": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: Patch) -> Iterator[None]:
+    """The fused kernels were the fastest, and then a ring; kernels have all that they need."""
+
+    measure_as(monkeypatch, SECONDS)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    with peer_kernels_allowed(True):
+        yield
+
+
+@pytest.fixture
+def on_h200() -> Iterator[None]:
+    with tracing_for(H200):
+        yield
+
+
+@pytest.fixture
+def said(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was said. Whatever was said once before may be said again."""
+    monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
+    return lambda: [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def layer(op: Op, **facts: Any) -> Site:
+    return site_of(op, 1024, 1024, 1024, **facts)
+
+
+def decide(site: Site, *requested: str) -> tuple[str, str]:
+    with record_decisions() as decisions:
+        name = choose(site, requested or None).name
+    (taken,) = decisions
+    assert taken.implementation == name
+    assert taken.seconds == pytest.approx(SECONDS[name])
+    assert taken.reference_seconds == pytest.approx(SECONDS["xla"])
+    return name, taken.reason
+
+
+@every_op
+def test_fused_where_its_kernels_can(op: Op, on_h200: None, said: Callable) -> None:
+    assert decide(layer(op), "fused") == ("fused", "requested")
+    assert decide(layer(op)) == ("fused", "measured: 4 µs xla, 1 µs fused")
+    assert said() == []
+
+
+FLOATS = "dtypes ['float32']: these kernels take bfloat16, or float16, for all"
+
+
+@every_op
+@every_kernel
+def test_the_next_fastest_where_the_fastest_cannot(
+    op: Op, kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    monkeypatch.setitem(SECONDS, kernel, 1e-6)
+    for other in {*PEER_KERNELS} - {kernel}:
+        monkeypatch.setitem(SECONDS, other, 5e-6)
+    site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    why = f"{kernel} is not possible: {FLOATS}"
+    for _ in range(2):
+        reason = f"fallback: {why}; measured: 4 µs xla, 2 µs ring_direct"
+        assert decide(site) == ("ring_direct", reason)
+    assert said() == [f"{op} falls back to ring_direct: {why}"]
+
+
+@every_op
+@every_kernel
+def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, said: Callable) -> None:
+    site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    sentence = f"implementation={kernel!r}: {kernel} is not possible: {FLOATS}; for {site}; pass"
+    with (
+        record_decisions() as decisions,
+        pytest.raises(UnsupportedSiteError, match=f"^{re.escape(sentence)}") as raised,
+    ):
+        choose(site, (kernel,))
+    assert str(raised.value).endswith("to use the first that can, or None to choose per shape")
+    assert (decisions, said()) == ([], [])
+
+
+@every_op
+def test_of_a_sequence_the_first_that_can_is_used_and_the_others_are_said_once(
+    op: Op, on_h200: None, said: Callable
+) -> None:
+    site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    why = "; ".join(f"{name} is not possible: {FLOATS}" for name in ("fused", "one_shot"))
+    for _ in range(2):
+        chosen = decide(site, "fused", "one_shot", "ring", "xla")
+        assert chosen == ("ring", f"fallback: {why}; requested")
+    assert said() == [f"{op} falls back to ring: {why}"]
+    assert decide(site, "xla", "fused") == ("xla", "requested")
+    with pytest.raises(UnsupportedSiteError, match=r"^implementation=\('fused', 'one_shot'\): "):
+        choose(site, ("fused", "one_shot"))
+
+
+@every_op
+@pytest.mark.parametrize("name", PORTABLE[:2])
+def test_other_requests_are_followed_where_kernels_cannot(
+    op: Op, name: str, said: Callable
+) -> None:
+    assert decide(layer(op), name) == (name, "requested")
+    assert said() == []
+
+
+@every_op
+def test_of_all_that_is_not_chosen_the_best_is_said(
+    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    peers = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: peers)
+    monkeypatch.setattr(fused_backend, "no_peer_access_reason", lambda: peers)
+    monkeypatch.setitem(SECONDS, "one_shot", 5e-6)
+    fused = f"fused is not possible: {peers}"
+    ring = f"ring_direct would hide nothing: {peers}"
+    reason = "measured: 4 µs xla, 1 µs fused"
+    assert decide(layer(op)) == ("xla", f"fallback: {fused}; {reason}")
+    with peer_kernels_allowed(False):
+        assert decide(layer(op))[1].startswith(f"fallback: {ring}; ")
+    assert said() == [f"{op} falls back to xla: {why}" for why in (fused, ring)]
+
+
+def test_a_backend_that_is_slower_is_not_missed(monkeypatch: Patch, said: Callable) -> None:
+    measure_as(monkeypatch, {"xla": 1e-6, "fused": 2e-6, "one_shot": 2e-6, "ring": 3e-6})
+    site = dataclasses.replace(layer("all_gather_matmul"), dtype=np.dtype("float32"))
+    with tracing_for(H200), record_decisions() as decisions:
+        choose(site)
+    assert decisions[0].reason == "measured: 1 µs xla, 2 µs one_shot"
+    assert said() == []
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (H200, None),
+        (AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), None),
+        (AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu"), "Hopper GPUs only"),
+        (AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"), "Hopper"),
+        (AbstractDevice("NVIDIA HGX", num_cores=132, platform="gpu"), "Hopper GPUs only"),
+    ],
+    ids=str,
+)
+@every_kernel
+def test_the_mesh_says_whether_there_are_kernels(
+    op: Op, kernel: str, device: AbstractDevice, reason: str | None
+) -> None:
+    with tracing_for(device):
+        found = unsupported_reason(layer(op), kernel)
+    assert found == reason or (reason and found and reason in found)
+    assert "Hopper GPUs only" in str(unsupported_reason(layer(op), kernel))  # Of this machine.
+
+
+@every_op
+@every_kernel
+def test_peer_kernels_need_a_program_that_may_have_them(
+    op: Op, kernel: str, on_h200: None, said: Callable
+) -> None:
+    """In others a request is refused, and auto chooses among the rest."""
+    why = (
+        f"{kernel} is not possible: collectives at the same time, as this program is compiled,"
+        " allow no kernel to address peers' memory; compile with"
+        " collective_matmul.overlap_jit(..., peer_kernels=True)"
+    )
+    with peer_kernels_allowed(False):
+        assert decide(layer(op)) == ("ring_direct", "measured: 4 µs xla, 2 µs ring_direct")
+        assert said() == []
+        assert decide(layer(op), kernel, "ring") == ("ring", f"fallback: {why}; requested")
+        with pytest.raises(UnsupportedSiteError, match=re.escape(why)):
+            choose(layer(op), (kernel,))
+    assert said() == [f"{op} falls back to ring: {why}"]
+
+
+@every_op
+@pytest.mark.parametrize("allowed", [False, True])
+def test_no_kernel_is_configured_for_programs_that_may_have_none(
+    op: Op, allowed: bool, on_h200: None, monkeypatch: Patch
+) -> None:
+    asked: list[str] = []
+    ask = assessment.unsupported_reason
+    monkeypatch.setattr(
+        assessment,
+        "unsupported_reason",
+        lambda site, name: (asked.append(name), ask(site, name))[1],
+    )
+    with peer_kernels_allowed(allowed):
+        decide(layer(op))
+    assert ({*PEER_KERNELS} <= {*asked}) == allowed
+    assert len(asked) == len({*asked})  # Each is asked once.
+
+
+@every_op
+@every_kernel
+def test_kernels_are_of_one_process(op: Op, kernel: str, on_h200: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert str(unsupported_reason(layer(op), kernel)).startswith("2 processes: ")
+
+
+@every_op
+@every_kernel
+@pytest.mark.parametrize("size", [1, 2])
+def test_kernels_are_not_divided_over_automatic_axes(op: Op, kernel: str, size: int) -> None:
+    with tracing_for(H200, data=size):
+        found = unsupported_reason(layer(op), kernel)
+    assert (found is None) == (size == 1)
+    assert found is None or "automatic mesh axes" in found
+
+
+@every_op
+def test_a_kernel_that_was_not_measured_is_named(
+    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
+) -> None:
+    """Where it cannot execute the site, nobody misses a measurement."""
+    monkeypatch.delitem(SECONDS, "fused")
+    without = "measured: 4 µs xla, 2 µs ring_direct"
+    assert decide(layer(op)) == ("ring_direct", f"{without}; fused was not measured here")
+    float32 = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
+    assert decide(float32) == ("ring_direct", without)
+    assert decide(layer(op), "ring") == ("ring", "requested")
+    with peer_kernels_allowed(False):
+        assert decide(layer(op)) == ("ring_direct", without)
+    assert said() == []
+
+
+@every_op
+@every_kernel
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
+def test_only_newer_versions_have_kernels(
+    op: Op, kernel: str, version: tuple[int, ...], on_h200: None, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(jax, "__version_info__", version)
+    found = unsupported_reason(layer(op), kernel)
+    assert (found is None) == (version >= (0, 11))
+    assert found is None or found.endswith(": these kernels need 0.11 or newer")
+
+
+@pytest.mark.parametrize(
+    ("op", "contracted", "columns", "possible"),
+    [
+        ("all_gather_matmul", 192, 96, True),
+        ("all_gather_matmul", 160, 96, False),
+        ("all_gather_matmul", 192, 80, False),
+        ("matmul_reduce_scatter", 96, 160, True),
+        ("matmul_reduce_scatter", 80, 192, False),
+        ("matmul_reduce_scatter", 96, 144, False),
+        ("matmul_all_reduce", 96, 160, True),
+        ("matmul_all_reduce", 80, 192, False),
+        ("matmul_all_reduce", 96, 144, False),
+    ],
+)
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_sizes_that_kernels_do_not_take(
+    op: Op, contracted: int, columns: int, possible: bool, transpose_w: bool, on_h200: None
+) -> None:
+    """However the weights are stored, except that an all-reduce takes none transposed."""
+    operands = ((64, contracted), (contracted, columns))
+    is_transposed = transpose_w and op != "matmul_all_reduce"
+    found = unsupported_reason(
+        Site(op, (operands,), BFLOAT16, AXIS, 4, transpose_w=is_transposed), "fused"
+    )
+    assert (found is None) == possible
+    assert found is None or "pad them" in found
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_kernels_are_asked_about_the_arrays_as_they_are_stored(op: Op, monkeypatch: Patch) -> None:
+    """Measured, it has all its rows in one dimension, and weights as a model has them."""
+    asked = []
+
+    def refuse(x: Any, ws: Any, devices: int, *, dimension: int, transpose_w: bool) -> str:
+        (x,) = x if isinstance(x, list) else [x]
+        asked.append((x.shape, ws[0].shape, devices, dimension, transpose_w))
+        return "no"
+
+    monkeypatch.setattr(all_gather, "all_gather_unsupported_reason", refuse)
+    monkeypatch.setattr(reduce_scatter, "reduce_scatter_unsupported_reason", refuse)
+    operands = (((2, 64, 96), (96, 192)),)
+    site = Site(op, operands, BFLOAT16, AXIS, 4, dimension=1, transpose_w=True)
+    for each in (site, site.flat, dataclasses.replace(site, keep_gathered=True).flat):
+        assert unsupported_reason(each, "fused") == "no"
+    assert asked == [
+        ((2, 64, 96), (192, 96), 4, 1, True),
+        ((128, 96), (96, 192), 4, 0, False),
+        ((128, 96), (192, 96), 4, 0, True),
+    ]
+
+
+@pytest.mark.parametrize("rows", [6, 8])
+def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) -> None:
+    site = site_of("matmul_all_reduce", rows, 512, 512)
+    assert (unsupported_reason(site, "ring") is None) == (rows % 4 == 0)
+    assert unsupported_reason(site, "fused") is None
+
+
+@every_kernel
+def test_an_einsum_that_is_not_a_matmul_has_no_kernel(
+    kernel: str, on_h200: None, said: Callable
+) -> None:
+    einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
+    site = layer("all_gather_matmul", einsum=einsum, dimension=None)
+    why = f"{kernel} is not possible: 'sd,sf->df' is not a matmul, and {kernel} executes nothing"
+    assert decide(site, kernel, "ring") == ("ring", f"fallback: {why} else; requested")
+    assert said() == [f"all_gather_matmul falls back to ring: {why} else"]
+    plain = dataclasses.replace(site, einsum=None, dimension=0)
+    assert unsupported_reason(plain, kernel) is None
+
+
+@every_op
+@every_kernel
+def test_nothing_to_do_is_a_reason(op: Op, kernel: str, on_h200: None) -> None:
+    assert "nothing to communicate" in str(unsupported_reason(layer(op, devices=1), kernel))
+    assert "nothing to multiply" in str(unsupported_reason(site_of(op, 0, 1024, 1024), kernel))
+
+
+@every_op
+def test_xla_executes_every_site(op: Op) -> None:
+    assert unsupported_reason(layer(op), "xla") is None
