@@ -16,7 +16,6 @@ from benchmarks.compiling import Compiled, compile_cases
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
-from benchmarks.pytorch import runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, make_mesh
 
@@ -58,10 +57,6 @@ class ComparedCase(Protocol):
         """Its description as JSON; "name" is not needed."""
         ...
 
-    def for_pytorch(self) -> dict[str, Any] | None:
-        """What `benchmarks.pytorch` needs to run the same, "name" aside; None if it cannot."""
-        ...
-
 
 def run(
     benchmark: str,
@@ -73,7 +68,7 @@ def run(
 
     Args:
       benchmark: its name.
-      settings: where `settings.pytorch` is true, PyTorch is timed afterwards.
+      settings: what to time, and how.
       cases: in the order to measure them in.
       names: the candidates that may take part.
 
@@ -101,8 +96,6 @@ def run(
         compiled = compile_cases(chosen, builds, settings.compile_threads)
         report.say(f"compiled {', '.join(case.name for case in batch[:3])}{' …'[: len(batch) > 3]}")
         _measure(batch, compiled, operands, settings, report)
-    if getattr(settings, "pytorch", False):
-        runner.add_times(report, settings, cases, mesh.devices.size)
     return report
 
 

@@ -23,6 +23,7 @@ from benchmarks.comparison import Comparison
 from benchmarks.internals import LAYERS, Layer
 from benchmarks.operands import Operands
 from benchmarks.programs import Direction, Program, make_program
+from benchmarks.pytorch import runner
 from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 
@@ -57,6 +58,7 @@ class OpCase:
         return asdict(self)
 
     def for_pytorch(self) -> dict[str, Any] | None:
+        """See `benchmarks.pytorch.runner.PytorchCase`."""
         if self.direction != "forward" or len(self.layer.columns) > 1:
             return None
         sizes = self.layer.contracted, self.layer.columns[0]
@@ -134,7 +136,11 @@ def run(settings: Ops) -> Report:
     check_names("layers", settings.layers, list(known))
     check_names("ops", settings.ops, get_args(Op))
     check_least(settings, 1, "repetitions")
-    return comparison.run("ops", settings, settings.chosen_cases(), candidates.names())
+    cases = settings.chosen_cases()
+    report = comparison.run("ops", settings, cases, candidates.names())
+    if settings.pytorch:
+        runner.add_times(report, settings, cases)
+    return report
 
 
 def build(case: OpCase, operands: Operands, candidate: Candidate) -> Program:

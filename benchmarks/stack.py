@@ -17,6 +17,7 @@ from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
 from benchmarks.operands import Operands
 from benchmarks.programs import Direction, Program, layers_program
+from benchmarks.pytorch import runner
 from benchmarks.report import Report
 from benchmarks.settings import check_names
 
@@ -64,6 +65,7 @@ class StackCase:
         return {**asdict(self), "chunk_bytes": chunk * operands.dtype.itemsize}
 
     def for_pytorch(self) -> dict[str, Any]:
+        """See `benchmarks.pytorch.runner.PytorchCase`."""
         sizes = asdict(self.shape)
         del sizes["name"]
         return {"direction": self.direction, "layers": self.layers, **sizes}
@@ -111,7 +113,11 @@ def run(settings: Stack) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("shapes", settings.shapes, list(SHAPES))
-    return comparison.run("stack", settings, settings.cases(), candidates.layer_names())
+    cases = settings.cases()
+    report = comparison.run("stack", settings, cases, candidates.layer_names())
+    if settings.pytorch:
+        runner.add_times(report, settings, cases)
+    return report
 
 
 def build(case: StackCase, operands: Operands, candidate: Candidate) -> Program:

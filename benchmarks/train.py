@@ -83,9 +83,6 @@ class TrainCase:
             "peak_flops": peak_flops(kind),
         }
 
-    def for_pytorch(self) -> None:
-        """PyTorch has no such trainer here."""
-
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
         config = self.config(_overlap_of(candidate.communication), operands.dtype.name)

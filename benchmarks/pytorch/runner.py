@@ -13,14 +13,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from benchmarks.measuring import Result
 from benchmarks.pytorch import MULTICAST_OFF, NAMES
-
-if TYPE_CHECKING:
-    from benchmarks.comparison import ComparedCase, Comparison
-    from benchmarks.report import Report
+from benchmarks.report import Report
+from benchmarks.settings import Settings
 
 #: To start PyTorch and NCCL, and to end a case that has begun.
 _GRACE_SECONDS = 60.0
@@ -28,11 +26,20 @@ _GRACE_SECONDS = 60.0
 _LIMIT_SECONDS = 600.0
 
 
-def add_times(
-    report: Report, settings: Comparison, cases: Sequence[ComparedCase], devices: int
-) -> None:
+class PytorchCase(Protocol):
+    """A case that PyTorch may be able to run."""
+
+    @property
+    def name(self) -> str: ...
+
+    def for_pytorch(self) -> dict[str, Any] | None:
+        """The case as `time_pytorch` takes it, without its name; None if PyTorch cannot run it."""
+        ...
+
+
+def add_times(report: Report, settings: Settings, cases: Sequence[PytorchCase]) -> None:
     """Adds PyTorch's times to the cases of a report that PyTorch can run."""
-    measured = {case["name"] for case in report.content["cases"]}
+    measured = {case["name"]: case["devices"] for case in report.content["cases"]}
     described = [
         {"name": case.name, **description}
         for case in cases
@@ -42,7 +49,7 @@ def add_times(
         return
     results, reason = time_pytorch(
         described,
-        devices=devices,
+        devices=max(measured.values()),
         platform=settings.platform,
         dtype=settings.dtype,
         groups=settings.groups,
