@@ -1,4 +1,4 @@
-"""Sites of transformers: what is worth measuring before anybody asks for it."""
+"""Sites of common transformers, to be measured in advance."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 
 from collective_matmul.site import Site
 
-#: Rows, most telling first: crossings lie between 1024 and 4096, training above, decoding below.
+#: Rows, the most informative first. The fastest backend changes between 1024 and 4096 rows;
+#: training has more, decoding fewer.
 ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768, 256, 128, 64, 32, 16)
 
-#: So few rows are decoded. There is no backward, and with no sequence to scatter, layers sum whole.
+#: Decoding has at most this many rows, no backward pass, and no sequence to scatter along, so that
+#: layers all-reduce.
 DECODED_ROWS = 256
 
 _HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
@@ -22,7 +24,7 @@ _HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
 
 @dataclass(frozen=True)
 class Layer:
-    """A matmul of a model and what it communicates: global sizes K, and N of every weight."""
+    """A matmul of a model and its communication. Sizes are global: K, and N of every weight."""
 
     name: str
     kind: Literal["gather", "scatter"]
@@ -31,7 +33,7 @@ class Layer:
 
 
 def _llama(features: int, hidden: int) -> tuple[Layer, ...]:
-    """The layers of a Llama 3 block. Fused weights are as several of one gather."""
+    """The layers of a Llama 3 block. Fused weights count as several weights of one gather."""
     shared = _KEY_VALUE_HEADS * _HEAD_SIZE
     return (
         Layer("gate and up", "gather", features, (hidden, hidden)),
@@ -49,7 +51,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     "llama3-heads": tuple(
         Layer(f"head of {features}", "gather", features, (128256,)) for features in (4096, 8192)
     ),
-    # Sizes that fill no tile or no wave.
+    # Sizes that do not fill tiles or waves.
     "awkward": (
         Layer("K=5120", "gather", 5120, (13824,)),
         Layer("N=5120", "scatter", 13824, (5120,)),
@@ -71,7 +73,13 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 def sites(
     shapes: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
 ) -> Iterator[Site]:
-    """Every layer of `shapes`, names in `LAYERS`, in its passes, at each number of global rows.
+    """The sites of layers, forward and backward, for each number of global rows.
+
+    Args:
+      shapes: names in `LAYERS`.
+      rows: global numbers of rows.
+      devices: number of devices on the axis.
+      dtype: dtype of operands and results.
 
     Raises:
       ValueError: for an unknown name, fewer than 2 devices, or sizes that devices do not divide.
@@ -91,23 +99,23 @@ def sites(
 
 
 def how_to_simulate(devices: int) -> str:
-    """What to do where there are fewer devices, as part of a sentence."""
+    """How to simulate devices on a CPU, as part of a message."""
     flag = f"--xla_force_host_platform_device_count={devices}"
     return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
 
 
 def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:
-    """A layer's op, and the op of its backward; for a gather in two ways.
+    """The site of a layer's op, and those of its backward pass.
 
-    Our own gather is gathered again in the backward. One that `collective_matmul.overlap` finds in
-    a program differentiated by JAX is kept for that instead. Where few rows are decoded, both ways
-    to sum a product.
+    The backward pass of our all-gather gathers again. In a program that JAX differentiated before
+    `collective_matmul.overlap` rewrites it, the gathered array is kept instead. For the few rows of
+    decoding, a sum has the reduce-scatter and the all-reduce.
     """
     divided = (rows, *(layer.columns if layer.kind == "gather" else (layer.contracted,)))
     for size in divided:
         if size % devices or size < 1:
             raise ValueError(
-                f"layer {layer.name!r} with {rows} rows: size {size} is no positive multiple of"
+                f"layer {layer.name!r} with {rows} rows: size {size} is not a positive multiple of"
                 f" {devices} devices; choose other rows, shapes or devices"
             )
     shard = rows // devices

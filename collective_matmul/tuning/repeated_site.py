@@ -1,20 +1,19 @@
-"""Programs that a site is measured in: the site again and again in one executable.
+"""Programs to measure a site in: many repetitions of the site in one executable.
 
-Every repetition has weights of its own, as layers have, and starts only when the products of the
-one before are there, so that XLA can neither merge nor overlap them. All results are results of the
-program, so that none is left out. A site of a backward comes with the weight gradient that its
-gathered array is for. As in a backward, the next repetition does not wait for that, and XLA may run
-it beside communication.
+Every repetition has its own weights, as layers have, and starts after the products of the previous
+one, so that XLA can neither merge nor overlap them. All results are results of the program, so that
+XLA removes none. For a site of a backward pass, the program also computes the weight gradient from
+the gathered array. As in a backward pass, the next repetition does not wait for it, and XLA may
+overlap it with communication.
 
-Local shapes: x [m, K], w [K, N], stored as [N, K] where the site is of a backward. Global arrays
-have the devices' shards one after another along the first dimension.
+Local shapes: x [m, K], w [K, N], or [N, K] for a site of a backward pass. Global arrays concatenate
+the devices' shards along the first dimension.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.arithmetic import add, matmul
+from collective_matmul.backends.base import Backend, GatherResidual, Prediction
 from collective_matmul.backends.chunked_array import weight_gradients
 from collective_matmul.backends.xla import xla_seconds
 from collective_matmul.dispatch.table import COMPUTE_ONLY
@@ -31,7 +31,7 @@ from collective_matmul.site import Site
 
 _AXIS = "tensor"
 
-#: So much work in one call hides what the call itself costs; more would take longer to compile.
+#: Seconds of work in one call that hide the cost of the call; more would take longer to compile.
 _SECONDS_PER_CALL, _REPETITIONS = 0.01, (2, 16)
 
 
@@ -39,9 +39,10 @@ class Operands(NamedTuple):
     """Arguments of a program.
 
     Attributes:
-      xs: the x of every pair of operands; one for all pairs of an all-gather.
-      aside: the co_gathered, or for a site that keeps what it gathers the x of the weight gradient.
-      weights: for every repetition the w of every pair.
+      xs: x of every pair of operands; one for all pairs of an all-gather.
+      aside: the co-gathered array; or, for a site that keeps the gathered array, x of the weight
+        gradient.
+      weights: w of every pair, for every repetition.
     """
 
     xs: Sequence[Any]
@@ -50,7 +51,7 @@ class Operands(NamedTuple):
 
 
 class Stack:
-    """A flat site on the first of some devices."""
+    """A flat site, repeated, on the first `axis_size` of some devices."""
 
     def __init__(self, site: Site, devices: Sequence[Any]):
         self.site = site
@@ -65,10 +66,11 @@ class Stack:
         self.repetitions = min(max(repetitions, fewest), most)
 
     def program(self, implementation: str) -> Any:
-        """What runs all repetitions by an implementation, or by none: a function of `Operands`."""
-        way = _ALONE if implementation == COMPUTE_ONLY else BACKENDS[implementation]
+        """A function of `Operands` that executes all repetitions with a backend."""
+        is_bound = implementation == COMPUTE_ONLY
+        backend = _ComputeOnly() if is_bound else BACKENDS[implementation]
         # Traced once for all repetitions.
-        repetition = jax.jit(functools.partial(_repetition, way, self.site))
+        repetition = jax.jit(functools.partial(_repetition, backend, self.site))
 
         def run(operands: Operands):
             xs, aside, results = operands.xs, operands.aside, []
@@ -83,7 +85,7 @@ class Stack:
         )
 
     def operands(self, implementation: str) -> Operands:
-        """What a program takes, without arrays. The ceiling has gathered already."""
+        """Shapes of a program's arguments. Those of `COMPUTE_ONLY` are gathered already."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
         xs = [x for x, _ in site.operands]
@@ -110,13 +112,13 @@ class Stack:
 
 @functools.cache
 def filler(described: jax.ShapeDtypeStruct, scale: float = 1.0) -> Any:
-    """What makes an array as it is described out of a seed, a uint32: to be compiled.
+    """A function that makes a described array from a seed (a uint32), ready to be compiled.
 
-    Normally distributed of this scale. Numbers that repeat, zeros above all, take less power to
-    multiply than those of a program do.
+    Values are normally distributed with this scale: zeros and other repeated numbers draw less
+    power than the numbers of a real program.
 
-    A program for each array, that those alike can share: in one program of many XLA would compile
-    every one for itself, a second for each.
+    One program makes one array, and equal arrays share it. A program for many arrays would take XLA
+    a second to compile for each.
     """
 
     def fill(seed: jax.Array) -> jax.Array:
@@ -126,38 +128,71 @@ def filler(described: jax.ShapeDtypeStruct, scale: float = 1.0) -> Any:
 
 
 def _repetition(
-    way: Any, site: Site, xs: Sequence[jax.Array], aside: jax.Array | None, ws: Sequence[jax.Array]
+    backend: Backend,
+    site: Site,
+    xs: Sequence[jax.Array],
+    aside: Any,
+    ws: Sequence[jax.Array],
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-    """The products of a site, and the weight gradients if it is of a backward."""
+    """The products of a site, and the weight gradients if it is part of a backward pass."""
     if site.op == "matmul_all_reduce":
-        return (way.matmul_all_reduce(xs[0], ws[0], _AXIS),), ()
+        return (backend.matmul_all_reduce(xs[0], ws[0], _AXIS),), ()
     arguments = {"dimension": 0, "transpose_w": site.transpose_w}
     if site.op == "all_gather_matmul":
-        products, gathered = way.all_gather_matmul(
+        products, gathered = backend.all_gather_matmul(
             xs[0], ws, _AXIS, keep_gathered=site.keep_gathered, **arguments
         )
         operands = aside, [gathered]
     else:
-        product, gathered = way.matmul_reduce_scatter(xs, ws, _AXIS, co_gathered=aside, **arguments)
+        product, gathered = backend.matmul_reduce_scatter(
+            xs, ws, _AXIS, co_gathered=aside, **arguments
+        )
         products, operands = (product,), (gathered, xs)
     gradients = weight_gradients(*operands, dimension=0) if site.has_weight_gradient else ()
     return products, gradients
 
 
-def _all_gather_matmul_alone(x, ws, axis_name, *, dimension, transpose_w, keep_gathered):
-    del axis_name, dimension
-    return tuple(matmul(x, w, transpose_w) for w in ws), x if keep_gathered else None
+class _ComputeOnly(Backend):
+    """The matmuls of a site without its communication: a bound for every backend.
 
+    Arrays to gather are gathered already, and of a sum each device keeps its own part.
+    """
 
-def _matmul_reduce_scatter_alone(xs, ws, axis_name, *, dimension, transpose_w, co_gathered):
-    del axis_name, dimension
-    return add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True))), co_gathered
+    name = COMPUTE_ONLY
 
+    def all_gather_matmul(
+        self,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        del axis_name, dimension
+        return tuple(matmul(x, w, transpose_w) for w in ws), x if keep_gathered else None
 
-#: As an implementation, but nothing is communicated: what is gathered is so already, and what is
-#: summed stays this device's part of the sum.
-_ALONE = SimpleNamespace(
-    all_gather_matmul=_all_gather_matmul_alone,
-    matmul_reduce_scatter=_matmul_reduce_scatter_alone,
-    matmul_all_reduce=lambda x, w, axis_name: matmul(x, w),
-)
+    def matmul_reduce_scatter(
+        self,
+        xs: Sequence[jax.Array],
+        ws: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        co_gathered: jax.Array | None = None,
+    ) -> tuple[jax.Array, GatherResidual]:
+        del axis_name, dimension
+        products = (matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True))
+        return add(*products), co_gathered
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+        del axis_name
+        return matmul(x, w)
+
+    def unsupported_reason(self, site: Site) -> str | None:
+        del site
+
+    def predict(self, site: Site) -> Prediction | None:
+        del site

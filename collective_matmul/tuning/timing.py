@@ -1,4 +1,4 @@
-"""Times contenders in turns, so that whatever drifts meets all of them alike."""
+"""Times candidates in turns, so that drifting clocks affect all of them equally."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Below the first lies a quarter of the samples, above the second another."""
+        """The first and third quartile of the samples."""
         if len(self.samples) == 1:
             return self.samples[0], self.samples[0]
         first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -34,23 +34,23 @@ class Timing:
 
 
 def measure(
-    contenders: Mapping[str, Callable[[], Any]],
+    candidates: Mapping[str, Callable[[], Any]],
     *,
     groups: int = 7,
     seconds_per_group: float = 0.05,
 ) -> dict[str, Timing]:
-    """Times every contender once in every group, in an order drawn anew for each group.
+    """Times every candidate once in every group, in a new random order for each group.
 
-    Within a group a contender is called so often that it runs for about `seconds_per_group`; only
-    the last call is waited for, so the host runs ahead as it does in a program. Before that it runs
-    untimed for half as long: clocks follow the power drawn, so that one that ran after a contender
-    of little power would be timed at higher clocks than one that ran after a hungry one.
+    Within a group a candidate is called for about `seconds_per_group`. Only the last call is waited
+    for, so the host runs ahead as it does in a program. Before that, it runs untimed for half as
+    long. Clocks follow power: without the untimed calls, a candidate after one that draws little
+    power would be timed at higher clocks than one after a candidate that draws much.
 
     Args:
-      contenders: by name, what to call; what it returns is waited for. Each is called a few times
-        first, so that nothing is timed that only the first call does.
-      groups: samples for each contender, at least 1.
-      seconds_per_group: how long to time one contender in one group.
+      candidates: functions by name; their results are waited for. Each is called a few times before
+        the first group, so that work of the first call is not timed.
+      groups: number of samples for each candidate, at least 1.
+      seconds_per_group: how long to time one candidate in one group.
 
     Raises:
       ValueError: for fewer than 1 group, or a time that is not positive and finite.
@@ -60,15 +60,15 @@ def measure(
     if not 0 < seconds_per_group < math.inf:
         raise ValueError(f"seconds_per_group={seconds_per_group}: expected more than 0, and finite")
     calls = {}
-    for name, run in contenders.items():
+    for name, run in candidates.items():
         jax.block_until_ready(run())
         calls[name] = max(1, round(seconds_per_group / _seconds_per_call(run, 2)))
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
     order = random.Random(groups)
     for _ in range(groups):
         for name in order.sample(names, len(names)):
-            run = contenders[name]
+            run = candidates[name]
             _seconds_per_call(run, math.ceil(calls[name] / 2))
             samples[name].append(_seconds_per_call(run, calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}

@@ -22,11 +22,11 @@ from collective_matmul.tuning.timing import Timing
 #: Programs compiled at the same time, at most.
 _THREADS = 32
 
-#: What takes so many times as long as the fastest in one group needs no further group.
+#: A candidate that takes this many times as long as the fastest in one group is not timed again.
 _HOPELESS = 1.25
 
 
-#: `measure` with its time for a group: takes contenders and `groups`.
+#: `measure` with a fixed time for a group: takes candidates and `groups`.
 Measure = Callable[..., Mapping[str, Timing]]
 
 
@@ -35,9 +35,9 @@ def trials(
 ) -> Iterator[Trial]:
     """A trial for each site, in order.
 
-    Compiling takes most of the time, so several sites are compiled at once: few at first, since who
-    has little time should have measured something. XLA tries kernels on the devices meanwhile:
-    nothing compiles while the caller has a trial in hand.
+    Compiling takes most of the time, so several sites are compiled at once: few at first, so that a
+    short run measures something. Nothing compiles while the caller uses a trial, because XLA's
+    autotuning runs kernels on the devices.
     """
     threads = min(_THREADS, os.cpu_count() or 1)
     most = max(1, 4 * threads // (len(implementations) + 2))
@@ -52,11 +52,11 @@ def trials(
 
 
 class Trial:
-    """The programs of one flat site: one for each implementation that can run, and the ceiling.
+    """The programs of one flat site: one for each backend that can run, and the compute-only bound.
 
     Attributes:
-      site: what is tried.
-      failures: by the name of an implementation, why it was not timed.
+      site: the site to measure.
+      failures: reasons why a backend was not timed, by its name.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Trial:
         self.site = site
         self.failures: dict[str, str] = {}
         self._stack = Stack(site, devices)
-        # Simulated devices share few threads: a call queued behind another could take the thread
-        # that the other's collectives wait for.
+        # Simulated devices share few threads: a queued call could take the thread that the
+        # collectives of the call before it wait for.
         self._queues = devices[0].platform != "cpu"
         self._compiling: dict[str, Future] = {}
         for name in (*implementations, COMPUTE_ONLY):
@@ -78,8 +78,8 @@ class Trial:
                 self.failures[name] = reason
             else:
                 self._attempt(name, self._compile, pool)
-        bulk, ceiling = map(self._stack.operands, (REFERENCE.name, COMPUTE_ONLY))
-        self._described = bulk, ceiling._replace(weights=())
+        reference, bound = map(self._stack.operands, (REFERENCE.name, COMPUTE_ONLY))
+        self._described = reference, bound._replace(weights=())
         self._fillers = {
             leaf: pool.submit(filler(leaf).lower(np.uint32(0)).compile)
             for leaf in dict.fromkeys(jax.tree.leaves(self._described))
@@ -97,35 +97,35 @@ class Trial:
             (t.median for name, t in timings.items() if name != COMPUTE_ONLY), default=0.0
         )
         close = {n: run for n, run in runs.items() if timings[n].median < _HOPELESS * fastest}
-        # Bulk is what every gain is counted from.
+        # Gains are relative to the reference, so it is always timed.
         timings |= measure(
             close | {n: runs[n] for n in (REFERENCE.name,) if n in runs}, groups=groups
         )
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
 
     def _fill(self) -> tuple[Operands, Operands]:
-        """Arrays for the implementations, and for the ceiling all but its weights."""
+        """Arrays for the backends, and those for the compute-only bound except its weights."""
         leaves, tree = jax.tree.flatten(self._described)
         arrays = [self._fillers[leaf].result()(np.uint32(i)) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, arrays)
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
-        """Carries out a step for one implementation; if that fails, the others still count."""
+        """Executes a step for one backend; if it fails, the others are still measured."""
         try:
             step(name, *arguments)
-        except Exception as error:  # Whatever it is, in JAX, in XLA or on the devices.
+        except Exception as error:  # Any error of JAX, XLA or the devices.
             first_line = (str(error).strip() or "no reason given").splitlines()[0]
             self.failures[name] = f"{type(error).__name__}: {first_line}"
 
     def _compile(self, name: str, pool: Executor) -> None:
-        """Lowers the program here, where JAX traces one at a time, and has the pool compile it."""
+        """Lowers the program here, as JAX traces one at a time, and compiles it in the pool."""
         peer_kernels = name != COMPUTE_ONLY and BACKENDS[name].uses_peer_kernels
         jitted = overlap_jit(self._stack.program(name), peer_kernels=peer_kernels)
         lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 
     def _start(self, name: str, operands: Operands, runs: dict[str, Callable[[], Any]]) -> None:
-        """Runs the program once, and adds it to those that do run."""
+        """Runs the program once, and adds it to the programs that run."""
         run = functools.partial(self._compiling[name].result(), operands)
         jax.block_until_ready(run())
         runs[name] = run if self._queues else lambda: jax.block_until_ready(run())

@@ -1,4 +1,4 @@
-"""Measures sites by every implementation and saves what it finds, for later decisions."""
+"""`tune`: measures sites with every backend and saves the table for later decisions."""
 
 from __future__ import annotations
 
@@ -40,47 +40,47 @@ def tune(
     limit_seconds: float = math.inf,
     again: bool = False,
 ) -> Table:
-    """Measures collective matmuls on the devices here, so that they are decided by what is fastest.
+    """Measures collective matmuls on the devices here, so that the fastest backend is chosen.
 
     ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective matmul
-    found, those of gradients too if it takes gradients. Each is measured in a program that repeats
-    it, by every implementation in turns. Takes seconds for each, mostly to compile; says how far it
-    is. Every result is saved at once: an interrupted call loses nothing and can be repeated.
-    Einsums that are no matmul are left out: the cost model decides about them.
+    in it, including those of gradients if the function takes gradients. Each is measured in a
+    program that repeats it, with the backends in turns. This takes seconds for each, mostly to
+    compile, and prints its progress. Every result is saved at once: an interrupted call loses
+    nothing and can be repeated. Einsums that are not matmuls are left out; the cost model decides
+    about them.
 
-    What is saved counts from then on in every process of this user, for functions that are traced
-    after that: one that `jax.jit` has compiled stays as it is.
+    The table takes effect in every process of this user, for functions traced afterwards. A
+    function that `jax.jit` has already compiled does not change.
 
     Args:
       target: a function, or sites to measure, such as those of an `Explanation`'s decisions.
       *args: arguments of the function, or their `jax.ShapeDtypeStruct`.
-      devices: all of one kind; a site on an axis of size D is measured on the first D. Default:
-        all of the default backend.
-      implementations: names; default: all. Bulk is always among them.
-      path: of the table; default: this kind of device's in the user's cache, where decisions look
-        for it.
-      groups: timed groups, of which the median counts; in each, implementations take turns.
-      seconds_per_group: that one implementation is timed for in one group.
-      limit_seconds: no further site is begun after so many seconds.
-      again: measure too what the table has from this version of JAX.
+      devices: devices of one kind; a site on an axis of size D is measured on the first D. Default:
+        all devices of JAX's default backend.
+      implementations: names of backends; default: all. The reference is always measured too.
+      path: file of the table; default: the file for this kind of device in the user's cache, which
+        decisions read.
+      groups: number of timed groups; the median counts. In each group, backends take turns.
+      seconds_per_group: how long to time one backend in one group.
+      limit_seconds: no site is started after this many seconds.
+      again: whether to measure sites that the table has from this version of JAX.
 
     Returns:
-      The table at `path`, with what it had before.
+      The table at `path`, including its earlier entries.
 
     Raises:
-      ValueError: for names that are no implementations, a function without collective matmuls,
-        arguments without a function, fewer devices than a site has, devices of different kinds, a
-        table at `path` of another kind, several processes, or numbers that nothing can be measured
-        with.
+      ValueError: for unknown names, a function without collective matmuls, arguments without a
+        function, fewer devices than a site has, devices of different kinds, a table at `path` for
+        another kind, several processes, or numbers that do not allow a measurement.
       OSError: if the table cannot be written.
     """
     if not limit_seconds > 0:
         raise ValueError(f"limit_seconds={limit_seconds}: expected more than 0")
     timed = functools.partial(measure, seconds_per_group=seconds_per_group)
-    timed({}, groups=groups)  # Refuses its settings before anything is compiled.
+    timed({}, groups=groups)  # Refuses bad settings before anything is compiled.
     found = jax.devices() if devices is None else list(devices)
     names = tuple(BACKENDS if implementations is None else map(current_name, implementations))
-    with peer_kernels_allowed(True):  # As in what is compiled to time them.
+    with peer_kernels_allowed(True):  # As in the programs that are timed.
         sites = _sites(target, args)
     _check(sites, found, names)
     kind = found[0].device_kind
@@ -162,18 +162,18 @@ class _Tuner:
     limit_seconds: float
     run: Run
     started: float = field(default_factory=lambda: time.monotonic())
-    said: set[str] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
 
     def tune(self, sites: Sequence[Site], again: bool) -> Table:
         present = table_files.read_users(self.path)
         known = {} if again or present is None else present.entries
         missing = [site for site in sites if not self._is_measured(site, known.get(site))]
         table = self._save({})
-        self._say(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
+        self._print(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table
             if done < len(missing) and self._seconds_passed() > self.limit_seconds:
-                self._say(f"out of time: {len(missing) - done} sites are left")
+                self._print(f"out of time: {len(missing) - done} sites are left")
                 break
         return table
 
@@ -188,27 +188,27 @@ class _Tuner:
         )
 
     def _measure(self, trial: Trial) -> Table | None:
-        """Adds one site to the table, if it runs at least in bulk."""
+        """Adds a site to the table, if its reference could be measured."""
         seconds = trial.seconds(self.measure, self.groups)
         for name, reason in trial.failures.items():
-            self._say_once(f"{name} is left out: {reason}")
+            self._print_once(f"{name} is left out: {reason}")
         if REFERENCE.name not in seconds:
             return None
         shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
-        self._say(f"{trial.site}: {shown} µs")
+        self._print(f"{trial.site}: {shown} µs")
         return self._save({trial.site: Entry(seconds, self.run)})
 
     def _save(self, entries: dict[Site, Entry]) -> Table:
         return table_files.save(self.path, self.devices[0].device_kind, entries)
 
-    def _say(self, sentence: str) -> None:
-        print(f"[{self._seconds_passed():6.1f} s] {sentence}", flush=True)
+    def _print(self, message: str) -> None:
+        print(f"[{self._seconds_passed():6.1f} s] {message}", flush=True)
 
-    def _say_once(self, sentence: str) -> None:
-        """Most of what is left out is so at every site."""
-        if sentence not in self.said:
-            self.said.add(sentence)
-            self._say(f"{sentence} (said once)")
+    def _print_once(self, message: str) -> None:
+        """Prints a message that many sites share."""
+        if message not in self.printed:
+            self.printed.add(message)
+            self._print(f"{message} (reported once)")
 
     def _seconds_passed(self) -> float:
         return time.monotonic() - self.started

@@ -86,7 +86,7 @@ def test_every_repetition_is_the_site_with_weights_of_its_own(name: str) -> None
 
 
 @every_site
-def test_the_ceiling_has_the_matmuls_and_no_communication(name: str) -> None:
+def test_the_bound_has_the_matmuls_and_no_communication(name: str) -> None:
     stack = stack_of(name)
     dots = {}
     for implementation in ("xla", COMPUTE_ONLY):
@@ -155,17 +155,17 @@ def test_long_sites_are_repeated_less() -> None:
 
 def test_layers_of_llama_have_all_forms_of_site() -> None:
     found = list(model_sites.sites(["llama3-8b"], [2048], 4))
-    gate_and_up, riding, kept, summed, down, keeping = found[:6]
+    gate_and_up, co_gathering, kept, summed, down, keeping = found[:6]
     shard = (512, 4096)
     assert gate_and_up.operands == kept.operands == ((shard, (4096, 3584)),) * 2
-    assert riding.operands == summed.operands == (((2048, 3584), (3584, 4096)),) * 2
-    assert (riding.co_gathered, summed.co_gathered) == (shard, None)
+    assert co_gathering.operands == summed.operands == (((2048, 3584), (3584, 4096)),) * 2
+    assert (co_gathering.co_gathered, summed.co_gathered) == (shard, None)
     assert (gate_and_up.keep_gathered, kept.keep_gathered) == (False, True)
     assert down.operands == (((2048, 3584), (3584, 4096)),)
     assert keeping.operands == ((shard, (4096, 3584)),)
     assert keeping.keep_gathered
     # A backward has the operations of its forward.
-    assert gate_and_up.flops == riding.flops
+    assert gate_and_up.flops == co_gathering.flops
     assert down.flops == keeping.flops
 
 
@@ -183,10 +183,10 @@ def test_few_rows_are_decoded() -> None:
 
 def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^layer 'up' with 9 rows: size 9 is no positive multiple"
+        ValueError, match=r"^layer 'up' with 9 rows: size 9 is not a positive multiple"
     ):
         list(model_sites.sites(["tiny"], [9], 2))
-    with pytest.raises(ValueError, match=r"size -8 is no positive multiple of 2"):
+    with pytest.raises(ValueError, match=r"size -8 is not a positive multiple of 2"):
         list(model_sites.sites(["tiny"], [-8], 2))
     with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, "):
         list(model_sites.sites(["gpt"], [8], 2))

@@ -1,4 +1,4 @@
-"""How often contenders are called, in which order, and what is made of it."""
+"""How often candidates are called, in which order, and how samples are computed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collective_matmul.tuning.timing import Timing, measure
 
 
 class Clock:
-    """A time that passes only while contenders run."""
+    """A time that passes only while candidates run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.calls: list[str] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def contender(self, name: str, *seconds: float):
+    def candidate(self, name: str, *seconds: float):
         """Takes the given seconds in turn, the last of them from then on."""
         left = list(seconds)
 
@@ -34,9 +34,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_every_contender_has_one_turn_in_a_group(clock: Clock) -> None:
-    contenders = {name: clock.contender(name, 1.0) for name in "abc"}
-    timings = measure(contenders, groups=4, seconds_per_group=1.0)
+def test_every_candidate_has_one_turn_in_a_group(clock: Clock) -> None:
+    candidates = {name: clock.candidate(name, 1.0) for name in "abc"}
+    timings = measure(candidates, groups=4, seconds_per_group=1.0)
     warm_up = [name for name in "abc" for _ in range(3)]
     assert clock.calls[: len(warm_up)] == warm_up
     # A turn is a call that is not timed and one that is.
@@ -48,17 +48,17 @@ def test_every_contender_has_one_turn_in_a_group(clock: Clock) -> None:
     }
 
 
-def test_nobody_always_follows_the_same_contender(clock: Clock) -> None:
+def test_nobody_always_follows_the_same_candidate(clock: Clock) -> None:
     """A rotation would keep neighbours together, and the clocks that one leaves to the next."""
-    measure({name: clock.contender(name, 1.0) for name in "abcd"}, groups=20, seconds_per_group=1.0)
+    measure({name: clock.candidate(name, 1.0) for name in "abcd"}, groups=20, seconds_per_group=1.0)
     turns = clock.calls[4 * 3 :: 2]
     before_a = {turns[i - 1] for i, name in enumerate(turns) if name == "a" and i % 4}
     assert before_a == set("bcd")
 
 
-def test_fast_contenders_are_called_more_often_in_a_group(clock: Clock) -> None:
-    contenders = {"slow": clock.contender("slow", 0.5), "fast": clock.contender("fast", 0.125)}
-    measure(contenders, groups=2, seconds_per_group=1.0)
+def test_fast_candidates_are_called_more_often_in_a_group(clock: Clock) -> None:
+    candidates = {"slow": clock.candidate("slow", 0.5), "fast": clock.candidate("fast", 0.125)}
+    measure(candidates, groups=2, seconds_per_group=1.0)
     called = clock.calls[2 * 3 :]
     assert (called.count("slow"), called.count("fast")) == (2 * (1 + 2), 2 * (4 + 8))
 
@@ -66,7 +66,7 @@ def test_fast_contenders_are_called_more_often_in_a_group(clock: Clock) -> None:
 def test_a_turn_begins_untimed(clock: Clock) -> None:
     """The first call of all, the warm-up, and the lead of a turn leave no trace in its sample."""
     seconds = (100.0, 1.0, 1.0, *(50.0, 1.0, 1.0) * 3)
-    timings = measure({"a": clock.contender("a", *seconds)}, groups=3, seconds_per_group=2.0)
+    timings = measure({"a": clock.candidate("a", *seconds)}, groups=3, seconds_per_group=2.0)
     assert timings["a"].samples == (1.0, 1.0, 1.0)
     assert len(clock.calls) == 3 + 3 * (1 + 2)
 

@@ -42,11 +42,11 @@ def read(path: Path) -> Table:
     return Table.from_text(path.read_text(encoding="utf-8"))
 
 
-def ring_is_fastest(contenders: Mapping, *, groups: int, seconds_per_group: float = 1.0) -> dict:
+def ring_is_fastest(candidates: Mapping, *, groups: int, seconds_per_group: float = 1.0) -> dict:
     """As `measure`, after one call each."""
     del groups, seconds_per_group
-    jax.block_until_ready([run() for run in contenders.values()])
-    return {name: Timing((1.0 if name == "ring" else 2.0,)) for name in contenders}
+    jax.block_until_ready([run() for run in candidates.values()])
+    return {name: Timing((1.0 if name == "ring" else 2.0,)) for name in candidates}
 
 
 def test_what_is_tuned_decides(
@@ -83,10 +83,10 @@ def test_times_are_of_one_repetition_and_what_fails_is_told() -> None:
     (trial,) = trials([site], jax.devices(), ["xla", "ring"])
     measured: list[tuple[int, list[str]]] = []
 
-    def measure(contenders: Mapping, *, groups: int) -> dict[str, Timing]:
-        measured.append((groups, list(contenders)))
-        jax.block_until_ready([run() for run in contenders.values()])
-        return {n: Timing(({"xla": 16.0, "ring": 32.0, COMPUTE_ONLY: 8.0}[n],)) for n in contenders}
+    def measure(candidates: Mapping, *, groups: int) -> dict[str, Timing]:
+        measured.append((groups, list(candidates)))
+        jax.block_until_ready([run() for run in candidates.values()])
+        return {n: Timing(({"xla": 16.0, "ring": 32.0, COMPUTE_ONLY: 8.0}[n],)) for n in candidates}
 
     trial._compiling["ring_direct"] = trial._compiling["xla"].__class__()
     trial._compiling["ring_direct"].set_exception(RuntimeError("out of memory\nand more"))
@@ -199,7 +199,7 @@ def test_what_was_not_possible_and_now_is_is_measured(
     bench.failures["fused"] = "these kernels run on Hopper GPUs only"
     for possible in (False, False, True):
         if possible:
-            monkeypatch.setattr(tuning, "obstacle_of", lambda site, name: None)
+            monkeypatch.setattr(tuning, "unsupported_reason", lambda site, name: None)
         tune(SITES[:1])
     assert bench.tried == FLAT[:1] * 2
 
@@ -244,7 +244,7 @@ def test_every_site_is_saved_before_the_next(
     assert set(read(cache).entries) == set(FLAT[:2])
 
 
-def test_progress_and_failures_are_said(
+def test_progress_and_failures_are_printed(
     cache: Path, bench: Bench, capsys: pytest.CaptureFixture
 ) -> None:
     """What is left out at every site, and most is, once."""
@@ -252,14 +252,14 @@ def test_progress_and_failures_are_said(
     table = tune(SITES[:2])
     first, failure, *sites = capsys.readouterr().out.splitlines()
     assert first.endswith(f"2 of 2 sites to measure; the table is {cache}")
-    assert failure.endswith("] ring_direct is left out: RuntimeError: no (said once)")
+    assert failure.endswith("] ring_direct is left out: RuntimeError: no (reported once)")
     assert len(sites) == 2
     for line, site in zip(sites, FLAT, strict=False):
-        assert f"{site}: bulk 2, ring 1" in line
+        assert f"{site}: xla 2, ring 1" in line
     assert "ring_direct" not in table.entries[FLAT[0]].seconds
 
 
-def test_a_site_without_bulk_is_not_saved(cache: Path, bench: Bench) -> None:
+def test_a_site_without_its_reference_is_not_saved(cache: Path, bench: Bench) -> None:
     bench.failures["xla"] = "RuntimeError: out of memory"
     assert tune(SITES[:1]).entries == {}
 
@@ -268,7 +268,7 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     for message, call in {
         "^target=<function .*>: calls no collective matmul; give": lambda: tune(lambda x: x, 1.0),
         "^args: 1 beside sites; expected none": lambda: tune(SITES, 1.0),
-        "^implementations: 'fast' is unknown; expected some of bulk, ring": lambda: tune(
+        "^implementations: 'fast' is unknown; expected some of xla, ring": lambda: tune(
             SITES, implementations=["fast"]
         ),
         r"^devices: of kinds \[\]; expected at least one": lambda: tune(SITES, devices=[]),
