@@ -84,7 +84,7 @@ def way_of(contender: str, op: Op) -> Way:
         return matmul
     if contender == "fused_delayed":
         implementation: Any = SimpleNamespace(
-            all_gather_matmul=functools.partial(all_gather.all_gather_matmul, delays=True)
+            all_gather_matmul=functools.partial(all_gather.all_gather_matmul, race_delays=True)
         )
     elif contender == "fused" and op == "all_gather_matmul":
         implementation = all_gather

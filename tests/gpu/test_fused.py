@@ -184,7 +184,7 @@ def test_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_random_delays_change_nothing(case: Case, _with_kernels: None) -> None:
     skip_without(case.devices)
-    run = case.compile(lambda x, w: (kernel_of(case, delays=True)(x, w),))
+    run = case.compile(lambda x, w: (kernel_of(case, race_delays=True)(x, w),))
     for seed in range(REPEATS):
         x, w, _ = case.arrays(seed)
         np.testing.assert_array_equal(np.asarray(run(x, w)[0], np.float64), product(x, w))

@@ -36,7 +36,7 @@ def all_gather_matmul(
     dimension: int,
     transpose_w: bool = False,
     keep_gathered: bool = False,
-    delays: bool = False,
+    race_delays: bool = False,
     config: AllGatherConfig | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
@@ -47,9 +47,9 @@ def all_gather_matmul(
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the gathered dimension of x, m.
       transpose_w: whether the ws are contracted along their last dimension.
-      keep_gathered: whether to return x whole.
-      delays: has senders wait for random times, up to 16 µs, before each box they send, so that
-        races show. For tests.
+      keep_gathered: whether to return the gathered x.
+      race_delays: makes senders wait for random times, up to 16 µs, before each box they send, so
+        that races show. For tests.
       config: one of `candidate_all_gather_configs`; None chooses the best known.
 
     Returns:
@@ -69,7 +69,7 @@ def all_gather_matmul(
     planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
     shard = x.reshape(planes, rows, x.shape[-1])
     shard = jnp.pad(shard, ((0, 0), (0, config.problem.m - rows), (0, 0)))
-    launch = _shared_launch(config, axis_name, keep_gathered, delays, target)
+    launch = _shared_launch(config, axis_name, keep_gathered, race_delays, target)
     *products, gathered = launch(shard, [w[None] for w in ws])
     whole = list(x.shape)
     whole[dimension] *= config.problem.devices
@@ -148,7 +148,7 @@ def _shared_launch(
     config: AllGatherConfig,
     axis_name: str,
     keep_gathered: bool,
-    delays: bool,
+    race_delays: bool,
     target: device.Target,
 ) -> Any:
     """A function that equal launches share, so that it is traced, lowered and compiled once."""
@@ -164,7 +164,7 @@ def _shared_launch(
 
         def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
             *products, gathered = outs
-            work = Gathering(config, keep_gathered, delays, gathered, ws, products)
+            work = Gathering(config, keep_gathered, race_delays, gathered, ws, products)
             kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
             return kernel(words, shard, *ws)
 
@@ -175,7 +175,7 @@ def _shared_launch(
 
 
 def _traced_apart(call: Callable, *operands: Any) -> Any:
-    """Calls it, traced without the mesh axes over which its operands vary.
+    """Calls a function that was traced without the mesh axes over which its operands vary.
 
     Warps of a kernel take no references to arrays that are typed as varying.
     """

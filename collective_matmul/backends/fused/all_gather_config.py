@@ -216,9 +216,9 @@ def _cluster_microseconds(
             before, sent = 0.0, peers * shard
         else:
             group = min(groups - 1, int(groups * within / (per_chunk * stripe)))
-            earlier, together = passes[chunk - 1]
-            before = (earlier + together * group / groups) * shard
-            sent = together * shard / groups
+            earlier, served = passes[chunk - 1]
+            before = (earlier + served * group / groups) * shard
+            sent = served * shard / groups
         first, whole = (arrival + before + sent * share for share in (1 / config.slabs, 1))
         now = max(max(now, first) + wave, whole + wave / config.slabs)
     return now

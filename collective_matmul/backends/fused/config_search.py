@@ -1,4 +1,4 @@
-"""What the configurations of all fused kernels share: tilings, a cost model, their order, a table.
+"""Configurations of all fused kernels: feasible tilings, a cost model, ranking, measured ones.
 
 A kernel has many feasible configurations. A model ranks them; `python -m benchmarks plans` measures
 the likeliest, and data/<device>/fused_configs.jsonl keeps the fastest.
@@ -52,7 +52,7 @@ _MEMORY_BYTES_PER_MICROSECOND = 4e6
 _CACHE_BYTES = 40e6
 # wgmma and the copies into and out of shared memory slow each other down. This share of a matmul's
 # time depends on the area of its tiles alone, the rest on the bytes that a multiprocessor moves.
-_MULTIPLYING = 0.65
+_MMA_SHARE = 0.65
 _SHARED_BYTES_PER_MICROSECOND = 5e5
 # Rows of one wgmma, which reads both its operands from shared memory.
 _WGMMA_ROWS = 64
@@ -139,12 +139,12 @@ def compute_microseconds(
     multiplied = CONSUMERS * (rows + columns * rows // _WGMMA_ROWS)
     moved = min(tiling.tile_m, problem.m) + tiling.tile_n + multiplied
     moving = waves * ITEMSIZE * sum(problem.k) * moved / _SHARED_BYTES_PER_MICROSECOND
-    multiplying = _MULTIPLYING * predicted_microseconds(problem, tiling, multiprocessors)
+    mma = _MMA_SHARE * predicted_microseconds(problem, tiling, multiprocessors)
     weight_bytes = ITEMSIZE * sum(problem.k) * sum(problem.n)
     weight_reads = problem.batch if weight_bytes > _CACHE_BYTES else 1
     reading = _reading_microseconds(problem, tiling, multiprocessors)
     slowest = max(
-        multiplying + moving + waves * _TILE_MICROSECONDS,
+        mma + moving + waves * _TILE_MICROSECONDS,
         reading,
         weight_reads * weight_bytes / _MEMORY_BYTES_PER_MICROSECOND,
     )

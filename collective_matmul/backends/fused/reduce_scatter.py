@@ -40,7 +40,7 @@ def matmul_reduce_scatter(
     *,
     dimension: int,
     transpose_w: bool = False,
-    delays: bool = False,
+    race_delays: bool = False,
     config: ReduceScatterConfig | None = None,
 ) -> jax.Array:
     """``reduce_scatter(sum over p of xs[p] @ ws[p])`` in one launch, inside `jax.shard_map`.
@@ -54,8 +54,8 @@ def matmul_reduce_scatter(
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the scattered dimension of the xs, M, a multiple of D.
       transpose_w: whether the ws are contracted along their last dimension.
-      delays: has consumers wait for random times, up to 16 µs, before what they send, so that races
-        show. For tests.
+      race_delays: makes consumers wait for random times, up to 16 µs, before they send, so that
+        races show. For tests.
       config: one of `candidate_reduce_scatter_configs`; None chooses the best known.
 
     Returns:
@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
         x = jnp.pad(x, ((0, 0), (0, 0), (0, problem.m - rows), (0, 0)))
         return x.reshape(problem.planes, problem.all_rows, x.shape[-1])
 
-    y = _launch(config, axis_name, delays, list(map(owned_rows_padded, xs)), ws)
+    y = _launch(config, axis_name, race_delays, list(map(owned_rows_padded, xs)), ws)
     return y[:, :rows].reshape(shape)
 
 
@@ -91,7 +91,7 @@ def matmul_all_reduce(
     w: jax.Array,
     axis_name: str,
     *,
-    delays: bool = False,
+    race_delays: bool = False,
     config: ReduceScatterConfig | None = None,
 ) -> jax.Array:
     """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
@@ -100,7 +100,7 @@ def matmul_all_reduce(
       x: [..., K]; bfloat16 or float16.
       w: [K, N], of the same dtype.
       axis_name: a mesh axis of D devices, all driven by this process.
-      delays: as for `matmul_reduce_scatter`.
+      race_delays: as for `matmul_reduce_scatter`.
       config: one of `candidate_all_reduce_configs`; None chooses the best known.
 
     Returns:
@@ -117,7 +117,7 @@ def matmul_all_reduce(
     assert config is not None
     rows = math.prod(x.shape[:-1])
     matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
-    y = _launch(config, axis_name, delays, [matrix[None]], [w])
+    y = _launch(config, axis_name, race_delays, [matrix[None]], [w])
     return y.reshape(-1, w.shape[1])[:rows].reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -232,16 +232,18 @@ def _multiprocessors() -> int:
 def _launch(
     config: ReduceScatterConfig,
     axis_name: str,
-    delays: bool,
+    race_delays: bool,
     xs: Sequence[jax.Array],
     ws: Sequence[jax.Array],
 ) -> jax.Array:
-    launch = _shared_launch(config, axis_name, delays, device.target())
+    launch = _shared_launch(config, axis_name, race_delays, device.target())
     return launch(list(xs), [w[None] for w in ws])
 
 
 @functools.cache
-def _shared_launch(config: ReduceScatterConfig, axis_name: str, delays: bool, target: Any) -> Any:
+def _shared_launch(
+    config: ReduceScatterConfig, axis_name: str, race_delays: bool, target: Any
+) -> Any:
     """A function that equal launches share, so that it is traced, lowered and compiled once.
 
     Returns:
@@ -265,7 +267,7 @@ def _shared_launch(config: ReduceScatterConfig, axis_name: str, delays: bool, ta
             y_axes = axes if problem.kind == "scatter" else replicated
             y = empty(y_axes, problem.planes, problem.m, problem.n)
         partials = empty(axes, problem.planes * config.sources, *blocked)
-        work = Scattering(config, delays, xs, ws)
+        work = Scattering(config, race_delays, xs, ws)
         kernel = work.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
         y = kernel(workspace_pointers(axis_name), *xs, *ws)[0]
         return in_rows(y, config.tiling.swizzle) if problem.kind == "two_shot" else y

@@ -54,7 +54,7 @@ class Call:
     dimension: int = 0
     transpose_w: bool = False
     keep: bool = False
-    delays: bool = False
+    race_delays: bool = False
     dtype: str = "bfloat16"
     check_vma: bool = True
 
@@ -73,7 +73,7 @@ class Call:
                 dimension=self.dimension,
                 transpose_w=self.transpose_w,
                 keep_gathered=self.keep,
-                delays=self.delays,
+                race_delays=self.race_delays,
             )
 
         sharded = jax.shard_map(
@@ -91,7 +91,7 @@ CALLS = {
     "plain": Call(),
     "several weights": Call(columns=(1024, 256), dtype="float16"),
     "dimensions around": Call(leading=(3, 256, 2), dimension=1, keep=True, check_vma=False),
-    "transposed, delayed": Call(transpose_w=True, keep=True, delays=True),
+    "transposed, delayed": Call(transpose_w=True, keep=True, race_delays=True),
     "major axis of two": Call(mesh=((AXIS, 2), ("data", 4))),
     "minor axis of two": Call(mesh=(("data", 2), (AXIS, 2))),
     "few rows": Call(leading=(16,), contracted=4096),

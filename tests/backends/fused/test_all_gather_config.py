@@ -1,17 +1,17 @@
-"""The cut of the kernel that gathers and multiplies."""
+"""Configurations of the all-gather matmul kernel, and what they are predicted to take."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from collective_matmul.hardware import HOPPER
 
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
 )
+from collective_matmul.hardware import HOPPER
 from collective_matmul.mosaic_gpu.tiling import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
@@ -24,36 +24,36 @@ from collective_matmul.mosaic_gpu.tiling import (
 def test_boxes_fill_a_shard(rows: int, contracted: int) -> None:
     problem = AllGatherProblem(4, 2, rows, contracted, (1024,))
     for config in candidate_all_gather_configs(problem):
-        high, wide = config.box
+        box_rows, box_columns = config.box
         assert config.slabs * config.slab_columns == contracted
         assert config.slab_columns % config.tiling.tile_k == 0
         assert config.slabs == 1 or config.slab_columns >= 512, "it is sent in small pieces"
-        assert config.boxes_across * wide == config.slab_columns
+        assert config.boxes_across * box_columns == config.slab_columns
         boxes = config.messages * config.boxes_per_message
-        assert boxes * high * wide == problem.planes * rows * contracted
+        assert boxes * box_rows * box_columns == problem.planes * rows * contracted
         # Every slab, also of the last group, begins and ends with a message.
-        size = high * wide * config.boxes_per_message
+        size = box_rows * box_columns * config.boxes_per_message
         groups = {config.rows_per_group, rows - (config.groups - 1) * config.rows_per_group}
         assert all(0 < group <= rows for group in groups)
         assert not any(group * config.slab_columns % size for group in groups)
         # A piece is whole rows, or a part of one.
-        assert high % config.pieces == 0
-        assert wide == contracted or high == config.pieces
+        assert box_rows % config.pieces == 0
+        assert box_columns == contracted or box_rows == config.pieces
         assert config.buffers >= 2
-        boxes_bytes = config.buffers * high * wide * ITEMSIZE
+        boxes_bytes = config.buffers * box_rows * box_columns * ITEMSIZE
         assert config.tiling.shared_memory_bytes + boxes_bytes <= SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(("rows", "kilobytes"), [(64, 2), (128, 2), (256, 4), (512, 8), (4096, 8)])
-def test_few_rows_leave_in_small_boxes(devices: int, rows: int, kilobytes: int) -> None:
-    """So every block has one of each of four slabs; the largest boxes are sent fastest."""
+def test_few_rows_are_sent_in_small_boxes(devices: int, rows: int, kilobytes: int) -> None:
+    """Every block sends one box of each of four slabs. Many rows are fastest in large boxes."""
     configs = candidate_all_gather_configs(AllGatherProblem(devices, 1, rows, 4096, (7168,)))
     config = next(config for config in configs if config.slabs == 4)
     box_bytes = ITEMSIZE * math.prod(config.box)
     assert box_bytes == 1024 * kilobytes
     assert config.slabs * config.boxes_per_slab(rows) >= min(512, rows * 4)
-    # Shared memory for boxes is used.
+    # The boxes in flight fill the shared memory that is reserved for them.
     assert config.buffers * box_bytes == 16384
     sizes = {ITEMSIZE * math.prod(other.box) for other in configs}
     assert {2048, 4096, 8192} <= sizes, "all are tried"
@@ -61,13 +61,13 @@ def test_few_rows_leave_in_small_boxes(devices: int, rows: int, kilobytes: int) 
 
 @pytest.mark.parametrize("rows", [256, 1024])
 def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
-    """Small ones read their operands from shared memory more often than it can keep up with."""
+    """Small tiles read their operands from shared memory more often than it can keep up with."""
     config = candidate_all_gather_configs(AllGatherProblem(4, 1, rows, 8192, (7168,)))[0]
     assert config.tiling.tile_m * config.tiling.tile_n >= 128 * 192
 
 
 def test_clusters_all_fit_on_a_gpu() -> None:
-    """Four blocks of a cluster do not fit into what pairs leave of an odd number of pairs."""
+    """Clusters of four do not, if the number of pairs of multiprocessors is odd."""
     for rows in (8, 64, 512, 4096):
         config = choose_all_gather_config(AllGatherProblem(4, 1, rows, 4096, (4096,)))
         assert config is not None
@@ -77,11 +77,11 @@ def test_clusters_all_fit_on_a_gpu() -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("rows", [64, 512, 2048])
 def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
-    """Tiles of a larger one would wait for slabs of rows that are not multiplied yet."""
+    """Tiles of a larger group would wait for slabs of rows that are not multiplied yet."""
     for config in candidate_all_gather_configs(AllGatherProblem(devices, 1, rows, 8192, (7168,))):
-        height = config.tiling.tile_m * config.tiling.cluster[0]
-        wide = min(config.grid_n, config.tiling.grid_tile_width)
-        at_once = 132 // math.prod(config.tiling.cluster) // wide * height
+        cluster_rows = config.tiling.tile_m * config.tiling.cluster[0]
+        width = min(config.grid_n, config.tiling.grid_tile_width)
+        at_once = 132 // math.prod(config.tiling.cluster) // width * cluster_rows
         if config.tiles_span_shards:
             assert config.groups == 1
         else:
@@ -94,9 +94,9 @@ def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
         (AllGatherProblem(2, 1, 64, 4096, (512,)), 64 * 64, {(1,)}),
         # All tiles in one wave.
         (AllGatherProblem(4, 1, 64, 4096, (512,)), 64 * 64, {(1, 1, 1), (3,)}),
-        # A little less than one for each chunk: the last two are multiplied in the third.
+        # A little less than a wave per chunk: the last two chunks are multiplied in the third.
         (AllGatherProblem(4, 1, 1024, 4096, (3584,)), 128 * 256, {(1, 1, 1), (1, 2)}),
-        # One for each chunk, or more.
+        # A wave per chunk, or more.
         (AllGatherProblem(4, 1, 1024, 4096, (7168,)), 128 * 256, {(1, 1, 1)}),
         (AllGatherProblem(4, 1, 4096, 4096, (7168,)), 64 * 64, {(1, 1, 1)}),
         (AllGatherProblem(8, 1, 512, 4096, (1792,)), 128 * 256, {(1,) * 7, (3, 4), (4, 3)}),
@@ -106,17 +106,12 @@ def test_a_group_of_rows_is_multiplied_at_once(devices: int, rows: int) -> None:
 def test_peers_whose_tiles_are_multiplied_together_may_get_a_shard_together(
     problem: AllGatherProblem, tile: int, peers_per_pass: set[tuple[int, ...]]
 ) -> None:
-    configs = [
-        p
-        for p in candidate_all_gather_configs(problem)
-        if p.tiling.tile_m * p.tiling.tile_n == tile
-    ]
-    assert {
-        config.peers_per_pass for config in configs if not config.tiles_span_shards
-    } == peers_per_pass
-    assert {config.peers_per_pass for config in configs if config.tiles_span_shards} <= {
-        (problem.devices - 1,)
-    }
+    found: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+    for config in candidate_all_gather_configs(problem):
+        if config.tiling.tile_m * config.tiling.tile_n == tile:
+            found[config.tiles_span_shards].add(config.peers_per_pass)
+    assert found[False] == peers_per_pass
+    assert found[True] <= {(problem.devices - 1,)}
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
@@ -134,19 +129,19 @@ MANY, FEW = AllGatherProblem(4, 1, 512, 8192, (7168,)), AllGatherProblem(4, 1, 5
     [MANY, FEW, AllGatherProblem(8, 1, 512, 2048, (512,))],
     ids=["many columns", "few columns", "fewer tiles than multiprocessors"],
 )
-def test_no_plan_is_predicted_to_outrun_its_matmul_or_its_peers(problem: AllGatherProblem) -> None:
+def test_no_config_is_predicted_to_outrun_its_matmul_or_its_peers(
+    problem: AllGatherProblem,
+) -> None:
     shard_bytes = ITEMSIZE * problem.m * problem.k
     sending = (problem.devices - 1) * shard_bytes / HOPPER.link_bytes * 1e6
     for config in candidate_all_gather_configs(problem):
         predicted = config.predicted_microseconds()
-        assert predicted > predicted_microseconds(
-            problem.matmul(config.tiles_span_shards), config.tiling
-        )
+        assert predicted > predicted_microseconds(config.matmul, config.tiling)
         assert predicted > sending
 
 
-def test_tiles_of_joined_shards_end_after_the_last_slab_has_come() -> None:
-    """However few columns they have."""
+def test_tiles_that_span_shards_end_after_the_last_slab_has_arrived() -> None:
+    """Even if the results have few columns."""
     problem = AllGatherProblem(4, 1, 512, 8192, (128,))
     sending = (problem.devices - 1) * ITEMSIZE * problem.m * problem.k
     for config in candidate_all_gather_configs(problem):
@@ -154,7 +149,7 @@ def test_tiles_of_joined_shards_end_after_the_last_slab_has_come() -> None:
             assert config.predicted_microseconds() > 1e6 * sending / HOPPER.link_bytes
 
 
-def test_slabs_pay_where_rows_are_awaited() -> None:
+def test_slabs_pay_if_tiles_wait_for_rows() -> None:
     def predicted(problem: AllGatherProblem, slabs: int) -> float:
         configs = [
             config
@@ -167,19 +162,19 @@ def test_slabs_pay_where_rows_are_awaited() -> None:
     assert predicted(MANY, 4) < predicted(MANY, 16)
 
 
-def test_joined_shards_crowd_the_links() -> None:
-    """Where several peers send to a device at once. Of two devices each has one peer."""
+def test_tiles_that_span_shards_crowd_the_links() -> None:
+    """Several peers send to a device at once, unless there are two devices."""
 
     def loss(devices: int) -> float:
         problem = AllGatherProblem(devices, 1, 4096 // devices, 8192, (8192 // devices,))
-        joined, apart = (
+        spanning, apart = (
             min(
                 config.predicted_microseconds()
                 for config in candidate_all_gather_configs(problem)
-                if config.tiles_span_shards == j
+                if config.tiles_span_shards == spans
             )
-            for j in (True, False)
+            for spans in (True, False)
         )
-        return joined / apart
+        return spanning / apart
 
     assert loss(2) < 1.15 < loss(4)

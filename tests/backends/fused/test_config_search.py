@@ -149,7 +149,9 @@ def test_the_shipped_configs_are_all_chosen() -> None:
     table = shipped_configs()
     assert merged(table, []) == table and len(table.records) > 60
     for record in table.records:
-        fields = {n: tuple(v) if isinstance(v, list) else v for n, v in record.problem.items()}
+        fields: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in record.problem.items()
+        }
         op, multiprocessors = fields.pop("op"), fields.pop("multiprocessors")
         kind: Any = AllGatherProblem if op == "all_gather_matmul" else ReduceScatterProblem
         call = KernelCall(op, kind(**fields), multiprocessors)

@@ -45,7 +45,7 @@ class Call:
     columns: int = 1024
     dimension: int | None = 0
     transpose_w: bool = False
-    delays: bool = False
+    race_delays: bool = False
     dtype: str = "bfloat16"
     check_vma: bool = True
 
@@ -59,14 +59,16 @@ class Call:
 
         def call(xs: list[jax.Array], ws: list[jax.Array]) -> jax.Array:
             if self.dimension is None:
-                return reduce_scatter.matmul_all_reduce(xs[0], ws[0], AXIS, delays=self.delays)
+                return reduce_scatter.matmul_all_reduce(
+                    xs[0], ws[0], AXIS, race_delays=self.race_delays
+                )
             return reduce_scatter.matmul_reduce_scatter(
                 xs,
                 ws,
                 AXIS,
                 dimension=self.dimension,
                 transpose_w=self.transpose_w,
-                delays=self.delays,
+                race_delays=self.race_delays,
             )
 
         sharded = jax.shard_map(
@@ -87,16 +89,16 @@ TWO_AXES = (("data", 2), (AXIS, 2))
 
 CALLS = {
     "rows of one owner to a tile": Call(),
-    "one row for each device": Call(leading=(4,), delays=True),
+    "one row for each device": Call(leading=(4,), race_delays=True),
     "ragged rows, an inner axis": Call(
         TWO_AXES, (2, 6, 50), contracted=(96, 64), columns=320, dimension=1, transpose_w=True
     ),
     "an outer axis, untracked": Call(TWO_AXES[::-1], (256,), dtype="float16", check_vma=False),
-    "eight devices": Call(((AXIS, 8),), (2048,), delays=True),
+    "eight devices": Call(((AXIS, 8),), (2048,), race_delays=True),
     "reduced, an odd number of swizzles": Call(
         ((AXIS, 2), ("data", 4)), (24,), contracted=(4096,), columns=1024, dimension=None
     ),
-    "reduced in one shot": Call(leading=(3, 5), dimension=None, delays=True),
+    "reduced in one shot": Call(leading=(3, 5), dimension=None, race_delays=True),
     "reduced in two steps": Call(TWO_AXES, (1001,), dimension=None, dtype="float16"),
     "reduced by eight, untracked": Call(((AXIS, 8),), (640,), dimension=None, check_vma=False),
 }

@@ -1,4 +1,4 @@
-"""What the cut of the kernels that multiply and sum is predicted to take."""
+"""What configurations of the reduce-scatter matmul kernel are predicted to take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCATTER = ReduceScatterProblem("scatter", 4, 1, 256, (3584,), 4096)
 
 
 def predicted(problem: ReduceScatterProblem, rows: int, columns: int) -> float:
-    """The least of tiles so large."""
+    """The fewest microseconds with tiles of this size."""
     return min(
         config.predicted_microseconds()
         for config in candidate_reduce_scatter_configs(problem)
@@ -30,7 +30,7 @@ def predicted(problem: ReduceScatterProblem, rows: int, columns: int) -> float:
 
 
 def reduced(devices: int, rows: int, kind: ReductionKind) -> float:
-    """The least of an all-reduce done so."""
+    """The fewest microseconds of an all-reduce of this kind."""
     configs = candidate_all_reduce_configs(
         ReduceScatterProblem("one_shot", devices, 1, rows, (3584,), 4096)
     )
@@ -38,7 +38,7 @@ def reduced(devices: int, rows: int, kind: ReductionKind) -> float:
 
 
 def test_of_two_waves_the_first_is_sent_while_the_second_is_multiplied() -> None:
-    """A single wave of larger tiles sends all when it ends. Of many waves, large tiles are best."""
+    """One wave of larger tiles sends everything at its end. Of many waves, large tiles are best."""
     assert predicted(SCATTER, 128, 128) < 0.95 * predicted(SCATTER, 128, 256)
     many = replace(SCATTER, m=2048)
     assert predicted(many, 128, 256) < 0.95 * predicted(many, 128, 128)
@@ -46,7 +46,7 @@ def test_of_two_waves_the_first_is_sent_while_the_second_is_multiplied() -> None
 
 @pytest.mark.parametrize("contracted", [64, 3584])
 @pytest.mark.parametrize("rows", [8, 64, 256, 2048])
-def test_no_plan_is_predicted_to_outrun_its_links(rows: int, contracted: int) -> None:
+def test_no_config_is_predicted_to_outrun_its_links(rows: int, contracted: int) -> None:
     problem = replace(SCATTER, m=rows, k=(contracted,))
     sent_bytes = (problem.devices - 1) * ITEMSIZE * problem.m * problem.n
     for config in candidate_reduce_scatter_configs(problem):
