@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from collective_matmul.backends import REFERENCE
 from collective_matmul.compiler import renamed_fused
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
@@ -106,11 +107,11 @@ def _totals(decisions: Sequence[Decision]) -> list[str]:
     ]
     if not known:
         return [f"{len(decisions)} collective matmuls"]
-    seconds, bulk = map(sum, zip(*known, strict=True))
+    seconds, reference = map(sum, zip(*known, strict=True))
     return [
         f"{len(decisions)} collective matmuls; of {len(known)} the times are predicted:"
-        f" {seconds * 1e3:.2f} ms, {bulk * 1e3:.2f} ms in bulk ({bulk / seconds:.2f}×), each"
-        " counted as often as it was traced, not as it runs"
+        f" {seconds * 1e3:.2f} ms, {reference * 1e3:.2f} ms with {REFERENCE.name}"
+        f" ({reference / seconds:.2f}×), each counted as often as it was traced, not as it runs"
     ]
 
 

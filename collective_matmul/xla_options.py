@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-#: How permutes are executed. Its value in `OVERLAP_OPTIONS` needs all GPUs of a ring in one process.
+#: How permutes are executed. The value in `OVERLAP_OPTIONS` needs all GPUs of a ring in a process.
 PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 #: XLA options under which a ring of permutes runs beside its matmuls on NVLink GPUs. Each is

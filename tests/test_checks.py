@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, checks, matmul_all_reduce, matmul_reduce_scatter
 from collective_matmul.backends.ring.backend import RINGS
+from collective_matmul.dispatch.recording import record_decisions
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, PORTABLE
 
@@ -71,11 +72,26 @@ def test_outside_shard_map(op: Callable) -> None:
 @every_op
 def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
-        "implementation='rings': expected None (choose per shape) or one of bulk, ring,"
-        " ring_two_way, ring_direct, fused, one_shot"
+        "implementation={!r}: expected None (choose per shape), or one or several of xla, ring,"
+        " ring_two_way, ring_direct, one_shot, fused"
     )
-    fun = partial(op, axis_name=AXIS, implementation="rings")
-    refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence)
+    for wrong in ("rings", ("ring", "rings"), (), 3, (None,)):
+        fun = partial(op, axis_name=AXIS, implementation=wrong)
+        refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence.format(wrong))
+
+
+@every_op
+def test_the_name_of_an_earlier_release_is_still_accepted(op: Callable, make_mesh) -> None:
+    fun = partial(op, axis_name=AXIS, implementation=["bulk", "ring"])
+    mapped = jax.shard_map(
+        fun, mesh=make_mesh({AXIS: 4}), in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    with (
+        pytest.warns(DeprecationWarning, match="'bulk' is now called 'xla'"),
+        record_decisions() as decisions,
+    ):
+        jax.eval_shape(mapped, zeros(4, 2), zeros(2, 3))
+    assert [decision.implementation for decision in decisions] == ["xla"]
 
 
 @every_op
@@ -199,7 +215,8 @@ def test_a_ring_asked_for_by_name_must_be_able_to_run(
 ) -> None:
     sentence = (
         f"implementation={implementation!r}: 6 rows are not divisible by axis 'tensor' of size 4;"
-        " use 'xla' for matmul_all_reduce float32 [2,3,2]@[2,5] over tensor=4"
+        " for matmul_all_reduce float32 [2,3,2]@[2,5] over tensor=4; pass"
+        f" ({implementation!r}, 'xla') to use the first that can, or None to choose per shape"
     )
     fun = partial(matmul_all_reduce, axis_name=AXIS, implementation=implementation)
     refused(fun, zeros(2, 3, 2), zeros(2, 5), ValueError, sentence)

@@ -89,10 +89,10 @@ class Recorded:
     """A function, and for each time it is traced why kernels may not address peers' memory."""
 
     def __init__(self) -> None:
-        self.obstacles: list[str | None] = []
+        self.reasons: list[str | None] = []
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        self.obstacles.append(peer_kernels_disallowed_reason())
+        self.reasons.append(peer_kernels_disallowed_reason())
         return x
 
 
@@ -101,8 +101,8 @@ class Recorded:
 def test_what_is_traced_knows_how_it_is_compiled(use: str, fused: bool) -> None:
     recorded = Recorded()
     getattr(overlap_jit(recorded, peer_kernels=fused), use)(1.0)
-    (obstacle,) = recorded.obstacles
-    assert (obstacle is None) == fused
+    (reason,) = recorded.reasons
+    assert (reason is None) == fused
 
 
 def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
@@ -110,7 +110,7 @@ def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
     inner = jax.jit(recorded)
     for fused in (False, True):
         overlap_jit(lambda x: inner(x), peer_kernels=fused)(1.0)
-    plain, ours = recorded.obstacles
+    plain, ours = recorded.reasons
     assert "compile with collective_matmul.overlap_jit(..., peer_kernels=True)" in str(plain)
     assert ours is None
 
@@ -249,7 +249,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     fresh = functools.cache(log.warn_once.__wrapped__)
     monkeypatch.setattr(compiler, "warn_once", fresh)
 
-    def given(fused: bool = False, **users: Any) -> dict[str, Any]:
+    def given(peer_kernels: bool = False, **users: Any) -> dict[str, Any]:
         taken: list[dict[str, Any]] = []
 
         def jit(fun: Callable, *, compiler_options: dict[str, Any] | None = None) -> Callable:
@@ -259,7 +259,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "jit", jit)
-            overlap_jit(lambda: None, peer_kernels=fused, compiler_options=users)()
+            overlap_jit(lambda: None, peer_kernels=peer_kernels, compiler_options=users)()
         return taken[0]
 
     return given
@@ -307,3 +307,11 @@ def test_with_several_processes_each_ring_has_its_own_transport(
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_it_returns_can_be_copied(fused: bool) -> None:
     assert copy.deepcopy(overlap_jit(jnp.sin, peer_kernels=fused))(0.0) == 0.0
+
+
+def test_the_argument_of_an_earlier_release_is_still_accepted() -> None:
+    with pytest.warns(DeprecationWarning, match="fused=True is now called peer_kernels=True"):
+        jitted = overlap_jit(jnp.sin, fused=True)
+    assert jitted._peer_kernels
+    with pytest.warns(DeprecationWarning, match="explain: fused=False is now called"):
+        explain(jnp.sin, fused=False)

@@ -284,8 +284,8 @@ def refused(make_mesh: MeshFactory) -> Callable[..., None]:
         ),
         (
             {"gather": "s", "implementation": "rings"},
-            "implementation='rings': expected None (choose per shape) or one of"
-            f" {', '.join(BACKENDS)}",
+            "implementation='rings': expected None (choose per shape), or one or several"
+            f" of {', '.join(BACKENDS)}",
         ),
     ],
 )

@@ -104,21 +104,21 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     assert decision.reference_seconds is not None
     assert f"{decision.seconds * 1e6:.0f}" in first.split()
     assert f"{decision.reference_seconds * 1e6:.0f}" in first.split()
-    total, bulk = (
+    total, reference = (
         sum(getattr(d, name) for d in explanation.decisions)
         for name in ("seconds", "reference_seconds")
     )
     assert table.splitlines()[-1] == (
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
-        f" {bulk * 1e3:.2f} ms in bulk ({bulk / total:.2f}×), each counted as often as it was"
-        " traced, not as it runs"
+        f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×), each counted as often as it"
+        " was traced, not as it runs"
     )
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float32])
-def test_what_is_carried_out_in_place_of_a_fused_kernel(dtype: Any) -> None:
+def test_what_executes_sites_that_a_fused_kernel_cannot(dtype: Any) -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
-    fun = on(mesh, implementation="fused")
+    fun = on(mesh, implementation=("fused", "xla"))
     for line in lines_of(fun, *arguments(512, 256, 4096, dtype=dtype), peer_kernels=True):
         if HAS_KERNELS and dtype == BFLOAT16:
             assert (line[5], line[-1]) == ("fused", "requested")
@@ -143,7 +143,9 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
 
     def einsum(x: jax.Array, w: jax.Array) -> jax.Array:
-        return collective_einsum(subscripts, x, w, AXIS, gather="s", implementation="fused")
+        return collective_einsum(
+            subscripts, x, w, AXIS, gather="s", implementation=("fused", "ring")
+        )
 
     out = P(*[AXIS if label == "s" else None for label in subscripts.partition("->")[2]])
     sharded = jax.shard_map(
@@ -154,7 +156,7 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
     assert (decision.site.dimension, decision.site.transpose_w) == (dimension, transpose_w)
     if dimension is None:
         assert decision.implementation != "fused"
-        assert "is no matmul, and these kernels do nothing else" in decision.reason
+        assert "is not a matmul, and fused executes nothing else" in decision.reason
     elif HAS_KERNELS:
         assert (decision.implementation, decision.reason) == ("fused", "requested")
 
@@ -197,7 +199,7 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     ]
     for line in (gather, scatter, psum):
         assert re.fullmatch(r".*test_explain\.py:\d+ in plain_block", line[1])
-    would = "overlap would use bulk: on cpu nothing runs under a matmul"
+    would = "overlap would use xla: on cpu nothing runs under a matmul"
     shapes = "float32 [4,4]@[4,6] over tensor=2"
     assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
     assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
@@ -235,18 +237,20 @@ def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> N
         assert psum[2:5:2] == ["psum", "left alone"]
 
 
-def test_what_overlap_has_put_in_place_of_a_fused_kernel(make_mesh: MeshFactory) -> None:
+def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
     sharded = plain(make_mesh({AXIS: 2}))
-    fun = overlap(sharded, implementation="fused", require=2)
+    fun = overlap(sharded, implementation=("fused", "ring"), require=2)
     gather, scatter, _, _ = lines_of(fun, *flat_arguments())
+    reason = "fused is not possible: these kernels run on Hopper GPUs only"
     for line in (gather, scatter):
-        assert line[4] == "bulk by overlap"
-        assert line[5] == (
-            "fallback: fused is not possible: these kernels run on Hopper GPUs only;"
-            " on cpu nothing runs under a matmul"
-        )
+        assert line[4:] == ["ring by overlap", f"fallback: {reason}; requested"]
+
+
+def test_overlap_leaves_alone_what_the_backend_cannot_execute(make_mesh: MeshFactory) -> None:
+    sharded = plain(make_mesh({AXIS: 2}))
     (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())
-    assert site.decision is not None and site.decision.implementation == "xla"
+    assert site.decision is None
+    assert site.reason == "fused is not possible: these kernels run on Hopper GPUs only"
 
 
 def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -> None:

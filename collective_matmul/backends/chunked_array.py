@@ -24,7 +24,10 @@ def multiply_chunks(
 ) -> tuple[jax.Array, ...]:
     """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
 
-    Shapes are those of `collective_matmul.mosaic_gpu.chunk_matmul.multiply_chunks`; returns the arrays of outs.
+    Shapes are those of `collective_matmul.mosaic_gpu.chunk_matmul.multiply_chunks`.
+
+    Returns:
+      The arrays of outs.
     """
     written = chunk_matmul.multiply_chunks(
         xs, ws, outs, dimension=dimension, transpose_w=transpose_w

@@ -18,7 +18,7 @@ from collective_matmul.site import Site
 
 
 class SequentialBackend(Backend, Protocol):
-    """A backend whose collectives and matmuls follow each other. Subclasses have the collectives."""
+    """A backend whose collectives and matmuls follow each other; subclasses add the collectives."""
 
     def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """[..., m, ...] -> [..., D*m, ...]."""

@@ -73,12 +73,14 @@ def _first_supported(assessments: Assessments, requested: Sequence[str]) -> _Cho
         if assessment.unsupported is None:
             return _Choice(assessment.backend, "requested", "; ".join(reasons) or None)
         reasons.append(_cannot(name, assessment.unsupported))
-    named = requested[0] if len(requested) == 1 else tuple(requested)
     reason = "; ".join(reasons)
+    named: object = tuple(requested)
+    if len(requested) == 1:
+        named, reason = requested[0], assessments.by_name[requested[0]].unsupported or ""
     raise UnsupportedSiteError(
         f"implementation={named!r}: {reason}; for {assessments.site}; pass"
         f" {(*requested, REFERENCE.name)} to use the first that can, or None to choose per shape",
-        reason,
+        "; ".join(reasons),
     )
 
 

@@ -102,7 +102,7 @@ def test_the_next_fastest_where_the_fastest_cannot(
 @every_kernel
 def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, said: Callable) -> None:
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
-    sentence = f"implementation={kernel!r}: {kernel} is not possible: {FLOATS}; for {site}; pass"
+    sentence = f"implementation={kernel!r}: {FLOATS}; for {site}; pass"
     with (
         record_decisions() as decisions,
         pytest.raises(UnsupportedSiteError, match=f"^{re.escape(sentence)}") as raised,
@@ -199,7 +199,7 @@ def test_peer_kernels_need_a_program_that_may_have_them(
         assert decide(layer(op)) == ("ring_direct", "measured: 4 µs xla, 2 µs ring_direct")
         assert said() == []
         assert decide(layer(op), kernel, "ring") == ("ring", f"fallback: {why}; requested")
-        with pytest.raises(UnsupportedSiteError, match=re.escape(why)):
+        with pytest.raises(UnsupportedSiteError, match=re.escape(why.partition(": ")[2])):
             choose(layer(op), (kernel,))
     assert said() == [f"{op} falls back to ring: {why}"]
 

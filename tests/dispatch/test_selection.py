@@ -306,7 +306,7 @@ def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
 def test_a_named_ring_that_cannot_run_raises(implementation: str) -> None:
     with (
         record_decisions() as decisions,
-        pytest.raises(ValueError, match=rf"^implementation='{implementation}': .*: 6 rows are not"),
+        pytest.raises(ValueError, match=rf"^implementation='{implementation}': 6 rows are not"),
     ):
         choose(site_of("matmul_all_reduce", 6, 8, 8), (implementation,))
     assert decisions == []

@@ -74,7 +74,9 @@ def forward_and_backward(case: Case, mesh: Mesh) -> str:
 
 
 def multiplies(use: Use, ring: str) -> int:
-    return sum(len(step.multiply) for step in make_schedule(use, RINGS[ring].pattern, DEVICES).steps)
+    return sum(
+        len(step.multiply) for step in make_schedule(use, RINGS[ring].pattern, DEVICES).steps
+    )
 
 
 def launches(op: str, ring: str) -> int:

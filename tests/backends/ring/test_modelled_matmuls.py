@@ -36,4 +36,4 @@ def test_the_model_asks_for_the_matmuls_that_a_ring_launches(
     arguments = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in shapes]
     jax.eval_shape(lambda *args: jax.vjp(mapped, *args)[1](mapped(*args)), *arguments)
     assert len(modelled) == 5  # The backward of an all-reduce has no ring.
-    assert modelled == {problem for problem in launched if problem.x_contracted == 2}
+    assert modelled == {problem for problem in launched if problem.x_contracted_axis == 2}
