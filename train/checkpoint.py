@@ -1,8 +1,8 @@
 """Checkpoints of a run: train state, data position and configuration, saved by orbax.
 
-A checkpoint is the folder ``step_N`` of the checkpoint directory, with one item each for the
-three. orbax writes it under a temporary name and renames it when it is whole, so a run killed at
-any moment leaves the checkpoints before it as they were. One run at a time may use a directory.
+A checkpoint is the folder ``step_N`` of the checkpoint directory, with one item for each of the
+three. orbax writes it under a temporary name and renames it when it is complete. A run killed at
+any time leaves earlier checkpoints unchanged. Only one run at a time may use a directory.
 """
 
 from __future__ import annotations
@@ -21,48 +21,57 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 from orbax.checkpoint import checkpoint_managers
 
+from train.renamed import current_configuration
+
 _PREFIX = "step"
 _ITEMS = {"state", "data_position", "configuration"}
-# A folder that holds none of these is not a checkpoint; one cut short while orbax deleted it
-# may hold any part of them.
+# A folder without any of these is not a checkpoint. If orbax was killed while it deleted a
+# checkpoint, some of them are missing.
 _CONTENTS = _ITEMS | {"_CHECKPOINT_METADATA", "commit_success.txt"}
 _DIFFERENCES_SHOWN = 8
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back."""
+    """The contents of a checkpoint."""
 
     step: int
-    """Optimizer steps done when it was saved."""
+    """Number of optimizer steps before it was saved."""
     state: Any
-    """The train state: a pytree of global arrays, sharded as was asked for."""
+    """The train state: a pytree of global arrays, sharded as requested."""
     data_position: dict[str, Any]
     """The state of the data iterator, for its ``set_state``."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in one directory.
+    """The checkpoints of one run in one directory. A context manager.
 
     Saves are asynchronous; leaving the ``with`` block waits for the last one.
     """
 
     def __init__(
-        self, directory: str | Path, *, resume: bool = False, keep: int = 3, save_interval: int = 50
+        self,
+        directory: str | Path,
+        *,
+        resume: bool = False,
+        max_to_keep: int = 3,
+        save_interval: int = 50,
     ) -> None:
-        """Opens the directory, making it where it is missing; compiles nothing.
+        """Opens the directory and creates it if it is missing. Compiles nothing.
 
         Args:
             directory: a folder on a file system. Other files in it are left alone.
-            resume: go on from the checkpoints that are there. Without it there must be none.
-            keep: how many checkpoints to keep; older ones are deleted once a newer one is whole.
-            save_interval: ``should_save`` holds for the multiples of this many steps.
+            resume: whether to continue from the checkpoints in the directory. Otherwise there must
+              be none.
+            max_to_keep: number of checkpoints to keep; older ones are deleted once a newer one is
+              complete.
+            save_interval: ``should_save`` is True for multiples of this many steps.
 
         Raises:
             ValueError: a number is not positive; the directory cannot be written; it holds
-                checkpoints and ``resume`` is False, or none and it is True; a ``step_N`` in it
-                is not a checkpoint.
+              checkpoints and ``resume`` is False, or none and it is True; a ``step_N`` in it is not
+              a checkpoint.
         """
-        for name, value in (("keep", keep), ("save_interval", save_interval)):
+        for name, value in (("max_to_keep", max_to_keep), ("save_interval", save_interval)):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1; give a positive number")
         self._directory = _open_directory(directory)
@@ -75,7 +84,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             step_prefix=_PREFIX,
             save_decision_policy=checkpoint_managers.FixedIntervalPolicy(save_interval),
-            preservation_policy=checkpoint_managers.LatestN(keep),
+            preservation_policy=checkpoint_managers.LatestN(max_to_keep),
             cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(
@@ -94,7 +103,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for the pending save, raises the error that it met, if any, and lets go."""
+        """Waits for a pending save, raises its error, if any, and releases the directory."""
         self._manager.close()
 
     def should_save(self, step: int) -> bool:
@@ -108,12 +117,12 @@ class Checkpoints:
         data_position: Mapping[str, Any],
         configuration: Mapping[str, Any],
     ) -> bool:
-        """Starts to save; when it returns, the state is copied and may be donated.
+        """Starts a save. When it returns, the state is copied and may be donated.
 
-        Waits first for the save before it. A step that is saved already is left as it is.
+        Waits for the previous save first. Does nothing if the step is already saved.
 
         Args:
-            step: optimizer steps done, at least 0.
+            step: number of optimizer steps done, at least 0.
             state: a pytree of global arrays.
             data_position: the state of the data iterator after the last batch of ``step``; JSON.
             configuration: the run's configuration; JSON.
@@ -134,12 +143,14 @@ class Checkpoints:
         return self._manager.save(step, args=items, force=True)
 
     def latest_step(self) -> int | None:
-        """The newest whole checkpoint's step, after waiting for a pending save."""
+        """The step of the newest complete checkpoint, after waiting for a pending save; or None."""
         self._manager.wait_until_finished()
         return self._manager.latest_step()
 
     def configuration(self, step: int | None = None) -> dict[str, Any]:
         """The configuration that was saved with ``step``, by default the newest.
+
+        Fields and values that an earlier release named otherwise have their current names.
 
         Raises:
             ValueError: there is no such checkpoint, or it cannot be read.
@@ -147,10 +158,11 @@ class Checkpoints:
         step = self._saved_step(step)
         with self._reading(step):
             items = ocp.args.Composite(configuration=ocp.args.JsonRestore())
-            return dict(self._manager.restore(step, args=items)["configuration"])
+            saved = self._manager.restore(step, args=items)["configuration"]
+        return current_configuration(saved)
 
     def check_same_model(self, configuration: Mapping[str, Any], step: int | None = None) -> None:
-        """Compares the ``"model"`` part of a configuration with the one saved.
+        """Compares the ``"model"`` part of a configuration with the saved one.
 
         Raises:
             ValueError: they differ; the message lists the fields with both values.
@@ -168,13 +180,13 @@ class Checkpoints:
         """Reads a checkpoint onto any mesh, bit for bit.
 
         Args:
-            abstract_state: the pytree of ``jax.ShapeDtypeStruct`` to fill: global shapes, and
-                the shardings wanted now, which need not be those of the run that saved.
-            step: which checkpoint, by default the newest.
+            abstract_state: the pytree of ``jax.ShapeDtypeStruct`` to fill: global shapes and the
+              requested shardings, which may differ from those of the run that saved.
+            step: the step of the checkpoint, by default the newest.
 
         Raises:
-            ValueError: there is no such checkpoint, its arrays differ in name, shape or dtype
-                from ``abstract_state``, or it cannot be read.
+            ValueError: there is no such checkpoint, its arrays differ in name, shape or dtype from
+              ``abstract_state``, or it cannot be read.
         """
         step = self._saved_step(step)
         with self._reading(step):
@@ -201,7 +213,7 @@ class Checkpoints:
         if latest is None:
             raise ValueError(
                 f"checkpoint_dir={str(self._directory)!r}: holds no checkpoint; "
-                "give the directory of the run to go on from"
+                "give the directory of the run to continue"
             )
         steps = self._manager.all_steps()
         if step is not None and step not in steps:
@@ -213,7 +225,7 @@ class Checkpoints:
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Turns what orbax raises on damaged files into a sentence."""
+        """Turns errors of orbax on damaged files into one sentence."""
         try:
             yield
         except (ValueError, KeyError, OSError) as error:
@@ -227,7 +239,7 @@ class Checkpoints:
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The fields of two JSON configurations that differ: dotted name -> (saved, current).
 
-    A field that one side lacks reads "not set" there.
+    A field that only one side has is "not set" on the other.
     """
     before = traverse_util.flatten_dict(_as_json(saved), sep=".")
     now = traverse_util.flatten_dict(_as_json(current), sep=".")
@@ -243,7 +255,7 @@ def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _as_json(value: Mapping[str, Any]) -> Any:
-    """A copy as JSON reads it back; the caller may go on changing its own while orbax writes."""
+    """A copy as JSON reads it back. The caller may change the original while orbax writes."""
     return json.loads(json.dumps(value))
 
 
@@ -278,7 +290,7 @@ def _open_directory(directory: str | Path) -> Path:
 
 
 def _check_intent(directory: Path, resume: bool) -> None:
-    """Refuses what would overwrite files, and a resume with nothing to go on from."""
+    """Refuses to overwrite files, and to resume without checkpoints."""
     entries = {
         int(match[1]): entry
         for entry in directory.iterdir()
@@ -294,11 +306,11 @@ def _check_intent(directory: Path, resume: bool) -> None:
     if entries and not resume:
         raise ValueError(
             f"{argument}: it holds the checkpoints of another run (newest: step {max(entries)}), "
-            "which are never overwritten; give --resume to go on from them, or another directory"
+            "which are never overwritten; give --resume to continue it, or another directory"
         )
     if resume and not entries:
         raise ValueError(
-            f"resume=True: {argument} holds no checkpoint; leave out --resume to start afresh, "
+            f"resume=True: {argument} holds no checkpoint; leave out --resume to start anew, "
             "or give the directory of the earlier run"
         )
 

@@ -1,4 +1,4 @@
-"""From arguments to a run, and what is said before and after it."""
+"""The command line of the trainer: arguments, and messages before and after a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from train.dry_run import dry_run
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
+from train.renamed import current_arguments
 from train.setup import Setup, prepare
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``python -m train``."""
+    """Runs ``python -m train`` with these arguments."""
     console = Console()
     with refusing():
+        arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
             print(json.dumps(config.to_json(), indent=2))
@@ -41,25 +43,28 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
-    """The configuration that the arguments describe: a preset, and what they change in it.
+    """The configuration that the arguments describe: a preset and changes to it.
+
+    Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
       ValueError: for an unknown preset.
-      SystemExit: after printing help, or what is wrong with the arguments.
+      SystemExit: after printing help, or an error in the arguments.
     """
+    arguments = current_arguments(arguments)
     first = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="debug")
     name = first.parse_known_args(arguments)[0].preset
     if name not in PRESETS:
         raise ValueError(f"preset={name!r}: expected one of {', '.join(PRESETS)}")
-    return tyro.cli(Config, default=PRESETS[name](), args=list(arguments), prog=program)
+    return tyro.cli(Config, default=PRESETS[name](), args=arguments, prog=program)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turns what is wrong with the input into one sentence on stderr and exit status 2.
+    """Reports invalid input in one sentence on stderr, and exits with status 2.
 
-    A run that stops because its loss is not finite exits with 1, one that is interrupted with 130.
+    The status is 1 if a run stops because its loss is not finite, and 130 if it is interrupted.
     """
     try:
         yield
@@ -73,10 +78,10 @@ def refusing() -> Iterator[None]:
 
 
 def simulate_devices(config: Config) -> None:
-    """Simulates devices on a machine without GPUs; must come before JAX looks for devices.
+    """Simulates devices on a machine without GPUs. Call it before JAX initializes its backend.
 
     Raises:
-      ValueError: for fewer than one.
+      ValueError: for fewer than one device.
     """
     if config.cpu_devices < 1:
         raise ValueError(f"cpu_devices={config.cpu_devices}: expected at least 1")
@@ -85,7 +90,7 @@ def simulate_devices(config: Config) -> None:
 
 
 def announce(setup: Setup, console: Console) -> None:
-    """Says what is about to be trained, on what, where."""
+    """Prints what is trained: the model, the mesh and the data."""
     config, mesh, text = setup.config, setup.mesh, setup.text
     kind = mesh.devices.flat[0].device_kind
     for line in (
@@ -102,7 +107,7 @@ def announce(setup: Setup, console: Console) -> None:
 def conclude(
     setup: Setup, records: list[Record], arguments: Sequence[str], console: Console
 ) -> None:
-    """Says what was done, and how to go on and to compare."""
+    """Prints the result, and the commands to continue and to compare."""
     config, last = setup.config, records[-1]
     lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
     plain = _without(arguments, "--resume", "--steps", "--profile", "--profile-dir")
@@ -111,22 +116,22 @@ def conclude(
         resume = [_interpreter(), "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
-        lines.append("to be able to go on from where a run ended, give it --checkpoint-dir DIR")
+        lines.append("to be able to continue a run, give it --checkpoint-dir DIR")
     shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file")
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
-    lines.append(f"to compare: {shlex.join(compare)} --a overlap=bulk --b overlap=ring")
+    lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _interpreter() -> str:
-    """The running Python, as a command: by its path from here, where it lies below."""
+    """The running Python as a command: a relative path if it is below the working directory."""
     path = os.path.relpath(sys.executable)
     return sys.executable if path.startswith(os.pardir) else path
 
 
 def _without(arguments: Sequence[str], *flags: str) -> list[str]:
-    """The arguments less some flags and their values."""
+    """The arguments without some flags and their values."""
     kept: list[str] = []
     dropping = False
     for argument in arguments:
@@ -138,6 +143,7 @@ def _without(arguments: Sequence[str], *flags: str) -> list[str]:
 
 
 def _any_number(config: Config) -> int:
-    """As many devices as the mesh asks for, or as there are where it leaves that open."""
+    """The number of devices of the requested mesh, or of the machine where the mesh leaves it
+    open."""
     sizes = (config.mesh.data, config.mesh.tensor)
     return math.prod(sizes) if all(sizes) else max(jax.device_count(), *sizes)

@@ -1,7 +1,7 @@
-"""``python -m train.compare --preset debug --a overlap=bulk --b overlap=ring``
+"""``python -m train.compare --preset debug --a overlap=xla --b overlap=ring``
 
 Trains two variants of one configuration from one seed on the same data, and prints how far their
-loss curves part.
+loss curves differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from train.setup import prepare
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs both variants and prints the comparison."""
+    """Trains both variants and prints the comparison."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compare",
         description="Train two variants from one seed and compare their loss curves. Every flag of"
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="print every step of both runs, and what each trains on what",
+        help="print every step of both runs, and their models, meshes and data",
     )
     variants, shared = parser.parse_known_args(arguments)
     console = Console()
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _curve(name: str, config: Config, console: Console, verbose: bool) -> list[Record]:
-    """Trains, and returns every step; prints all of it, or a line at each of the log intervals."""
+    """Trains and returns every step. Prints all of it if `verbose`, else a line per log
+    interval."""
     setup = prepare(dataclasses.replace(config, log_interval=1))
     if verbose:
         announce(setup, console)
@@ -78,16 +79,18 @@ def _curve(name: str, config: Config, console: Console, verbose: bool) -> list[R
 
 
 def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
-    """Raises ValueError for a change that is not FIELD=VALUE, or a run that would leave files."""
+    """The configuration of a variant.
+
+    Raises:
+      ValueError: for a change that is not FIELD=VALUE, or a run that would leave files.
+    """
     for change in changes:
         if "=" not in change:
             raise ValueError(f"{change!r}: expected FIELD=VALUE, as in overlap=ring")
     config = parse([*shared, *(f"--{change}" for change in changes)], "python -m train.compare")
     for name in ("dry_run", "print_config", "resume"):
         if getattr(config, name):
-            raise ValueError(
-                f"{name}: comparing trains both variants from their start; leave it out"
-            )
+            raise ValueError(f"{name}: comparing trains both variants from step 0; leave it out")
     for name in ("checkpoint_dir", "log_file"):
         if getattr(config, name) is not None:
             raise ValueError(
@@ -97,7 +100,7 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
 
 
 def describe(a: Sequence[Record], b: Sequence[Record]) -> str:
-    """The largest difference between two curves, and how fast each went."""
+    """Describes the largest difference between two curves and the median step time of each."""
     differences = {x.step: abs(x.loss - y.loss) for x, y in zip(a, b, strict=True)}
     step = max(differences, key=differences.__getitem__)
 

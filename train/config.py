@@ -1,6 +1,6 @@
-"""What a run is: dataclasses that the command line fills in, and the presets.
+"""The configuration of a run: dataclasses that the command line fills in, and presets.
 
-A name here is a flag there: ``Config.mesh.tensor`` is ``--mesh.tensor``.
+A field is a flag: ``Config.mesh.tensor`` is ``--mesh.tensor``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import collective_matmul
 from models import config as models
 from models.config import LlamaConfig
 from models.llama import Remat
@@ -19,31 +20,31 @@ from models.llama import Remat
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are laid out, data × tensor. 0 takes what fits."""
+    """The mesh of devices, data × tensor. A size of 0 takes what fits."""
 
     data: int = 0
-    """Groups of devices, each with a whole copy of the model; 0: all devices that are left."""
+    """Number of copies of the model; 0: as many as the remaining devices allow."""
     tensor: int = 0
-    """Devices that share one copy, and each sequence; 0: as many as divide the model."""
+    """Number of devices that share one copy and each sequence; 0: as many as divide the model."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up, a cosine decay and clipping by global norm."""
+    """AdamW with linear warm-up, cosine decay and clipping by global norm."""
 
     learning_rate: float = 3e-4
-    """At its peak."""
+    """Peak learning rate."""
     final_learning_rate_fraction: float = 0.1
-    """Of the peak, where the cosine ends."""
+    """Learning rate at the end of the cosine decay, as a fraction of the peak."""
     warmup_steps: int = 100
     weight_decay: float = 0.1
-    """Decoupled from the gradient; on matrices, not on norms."""
+    """Decoupled weight decay, applied to matrices but not to norms."""
     b1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay rate of the mean of gradients."""
     b2: float = 0.95
-    """Decay of the mean of their squares."""
+    """Decay rate of the mean of squared gradients."""
     clip_norm: float = 1.0
-    """Gradients of a larger global norm are scaled down to it."""
+    """Maximum global norm of the gradient; larger gradients are scaled down."""
 
 
 @dataclass(frozen=True)
@@ -52,56 +53,58 @@ class Config:
 
     model: LlamaConfig
     preset: str = "debug"
-    """Where the other defaults come from: debug, llama3-8b, llama3-70b or llama3-405b."""
+    """Source of the other defaults: debug, llama3-8b, llama3-70b or llama3-405b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 1000
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     batch_size: int = 8
     """Sequences per optimizer step, over all devices."""
     sequence_length: int = 8192
     """Tokens per sequence."""
-    accumulate: int = 1
-    """Microbatches that an optimizer step is computed in, one after the other."""
-    overlap: Literal["auto", "ring", "xla", "rewrite"] = "auto"
-    """How a matmul meets its collective: auto decides for each shape; rewrite does too, in a model
-    of JAX's own collectives, whose whole step it gives to collective_matmul.overlap."""
+    gradient_accumulation_steps: int = 1
+    """Microbatches per optimizer step, computed one after the other."""
+    overlap: str = "auto"
+    """Backend of the collective matmuls: auto chooses one for each shape; a name, such as ring or
+    xla, requires that backend; several names separated by commas take the first that can; rewrite
+    trains a model of JAX's own collectives, with its whole step passed to
+    collective_matmul.overlap."""
     remat: Remat = "none"
-    """What the backward computes again: nothing, all but matmul results (dots), or all (full)."""
+    """What the backward recomputes: nothing, all but matmul results (dots), or all (full)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of activations, and of weights where they are used; master weights are float32."""
+    """Dtype of activations and of weights where they are used; master weights are float32."""
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """Random seed of the initial weights and of the order of the data."""
     data: str | None = None
     """File or glob of text, or of JSON lines with a "text" field; default: the Python manual."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer.json; default: bytes."""
     checkpoint_dir: str | None = None
-    """Where checkpoints go; default: none are saved."""
+    """Directory of the checkpoints; default: none are saved."""
     save_interval: int = 100
     """Steps between checkpoints. The last step is always saved."""
-    keep: int = 3
-    """Checkpoints kept, the newest."""
+    max_to_keep: int = 3
+    """Number of checkpoints to keep; older ones are deleted."""
     resume: bool = False
-    """Go on from the newest checkpoint in --checkpoint-dir."""
+    """Continue from the newest checkpoint in --checkpoint-dir."""
     log_interval: int = 10
     """Steps between log lines."""
     log_file: str | None = None
-    """Log lines go here too, as JSON lines."""
+    """File for a copy of the log as JSON lines."""
     profile: str | None = None
-    """FIRST:LAST, the steps that jax.profiler records."""
+    """FIRST:LAST, the steps to record with jax.profiler."""
     profile_dir: str = "profile"
-    """Where the profile goes."""
+    """Directory of the profile."""
     cpu_devices: int = 8
-    """Simulated devices, on a machine without GPUs."""
+    """Number of simulated devices on a machine without GPUs."""
     print_config: bool = False
-    """Print the configuration as JSON, and stop."""
+    """Print the configuration as JSON and stop."""
     dry_run: bool = False
-    """Print bytes per device and the matmuls that communicate, and stop; any mesh will do."""
+    """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
-        """First and last step to profile.
+        """First and last step to profile, or None.
 
         Raises:
           ValueError: if `profile` is not two step numbers in order.
@@ -116,18 +119,23 @@ class Config:
         return int(first), int(last)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested dictionaries of plain values."""
+        """The configuration as nested dictionaries of plain values."""
         return dataclasses.asdict(self)
 
 
 def check(config: Config, data: int, tensor: int) -> None:
-    """Raises ValueError for what does not fit together on a data × tensor mesh."""
+    """Checks that a configuration fits together, and fits a data × tensor mesh.
+
+    Raises:
+      ValueError: if it does not.
+    """
     for name in (
-        "steps", "batch_size", "sequence_length", "accumulate", "save_interval", "keep",
-        "log_interval",
+        "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
+        "max_to_keep", "log_interval",
     ):  # fmt: skip
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+    _check_overlap(config.overlap)
     _check_optimizer(config.optimizer)
     config.model.check_tensor_axis(tensor)
     if config.sequence_length % tensor:
@@ -135,12 +143,12 @@ def check(config: Config, data: int, tensor: int) -> None:
             f"sequence_length={config.sequence_length} is not divisible by mesh.tensor={tensor};"
             f" nearest that works: {-(-config.sequence_length // tensor) * tensor}"
         )
-    if config.batch_size % (data * config.accumulate):
-        unit = data * config.accumulate
+    unit = data * config.gradient_accumulation_steps
+    if config.batch_size % unit:
         raise ValueError(
             f"batch_size={config.batch_size} is not divisible by mesh.data={data} ×"
-            f" accumulate={config.accumulate}; nearest that works:"
-            f" {-(-config.batch_size // unit) * unit}"
+            f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest"
+            f" that works: {-(-config.batch_size // unit) * unit}"
         )
     if config.resume and config.checkpoint_dir is None:
         raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")
@@ -152,8 +160,20 @@ def check(config: Config, data: int, tensor: int) -> None:
         raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")
 
 
+def _check_overlap(value: str) -> None:
+    """Raises ValueError unless it is auto, rewrite or names of backends."""
+    if value in ("auto", "rewrite"):
+        return
+    try:
+        collective_matmul.overlap(_check_overlap, implementation=value.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"overlap={value!r}: expected auto, rewrite, or backends separated by commas; {error}"
+        ) from None
+
+
 def _check_optimizer(config: OptimizerConfig) -> None:
-    """Raises ValueError for a value that AdamW, its schedule or clipping has no meaning for."""
+    """Raises ValueError for a value that AdamW, its schedule or clipping cannot use."""
     for name, fits, expected in (
         ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
         ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
@@ -168,7 +188,7 @@ def _check_optimizer(config: OptimizerConfig) -> None:
 
 
 def debug() -> Config:
-    """A minute on a laptop, on simulated devices."""
+    """A run of about a minute on a laptop, on simulated devices."""
     return Config(
         preset="debug",
         model=models.debug(),
@@ -186,7 +206,7 @@ def llama3_8b() -> Config:
 
 
 def llama3_70b() -> Config:
-    """Llama 3.1 70B, keeping only matmul results for the backward."""
+    """Llama 3.1 70B; saves only matmul results for the backward."""
     return Config(
         preset="llama3-70b",
         model=models.llama3_70b(),
@@ -196,7 +216,7 @@ def llama3_70b() -> Config:
 
 
 def llama3_405b() -> Config:
-    """Llama 3.1 405B, keeping nothing but block inputs for the backward."""
+    """Llama 3.1 405B; saves only block inputs for the backward."""
     return Config(
         preset="llama3-405b",
         model=models.llama3_405b(),

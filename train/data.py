@@ -1,11 +1,12 @@
 """Text to batches of tokens: read, tokenize, pack, shuffle, repeat.
 
-All documents are joined into one stream of tokens, each followed by an end-of-document token.
-The stream is cut into windows of ``sequence_length + 1`` tokens, each beginning with the last
-token of the one before: the inputs are all but a window's last token, the targets all but its
-first. grain shuffles the windows anew every epoch. What it yields is a pure function of the seed
-and of the number of sequences read so far, and that number is its whole state, so a restored
-iterator goes on bit for bit.
+All documents are joined into one stream of tokens, each followed by an end-of-document token. The
+stream is cut into windows of ``sequence_length + 1`` tokens; each begins with the last token of the
+previous one. The inputs are all tokens of a window but the last, the targets all but the first.
+grain shuffles the windows anew in every epoch.
+
+The batches are a pure function of the seed and of the number of sequences read so far. That number
+is the whole state of an iterator, so a restored iterator continues bit for bit.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class TextData:
     """A packed text and the order in which it is read."""
 
     description: str
-    """Where the text comes from, for the log."""
+    """The source of the text, for the log."""
     sha256: str
-    """Hex digest of the documents' UTF-8 bytes, one after the other: for text files what
-    ``cat FILES | sha256sum`` prints."""
+    """Hex digest of the concatenated documents in UTF-8; for text files, the output of
+    ``cat FILES | sha256sum``."""
     vocabulary_size: int
     """Every token is in ``[0, vocabulary_size)``."""
     tokens: np.ndarray
@@ -47,14 +48,14 @@ class TextData:
 
     @property
     def token_count(self) -> int:
-        """Tokens in the text, the end-of-document tokens included."""
+        """Number of tokens in the text, including end-of-document tokens."""
         return len(self.tokens)
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences that the text yields before it repeats.
+        """Number of sequences in the text.
 
-        Fewer than ``sequence_length`` tokens at the end of the text fill no sequence.
+        The last tokens of the text, fewer than ``sequence_length``, are dropped.
         """
         return (self.token_count - 1) // self.sequence_length
 
@@ -62,12 +63,11 @@ class TextData:
         """An endless iterator over batches, checkpointable with ``grain.checkpoint``.
 
         Each batch is ``{"inputs", "targets"}``, both int32 [batch_size, sequence_length]. Every
-        sequence comes once per epoch; a batch at the end of one epoch is filled from the next.
-        The state counts sequences, not batches: it stays valid with another batch size.
+        sequence comes once per epoch; the last batch of an epoch is filled from the next epoch. The
+        state counts sequences, not batches, so it stays valid with another batch size.
         """
         windows = PackedWindows(self.tokens, self.sequence_length)
-        # The tokens are in memory: cutting windows from them costs less than handing them
-        # from one thread to another.
+        # The tokens are in memory: cutting windows costs less than passing them between threads.
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         sequences = grain.MapDataset.source(windows).seed(self.seed).shuffle().repeat()
         return iter(sequences.to_iter_dataset(in_this_thread).batch(self.batch_size))
@@ -75,7 +75,7 @@ class TextData:
 
 @dataclass(frozen=True, eq=False)
 class PackedWindows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]]):
-    """The windows of a stream of tokens, cut when they are asked for."""
+    """The windows of a stream of tokens, cut on access."""
 
     tokens: np.ndarray
     sequence_length: int
@@ -101,18 +101,18 @@ def open_dataset(
     """Reads and tokenizes a whole text.
 
     Args:
-      data: a file or a glob, in which ``**`` matches any folders; None is the manual of the
-        running Python. Files are read in sorted order. Those that end in .jsonl or .json hold
-        one JSON object per line, whose "text" is a document; any other is one document in UTF-8.
+      data: a file or a glob, in which ``**`` matches any folders; None uses the manual of the
+        running Python. Files are read in sorted order. A file that ends in .jsonl or .json has one
+        JSON object per line, whose "text" is a document; any other file is one document in UTF-8.
       tokenizer: a Hugging Face tokenizer.json; None makes each byte of UTF-8 a token.
       sequence_length: tokens per sequence.
       batch_size: sequences per batch.
-      seed: a non-negative number that decides the order of the sequences.
+      seed: a non-negative number that determines the order of the sequences.
 
     Raises:
-      ValueError: nothing matches ``data``; a file is empty, unreadable or not UTF-8; a line is
-        not an object with a text; the text is shorter than one sequence; the tokenizer cannot be
-        read or has no end-of-document token; a number is out of range.
+      ValueError: nothing matches ``data``; a file is empty, unreadable or not UTF-8; a line is not
+        an object with a text; the text is shorter than one sequence; the tokenizer cannot be read
+        or has no end-of-document token; a number is out of range.
       ImportError: a tokenizer is given and the package tokenizers is not installed.
     """
     for argument, value, least in (
@@ -160,7 +160,7 @@ def _find_files(data: str) -> list[str]:
             f"data={data!r}: this is a directory; give the files in it, "
             f"such as {os.path.join(data, '**', '*.txt')!r}"
         )
-    # A path that exists is itself, even with brackets in its name.
+    # A path that exists is not a pattern, even if its name has brackets.
     matches = [pattern] if os.path.lexists(pattern) else set(glob.glob(pattern, recursive=True))
     paths = sorted(path for path in matches if not os.path.isdir(path))
     if not paths:
@@ -172,7 +172,7 @@ def _find_files(data: str) -> list[str]:
 
 
 def _read_documents(path: str) -> Iterator[bytes]:
-    """The documents of one file, each as valid UTF-8."""
+    """Yields the documents of one file, each as valid UTF-8."""
     with _opened("data", path) as file:
         if not path.lower().endswith((".jsonl", ".json")):
             document = file.read()
@@ -238,15 +238,15 @@ def _shortened(line: str, limit: int = 80) -> str:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """From documents in UTF-8 to their tokens, in the same order."""
+    """Maps documents in UTF-8 to their tokens, in the same order."""
 
     encode: Callable[[Iterable[bytes]], Iterable[Sequence[int] | np.ndarray]]
     vocabulary_size: int
     end_of_document: int
 
 
-# No byte of a UTF-8 text is 0xff, so it can end a document, and the vocabulary stays a power of
-# two, which any usual number of devices divides.
+# UTF-8 text has no byte 0xff, so it can mark the end of a document. The vocabulary stays a power
+# of two, which the usual numbers of devices divide.
 BYTES = Tokenizer(
     encode=lambda documents: (np.frombuffer(document, np.uint8) for document in documents),
     vocabulary_size=256,
@@ -270,7 +270,7 @@ def _load_tokenizer(path: str) -> Tokenizer:
         raise ValueError(
             f"tokenizer={path!r}: not a Hugging Face tokenizer ({error}); give a tokenizer.json"
         ) from error
-    # A file may ask for both, which suit single prompts and would cut or dilute a document.
+    # A file may configure both for single prompts; they would cut or pad documents.
     model.no_truncation()
     model.no_padding()
 
@@ -295,7 +295,8 @@ def _end_of_document(vocabulary: dict[str, int], path: str) -> int:
 
 
 def _grouped(documents: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
-    """Lists of about ``limit`` bytes: a tokenizer takes the documents of one in parallel."""
+    """Lists of about ``limit`` bytes each. The tokenizer encodes the documents of a list in
+    parallel."""
     group, size = [], 0
     for document in documents:
         group.append(document)
@@ -311,7 +312,7 @@ def _grouped(documents: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
 
 
 def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """The stream of tokens, and the digest of the text. Empty documents leave no trace."""
+    """The stream of tokens, and the digest of the text. Empty documents are skipped."""
     dtype = np.min_scalar_type(tokenizer.vocabulary_size - 1)
     end = np.array(tokenizer.end_of_document, dtype).tobytes()
     digest = hashlib.sha256()

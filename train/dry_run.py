@@ -1,4 +1,4 @@
-"""What a run would hold and communicate on each device, found by tracing alone."""
+"""Memory and communication of a run on each device, computed by tracing alone."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from train.metrics import Device
 from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
 from train.step import BATCH_SPEC, sharded_step
 
-#: What is decided for where there is no GPU, since it is not there that a model is trained.
-_ELSEWHERE = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+#: The GPU that decisions are made for on machines without GPUs.
+_ASSUMED_DEVICE = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 #: H200 Tensor Core GPU data sheet.
-_MEMORY_ELSEWHERE = 141 * 10**9
+_ASSUMED_MEMORY = 141 * 10**9
 
 
 def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
     """Prints bytes per device and the collective matmuls of one step on a data × tensor mesh.
 
-    Nothing is compiled and no device is needed; the mesh may have any size.
+    Compiles nothing and needs no devices; the mesh may have any size.
 
     Raises:
       ValueError: for sizes that do not fit together.
     """
     check(config, data, tensor)
-    device = None if jax.default_backend() == "gpu" else _ELSEWHERE
+    device = None if jax.default_backend() == "gpu" else _ASSUMED_DEVICE
     mesh = make_abstract_mesh(data, tensor, device)
     model = ModelFunctions(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -56,12 +56,15 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
     }
     total = sum(sizes.values())
     _print_bytes({**sizes, "total": total}, console)
-    verdict = verdict_here(total, jax.local_devices()[0]) if device is None else _elsewhere(total)
+    if device is None:
+        verdict = verdict_here(total, jax.local_devices()[0])
+    else:
+        verdict = _verdict(total, _ASSUMED_MEMORY, f"of {_ASSUMED_DEVICE.device_kind}")
     console.print(verdict, highlight=False, soft_wrap=True)
     where = "here" if device is None else f"on {device.device_kind}"
     console.print(
-        f"collective matmuls, as carried out {where}, by how often each is traced; what layers"
-        " share, or a loop repeats, runs more often:",
+        f"collective matmuls, as executed {where}, with the number of times each is traced; those"
+        " that layers share or a loop repeats are executed more often:",
         highlight=False,
         soft_wrap=True,
     )
@@ -76,24 +79,20 @@ def _print_bytes(sizes: dict[str, int], console: Console) -> None:
 
 
 def verdict_here(total: int, device: Device) -> str:
-    """Whether so many bytes fit into what JAX may use of the device, in words."""
+    """Says whether `total` bytes fit into the memory that JAX may use of the device."""
     memory = (device.memory_stats() or {}).get("bytes_limit")
     if memory is None:
-        return f"how much memory JAX may use of {device.device_kind} is not known: see if it fits"
+        return f"how much memory JAX may use of {device.device_kind} is not known"
     return _verdict(total, memory, f"that JAX may use of {device.device_kind}")
-
-
-def _elsewhere(total: int) -> str:
-    return _verdict(total, _MEMORY_ELSEWHERE, f"of {_ELSEWHERE.device_kind}")
 
 
 def _verdict(total: int, memory: int, whose: str) -> str:
     if total <= memory:
-        spare = f"{memory - total:,} are left for what the compiler computes in between"
+        spare = f"{memory - total:,} are left for temporary arrays"
         return f"fits into the {memory:,} bytes {whose}: {spare}"
     return (
         f"does not fit into the {memory:,} bytes {whose}, by {total - memory:,}: more --mesh.tensor"
-        " divides all of it further, more --accumulate or --remat full saves less"
+        " divides all of it further, more --gradient-accumulation-steps or --remat full saves less"
     )
 
 
@@ -103,7 +102,7 @@ def _abstract_batch(config: Config, sequences: int) -> dict[str, jax.ShapeDtypeS
 
 
 def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
-    """Bytes of one device's shards."""
+    """The bytes of one device's shards."""
 
     def leaf_bytes(leaf: jax.ShapeDtypeStruct, spec: P) -> int:
         shards = math.prod(mesh.shape[axis] for axis in spec if axis is not None)
@@ -113,7 +112,7 @@ def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
 
 
 def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMesh) -> int:
-    """Bytes per device that the forward of one microbatch leaves for its backward."""
+    """Bytes per device that the forward of one microbatch saves for its backward."""
     saved = 0
 
     def forward(params, batch):
@@ -132,6 +131,6 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
     traced = jax.shard_map(
         forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=P(), check_vma=True
     )
-    sequences = config.batch_size // config.accumulate
+    sequences = config.batch_size // config.gradient_accumulation_steps
     jax.eval_shape(traced, model.abstract_params, _abstract_batch(config, sequences))
     return saved

@@ -1,4 +1,4 @@
-"""The loop: reads a batch, dispatches its step, logs the step before, saves now and then."""
+"""The training loop: reads a batch, starts its step, logs the previous step, saves checkpoints."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
 from train.step import Metrics, make_parameter_norm, make_step
 
-# What may change from run to run without changing a number.
+# Fields that do not influence any number of a run.
 _WITHOUT_INFLUENCE = (
-    "checkpoint_dir", "keep", "log_file", "log_interval", "profile", "profile_dir", "resume",
-    "save_interval",
+    "checkpoint_dir", "log_file", "log_interval", "max_to_keep", "profile", "profile_dir",
+    "resume", "save_interval",
 )  # fmt: skip
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, a gradient or parameters that are infinite or not numbers."""
+    """A loss, gradient or parameter is infinite or NaN."""
 
 
 def train(
@@ -35,16 +35,16 @@ def train(
     """Trains to the last step, and waits for the last checkpoint.
 
     Args:
-      setup: what to train, on what.
-      console: where the log goes.
-      listener: is given each record too, as it comes.
+      setup: what to train, and where.
+      console: receives the log.
+      listener: called with each record.
 
     Returns:
-      What was logged.
+      The logged records.
 
     Raises:
-      NonFiniteError: at the step whose loss or gradient is not finite, or whose new parameters,
-        about to be saved, are not; the checkpoints before it are kept.
+      NonFiniteError: at a step whose loss or gradient is not finite, or whose new parameters, about
+        to be saved, are not. Earlier checkpoints are kept.
     """
     config, checkpoints = setup.config, setup.checkpoints
     batches = setup.text.iterator()
@@ -60,7 +60,7 @@ def train(
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
                 batch = jax.device_put(ending.meter.read(batches), setup.batch_sharding)
-                # From here on this step runs, while the host waits for the one before and logs it.
+                # The step runs while the host waits for the previous one and logs it.
                 state, metrics = step(state, batch)
                 ending.wait()
                 ending.pending = number, metrics
@@ -68,7 +68,7 @@ def train(
                 if checkpoints is not None and (
                     number == config.steps or checkpoints.should_save(number)
                 ):
-                    ending.wait()  # What is not finite must not be saved.
+                    ending.wait()  # A state that is not finite must not be saved.
                     ending.check_parameters(number, float(parameter_norm(state["params"])))
                     checkpoints.save(number, state, batches.get_state(), setup.configuration)
             ending.wait()
@@ -80,7 +80,7 @@ def train(
 
 
 class _StepEnd:
-    """Waits for a step's metrics, counts the step, logs it if an interval ends with it."""
+    """Waits for a step's metrics, counts the step, and logs it at the end of an interval."""
 
     def __init__(
         self, setup: Setup, reporter: Reporter, listener: Callable[[Record], object] | None
@@ -101,7 +101,7 @@ class _StepEnd:
         )
 
     def wait(self) -> None:
-        """Ends the pending step, if there is one."""
+        """Finishes the pending step, if there is one."""
         if self.pending is None:
             return
         (number, metrics), self.pending = self.pending, None
@@ -120,7 +120,7 @@ class _StepEnd:
             self._stop(number, f"loss {loss} and gradient norm {grad_norm} are not both finite")
 
     def check_parameters(self, number: int, norm: float) -> None:
-        """Raises NonFiniteError for parameters that the next step could compute no loss from."""
+        """Raises NonFiniteError if the norm of the parameters is not finite."""
         if not math.isfinite(norm):
             self._stop(number, f"the norm of the updated parameters, {norm}, is not finite")
 
@@ -139,7 +139,7 @@ class _StepEnd:
 
 
 class _Profiler:
-    """Records the steps asked for, each to its end."""
+    """Records the requested steps."""
 
     def __init__(self, steps: tuple[int, int] | None, directory: str):
         self._steps, self._directory, self._running = steps, directory, False
@@ -161,7 +161,7 @@ class _Profiler:
 
 
 def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState, int]:
-    """The state to start from and the steps it has behind it; puts `batches` in their place."""
+    """The initial state and the number of steps before it. Positions `batches` accordingly."""
     if setup.checkpoints is None or not setup.config.resume:
         return init_state(setup.model, setup.optimizer, setup.mesh), 0
     restored = setup.checkpoints.restore(state_on_mesh(setup.model, setup.optimizer, setup.mesh))
@@ -174,13 +174,13 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
         if name not in _WITHOUT_INFLUENCE
     ]
     if listed:
-        # The learning rate too: its decay is stretched over all steps.
+        # Other numbers of steps change the learning rate too, which decays over all steps.
         console.print(f"changed since: {', '.join(listed)}", highlight=False, soft_wrap=True)
     return restored.state, restored.step
 
 
 def _compile(setup: Setup, state: TrainState, console: Console):
-    """The compiled step. Says how long it took, and what carries out the collective matmuls."""
+    """The compiled step. Prints how long it took and what executes the collective matmuls."""
     config = setup.config
     tokens = jax.ShapeDtypeStruct(
         (config.batch_size, config.sequence_length), "int32", sharding=setup.batch_sharding

@@ -1,4 +1,4 @@
-"""From the sizes asked for to a mesh of devices."""
+"""The mesh of devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ AXES = ("data", "tensor")
 
 
 def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[int, int]:
-    """(data, tensor) with every 0 filled in for `devices` devices.
+    """Sizes (data, tensor), with every 0 filled in for `devices` devices.
 
     Raises:
-      ValueError: if a size is negative, or more devices are asked for than there are.
+      ValueError: if a size is negative, or the mesh needs more devices than there are.
     """
     for name, size in (("mesh.data", config.data), ("mesh.tensor", config.tensor)):
         if size < 0:
@@ -31,13 +31,13 @@ def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[in
 
 
 def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
-    """The most of `devices` that share the model evenly and leave none over."""
+    """The largest divisor of `devices` that the model can be sharded over."""
     sizes = range(1, devices + 1)
     return max(n for n in sizes if devices % n == 0 and model.fits_tensor_axis(n))
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:
-    """A mesh over the first data × tensor devices; neighbours share a tensor axis."""
+    """A mesh over the first data × tensor devices. Neighbours share a tensor axis."""
     return jax.make_mesh(
         (data, tensor),
         AXES,
@@ -49,6 +49,6 @@ def make_mesh(data: int, tensor: int) -> Mesh:
 def make_abstract_mesh(
     data: int, tensor: int, device: AbstractDevice | None = None
 ) -> AbstractMesh:
-    """The same mesh without devices, for tracing as if there were such: of this kind, if given."""
+    """The same mesh without devices, for tracing; `device` is the kind to trace for."""
     types = (AxisType.Auto, AxisType.Auto)
     return AbstractMesh((data, tensor), AXES, axis_types=types, abstract_device=device)

@@ -1,4 +1,4 @@
-"""What a run reports: model FLOPs, one record per step, the table on the console, the log file."""
+"""Metrics of a run: model FLOPs, one record per logged step, the table on the console, the log."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 Batch = TypeVar("Batch")
 
-# Dense bf16 tensor-core peak in FLOP/s, by the name that CUDA gives the device. NVIDIA's data
-# sheets print twice these numbers where they count 2:4 sparsity.
+# Dense bfloat16 tensor-core peak in FLOP/s, by the device name in CUDA. NVIDIA's data sheets print
+# twice these numbers where they count 2:4 sparsity.
 _PEAK_FLOPS = {
     # A100 Tensor Core GPU data sheet.
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -37,7 +37,7 @@ _PEAK_FLOPS = {
 
 
 class Device(Protocol):
-    """What is asked of a ``jax.Device``."""
+    """The part of ``jax.Device`` that is used here."""
 
     @property
     def device_kind(self) -> str: ...
@@ -48,28 +48,28 @@ class Device(Protocol):
 def model_flops_per_token(
     *, matmul_parameters: int, layers: int, heads: int, head_dim: int, sequence_length: int
 ) -> int:
-    """FLOPs that the model's forward and backward need per token, recomputation not counted.
+    """FLOPs per token of the model's forward and backward, without recomputation.
 
     ``6 · matmul_parameters + 12 · layers · heads · head_dim · sequence_length / 2``
 
-    A parameter of a matmul costs one multiply and one add in the forward and twice that in the
-    backward. Attention's two products over the sequence cost ``4 · heads · head_dim ·
-    sequence_length`` per layer forward, three times that with the backward; the causal mask
-    halves it. Chowdhery et al., PaLM (2022), appendix B, which leaves the mask out.
+    A matmul parameter costs one multiply and one add in the forward, and twice that in the
+    backward. The two matmuls of attention cost ``4 · heads · head_dim · sequence_length`` per layer
+    in the forward, and three times that with the backward; the causal mask halves it. Chowdhery et
+    al., PaLM (2022), appendix B, which ignores the mask.
 
     Args:
         matmul_parameters: parameters that multiply activations: all but norms and the embedding
-            table; the output head counts, tied or not.
-        layers: transformer blocks.
-        heads: query heads.
+          table. The output head counts, tied or not.
+        layers: number of transformer blocks.
+        heads: number of query heads.
         head_dim: size of one head.
-        sequence_length: tokens that attend to each other.
+        sequence_length: number of tokens that attend to each other.
     """
     return 6 * matmul_parameters + 6 * layers * heads * head_dim * sequence_length
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s, or None where it is not known.
+    """Dense bfloat16 peak of one device in FLOP/s, or None if unknown.
 
     Args:
         device_kind: ``jax.Device.device_kind``.
@@ -78,25 +78,25 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def peak_memory_bytes(device: Device) -> int | None:
-    """The most bytes that were in use on the device so far, or None where it does not say."""
+    """The maximum number of bytes in use on the device so far, or None if unknown."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step as it is reported; the field names are the keys of the log file.
+    """A logged step; the field names are the keys of the log file.
 
-    Rates and times are means over the steps since the last logged one. None reads "not known".
+    Rates and times are means over the steps since the previous record. None means unknown.
     """
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     loss: float
     """Mean cross-entropy per token, in nats."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     tokens_per_second: float
-    """Per device."""
+    """Tokens per second and device."""
     tflops: float
     """Model TFLOP/s per device."""
     mfu: float | None
@@ -104,19 +104,19 @@ class Record:
     memory_bytes: int | None
     """Peak bytes in use on the first device."""
     step_seconds: float
-    """Wall time per step, waits and saves included."""
+    """Wall time per step, including waits and saves."""
     data_seconds: float
-    """Of that, how long the step waited for its batch."""
+    """Part of that spent waiting for the batch."""
 
 
 class Meter:
     """Turns times and counts into records.
 
     Args:
-      tokens_per_step: over all devices.
+      tokens_per_step: tokens of one step, on all devices.
       flops_per_token: model FLOPs, forward and backward.
-      devices: all of one kind.
-      clock: gives seconds.
+      devices: devices of one kind.
+      clock: returns seconds.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """Begins an interval now."""
+        """Starts an interval."""
         self._started, self._data_seconds, self._steps = self._clock(), 0.0, 0
 
     def read(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch; the time it takes counts as waiting for data."""
+        """The next batch. The time it takes counts as waiting for data."""
         started = self._clock()
         batch = next(batches)
         self._data_seconds += self._clock() - started
@@ -149,7 +149,7 @@ class Meter:
         self._steps += 1
 
     def record(self, step: int, loss: float, grad_norm: float) -> Record:
-        """The record of the interval that ends with `step`; begins the next."""
+        """The record of the interval that ends with `step`. Starts the next interval."""
         seconds = (self._clock() - self._started) / self._steps
         data_seconds = self._data_seconds / self._steps
         self.start()
@@ -170,14 +170,14 @@ class Meter:
 
 
 def check_log_file(log_file: str | None, resume: bool) -> None:
-    """Refuses a log that cannot be written, or that holds what a run must not write to.
+    """Refuses a log file that cannot be written, or that holds anything a run must not change.
 
-    A run that goes on appends, and repeats the steps after its checkpoint: the last line of a step
-    is the one that counts.
+    A resumed run appends to its log and repeats the steps after its checkpoint. The last line of a
+    step is the valid one.
 
     Raises:
-        ValueError: it is no writable file, or it holds an earlier run's log and `resume` is False,
-            or something other than a log.
+        ValueError: the file cannot be written, or holds an earlier run's log and `resume` is False,
+          or holds something other than a log.
     """
     if log_file is None:
         return
@@ -201,7 +201,7 @@ def check_log_file(log_file: str | None, resume: bool) -> None:
 
 
 class Reporter:
-    """Prints records as they come, appends them to the log file, and moves a bar on a terminal."""
+    """Prints records, appends them to the log file, and shows a progress bar on a terminal."""
 
     _COLUMNS: tuple[tuple[str, int, Callable[[Record], str]], ...] = (
         ("step", 7, lambda r: f"{r.step}"),
@@ -245,7 +245,7 @@ class Reporter:
             self._file.close()
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
+        """Moves the progress bar."""
         self._progress.update(self._task, completed=step)
 
     def report(self, record: Record) -> None:
@@ -265,14 +265,14 @@ class Reporter:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether the file is empty or begins as a record does, be it cut short."""
+    """Whether the file is empty or starts like a record, which may be incomplete."""
     beginning = b'{"step": '
     with path.open("rb") as file:
         return beginning.startswith(file.read(len(beginning)))
 
 
 def _open_log(path: Path) -> TextIO:
-    """Opens a log to append to, after removing a last line that a killed run cut short."""
+    """Opens a log for appending. Removes an incomplete last line, which a killed run may leave."""
     if path.exists():
         text = path.read_bytes()
         whole = text.rfind(b"\n") + 1

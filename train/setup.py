@@ -1,4 +1,4 @@
-"""All that a run needs before anything is compiled, and every refusal."""
+"""Preparation of a run: everything that can be refused before anything is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from train.step import BATCH_SPEC
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that can start."""
+    """A run that is ready to start.
+
+    Attributes:
+      config: its configuration.
+      mesh: mesh with the axes "data" and "tensor".
+      text: the data.
+      model: the model.
+      optimizer: the optimizer.
+      checkpoints: open checkpoints, to be closed by the owner; None if nothing is saved.
+    """
 
     config: Config
     mesh: Mesh
@@ -29,7 +38,6 @@ class Setup:
     model: ModelFunctions
     optimizer: optax.GradientTransformation
     checkpoints: Checkpoints | None
-    """Open, and to be closed."""
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -38,15 +46,16 @@ class Setup:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What is saved beside the state."""
+        """The configuration that is saved with the state."""
         return _configuration(self.config, self.text)
 
 
 def prepare(config: Config) -> Setup:
-    """Opens everything.
+    """Opens everything that a run needs.
 
     Raises:
-      ValueError: for whatever does not fit together, cannot be read or would be overwritten.
+      ValueError: for settings that do not fit together, and files that cannot be read or would be
+        overwritten.
     """
     data, tensor = mesh_sizes(config.mesh, config.model, jax.device_count())
     check(config, data, tensor)
@@ -83,34 +92,38 @@ def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
     checkpoints = Checkpoints(
         config.checkpoint_dir,
         resume=config.resume,
-        keep=config.keep,
+        max_to_keep=config.max_to_keep,
         save_interval=config.save_interval,
     )
     if config.resume:
         try:
-            _check_goes_on(checkpoints, _configuration(config, text), config.steps)
+            _check_resumable(checkpoints, _configuration(config, text), config.steps)
         except ValueError:
             checkpoints.close()
             raise
     return checkpoints
 
 
-def _check_goes_on(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Raises ValueError unless the newest checkpoint is of this model, this data, and not past."""
+def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
+    """Checks that the newest checkpoint has the same model and data, and fewer than `steps` steps.
+
+    Raises:
+      ValueError: if it has not.
+    """
     checkpoints.check_same_model(now)
     saved = checkpoints.configuration()
-    # The place in the data is a number of sequences: it means nothing in other data.
+    # The position in the data is a number of sequences, which is meaningless for other data.
     names = ("text", "sequence_length", "seed")
     changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})
     if changed:
         listed = ", ".join(f"{name} was {was}, is {new}" for name, (was, new) in changed.items())
         raise ValueError(
-            f"resume: the checkpoint was saved in other data: {listed}; give the data, tokenizer,"
+            f"resume: the checkpoint was saved with other data: {listed}; give the data, tokenizer,"
             " sequence length and seed it was saved with"
         )
     latest = checkpoints.latest_step()
     if latest is not None and latest >= steps:
         raise ValueError(
-            f"steps={steps}: the checkpoint has {latest} steps behind it already; give --steps a"
-            " larger number to go on"
+            f"steps={steps}: the checkpoint already has {latest} steps; give --steps a larger"
+            " number to continue"
         )

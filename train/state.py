@@ -1,11 +1,12 @@
-"""Everything a run must keep to go on: parameters, optimizer state and step count.
+"""The train state: parameters, optimizer state and step count.
 
 The state is one pytree of global arrays::
 
     {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
 
-Parameters are float32, keyed by their dotted path in the model, sharded over the tensor axis as the
-layers say and replicated over the data axis; the optimizer's moments are sharded like them.
+Parameters are float32, keyed by their dotted path in the model. They are sharded over the tensor
+axis as the layers specify and replicated over the data axis. The optimizer's moments are sharded
+like them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ from train.config import Config, OptimizerConfig
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
 
-#: Of the model's layers, where it is not called what the trainer calls it.
-_IMPLEMENTATIONS = {"auto": None, "rewrite": "plain"}
-
 
 class ModelFunctions:
     """The model as pure functions over a flat dictionary of parameters.
 
     Attributes:
-      abstract_params: global shapes by name.
+      abstract_params: global shapes and dtypes by name.
       specs: `PartitionSpec` by name.
     """
 
@@ -56,26 +54,26 @@ class ModelFunctions:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
 
     @staticmethod
     def _build(config: Config, rngs: nnx.Rngs) -> Llama:
         return Llama(
             config.model,
-            implementation=_IMPLEMENTATIONS.get(config.overlap, config.overlap),
+            implementation=_implementation(config.overlap),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
             rngs=rngs,
         )
 
     def init(self) -> Params:
-        """Fresh parameters from the seed; the same for every mesh."""
+        """Initial parameters, global; the same for every mesh."""
         model = self._build(self._config, nnx.Rngs(self._config.seed))
         return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
     def merge(self, params: Params) -> Llama:
-        """The model that computes with `params`, global or local."""
+        """The model with these parameters, global or local."""
         flat = [
             (path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()
         ]
@@ -83,7 +81,7 @@ class ModelFunctions:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay, weight decay on matrices only; it does not clip."""
+    """AdamW with warm-up, cosine decay, and weight decay on matrices. It does not clip."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -101,7 +99,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes and dtypes of the whole state, global."""
+    """Global shapes and dtypes of the state."""
     return {
         "params": model.abstract_params,
         "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
@@ -124,7 +122,7 @@ def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) 
 def state_on_mesh(
     model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Shapes, dtypes and shardings: what a checkpoint is restored into."""
+    """Global shapes, dtypes and shardings of the state, to restore a checkpoint into."""
     return jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
@@ -137,7 +135,7 @@ def state_on_mesh(
 def init_state(
     model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Fresh state, every shard made on the device that keeps it."""
+    """The initial state. Every shard is made on the device that keeps it."""
 
     def init() -> TrainState:
         params = model.init()
@@ -149,6 +147,13 @@ def init_state(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_on_mesh(model, optimizer, mesh))
     return jax.jit(init, out_shardings=shardings)()
+
+
+def _implementation(overlap: str) -> str | tuple[str, ...] | None:
+    """The `implementation` of `Llama` for a value of `Config.overlap`."""
+    if overlap == "auto":
+        return None
+    return "plain" if overlap == "rewrite" else tuple(overlap.split(","))
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -1,9 +1,10 @@
-"""One optimizer step: a pure function over the state, inside one `shard_map` over the whole mesh.
+"""One optimizer step: a pure function of the state, inside one `shard_map` over the whole mesh.
 
-Legend of local shapes: b sequences of this data group, S tokens, D tensor devices. Parameters and
-moments are local shards. The types of `shard_map` say which values differ between devices, so JAX
-itself sums the gradient of whatever is replicated over the tensor axis. Over the data axis the
-gradients stay local until all microbatches are done and are summed once.
+Legend of local shapes: b is the number of sequences of this data group, S is the number of tokens,
+D is the size of the tensor axis. Parameters and moments are local shards. The types of `shard_map`
+say which values vary over which axes, so JAX itself sums the gradients of parameters that are
+replicated over the tensor axis. Over the data axis, gradients stay local until all microbatches are
+done, and are summed once.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ Metrics = dict[str, jax.Array]
 
 BATCH_SPEC = P("data", None)
 
-#: The least number of gathers and scatters beside matmuls in a plain model. Attention and
-#: feed-forward each have one of both, the head has a gather, and the backward of each is one of the
-#: other. All blocks are calls of one function, whose sites count once.
+#: The minimum number of sites in a step of the plain model. Attention and feed-forward have a
+#: gather and a scatter each, the head has a gather, and the backward of each is the other
+#: collective. All blocks are calls of one function, whose sites count once.
 _SITES = 2 * (2 + 2 + 1)
 
 
 def make_step(
     config: Config, model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The compiled step: (state, batch) -> (state, metrics). The state handed in is donated.
+    """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
-    The batch holds "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data.
-    Metrics are float32 scalars: "loss", nats per token, and "grad_norm", before clipping.
+    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data.
+    Metrics are float32 scalars: "loss", in nats per token, and "grad_norm", before clipping.
     """
     return overlap_jit(sharded_step(config, model, optimizer, mesh), donate_argnums=0)
 
@@ -49,11 +50,11 @@ def sharded_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step before compilation; `mesh` may be abstract.
+    """The step before compilation. The mesh may be abstract.
 
     Raises:
-      ValueError: when traced with overlap "rewrite", if a gather or scatter beside a matmul is left
-        alone.
+      ValueError: when traced with overlap "rewrite", if a gather or scatter beside a matmul is not
+        replaced.
     """
     specs = state_specs(model, optimizer)
 
@@ -74,27 +75,30 @@ def sharded_step(
 
 
 def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params], jax.Array]:
-    """The global norm of the parameters, float32 []: infinite, too, for some above about 1e19."""
+    """A function that returns the global norm of the parameters, float32 [].
+
+    The squares overflow for a norm above about 1e19, which then is infinite.
+    """
     return jax.jit(jax.shard_map(_global_norm, mesh=mesh, in_specs=(model.specs,), out_specs=P()))
 
 
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
-    """Mean loss over the whole batch and its gradient, summed over the data axis."""
+    """Mean loss of the whole batch and its gradient, summed over the data axis."""
     tokens = config.batch_size * config.sequence_length
 
     def loss(params: Params, microbatch: Batch) -> jax.Array:
         losses = model.merge(params).loss(microbatch["inputs"], microbatch["targets"])
         return jnp.sum(losses) / tokens
 
-    # Typed as differing between data groups, so that their gradients are not summed yet.
+    # Typed as varying over data, so that JAX does not sum their gradients over it.
     local_params = lax.pcast(params, "data", to="varying")
     loss_and_grads = jax.value_and_grad(loss)
-    if config.accumulate == 1:
+    if config.gradient_accumulation_steps == 1:
         return lax.psum(loss_and_grads(local_params, batch), "data")
     microbatches = jax.tree.map(
-        lambda array: array.reshape(config.accumulate, -1, array.shape[-1]), batch
+        lambda array: array.reshape(config.gradient_accumulation_steps, -1, array.shape[-1]), batch
     )
 
     def add(total, microbatch):
@@ -106,7 +110,7 @@ def _loss_and_grads(
 
 
 def _global_norm(leaves: Params) -> jax.Array:
-    """The norm over all shards: each leaf's squares are summed over the axes it is sharded over."""
+    """The norm over all shards. Sums the squares of each leaf over the axes that shard it."""
     squares = jnp.zeros((), jnp.float32)
     for leaf in leaves.values():
         square = jnp.sum(jnp.square(leaf))

@@ -144,8 +144,8 @@ def test_the_data_position_is_the_one_at_the_time_of_the_save(tmp_path: Path) ->
 
 
 def test_keeps_the_last_and_any_of_them_can_be_read(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, 20, 30, keep=2)
-    with Checkpoints(tmp_path, resume=True, keep=2) as checkpoints:
+    save_steps(tmp_path, 10, 20, 30, max_to_keep=2)
+    with Checkpoints(tmp_path, resume=True, max_to_keep=2) as checkpoints:
         assert checkpoints.latest_step() == 30
         assert_same_bits(checkpoints.restore(abstract(make_state()), 20).state, make_state(20))
         with pytest.raises(ValueError, match=r"step=10: not among .* there are 20, 30"):
@@ -216,7 +216,7 @@ def test_a_run_killed_while_it_deleted_an_old_checkpoint_goes_on(tmp_path: Path)
     save_steps(tmp_path, 10, 20)
     for item in ("state", "configuration", "data_position"):
         shutil.rmtree(tmp_path / "step_10" / item)
-    with Checkpoints(tmp_path, resume=True, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, resume=True, max_to_keep=2) as checkpoints:
         assert checkpoints.restore(abstract(make_state())).step == 20
         checkpoints.save(30, make_state(30), POSITION, CONFIGURATION)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_20", "step_30"]
@@ -293,7 +293,7 @@ def test_the_users_files_are_left_alone(tmp_path: Path) -> None:
     kept = {"notes.txt": b"a", "7": b"b", "step_size": b"c", "step_007": b"d"}
     for name, text in kept.items():
         (tmp_path / name).write_bytes(text)
-    save_steps(tmp_path, 1, 2, 3, keep=1)
+    save_steps(tmp_path, 1, 2, 3, max_to_keep=1)
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
 
 
@@ -332,7 +332,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Checkpoints("gs://bucket/run")
 
 
-@pytest.mark.parametrize("option", ["keep", "save_interval"])
+@pytest.mark.parametrize("option", ["max_to_keep", "save_interval"])
 def test_numbers_must_be_positive(tmp_path: Path, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=0: expected at least 1"):
         Checkpoints(tmp_path, **{option: 0})  # type: ignore[arg-type]

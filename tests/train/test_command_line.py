@@ -63,7 +63,7 @@ def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
 def test_resuming_repeats_the_run_that_was_not_interrupted(capsys, tmp_path):
     """Bit for bit, on another mesh to within rounding, without touching what was saved."""
     whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
-    every = ["--log-interval", "1", "--save-interval", "2", "--keep", "9"]
+    every = ["--log-interval", "1", "--save-interval", "2", "--max-to-keep", "9"]
     printed(capsys, [*every, "--log-file", str(whole)])
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--log-file", str(halves)]
     printed(capsys, [*every, *saved])
@@ -120,7 +120,8 @@ def test_dry_run_says_what_makes_too_large_a_model_smaller(capsys):
         capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
     )
     assert re.search(
-        r"\ndoes not fit into the 141,000,000,000 bytes of NVIDIA H200, by [\d,]+:.* --accumulate",
+        r"\ndoes not fit into the 141,000,000,000 bytes of NVIDIA H200, by [\d,]+:.*"
+        " --gradient-accumulation-steps",
         output,
     )
 
@@ -180,13 +181,15 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--profile 5:7", "profile='5:7': the run has 6 steps"),
         ("--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0"),
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
-        ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × accumulate=1"),
+        ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × gradient_accum"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
         ("--model.num-key-value-heads 1", "num_key_value_heads=1 is not divisible by"),
         ("--data missing.txt", "data='missing.txt'"),
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
         ("--profile 3", "profile='3': expected FIRST:LAST"),
         ("--steps 0", "steps=0: expected at least 1"),
+        ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, or backends"),
+        ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite, or"),
         ("--sequence-length 1000000", "fewer"),
     ],
 )  # fmt: skip
@@ -214,7 +217,7 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(capsys, tmp_p
     assert "another model" in refused(capsys, [*saved, "--resume", "--model.features", "64"])
     message = refused(capsys, [*saved, "--resume", "--steps", "9", "--seed", "1"])
     assert "seed was 0, is 1" in message
-    assert "steps=6: the checkpoint has 6 steps behind it" in refused(capsys, [*saved, "--resume"])
+    assert "steps=6: the checkpoint already has 6 steps" in refused(capsys, [*saved, "--resume"])
     assert "--resume" in refused(capsys, saved)
 
 
@@ -222,7 +225,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(caps
     saved = ["--checkpoint-dir", str(tmp_path), "--save-interval", "1", "--log-interval", "1"]
     # The first step has learning rate 0; the second makes weights that no loss can come out of.
     explode = shlex.split("--optimizer.learning-rate 1e30 --optimizer.warmup-steps 1 --steps 50")
-    message = refused(capsys, [*saved, "--keep", "1", *explode], status=1)
+    message = refused(capsys, [*saved, "--max-to-keep", "1", *explode], status=1)
     assert "step 2: the norm of the updated parameters" in message
     assert "the checkpoint of step 1 is kept" in message
     assert (tmp_path / "step_1").is_dir()
@@ -238,7 +241,7 @@ def test_profile_writes_the_steps_asked_for(capsys, tmp_path):
 
 
 def test_compare_prints_how_far_two_curves_part(capsys):
-    arguments = [*TINY, "--steps", "4", "--a", "overlap=bulk", "--b", "mesh.tensor=4"]
+    arguments = [*TINY, "--steps", "4", "--a", "overlap=xla", "--b", "mesh.tensor=4"]
     compare.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     found = re.fullmatch(r"largest difference in loss: (\S+) nats, at step \d of 4", lines[-3])
@@ -279,8 +282,8 @@ def test_presets_differ_and_flags_win(capsys):
     config = parse(shlex.split("--preset llama3-70b --model.num-layers 4 --remat none"))
     assert (config.model.num_layers, config.model.features, config.remat) == (4, 8192, "none")
     with pytest.raises(SystemExit):
-        parse(["--overlap", "sometimes"])
-    assert "overlap" in capsys.readouterr().err
+        parse(["--remat", "sometimes"])
+    assert "remat" in capsys.readouterr().err
 
 
 def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
@@ -289,6 +292,8 @@ def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
         for i in range(40)
     ]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
-    output = printed(capsys, ["--data", str(tmp_path / "*.jsonl"), "--accumulate", "2"])
+    output = printed(
+        capsys, ["--data", str(tmp_path / "*.jsonl"), "--gradient-accumulation-steps", "2"]
+    )
     assert "part.jsonl" in output or "*.jsonl" in output
     assert "done: 6 steps" in output

@@ -87,7 +87,7 @@ def test_every_mesh_and_overlap_gives_the_same_loss_curve(one_device, sizes, ove
 
 
 def test_microbatches_give_the_gradient_of_the_whole_batch(one_device):
-    config = dataclasses.replace(SHORT, overlap="ring", accumulate=4)
+    config = dataclasses.replace(SHORT, overlap="ring", gradient_accumulation_steps=4)
     curve = Trainer(config, 2, 4).run(10)
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:10], rtol=3e-4)
 
@@ -201,7 +201,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "recomputed"),
     [
         ({}, 0),
-        ({"accumulate": 2}, 0),
+        ({"gradient_accumulation_steps": 2}, 0),
         ({"remat": "dots"}, 0),
         # A block's gathers and its first scatter: nothing needs what the second returns.
         ({"remat": "full"}, 3),

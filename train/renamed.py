@@ -1,0 +1,61 @@
+"""Names of earlier releases: flags that users type, and configurations that checkpoints hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Fields of `train.config.Config` by the names that they had.
+FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
+#: Values by field and by the names that they had.
+VALUES = {"overlap": {"bulk": "xla"}}
+
+
+def current_arguments(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with today's names of flags and values.
+
+    Prints a sentence on stderr for each that was renamed.
+    """
+    current: list[str] = []
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            old, equals, value = argument.partition("=")
+            flag = _current_flag(old)
+            argument = flag + equals + (_current_value(flag, value) if equals else "")
+        elif flag:
+            argument, flag = _current_value(flag, argument), ""
+        current.append(argument)
+    return current
+
+
+def current_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with today's names of fields and values."""
+    current = {FIELDS.get(name, name): value for name, value in saved.items()}
+    for field, values in VALUES.items():
+        if isinstance(current.get(field), str):
+            current[field] = values.get(current[field], current[field])
+    return current
+
+
+def _current_flag(flag: str) -> str:
+    name = flag.removeprefix("--").replace("-", "_")
+    if name not in FIELDS:
+        return flag
+    current = "--" + FIELDS[name].replace("_", "-")
+    _warn(flag, current)
+    return current
+
+
+def _current_value(flag: str, value: str) -> str:
+    values = VALUES.get(flag.removeprefix("--"), {})
+    if value not in values:
+        return value
+    _warn(f"{flag} {value}", f"{flag} {values[value]}")
+    return values[value]
+
+
+def _warn(old: str, current: str) -> None:
+    sentence = f"warning: {old} is now called {current}; the old name will be removed"
+    print(sentence, file=sys.stderr)
