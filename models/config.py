@@ -1,4 +1,4 @@
-"""The shape of a Llama, the published ones by name, and which meshes they fit."""
+"""The shapes of Llama models, presets of the published ones, and the mesh axes that they fit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Llama 3.1's stretching of the rotary frequencies to longer contexts.
+    """Scaling of rotary frequencies to longer contexts, as in Llama 3.1.
 
     Source: Llama Team, "The Llama 3 Herd of Models", 2024, and its reference implementation.
     """
 
     factor: float = 1.0
-    """Wavelengths longer than the original context are stretched by this; 1 changes nothing."""
+    """Factor for wavelengths longer than the original context; 1 changes nothing."""
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context: int = 8192
-    """Tokens in the context the model was first trained with."""
+    """Length in tokens of the context that the model was first trained with."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class LlamaConfig:
     """The shape of a Llama 3 transformer."""
 
     vocabulary_size: int
-    """Rows of the embedding and columns of the head."""
+    """Number of rows of the embedding and of columns of the head."""
     num_layers: int
     features: int
     """Width of the residual stream."""
     hidden_features: int
-    """Width inside the gated feed-forward."""
+    """Width of the hidden layer of the gated feed-forward."""
     num_heads: int
     num_key_value_heads: int
-    """Fewer than num_heads is grouped-query attention."""
+    """Number of key and value heads; fewer than num_heads is grouped-query attention."""
     head_dim: int
     rotary_base: float = 500_000.0
     rotary_scaling: RotaryScaling = RotaryScaling()
     norm_epsilon: float = 1e-5
     tied_head: bool = False
-    """Whether the head is the embedding transposed."""
+    """Whether the head is the transposed embedding."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -64,7 +64,8 @@ class LlamaConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied by: all matrices but the embedding."""
+        """The number of weights that every token is multiplied by: all matrices but the
+        embedding."""
         attention = self.features * self.head_dim * 2 * (self.num_heads + self.num_key_value_heads)
         feed_forward = 3 * self.features * self.hidden_features
         head = self.features * self.vocabulary_size
@@ -72,16 +73,16 @@ class LlamaConfig:
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """The sizes that the devices of a tensor axis share, by name."""
+        """The sizes that are sharded over the tensor axis, by name."""
         names = ("num_heads", "num_key_value_heads", "hidden_features", "vocabulary_size")
         return {name: getattr(self, name) for name in names}
 
     def fits_tensor_axis(self, size: int) -> bool:
-        """Whether `size` devices can share the model evenly."""
+        """Whether a tensor axis of this size divides all sharded sizes."""
         return all(value % size == 0 for value in self.sharded_sizes.values())
 
     def check_tensor_axis(self, size: int) -> None:
-        """Raises ValueError unless `size` devices can share the model evenly."""
+        """Raises ValueError unless a tensor axis of this size divides all sharded sizes."""
         for name, value in self.sharded_sizes.items():
             if value % size:
                 values = [n for n in (value // size * size, -(-value // size) * size) if n]
@@ -98,7 +99,7 @@ _STRETCHED = RotaryScaling(factor=8.0)
 
 
 def debug() -> LlamaConfig:
-    """Small enough to train in a minute on a laptop; divides over 8 devices."""
+    """A model that trains in a minute on a laptop and shards over up to 8 devices."""
     return LlamaConfig(
         vocabulary_size=256,
         num_layers=2,

@@ -1,10 +1,10 @@
 """Llama 3 with tensor and sequence parallelism, for use inside `jax.shard_map`.
 
-Legend of local shapes: B batch, S sequence, s = S/D of it, D devices on the tensor axis. Between
-blocks a device holds [B, s, features]: norms and residuals are computed on its part of the sequence
-alone. Attention and feed-forward gather the sequence into their first matmul and scatter it out of
-their last: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-2022.
+Legend of local shapes: B is batch, S is the whole sequence, D is the size of the tensor axis, s =
+S/D, V is the vocabulary. Between blocks each device holds [B, s, features] and computes norms and
+residuals of its part of the sequence only. Attention and feed-forward gather the sequence into
+their first matmul and scatter it out of their last one: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm: Zhang and Sennrich, 2019. In float32, out in x's dtype."""
+    """Root-mean-square norm: Zhang and Sennrich, 2019. Computes in float32, returns x's dtype."""
 
     def __init__(self, features: int, *, epsilon: float):
         self.scale = nnx.Param(jnp.ones(features, jnp.float32))
@@ -44,12 +44,13 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention; the heads are spread over the tensor axis.
+    """Causal grouped-query attention; the heads are sharded over the tensor axis.
 
     Args:
-      config: the shape.
-      layers: the module that the linear layers are from.
-      **layer_options: of all of them.
+      config: shape of the model.
+      layers: the module that provides the linear layers, `collective_matmul.layers` or
+        `models.plain`.
+      **layer_options: options of all linear layers.
     """
 
     def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
@@ -74,9 +75,9 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then feed-forward, each behind a norm and added to the residual stream.
+    """Attention, then feed-forward, each applied to a norm of the residual stream and added to it.
 
-    Arguments are those of `Attention`.
+    The arguments are those of `Attention`.
     """
 
     def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
@@ -94,17 +95,20 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The whole model: tokens in, each device's columns of the logits out.
+    """The whole model: maps tokens to each device's columns of the logits.
 
     Args:
-      config: the shape.
+      config: shape of the model.
       axis_name: the tensor axis.
-      implementation: of every collective matmul; None chooses per shape. "plain": JAX's own
-        collectives and matmuls instead.
-      dtype: of activations, and of the weights where they are used; parameters are float32.
-      remat: what the backward computes again: "none"; "dots", all but the results of the
-        collective matmuls; "full", everything inside a block.
-      rngs: for the initial weights.
+      implementation: which backends execute the collective matmuls, as the layers take it; None
+        chooses for each shape. "plain" uses JAX's own collectives and matmuls instead.
+      dtype: dtype of activations and of weights where they are used; parameters are float32.
+      remat: what the backward recomputes: "none"; "dots", all but the results of the collective
+        matmuls; "full", everything inside a block.
+      rngs: random keys for the initial weights.
+
+    Raises:
+      ValueError: for an unknown `remat` or `implementation`.
     """
 
     def __init__(
@@ -150,12 +154,12 @@ class Llama(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Int32 tokens [B, S] -> logits [B, S, V/D] in `dtype`."""
+        """int32 tokens [B, S] -> logits [B, S, V/D] in `dtype`."""
         table = self.embedding[...].astype(self.dtype)
         x = vocabulary.embed(tokens, table, self.axis_name)
         graph, _ = nnx.split(self.layers[0])
 
-        # Every block has the same graph: one function, traced once for all of them.
+        # All blocks have the same graph, so one function is traced once for all of them.
         @jax.jit
         def apply_block(state: nnx.State, x: jax.Array) -> jax.Array:
             return _rematerialize(lambda state, x: nnx.merge(graph, state)(x), self.remat)(state, x)
@@ -172,7 +176,7 @@ class Llama(nnx.Module):
         )
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Cross-entropy of each target in nats: int32 [B, S] twice -> float32 [B, S]."""
+        """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S]."""
         return vocabulary.cross_entropy(self(tokens), targets, self.axis_name)
 
 

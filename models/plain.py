@@ -1,8 +1,9 @@
-"""The layers of the model with JAX's own collectives, divided over the devices as by Megatron.
+"""The layers of the model with JAX's own collectives, sharded as in Megatron-LM.
 
-They have the names, parameters and results of those in `collective_matmul.layers`, and nothing of
-that library: each matmul waits for its collective, unless `collective_matmul.overlap` is given the
-program. Legend of local shapes: B batch, S sequence, s = S/D of it, D devices on the tensor axis.
+They have the names, parameters and results of those in `collective_matmul.layers`, and do not use
+that library. Each matmul waits for its collective, unless `collective_matmul.overlap` rewrites the
+program. Legend of local shapes: B is batch, S is the whole sequence, D is the size of the tensor
+axis, s = S/D.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-#: The name that `jax.checkpoint` policies know the results of the matmuls by.
+#: The checkpoint name of the results of the matmuls, for `jax.checkpoint` policies.
 CHECKPOINT_NAME = "matmul"
 
 
 class Options(TypedDict):
-    """Arguments of every layer, as in `models.llama.Llama`."""
+    """Options of every layer: see `models.llama.Llama`."""
 
     axis_name: str
     dtype: jax.typing.DTypeLike
@@ -30,7 +31,7 @@ class Options(TypedDict):
 
 
 class ColumnParallelLinear(nnx.Module):
-    """Output features are divided: the sequence is gathered, then multiplied."""
+    """A linear layer with sharded output features. It gathers the sequence, then multiplies."""
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], **options: Unpack[Options]
@@ -40,17 +41,19 @@ class ColumnParallelLinear(nnx.Module):
         self.axis_name, self.dtype = options["axis_name"], options["dtype"]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, s, in_features] -> [B, S, *out_features], the first of them divided by D."""
+        """[B, s, in_features] -> [B, S, out_features[0]/D, *out_features[1:]]."""
         return self.of_gathered(lax.all_gather(x, self.axis_name, axis=1, tiled=True))
 
     def of_gathered(self, x: jax.Array) -> jax.Array:
-        """The same of [B, S, in_features]."""
+        """[B, S, in_features] -> [B, S, out_features[0]/D, *out_features[1:]], without the
+        gather."""
         y = jnp.tensordot(x, self.kernel[...].astype(self.dtype), 1)
         return checkpoint_name(y, CHECKPOINT_NAME)
 
 
 class RowParallelLinear(nnx.Module):
-    """Input features are divided: products are summed over the devices, and scattered."""
+    """A linear layer with sharded input features. It multiplies, then scatters the sum over
+    devices."""
 
     def __init__(
         self, in_features: int | tuple[int, ...], out_features: int, **options: Unpack[Options]
@@ -60,7 +63,7 @@ class RowParallelLinear(nnx.Module):
         self.axis_name, self.dtype = options["axis_name"], options["dtype"]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, S, *in_features], the first of them divided by D -> [B, s, out_features]."""
+        """[B, S, in_features[0]/D, *in_features[1:]] -> [B, s, out_features]."""
         kernel = self.kernel[...].astype(self.dtype)
         y = jnp.tensordot(x, kernel, kernel.ndim - 1)
         y = lax.psum_scatter(y, self.axis_name, scatter_dimension=1, tiled=True)
@@ -68,7 +71,7 @@ class RowParallelLinear(nnx.Module):
 
 
 class AttentionProjection(nnx.Module):
-    """Queries, keys and values; one gather feeds all."""
+    """Queries, keys and values; one gather feeds all three."""
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class GatedFeedForward(nnx.Module):
 def _kernel(
     rows: tuple[int, ...], columns: tuple[int, ...], sharded: int, options: Options
 ) -> nnx.Param[jax.Array]:
-    """[*rows, *columns], to be sharded in the given dimension."""
+    """A kernel [*rows, *columns], to be sharded in the given dimension."""
     initial = options["kernel_init"](
         options["rngs"].params(), (math.prod(rows), math.prod(columns)), jnp.float32
     )

@@ -12,13 +12,14 @@ from models.config import LlamaConfig, RotaryScaling
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:
-    """Radians per position of each pair of features: float32 [head_dim / 2]."""
+    """Radians per position for each pair of features: float32 [head_dim / 2]."""
     exponents = np.arange(0, config.head_dim, 2) / config.head_dim
     return _scale(config.rotary_base**-exponents, config.rotary_scaling).astype(np.float32)
 
 
 def _scale(radians: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
-    """Slows waves longer than the original context; keeps short ones; blends in between."""
+    """Slows down waves longer than the original context, keeps short ones, and blends in
+    between."""
     turns = scaling.original_context * radians / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -26,11 +27,17 @@ def _scale(radians: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
 
 
 def rotate(x: jax.Array, frequencies: np.ndarray) -> jax.Array:
-    """Turns each pair of features by position × frequency, in radians.
+    """Rotates each pair of features by position × frequency.
 
-    x is [batch, sequence, heads, head_dim], the whole sequence, and so is the result.
-    Feature i is paired with feature i + head_dim / 2, as in Hugging Face's weights. Computed in
+    Feature i is paired with feature i + head_dim / 2, as in Hugging Face's weights. Computes in
     float32.
+
+    Args:
+      x: [batch, sequence, heads, head_dim], the whole sequence.
+      frequencies: radians per position, float32 [head_dim / 2].
+
+    Returns:
+      The rotated features, in the shape and dtype of x.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.float32)
     angles = positions[:, None] * jnp.asarray(frequencies)[None, :]

@@ -1,7 +1,7 @@
-"""Embedding and cross-entropy with the vocabulary spread over the tensor axis.
+"""Embedding and cross-entropy with the vocabulary sharded over the tensor axis.
 
-Each device holds V/D rows of the embedding and computes V/D columns of the logits, so the full
-logits never exist on one device: Shoeybi et al., "Megatron-LM", 2019, section 3.
+Each device has V/D rows of the embedding and computes V/D columns of the logits. No device holds
+the full logits: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax import lax
 
 
 def embed(tokens: jax.Array, table: jax.Array, axis_name: str) -> jax.Array:
-    """Looks tokens up in a table whose rows are sharded, and scatters the result by sequence.
+    """Looks tokens up in a table with sharded rows, and scatters the result along the sequence.
 
     Args:
       tokens: int32 [B, S], the whole sequence on every device of the axis.
@@ -23,7 +23,7 @@ def embed(tokens: jax.Array, table: jax.Array, axis_name: str) -> jax.Array:
       [B, S/D, features], this device's part of the sequence.
     """
     rows = _local_rows(tokens, table.shape[0], axis_name)
-    # Rows of other devices are out of bounds and read as zero; one device adds the real one.
+    # Rows of other devices are out of bounds and read as zero, so the sum is the row of the owner.
     found = table.at[rows].get(mode="fill", fill_value=0)
     return lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
 
@@ -48,6 +48,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, axis_name: str) -> jax.
 
 
 def _local_rows(tokens: jax.Array, size: int, axis_name: str) -> jax.Array:
-    """Token numbers counted from this device's first row; `size`, past the end, for others'."""
+    """Token indices relative to this device's first row; `size`, out of bounds, for other
+    devices'."""
     rows = tokens - lax.axis_index(axis_name) * size
     return jnp.where((rows >= 0) & (rows < size), rows, size)
