@@ -37,8 +37,8 @@ _TILE_SIZES = (
     Tiling(64, 128, wg_dimension="n"),
     Tiling(64, 64, wg_dimension="n"),
 )
-# Clusters of two leave an odd number of pairs of multiprocessors, which clusters of four would not
-# all fit into.
+# Not "mn": a GPC may have an odd number of pairs of multiprocessors, so that clusters of four would
+# not all be resident at once, as peers expect.
 _CLUSTER_DIMENSIONS: tuple[Literal["m", "n"] | None, ...] = (None, "m", "n")
 _SWIZZLES: tuple[Literal[128, 64], ...] = (128, 64)
 _STAGES = (8, 7, 6, 5, 4, 3)
@@ -66,8 +66,8 @@ ARRIVAL_MICROSECONDS = 5.0
 #: longer.
 SENT_BYTES_PER_MICROSECOND = 1e6
 
-# Each configuration is ranked as if it took this much longer than the one before it that has the
-# same tile sizes.
+# Configurations with the same tile sizes are ranked as if each took this much longer than predicted
+# for every better one before it.
 _DOUBT = 1.08
 # What follows from the number of rows.
 _DEPENDS_ON_ROWS = frozenset(

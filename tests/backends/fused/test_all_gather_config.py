@@ -67,7 +67,7 @@ def test_many_rows_are_multiplied_in_large_tiles(rows: int) -> None:
 
 
 def test_clusters_all_fit_on_a_gpu() -> None:
-    """Clusters of four do not, if the number of pairs of multiprocessors is odd."""
+    """Clusters of four do not: a GPC may have an odd number of pairs of multiprocessors."""
     for rows in (8, 64, 512, 4096):
         config = choose_all_gather_config(AllGatherProblem(4, 1, rows, 4096, (4096,)))
         assert config is not None
