@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collective_matmul.mosaic_gpu.matmul_kernel import Work
+from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand
 from collective_matmul.mosaic_gpu.tiling import Tiling
 
@@ -54,6 +54,6 @@ def matmul(
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
-    work = Work(xs, ws, outs, batch, contracted_planes, tiling)
-    kernel = work.kernel(outs, "chunk_matmul", multiprocessors, interpret)
+    gemm = PersistentGemm(xs, ws, outs, batch, contracted_planes, tiling)
+    kernel = gemm.kernel(outs, "chunk_matmul", multiprocessors, interpret)
     return kernel(indices, *(operand.array for operand in operands))

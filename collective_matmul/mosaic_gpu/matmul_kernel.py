@@ -1,11 +1,21 @@
-"""The kernel of a Hopper matmul: what its warpgroups do.
+"""The persistent, warp-specialised GEMM for Hopper GPUs that all kernels here consist of.
 
-The algorithm: one persistent block per multiprocessor walks over the tiles of all results. A
-producer warpgroup copies slices of x and w into a ring of shared-memory stages (TMA) and runs ahead
-across the ends of tiles, while two consumer warpgroups multiply them (wgmma), each its part of the
-tile, and store that part (TMA) while the next tile's slices are already arriving. The blocks of a
-cluster work on neighbouring tiles and multicast to each other, within the GPU, what those have in
-common.
+The algorithm:
+
+1. One block per multiprocessor stays for the whole launch, and computes one tile of the results
+   after the other (a *persistent* GEMM).
+2. Its warpgroups have different roles (*warp specialisation*). The load warpgroup, the producer,
+   copies k-blocks of x and w by TMA into a ring of shared-memory stages. Two MMA warpgroups, the
+   consumers, multiply them by wgmma, each its part of the tile, and store the rounded sums by TMA,
+   epilogue tile by epilogue tile.
+3. Two barriers for each stage connect them: `full`, when both k-blocks have arrived, and `empty`,
+   when all readers are done. The load warpgroup does not stop at the end of a tile: it loads the
+   next tile's first k-blocks while the MMA warpgroups store the last one.
+4. The blocks of a cluster compute neighbouring tiles, and multicast to each other the k-blocks that
+   these have in common.
+
+Kernels that communicate are subclasses of `PersistentGemm`. They load operands that arrive later,
+from other arrays, or store tiles elsewhere.
 """
 
 from __future__ import annotations
@@ -24,57 +34,58 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir.dialects import nvvm
 
 from collective_matmul._compat import in_place_kernel
+from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
 from collective_matmul.mosaic_gpu.operands import Operand, reader
+from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES, TileScheduler
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiling
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# Of a cluster: blocks that differ along the first multiply the same columns of w, along the second
-# the same rows of x.
-BLOCK_AXES = ("block_down", "block_across")
 
+class PersistentGemm(TileScheduler):
+    """The body of the kernel, and the static facts that it is built from.
 
-class Work:
-    """The kernel's body, and the static facts it is built from.
-
-    Kernels that communicate too are made of the same parts: more to copy, tiles whose operands lie
-    elsewhere or arrive later.
+    ``outs[q][b] = sum over p of xs[p][b] @ ws[p][q]``. See `matmul` for the operands.
     """
 
-    # Copying needs few of a multiprocessor's 512 registers per lane; the accumulators get the rest.
-    copying_registers = 40
-    multiplying_registers = 232
+    # Loading needs few of a multiprocessor's 512 registers per lane; accumulators get the rest.
+    load_registers = 40
+    mma_registers = 232
 
-    def __init__(self, xs, ws, outs, batch, contracted_planes, tiling: Tiling):
+    def __init__(
+        self,
+        xs: Sequence[Operand],
+        ws: Sequence[Sequence[Operand]],
+        outs: Sequence[Any],
+        batch: int,
+        contracted_planes: int,
+        tiling: Tiling,
+    ):
+        """Describes the kernel for operands and results of these shapes."""
+        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiling.tile_k) for x in xs]
+        steps = contracted_planes * sum(self.plane_steps)
+        columns = [out.shape[2] for out in outs]
+        super().__init__(tiling, batch, outs[0].shape[1], columns, steps)
+        # In the kernel, an operand's index is the place of its index in `indices`.
         self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
         numbers = itertools.count(len(xs))
         self.ws = [[w._replace(array=None, index=next(numbers)) for w in term] for term in ws]
         self.out_index = next(numbers)
-        self.results = len(outs)
         self.planes_per_batch = outs[0].shape[0] // batch
-        self.batch = batch
         self.contracted_planes = contracted_planes
-        self.tiling = tiling
-        # Of a tile's rows, those that there are. The copy engine takes longer to fill in others, of
-        # which no result is stored. Blocks that share x each copy as many whole swizzles of it.
+        # The rows of x to load for a tile. If x has fewer rows than a tile, the others are not
+        # loaded: TMA takes longer for rows out of bounds, and their results are not stored. Blocks
+        # that multicast x load equal parts of it, each of whole swizzles.
         self.x_rows = tiling.tile_m
         if xs[0].free == 1:
             multiple = ROW_MULTIPLE * tiling.cluster[1]
             self.x_rows = min(tiling.tile_m, pl.cdiv(xs[0].array.shape[1], multiple) * multiple)
-        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiling.tile_k) for x in xs]
-        self.steps = contracted_planes * sum(self.plane_steps)
-        # What a cluster covers together counts as one tile of the walk.
-        down_blocks, across_blocks = tiling.cluster
-        self.down = pl.cdiv(outs[0].shape[1], tiling.tile_m * down_blocks)
-        widths = [pl.cdiv(out.shape[2], tiling.tile_n * across_blocks) for out in outs]
-        self.ends = list(itertools.accumulate(widths))
-        self.across = self.ends[-1]
 
     def kernel(
         self, outs: Sequence[jax.Array], name: str, multiprocessors: int, interpret: Any = False
     ) -> Callable:
-        """What launches it, one persistent block to a multiprocessor, and returns `outs`."""
+        """Returns the function that launches the kernel and returns `outs`, written in place."""
         mesh = plgpu.Mesh(
             grid=(multiprocessors // math.prod(self.tiling.cluster),),
             grid_names=("cluster",),
@@ -86,289 +97,304 @@ class Work:
         )
         return in_place_kernel(self.run, mesh, outs, interpret=interpret, name=name)
 
-    def run(self, indices, *refs) -> None:
-        """What every warpgroup of every block runs."""
-        refs = iter(refs)
-        xs = list(itertools.islice(refs, len(self.xs)))
-        ws = [list(itertools.islice(refs, self.results)) for _ in self.xs]
-        outs = list(refs)
+    def run(self, indices: Ref, *refs: Ref) -> None:
+        """Executes one warpgroup; refs are the xs, the ws of each x, and the results."""
+        remaining = iter(refs)
+        xs = list(itertools.islice(remaining, len(self.xs)))
+        ws = [list(itertools.islice(remaining, self.results)) for _ in self.xs]
+        outs = list(remaining)
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
-        def _(**scratch):
-            self.play(indices, xs, ws, outs, scratch)
+        def _(**scratch: Ref) -> None:
+            self.run_warpgroup(Operands(indices, xs, ws), outs, scratch)
 
-    def play(self, indices, xs, ws, outs, scratch: dict[str, Any]) -> None:
-        """Gives the warpgroups their parts: the first ones consume, the last copies."""
+    def run_warpgroup(self, operands: Operands, outs: Any, scratch: dict[str, Any]) -> None:
+        """Gives the warpgroup its role: the first `CONSUMERS` multiply, the last one loads."""
         warpgroup = lax.axis_index("warpgroup")
-        stages = tuple(scratch[n] for n in ("x_slices", "w_slices", "filled", "consumed"))
+        stages = Stages(*(scratch[n] for n in ("x_stages", "w_stages", "full", "empty")))
 
         @pl.when(warpgroup == CONSUMERS)
-        def _():
-            plgpu.set_max_registers(self.copying_registers, action="decrease")
-            self.copy((indices, xs, ws), stages, scratch)
+        def _() -> None:
+            plgpu.set_max_registers(self.load_registers, action="decrease")
+            self.run_load_warpgroup(operands, stages, scratch)
 
         @pl.when(warpgroup < CONSUMERS)
-        def _():
-            plgpu.set_max_registers(self.multiplying_registers, action="increase")
-            self.consume(indices, warpgroup, stages, scratch["strips"], outs)
+        def _() -> None:
+            plgpu.set_max_registers(self.mma_registers, action="increase")
+            store_tiles = scratch["store_tiles"]
+            self.run_mma_warpgroup(operands.indices, warpgroup, stages, store_tiles, outs)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
-        """What the warpgroups of a block share, by name."""
+        """Returns the shared memory and the barriers of a block, by name."""
         return {**self.shared_memory(dtype), **self.barriers()}
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
-        """The stages and the strips, laid out as wgmma and the copy engine read them fastest."""
+        """Returns the stages and the epilogue tiles, swizzled for wgmma and TMA."""
         tiling = self.tiling
 
         def swizzled(swizzle: int, *shape: int) -> Any:
-            tiling = plgpu.TilingTransform((8, swizzle // ITEMSIZE))
-            return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+            transform = plgpu.TilingTransform((8, swizzle // ITEMSIZE))
+            return plgpu.SMEM(shape, dtype, transforms=(transform, plgpu.SwizzleTransform(swizzle)))
 
         def stages(operand: Operand, free: int) -> Any:
             sizes = (tiling.tile_k, free)
             shape = sizes if operand.contracted == 1 else sizes[::-1]
             return swizzled(tiling.swizzle, tiling.max_concurrent_steps, *shape)
 
-        strip = (tiling.warpgroup_tile[0], tiling.epilogue_tile_n)
+        epilogue_tile = (tiling.warpgroup_tile[0], tiling.epilogue_tile_n)
+        store_tiles = CONSUMERS, tiling.epilogue_stages, *epilogue_tile
         return {
-            "x_slices": stages(self.xs[0], tiling.tile_m),
-            "w_slices": stages(self.ws[0][0], tiling.tile_n),
-            "strips": swizzled(self.strip_swizzle, CONSUMERS, tiling.epilogue_stages, *strip),
+            "x_stages": stages(self.xs[0], tiling.tile_m),
+            "w_stages": stages(self.ws[0][0], tiling.tile_n),
+            "store_tiles": swizzled(self.epilogue_swizzle, *store_tiles),
         }
 
     @property
-    def strip_swizzle(self) -> int:
-        """Bytes over which strips are swizzled: their whole rows."""
+    def epilogue_swizzle(self) -> int:
+        """Bytes over which epilogue tiles are swizzled: their whole rows."""
         return self.tiling.epilogue_tile_n * ITEMSIZE
 
     def barriers(self) -> dict[str, Any]:
-        """Filled: both slices are here. Consumed: every reader, in the cluster too, is done."""
+        """Returns the barriers of the stages, see `Stages`."""
         tiling = self.tiling
-        shared = tuple(a for a, n in zip(BLOCK_AXES, tiling.cluster, strict=True) if n > 1)
+        shared_axes = tuple(a for a, n in zip(BLOCK_AXES, tiling.cluster, strict=True) if n > 1)
         readers = {"num_arrivals": CONSUMERS, "num_barriers": tiling.max_concurrent_steps}
         return {
-            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=tiling.max_concurrent_steps),
-            "consumed": (
-                plgpu.ClusterBarrier(collective_axes=shared, **readers)
-                if shared
+            # Two arrivals: the copies of x and of w.
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tiling.max_concurrent_steps),
+            "empty": (
+                plgpu.ClusterBarrier(collective_axes=shared_axes, **readers)
+                if shared_axes
                 else plgpu.Barrier(**readers)
             ),
         }
 
-    def walk(self, visit: Callable) -> None:
-        """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles.
+    # The load warpgroup.
 
-        `turn` counts them, `row` is where the tile begins, and `on_result` takes `across`.
-        """
-        tiling, per_batch = self.tiling, self.down * self.across
-
-        @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
-        def _(info):
-            (index,) = info.index
-            down, across = plgpu.planar_snake(
-                lax.rem(index, per_batch),
-                (self.down, self.across),
-                0 if tiling.grid_minor_dim == "m" else 1,
-                tiling.grid_tile_width,
-            )
-            down = tiling.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
-            visit(info.local_index, lax.div(index, per_batch), down * tiling.tile_m, across)
-
-    def on_result(self, across: Any, act: Callable) -> None:
-        """Calls ``act(q, column)``, q a number: the result, and the column, at `across`."""
-        for q, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
-            tile = self.tiling.cluster[1] * (across - start) + lax.axis_index(BLOCK_AXES[1])
-            here = functools.partial(act, q, tile * self.tiling.tile_n)
-            here() if self.results == 1 else pl.when((across >= start) & (across < end))(here)
-
-    def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
-        """What the warpgroup that copies does."""
+    def run_load_warpgroup(
+        self, operands: Operands, stages: Stages, scratch: dict[str, Any]
+    ) -> None:
+        """Executes the load warpgroup."""
         del scratch
-        self.produce(operands, stages)
+        self.load_tiles(operands, stages)
 
-    def produce(self, operands, stages) -> None:
-        """Fills the stages in turn, each as soon as all its readers let it go."""
-        self.walk(functools.partial(self.load_tile, operands, stages))
-        filled = self.first_step(self.turns())
+    def load_tiles(self, operands: Operands, stages: Stages) -> None:
+        """Loads the k-blocks of all tiles, each as soon as its stage is empty."""
+        self.for_each_tile(functools.partial(self.load_tile, operands, stages))
+        steps = self.first_step(self.tiles_of_block())
 
-        # No block may leave while another still signals to it.
-        @pl.loop(0, jnp.minimum(filled, self.tiling.max_concurrent_steps))
-        def _(slot):
-            plgpu.barrier_wait(stages[3].at[slot])
+        # Other blocks of the cluster signal this block's `empty` barriers, in its shared memory. So
+        # it must not exit before the last of these signals has come.
+        @pl.loop(0, jnp.minimum(steps, self.tiling.max_concurrent_steps))
+        def _(stage: Scalar) -> None:
+            plgpu.barrier_wait(stages.empty.at[stage])
 
-    def load_tile(self, operands, stages, turn, batch, row, across, in_parts=None) -> None:
-        """Copies all slices that a tile is the product of.
+    def load_tile(
+        self,
+        operands: Operands,
+        stages: Stages,
+        tile: TileCoord,
+        in_parts: Callable[[Callable, int], None] | None = None,
+    ) -> None:
+        """Loads all k-blocks that a tile is the product of.
 
-        `in_parts` is called with a function of the first step and the last, and how many steps
-        there are: it copies them, in one or several calls.
+        Args:
+          operands: to load from.
+          stages: to load to.
+          tile: the tile.
+          in_parts: called as ``in_parts(load, steps)`` instead of ``load(0, steps)``: it calls
+            ``load(start, stop)`` for consecutive ranges of the steps.
         """
         indices, xs, ws = operands
         columns = self.tiling.tile_n
 
-        def load_terms(q, column):
-            first = self.first_step(turn)
+        def load_terms(q: int, column: Scalar) -> None:
+            first = self.first_step(tile.tile_idx)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
-                read_x = reader(xs[p], x, indices, batch, pl.ds(row, self.x_rows))
-                read_w = reader(ws[p][q], w, indices, batch, pl.ds(column, columns))
-                load = functools.partial(self.load, first, steps, read_x, read_w, stages)
+                read_x = reader(xs[p], x, indices, tile.batch, pl.ds(tile.row, self.x_rows))
+                read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
+                load = functools.partial(self.load_k_blocks, first, steps, read_x, read_w, stages)
                 count = self.contracted_planes * steps
                 load(0, count) if in_parts is None else in_parts(load, count)
                 first += count
 
-        self.on_result(across, load_terms)
+        self.on_result(tile.cluster_n, load_terms)
 
-    def load(self, first, steps: int, read_x, read_w, stages, start, stop) -> None:
-        """Copies slices of one term, which begins at stage number `first`, in a range of steps."""
+    def load_k_blocks(
+        self,
+        first: Scalar,
+        steps_per_plane: int,
+        read_x: Callable,
+        read_w: Callable,
+        stages: Stages,
+        start: Scalar,
+        stop: Scalar,
+    ) -> None:
+        """Loads the k-blocks of one term in a range of its steps.
+
+        Args:
+          first: the step, of the block, at which the term begins.
+          steps_per_plane: steps of one contracted plane.
+          read_x: returns the reference to a k-block of x, see `reader`.
+          read_w: the same for w.
+          stages: to load to.
+          start: first step of the range, within the term.
+          stop: its end.
+        """
         tiling = self.tiling
-        x_slices, w_slices, filled, consumed = stages
 
         @pl.loop(start, stop)
-        def _(step):
-            count = first + step
-            slot = lax.rem(count, tiling.max_concurrent_steps)
+        def _(step: Scalar) -> None:
+            number = first + step
+            stage = lax.rem(number, tiling.max_concurrent_steps)
 
-            @pl.when(count >= tiling.max_concurrent_steps)
-            def _():
-                plgpu.barrier_wait(consumed.at[slot])
+            # The first time round the ring, all stages are empty.
+            @pl.when(number >= tiling.max_concurrent_steps)
+            def _() -> None:
+                plgpu.barrier_wait(stages.empty.at[stage])
 
             plane, within = (
                 (0, step)
                 if self.contracted_planes == 1
-                else (lax.div(step, steps), lax.rem(step, steps))
+                else (lax.div(step, steps_per_plane), lax.rem(step, steps_per_plane))
             )
-            along = pl.ds(within * tiling.tile_k, tiling.tile_k)
-            # Blocks along one axis of the cluster share w, along the other x.
+            k_block = pl.ds(within * tiling.tile_k, tiling.tile_k)
+            # Each block loads a part of what is multicast, and receives all of it.
             w_axis, x_axis = (
                 axis if blocks > 1 else None
                 for axis, blocks in zip(BLOCK_AXES, tiling.cluster, strict=True)
             )
-            x_place, w_place = x_slices.at[slot], w_slices.at[slot]
+            x_stage, w_stage = stages.x.at[stage], stages.w.at[stage]
             if self.x_rows < tiling.tile_m:
-                x_place = x_place.at[pl.ds(0, self.x_rows)]
-            for read, place, axis in ((read_x, x_place, x_axis), (read_w, w_place, w_axis)):
+                x_stage = x_stage.at[pl.ds(0, self.x_rows)]
+            for read, to, axis in ((read_x, x_stage, x_axis), (read_w, w_stage, w_axis)):
                 plgpu.copy_gmem_to_smem(
-                    read(plane, along), place, filled.at[slot], collective_axes=axis
+                    read(plane, k_block), to, stages.full.at[stage], collective_axes=axis
                 )
 
-    @property
-    def cluster_tiles(self) -> int:
-        """How many tiles all blocks visit together, counted by clusters."""
-        return self.batch * self.down * self.across
+    # The MMA warpgroups.
 
-    def turns(self) -> Any:
-        """How many tiles this block visits."""
-        clusters = lax.axis_size("cluster")
-        return lax.div(self.cluster_tiles - lax.axis_index("cluster") + clusters - 1, clusters)
-
-    def consume(self, indices, consumer, stages, strips, outs) -> None:
-        """Multiplies this consumer's part of each tile and stores it."""
+    def run_mma_warpgroup(
+        self, indices: Ref, consumer: Scalar, stages: Stages, store_tiles: Ref, outs: Any
+    ) -> None:
+        """Executes one MMA warpgroup: multiplies its part of each tile and stores it."""
         rows, columns = self.tiling.warpgroup_tile
-        below = consumer * rows if self.tiling.wg_dimension == "m" else 0
-        right = consumer * columns if self.tiling.wg_dimension == "n" else 0
-        strips = strips.at[consumer]
+        row_offset = consumer * rows if self.tiling.wg_dimension == "m" else 0
+        column_offset = consumer * columns if self.tiling.wg_dimension == "n" else 0
+        store_tiles = store_tiles.at[consumer]
 
-        def visit(turn, batch, row, across):
+        def visit(tile: TileCoord) -> None:
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
-            def _(accumulator):
-                self.multiply(accumulator, turn, pl.ds(below, rows), pl.ds(right, columns), stages)
+            def _(accumulator: Ref) -> None:
+                x_part, w_part = pl.ds(row_offset, rows), pl.ds(column_offset, columns)
+                self.mma(accumulator, tile.tile_idx, x_part, w_part, stages)
+                # Reading the accumulator waits for the last wgmma, so the last stage is free too.
                 product = accumulator[...]
-                plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
+                last = self.stage(tile.tile_idx, self.steps - 1)
+                plgpu.barrier_arrive(stages.empty.at[last])
 
-                def store(q, column):
-                    plane = outs[q].at[self.out_plane(indices, batch)]
-                    self.store(product, plane, row + below, column + right, strips)
+                def store(q: int, column: Scalar) -> None:
+                    plane = outs[q].at[self.out_plane(indices, tile.batch)]
+                    row = tile.row + row_offset
+                    self.store(product, plane, row, column + column_offset, store_tiles)
 
-                self.on_result(across, store)
+                self.on_result(tile.cluster_n, store)
 
-        self.walk(visit)
+        self.for_each_tile(visit)
         plgpu.wait_smem_to_gmem(0)
 
-    def out_plane(self, indices, batch) -> Any:
-        """The plane of each result that a batch's tiles are stored in."""
+    def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
+        """Returns the plane of each result that the tiles of a batch are stored in."""
         return batch * self.planes_per_batch + indices[self.out_index]
 
-    def multiply(self, accumulator, turn, x_part, w_part, stages, steps=None) -> None:
-        """Sums over the steps of a tile, or a range of them; lets go of all stages but the last."""
+    def mma(
+        self,
+        accumulator: Ref,
+        tile_idx: Scalar,
+        x_part: Any,
+        w_part: Any,
+        stages: Stages,
+        steps: tuple[Scalar, Scalar] | None = None,
+    ) -> None:
+        """Accumulates the products of a tile's k-blocks, and frees all stages but the last.
+
+        Args:
+          accumulator: to add to.
+          tile_idx: number of the tile.
+          x_part: the range of the tile's rows.
+          w_part: the range of the tile's columns.
+          stages: to read from.
+          steps: a range of the tile's steps; None for all.
+        """
         start, stop = steps or (0, self.steps)
-        x_slices, w_slices, filled, consumed = stages
-        x_axis, w_axis = self.xs[0].contracted, self.ws[0][0].contracted
+        x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
 
         @pl.loop(start, stop)
-        def _(step):
-            slot = self.slot(turn, step)
-            plgpu.barrier_wait(filled.at[slot])
-            if x_axis == 2:
-                x = x_slices.at[slot, x_part, :]
+        def _(step: Scalar) -> None:
+            stage = self.stage(tile_idx, step)
+            plgpu.barrier_wait(stages.full.at[stage])
+            if x_contracted == 2:
+                x = stages.x.at[stage, x_part, :]
             else:
-                x = x_slices.at[slot].at[:, x_part].transpose((1, 0))
-            if w_axis == 1:
-                w = w_slices.at[slot].at[:, w_part]
+                x = stages.x.at[stage].at[:, x_part].transpose((1, 0))
+            if w_contracted == 1:
+                w = stages.w.at[stage].at[:, w_part]
             else:
-                w = w_slices.at[slot].at[w_part, :].transpose((1, 0))
-            _fence()
+                w = stages.w.at[stage].at[w_part, :].transpose((1, 0))
+            _wgmma_fence()
             plgpu.wgmma(accumulator, x, w)
-            # The multiply before this one is done then, and its stage free.
+            # One wgmma may be in flight: the one before is done now, and its stage is free.
             plgpu.wgmma_wait(1)
 
             @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(consumed.at[self.slot(turn, step - 1)])
+            def _() -> None:
+                plgpu.barrier_arrive(stages.empty.at[self.stage(tile_idx, step - 1)])
 
-    def store(self, product, plane, row, column, strips) -> None:
-        """Rounds the product and sends it off strip by strip."""
+    def store(
+        self, product: jax.Array, plane: Ref, row: Scalar, column: Scalar, store_tiles: Ref
+    ) -> None:
+        """Rounds a product and starts to store it at (row, column), epilogue tile by tile."""
         width = self.tiling.epilogue_tile_n
-        for i in range(self.tiling.epilogue_tiles_per_warpgroup):
-            strip = strips.at[i % self.tiling.epilogue_stages]
-            value = product[:, i * width : (i + 1) * width]
-            self.await_strip(i)
-            strip[...] = value.astype(strip.dtype)
+        for number in range(self.tiling.epilogue_tiles_per_warpgroup):
+            store_tile = store_tiles.at[number % self.tiling.epilogue_stages]
+            value = product[:, number * width : (number + 1) * width]
+            self.wait_for_store_tile(number)
+            store_tile[...] = value.astype(store_tile.dtype)
             plgpu.commit_smem()
-            self.store_strip(strip, plane, row, column + i * width)
+            self.store_epilogue_tile(store_tile, plane, row, column + number * width)
 
-    def await_strip(self, number: int) -> None:
-        """Waits until the memory of a part's strip is free: the first may follow on any of them."""
-        plgpu.wait_smem_to_gmem(min(number, self.tiling.epilogue_stages - 1), wait_read_only=True)
+    def wait_for_store_tile(self, number: int) -> None:
+        """Waits until an epilogue tile's shared memory is free again.
 
-    def store_strip(self, strip, plane, row, column) -> None:
-        """Starts to copy a strip to where it belongs; what lies beyond the end is left out."""
-        rows, width = strip.shape
+        Store tiles are used in turn, from the first one on in every product. The product before may
+        have ended with any of them, so the first epilogue tiles of a product wait for more copies.
+        """
+        at_most = min(number, self.tiling.epilogue_stages - 1)
+        plgpu.wait_smem_to_gmem(at_most, wait_read_only=True)
 
-        def copy():
+    def store_epilogue_tile(self, store_tile: Ref, plane: Ref, row: Scalar, column: Scalar) -> None:
+        """Starts to store an epilogue tile; TMA leaves out what is out of bounds."""
+        rows, width = store_tile.shape
+
+        def copy() -> None:
             place = pl.ds(row, rows), pl.ds(column, width)
-            plgpu.copy_smem_to_gmem(strip, plane.at[place], commit_group=False)
+            plgpu.copy_smem_to_gmem(store_tile, plane.at[place], commit_group=False)
 
         if plane.shape[-1] > width:
             copy()
         else:
-            # The copy engine does not see the columns of a result of one strip as a dimension of
-            # its own, so it would not stop at their end.
+            # The columns of a result that is one epilogue tile wide are no dimension of TMA's
+            # descriptor, so TMA would not stop at their end.
             pl.when(column == 0)(copy)
         plgpu.commit_smem_to_gmem_group()
 
-    def first_step(self, turn: Any) -> Any:
-        """How many steps this block takes before those of a tile."""
-        return turn * self.steps
-
-    def slot(self, turn: Any, step: Any) -> Any:
-        """The stage of a step."""
-        return lax.rem(self.first_step(turn) + step, self.tiling.max_concurrent_steps)
-
-
-def block_index_and_count() -> tuple[Any, int]:
-    """Returns the index of this block, and the number of blocks of the kernel."""
-    index, count = 0, 1
-    for axis in ("cluster", *BLOCK_AXES):
-        index = index * lax.axis_size(axis) + lax.axis_index(axis)
-        count *= lax.axis_size(axis)
-    return index, count
-
 
 @plgpu.inline_mgpu()
-def _fence(_) -> None:
-    """Orders the accumulator's registers before a multiply.
+def _wgmma_fence(_: Any) -> None:
+    """Orders the accumulator's registers before a wgmma.
 
-    Otherwise ptxas does so itself; and where it does not see that all lanes come there together, it
-    has each multiply wait for the one before.
+    Without this ptxas adds fences itself. Where it cannot prove that all lanes arrive together, it
+    makes each wgmma wait for the one before.
     """
     nvvm.wgmma_fence_aligned()

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
+from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Copy, Reference
 
@@ -291,7 +291,7 @@ class Simulation:
         own = {
             "async_remote_store": self.async_remote_store,
             "signal_peers": self.signal_peers,
-            "_fence": _nothing,
+            "_wgmma_fence": _nothing,
         }
         for module in modules:
             for name, played in primitives.items():

@@ -23,7 +23,7 @@ from collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from collective_matmul.backends.ring.schedule import Use, make_schedule
 from collective_matmul.mosaic_gpu import device, tiling
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
-from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES
+from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
 from tests.backends.ring.test_program_structure import RINGS, equations
 from tests.conftest import MeshFactory

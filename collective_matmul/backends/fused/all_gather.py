@@ -18,7 +18,7 @@ from collective_matmul.backends.fused.all_gather_config import (
     AllGatherConfig,
     AllGatherProblem,
 )
-from collective_matmul.backends.fused.all_gather_kernel import Gathering
+from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm
 from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
@@ -164,8 +164,8 @@ def _shared_launch(
 
         def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
             *products, gathered = outs
-            work = Gathering(config, keep_gathered, race_delays, gathered, ws, products)
-            kernel = work.kernel(outs, "all_gather_matmul", target.multiprocessors)
+            gemm = AllGatherGemm(config, keep_gathered, race_delays, gathered, ws, products)
+            kernel = gemm.kernel(outs, "all_gather_matmul", target.multiprocessors)
             return kernel(words, shard, *ws)
 
         outs = [empty(columns) for columns in (*matmul.n, config.problem.k)]

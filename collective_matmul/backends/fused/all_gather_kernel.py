@@ -1,39 +1,46 @@
-"""One kernel that gathers the shards of x while it multiplies those that are here.
+"""The fused all-gather and matmul: one kernel multiplies the shards of x while it gathers them.
 
 ``ys[q] = all_gather(x) @ ws[q]``
 
 A ring pays for every chunk: a launch, a rendezvous of the hosts, a last wave of tiles that does not
-fill the GPU. This is one launch of the persistent matmul of `matmul_kernel`. Of the warpgroup that
-copies in every block, one warp is the producer and another the sender: a warpgroup of its own would
-leave the accumulators too few registers. Peers' memory is addressed directly.
+fill the GPU. This is one launch of the persistent GEMM of `matmul_kernel`. In the load warpgroup of
+every block, one warp is the producer and another one the sender. (A sender warpgroup of its own
+would leave the accumulators too few registers.) Stores go directly to the memory of peers.
 
 The algorithm, on device d of D:
 
-1. The senders copy the device's own shard into the gathered arrays of its peers, in messages, and
-   count at each peer what has arrived there. Peers get the shard in the order in which they need
-   it (`gather_sender`).
-2. The tiles of the results are walked chunk by chunk, from chunk d on, in the order of the rows in
-   which all senders send. There is no boundary between chunks: one walk over all tiles.
-3. Many rows are multiplied at once, all from their first column on. So of each such group of rows
-   one slab of columns is sent after the other, and a producer waits, before it copies from a slab
-   of another device's rows, until all messages of it have been counted. If whole rows were sent
-   one after the other, tiles of the last would wait for all of a group. Chunk d a producer reads
-   from x itself.
+1. The senders store the device's own shard in the `gathered` arrays of its peers, in messages, and
+   count in the peers' semaphores what has arrived there. Peers get the shard in the order in which
+   they need it (see `all_gather_sender`).
+2. All blocks visit the tiles of the results chunk by chunk, from chunk d on, which is the device's
+   own shard and read from x itself. Within a chunk, rows are visited in the order in which all
+   senders send them. It is one sequence of tiles, without a barrier between chunks.
+3. Many rows are multiplied at the same time, all from their first column on. So the rows of a shard
+   are sent in groups, and a group slab by slab, each slab a range of columns. Before the producer
+   loads from a slab of a peer's rows, it waits until all messages of the slab have been counted.
+   (If whole rows were sent one after the other, tiles of the last rows would wait for all of the
+   group.)
 
-Where a tile is as high as several chunks, rows of all of them share tiles: the chunks *join*. Then
-the device sends its shard to itself too, so that a tile lies in one array, and all in one pass.
+If a tile is as high as several chunks, tiles span shards (`tiles_span_shards`). Then the device
+stores its own shard in its own `gathered` array too, so that a tile's rows are in one array, and
+all devices get every message in the same pass.
 
-Nothing but its senders waits when a device starts. When a peer has come, its buffers are free and
-the semaphores, which every launch gets anew, zero. No kernel ends before all messages to it have
-been counted, for each tile waits for its rows. Nothing else is ever written to another device, but
-what is said in a meeting, in memory that stays. Every message is sent by a block that is resident:
-there are as many blocks as fit at once, and clusters of two, which fit everywhere.
+Invariants:
+
+- Only senders wait for the rendezvous. After it, the peers' arrays are free, and their semaphores
+  are zero, since every launch gets new ones.
+- No kernel ends before all messages to its device have been counted: each message is part of a
+  slab that some tile's producer waits for.
+- No deadlock: every message is sent by a resident block, and a sender waits only for the
+  rendezvous and its own copies. All blocks are resident, because there is one for each
+  multiprocessor, in clusters of at most two, which fit everywhere.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -41,58 +48,97 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
-from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_of, semaphore_of
-from collective_matmul.mosaic_gpu.matmul_kernel import Work, block_index_and_count
+from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_in, semaphore_index
+from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
+from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# Of its weights, that a block has copied into the L2 cache while it waits for its first rows: all
-# blocks together, about half of what the cache holds.
+# Bytes of its weights that a block prefetches to the L2 cache while it waits for its first rows.
+# All blocks together prefetch about half of what the cache holds.
 _PREFETCHED_BYTES = 196_608
 
 
-class Gathering(Work):
-    """The kernel's body. Batches of tiles are planes of the results, by the order of arrival."""
+class GatheredOperand(NamedTuple):
+    """References to all rows of x.
 
-    # Sending takes more than producing alone.
-    copying_registers = 56
-    multiplying_registers = 224
+    Attributes:
+      shard: this device's rows, [planes, m, k].
+      gathered: the rows of all devices, which peers store to: [planes * D, m, k], or
+        [planes, D * m, k] if tiles span shards.
+      arrived: semaphores that count the messages of each slab in `gathered`.
+    """
 
-    def __init__(self, config: AllGatherConfig, keep: bool, delays: bool, gathered, ws, outs):
+    shard: Ref
+    gathered: Ref
+    arrived: Ref
+
+
+class AllGatherGemm(PersistentGemm):
+    """The body of the kernel. The batches of the GEMM are the planes of the results.
+
+    Unless tiles span shards, each plane of each shard is a batch, in the order in which the shards
+    arrive.
+    """
+
+    # Sending takes more registers than loading alone.
+    load_registers = 56
+    mma_registers = 224
+
+    def __init__(
+        self,
+        config: AllGatherConfig,
+        keep_gathered: bool,
+        race_delays: bool,
+        gathered: Any,
+        ws: Sequence[Any],
+        outs: Sequence[Any],
+    ):
+        """Describes the kernel.
+
+        Args:
+          config: how it runs.
+          keep_gathered: whether `gathered` is a result, and must be complete.
+          race_delays: whether senders wait for random times. For tests.
+          gathered: an array of the shape of x gathered.
+          ws: the weights.
+          outs: the results.
+        """
         matmul = config.problem.matmul(config.tiles_span_shards)
         x = Operand(gathered, 2, per_batch=1)
         weights = [Operand(w, matmul.w_contracted_axis) for w in ws]
         super().__init__([x], [weights], outs, matmul.batch, 1, config.tiling)
         self.config = config
         self.devices = config.problem.devices
-        self.keep = keep
-        self.delays = delays
-        # Found in `run`.
+        self.keep_gathered = keep_gathered
+        self.race_delays = race_delays
+        # Set in `run`.
         self.rendezvous: Any = None
 
-    def run(self, words, shard, *refs) -> None:
-        """What every warpgroup of every block runs; words: see `workspace_pointers`."""
+    def run(self, workspace_pointers: Ref, shard: Ref, *refs: Ref) -> None:
+        """Executes one warpgroup; refs are the weights, the results, and the gathered x."""
         ws, outs, gathered = refs[: self.results], refs[self.results : -1], refs[-1]
         config = self.config
         count = config.problem.planes * self.devices * config.groups * config.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         self.rendezvous = Rendezvous(
-            words, self.devices, block_index_and_count(), (gathered, arrived)
+            workspace_pointers, self.devices, block_index_and_count(), (gathered, arrived)
         )
-        xs = (shard, gathered, arrived)
-        # Every operand has one plane, or its planes are found without an index.
+        # The weights have one plane, and planes of x are found from the batch alone.
         indices = [0] * (len(self.ws[0]) + 2)
+        operands = Operands(indices, GatheredOperand(shard, gathered, arrived), [list(ws)])
 
         @functools.partial(pl.run_scoped, **self.scratch(shard.dtype), collective_axes="warpgroup")
-        def _(**scratch):
-            self.play(indices, xs, [ws], outs, scratch)
+        def _(**scratch: Ref) -> None:
+            self.run_warpgroup(operands, outs, scratch)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
-        """What the warpgroups of a block share, by name."""
+        """Returns the shared memory and the barriers of a block, by name."""
         return super().scratch(dtype) | {
             "boxes": plgpu.SMEM((self.config.buffers, *self.config.box), dtype),
             "loaded": plgpu.Barrier(
@@ -100,96 +146,115 @@ class Gathering(Work):
             ),
         }
 
-    def copy(self, operands, stages, scratch: dict[str, Any]) -> None:
-        """What the warpgroup that copies does: one warp fills the stages, another sends."""
+    def run_load_warpgroup(
+        self, operands: Operands, stages: Stages, scratch: dict[str, Any]
+    ) -> None:
+        """Executes the load warpgroup: warp 0 loads the k-blocks, and warp 1 sends the shard."""
 
         @plgpu.warp_map
-        def _(warp):
+        def _(warp: Scalar) -> None:
             @pl.when(warp == 0)
-            def _():
-                self.produce(operands, stages)
+            def _() -> None:
+                self.load_tiles(operands, stages)
 
             @pl.when(warp == 1)
-            def _():
-                shard, gathered, arrived = operands[1]
-                sender = Sender(self.config, self.keep, self.delays, self.rendezvous)
-                sender.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
+            def _() -> None:
+                sender = Sender(self.config, self.keep_gathered, self.race_delays, self.rendezvous)
+                sender.send(*operands.xs, scratch["boxes"], scratch["loaded"])
 
-    def out_plane(self, indices, batch) -> Any:
-        """The plane of each result that a batch's tiles are stored in."""
+    def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
+        """Returns the plane of each result that the tiles of a batch are stored in."""
         del indices
         return batch if self.config.tiles_span_shards else self.plane(batch)
 
-    def plane(self, batch) -> Any:
-        """The plane of a batch of tiles whose shards do not join: this device's own come first."""
+    def plane(self, batch: Scalar) -> Scalar:
+        """Returns the plane of a batch if tiles do not span shards: own shard first."""
         planes = self.config.problem.planes
         chunk = lax.rem(self.rendezvous.axis_index + lax.div(batch, planes), self.devices)
         return lax.rem(batch, planes) * self.devices + chunk
 
-    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
-        """Copies all slices that a tile is the product of, once its rows have arrived."""
+    def load_tile(
+        self, operands: Operands, stages: Stages, tile: TileCoord, in_parts: Any = None
+    ) -> None:
+        """Loads all k-blocks that a tile is the product of, each after its slab has arrived."""
+        del in_parts
         indices, (shard, gathered, arrived), ws = operands
-        load = super().load_tile
+        load_tile = super().load_tile
 
-        def load_from(x, plane, in_parts=None):
-            load((indices, [x], ws), stages, turn, plane, row, across, in_parts)
+        def load_from(x: Ref, plane: Scalar, in_parts: Callable | None = None) -> None:
+            load_tile(Operands(indices, [x], ws), stages, tile._replace(batch=plane), in_parts)
 
         if self.config.tiles_span_shards:
-            pl.when(turn == 0)(functools.partial(self.prefetch, ws, across))
-            shards = batch * self.devices
-            load_from(gathered, batch, functools.partial(self.load_slabs, arrived, shards, row))
+            pl.when(tile.tile_idx == 0)(functools.partial(self.prefetch, ws, tile.cluster_n))
+            plane = tile.batch * self.devices
+            in_parts = functools.partial(self.load_slabs, arrived, plane, tile.row)
+            load_from(gathered, tile.batch, in_parts)
             return
         own_planes = self.config.problem.planes
 
-        @pl.when(batch < own_planes)
-        def _():
-            load_from(shard, batch)
+        # The own shard is here from the start.
+        @pl.when(tile.batch < own_planes)
+        def _() -> None:
+            load_from(shard, tile.batch)
 
-        @pl.when(batch >= own_planes)
-        def _():
-            plane = self.plane(batch)
-            load_from(gathered, plane, functools.partial(self.load_slabs, arrived, plane, row))
+        @pl.when(tile.batch >= own_planes)
+        def _() -> None:
+            plane = self.plane(tile.batch)
+            in_parts = functools.partial(self.load_slabs, arrived, plane, tile.row)
+            load_from(gathered, plane, in_parts)
 
-    def load_slabs(self, arrived, plane, row, load, steps: int) -> None:
-        """Copies the slices of a tile, slab by slab, each once it has arrived."""
+    def load_slabs(
+        self, arrived: Ref, plane: Scalar, row: Scalar, load: Callable, steps: int
+    ) -> None:
+        """Loads the k-blocks of a tile slab by slab, each after it has arrived.
+
+        Args:
+          arrived: semaphores of the slabs.
+          plane: of `gathered`, as if tiles did not span shards.
+          row: first row of the tile in that plane.
+          load: loads a range of steps.
+          steps: pipeline steps of the tile.
+        """
         per_slab = steps // self.config.slabs
 
         @pl.loop(0, self.config.slabs)
-        def _(slab):
-            self.await_slab(arrived, plane, row, slab)
+        def _(slab: Scalar) -> None:
+            self.wait_for_slab(arrived, plane, row, slab)
             load(slab * per_slab, (slab + 1) * per_slab)
 
-    def prefetch(self, ws, across) -> None:
-        """Has the weights of a tile copied into the cache, as far as there is place for all."""
+    def prefetch(self, ws: list[list[Ref]], cluster_n: Scalar) -> None:
+        """Prefetches the weights of a tile to the L2 cache, up to `_PREFETCHED_BYTES`."""
         tiling = self.tiling
-        slice_bytes = ITEMSIZE * tiling.tile_k * tiling.tile_n
+        k_block_bytes = ITEMSIZE * tiling.tile_k * tiling.tile_n
 
-        def prefetch_slices(q, column):
+        def prefetch_k_blocks(q: int, column: Scalar) -> None:
             w = self.ws[0][q]
             read = reader(ws[0][q], w, [0] * (w.index + 1), 0, pl.ds(column, tiling.tile_n))
 
-            @pl.loop(0, min(self.steps, _PREFETCHED_BYTES // slice_bytes))
-            def _(step):
-                along = pl.ds(step * tiling.tile_k, tiling.tile_k)
-                plgpu.async_prefetch(read(0, along))
+            @pl.loop(0, min(self.steps, _PREFETCHED_BYTES // k_block_bytes))
+            def _(step: Scalar) -> None:
+                k_block = pl.ds(step * tiling.tile_k, tiling.tile_k)
+                plgpu.async_prefetch(read(0, k_block))
 
-        self.on_result(across, prefetch_slices)
+        self.on_result(cluster_n, prefetch_k_blocks)
 
-    def await_slab(self, arrived, plane, row, slab) -> None:
-        """Waits for a slab of a tile's rows, counted from the beginning of a plane of one shard."""
+    def wait_for_slab(self, arrived: Ref, plane: Scalar, row: Scalar, slab: Scalar) -> None:
+        """Waits until a slab of all rows of a tile has arrived. Arguments: see `load_slabs`."""
         config = self.config
         rows = config.problem.m
         end = rows * (self.devices if config.tiles_span_shards else 1)
 
-        def group(row):
+        def group(row: Scalar) -> Scalar:
+            """The group of a row. Groups are counted through all shards that the tile spans."""
             within = lax.div(lax.rem(row, rows), config.rows_per_group)
             return lax.div(row, rows) * config.groups + within
 
         last_row = jnp.minimum(row + self.tiling.tile_m, end) - 1
 
         @pl.loop(group(row), group(last_row) + 1)
-        def _(number):
-            semaphore = arrived.at[semaphore_of(config, plane, number, slab)]
-            boxes = boxes_of(config, lax.rem(number, config.groups))
-            count = lax.div(boxes, config.boxes_per_message)
-            pl.semaphore_wait(semaphore, count, decrement=False)
+        def _(number: Scalar) -> None:
+            semaphore = arrived.at[semaphore_index(config, plane, number, slab)]
+            boxes = boxes_in(config, lax.rem(number, config.groups))
+            messages = lax.div(boxes, config.boxes_per_message)
+            # Other blocks wait for the same slab, so the semaphore keeps its count.
+            pl.semaphore_wait(semaphore, messages, decrement=False)

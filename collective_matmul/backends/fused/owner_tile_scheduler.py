@@ -1,13 +1,18 @@
-"""The walk over the tiles of a product that devices sum up, and who owns which of them.
+"""The tiles of a product that devices sum: in which order to compute them, and who owns which rows.
 
-Each device walks over all tiles: first those without an own row, beginning with the rows behind its
-own, then those that have some. `scatter_kernel` says what it does at each.
+Every device computes all tiles of its own product. Each row of the sum has an *owner*, the device
+that sums it; in the one-shot all-reduce every device owns all rows. For one device, a tile is
+*local* if the device owns some of its rows, and *remote* otherwise.
+
+Remote tiles come first, from the rows after the device's own on, so that their owners get them
+early and at any time every device sends to a different one. Local tiles come last, when the partial
+products of the peers have probably arrived.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,28 +22,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
-from collective_matmul.mosaic_gpu.matmul_kernel import BLOCK_AXES, Work
+from collective_matmul.mosaic_gpu.kernel_types import Ref, Scalar, TileCoord
+from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand
+from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
 
-class Strips(NamedTuple):
-    """Shared memory seen in two ways: swizzled, and as it lies there, in rows of the same size."""
+class EpilogueTiles(NamedTuple):
+    """Shared memory of epilogue tiles, seen in two ways.
 
-    swizzled: Any
-    image: Any
+    Attributes:
+      swizzled: what a warpgroup reads and writes, in the order of rows and columns.
+      raw: the same bytes as they are stored, still swizzled. Epilogue tiles travel between devices
+        like this, as contiguous memory.
+    """
 
-    def select(self, number: Any) -> Strips:
-        """Of the first dimension."""
-        return Strips(self.swizzled.at[number], self.image.at[number])
+    swizzled: Ref
+    raw: Ref
+
+    def select(self, index: Scalar) -> EpilogueTiles:
+        """Returns the tiles at an index of the first dimension."""
+        return EpilogueTiles(self.swizzled.at[index], self.raw.at[index])
 
 
-class OwnersWalk(Work):
-    """A matmul whose tiles have owners. Batches are the planes of x."""
+class OwnerTileScheduler(PersistentGemm):
+    """A GEMM whose tiles have owners. Its batches are the planes of x."""
 
-    def __init__(self, config: ReduceScatterConfig, xs, ws):
+    def __init__(self, config: ReduceScatterConfig, xs: Sequence[Any], ws: Sequence[Any]):
         problem = config.problem
         product = jax.ShapeDtypeStruct((problem.planes, problem.all_rows, problem.n), xs[0].dtype)
         x_operands = [Operand(x, 2, per_batch=1) for x in xs]
@@ -46,105 +59,142 @@ class OwnersWalk(Work):
         super().__init__(x_operands, w_operands, [product], problem.planes, 1, config.tiling)
         self.config = config
         self.problem = problem
-        # Found when the kernel runs.
+        # Offsets of the devices that get products, or sums, of this one.
+        self.receivers = range(0 if problem.kind == "one_shot" else 1, problem.devices)
+        # Set when the kernel runs.
         self.rendezvous: Any = None
 
-    def walk(self, visit) -> None:
-        """Calls ``visit(turn, batch, row, across)`` for each of this block's tiles."""
+    # The order of tiles.
+
+    def for_each_tile(self, visit: Callable[[TileCoord], None]) -> None:
+        """Calls ``visit(tile)`` for each of this block's tiles, remote ones first."""
 
         @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
-        def _(info):
-            visit(info.local_index, *self.locate(info.local_index))
+        def _(info: Any) -> None:
+            visit(self.tile_at(info.local_index))
 
-    def locate(self, turn) -> tuple[Any, Any, Any]:
-        """The batch, the row and the place across of a tile; those with own rows come last."""
+    def tile_at(self, tile_idx: Scalar) -> TileCoord:
+        """Returns this block's tile with this number."""
         config = self.config
-        index = turn * lax.axis_size("cluster") + lax.axis_index("cluster")
-        own = index >= config.remote_tiles
-        height = jnp.where(own, config.local_grid_m, config.grid_m - config.local_grid_m)
-        index = jnp.where(own, index - config.remote_tiles, index)
+        index = tile_idx * lax.axis_size("cluster") + lax.axis_index("cluster")
+        is_local = index >= config.remote_tiles
+        # Local and remote tiles have a grid each, of this height.
+        height = jnp.where(is_local, config.local_grid_m, config.grid_m - config.local_grid_m)
+        index = jnp.where(is_local, index - config.remote_tiles, index)
         batch, index = (
             lax.div(index, height * config.grid_n),
             lax.rem(index, height * config.grid_n),
         )
-        down, across = plgpu.planar_snake(
+        cluster_m, cluster_n = plgpu.planar_snake(
             index, (height, config.grid_n), 0, config.tiling.grid_tile_width
         )
+        # Rows count from the device's own on; remote rows come after them, and wrap around.
         first = lax.div(self.first_row(self.rendezvous.axis_index), config.cluster_tile_m)
-        down = lax.rem(first + jnp.where(own, 0, config.local_grid_m) + down, config.grid_m)
-        down = config.tiling.cluster[0] * down + lax.axis_index(BLOCK_AXES[0])
-        return batch, down * config.tiling.tile_m, across
+        offset = jnp.where(is_local, 0, config.local_grid_m)
+        cluster_m = lax.rem(first + offset + cluster_m, config.grid_m)
+        block_m = config.tiling.cluster[0] * cluster_m + lax.axis_index(BLOCK_AXES[0])
+        return TileCoord(tile_idx, batch, block_m * config.tiling.tile_m, cluster_n)
 
-    def foreign_turns(self) -> Any:
-        """How many of this block's tiles have no own row."""
+    def remote_tiles_of_block(self) -> Scalar:
+        """Returns the number of remote tiles that this block visits, before the local ones."""
         clusters = lax.axis_size("cluster")
         return lax.div(
             self.config.remote_tiles - lax.axis_index("cluster") + clusters - 1, clusters
         )
 
-    def blocks_with_tiles(self) -> Any:
-        """How many blocks of a device visit any tile."""
+    def blocks_with_tiles(self) -> Scalar:
+        """Returns the number of blocks of a device that visit any tile."""
         clusters = min(self.cluster_tiles, lax.axis_size("cluster"))
         return clusters * math.prod(self.tiling.cluster)
 
-    def first_step(self, turn) -> Any:
-        """How many steps come before a tile's: those with own rows take more."""
-        own = jnp.maximum(turn - self.foreign_turns(), 0)
-        return turn * self.steps + own * self.config.partial_steps
+    def first_step(self, tile_idx: Scalar) -> Scalar:
+        """Returns the number of pipeline steps before those of a tile.
 
-    def first_row(self, owner) -> Any:
-        """Of those that a device owns."""
+        A local tile takes more steps than a remote one: they bring partial products of the peers.
+        """
+        local_tiles = jnp.maximum(tile_idx - self.remote_tiles_of_block(), 0)
+        return tile_idx * self.steps + local_tiles * self.config.partial_steps
+
+    # Who owns what.
+
+    def first_row(self, owner: Scalar) -> Scalar:
+        """Returns the first row that a device owns."""
         return 0 if self.problem.kind == "one_shot" else owner * self.problem.m
 
-    def owns(self, owner, row) -> Any:
-        """Whether a device owns rows of the block's tile at `row`."""
+    def owns(self, owner: Scalar, row: Scalar) -> Scalar:
+        """Returns whether a device owns rows of the block's tile that begins at `row`."""
         first = self.first_row(owner)
         return (row < first + self.problem.m) & (row + self.tiling.tile_m > first)
 
-    def number(self, owner, batch, row, across) -> Any:
-        """Which of an owner's tiles this is."""
-        down = lax.div(jnp.maximum(row - self.first_row(owner), 0), self.tiling.tile_m)
-        across = self.tiling.cluster[1] * across + lax.axis_index(BLOCK_AXES[1])
-        return (batch * self.config.row_tiles + down) * self.config.column_tiles + across
+    def local_tile_index(self, owner: Scalar, tile: TileCoord) -> Scalar:
+        """Returns the index of a tile among those that are local to its owner."""
+        m_index = lax.div(jnp.maximum(tile.row - self.first_row(owner), 0), self.tiling.tile_m)
+        n_index = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
+        return (tile.batch * self.config.row_tiles + m_index) * self.config.column_tiles + n_index
 
-    def column(self, across) -> Any:
-        """Where a tile begins."""
-        across = self.tiling.cluster[1] * across + lax.axis_index(BLOCK_AXES[1])
-        return across * self.tiling.tile_n
-
-    # What owners have of a consumer's part of a tile, which begins at a row and column.
+    def first_column(self, tile: TileCoord) -> Scalar:
+        """Returns the first column of the block's tile."""
+        block_n = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
+        return block_n * self.tiling.tile_n
 
     @property
-    def in_boxes(self) -> bool:
-        """Whether a part of a tile has rows of several owners, each in a box of its own."""
+    def warpgroup_tile_spans_owners(self) -> bool:
+        """Whether a consumer's part of a tile has the rows of several owners."""
         return self.problem.kind != "one_shot" and self.problem.m < self.tiling.warpgroup_tile[0]
 
-    def blocks(self, strip, plane, owner, row, column) -> Iterator[tuple[Any, Any, Any]]:
-        """What an owner may get of a strip's image, where in its plane, and whether it gets that.
+    def regions_for(
+        self, tile: EpilogueTiles, plane: Ref, owner: Scalar, row: Scalar, column: Scalar
+    ) -> Iterator[tuple[Ref, Ref, Scalar]]:
+        """Yields what of an epilogue tile an owner gets.
 
-        A copy's size is fixed when it is compiled. So there is one for each number of rows that an
-        owner may get: all of the part's, or what whole parts leave of its own.
+        The size of a copy is static. So there is one copy for each number of rows that an owner may
+        get: all of the epilogue tile, or the rest that whole epilogue tiles leave of its rows.
+
+        Args:
+          tile: the epilogue tile.
+          plane: to store it in, [n / epilogue_tile_n, m, epilogue_tile_n].
+          owner: of rows of it.
+          row: first row of the epilogue tile in the product.
+          column: first column.
+
+        Yields:
+          The region of the tile, where it belongs in the plane, and whether it is to be copied.
         """
-        rows, part = self.problem.m, self.tiling.warpgroup_tile[0]
+        rows, tile_rows = self.problem.m, self.tiling.warpgroup_tile[0]
         first = self.first_row(owner)
+        # Rows of the epilogue tile above the owner's, and the owner's rows above the epilogue tile.
         above, below = jnp.maximum(first - row, 0), jnp.maximum(row - first, 0)
-        count = jnp.minimum(rows - below, part - above)
-        place = plane.at[lax.div(column, self.tiling.epilogue_tile_n)]
-        for height in (part if rows >= part else 0, rows % part):
+        count = jnp.minimum(rows - below, tile_rows - above)
+        to = plane.at[lax.div(column, self.tiling.epilogue_tile_n)]
+        for height in (tile_rows if rows >= tile_rows else 0, rows % tile_rows):
             if height:
-                block, there = strip.image.at[pl.ds(above, height)], place.at[pl.ds(below, height)]
-                yield block, there, (count == height) & (column < self.problem.n)
+                region, place = tile.raw.at[pl.ds(above, height)], to.at[pl.ds(below, height)]
+                yield region, place, (count == height) & (column < self.problem.n)
 
-    def box(self, strip, plane, row, column) -> tuple[Any, Any, Any]:
-        """What of a strip this device owns, where in its plane of the result that goes, or not."""
-        first, rows = self.first_row(self.rendezvous.axis_index), self.tiling.warpgroup_tile[0]
+    def local_region(
+        self, tile: Ref, plane: Ref, row: Scalar, column: Scalar
+    ) -> tuple[Ref, Ref, Scalar]:
+        """Returns what of an epilogue tile this device owns.
+
+        Args:
+          tile: the epilogue tile, swizzled.
+          plane: to store it in, [m, n].
+          row: first row of the epilogue tile in the product.
+          column: first column.
+
+        Returns:
+          The region of the tile, where it belongs in the plane, and whether it is to be copied.
+        """
+        first = self.first_row(self.rendezvous.axis_index)
+        tile_rows = self.tiling.warpgroup_tile[0]
         columns = pl.ds(column, self.tiling.epilogue_tile_n)
-        # Left to the copy engine, columns beyond the end would be stored if there is one strip.
+        # TMA leaves out columns beyond the end only if there are several epilogue tiles: see
+        # `PersistentGemm.store_epilogue_tile`.
         within = column < self.problem.n
-        if self.in_boxes:
-            within &= (first >= row) & (first < row + rows)
-            box = strip.at[pl.ds(jnp.where(within, first - row, 0), self.problem.m)]
-            return box, plane.at[pl.ds(0, self.problem.m), columns], within
+        if self.warpgroup_tile_spans_owners:
+            within &= (first >= row) & (first < row + tile_rows)
+            region = tile.at[pl.ds(jnp.where(within, first - row, 0), self.problem.m)]
+            return region, plane.at[pl.ds(0, self.problem.m), columns], within
         within &= (row >= first) & (row < first + self.problem.m)
         start = jnp.where(within, row - first, 0)
-        return strip, plane.at[pl.ds(start, rows), columns], within
+        return tile, plane.at[pl.ds(start, tile_rows), columns], within

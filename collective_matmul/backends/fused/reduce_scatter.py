@@ -21,7 +21,7 @@ from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
     ReduceScatterProblem,
 )
-from collective_matmul.backends.fused.reduce_scatter_kernel import Scattering
+from collective_matmul.backends.fused.reduce_scatter_kernel import GemmReduceScatter
 from collective_matmul.backends.fused.reduce_scatter_search import (
     candidate_all_reduce_configs,
     candidate_reduce_scatter_configs,
@@ -267,8 +267,8 @@ def _shared_launch(
             y_axes = axes if problem.kind == "scatter" else replicated
             y = empty(y_axes, problem.planes, problem.m, problem.n)
         partials = empty(axes, problem.planes * config.sources, *blocked)
-        work = Scattering(config, race_delays, xs, ws)
-        kernel = work.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
+        gemm = GemmReduceScatter(config, race_delays, xs, ws)
+        kernel = gemm.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
         y = kernel(workspace_pointers(axis_name), *xs, *ws)[0]
         return in_rows(y, config.tiling.swizzle) if problem.kind == "two_shot" else y
 

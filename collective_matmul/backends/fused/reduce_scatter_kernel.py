@@ -1,402 +1,358 @@
-"""Kernels that sum products over devices while they multiply.
+"""The fused matmul and reduce-scatter, or all-reduce: one kernel sums products over devices.
 
 ``y = reduce_scatter(sum over p of xs[p] @ ws[p])``, or ``all_reduce`` of it
 
-One launch of the persistent matmul of `matmul_kernel`. Peers' memory is addressed directly.
+This is one launch of the persistent GEMM of `matmul_kernel`. Stores go directly to the memory of
+peers. Each device owns some rows of the sum; `owner_tile_scheduler` says which tiles are remote and
+which are local.
 
-The algorithm, on device d of D, each of which owns some rows of the sum:
+The algorithm, on device d of D:
 
-1. The tiles without an own row are walked first, beginning with the rows behind the device's own,
-   so that at any time every device sends to another one. Consumers round the product of a tile and
-   store it in the memory of its owner, who keeps one array of partial products for each peer.
-2. They do so strip by strip while the first steps of the next tile are multiplied: all at once, the
-   stores would fill the links, and the producer's copies wait behind them. When they have ended, a
-   semaphore of the tile is counted up at the owner.
-3. The tiles with own rows come last. When such a tile is multiplied its producer waits until all
-   peers have counted, and passes their partial products to the consumers through the same stages
-   as the slices before. The consumers add them to the accumulator in float32, always in the same
-   order, round once and store the sum. No pass of its own adds anything.
+1. Remote tiles come first. The MMA warpgroups round the product of a tile and store it at its
+   owner, which has one array of partial products for each peer.
+2. They store it epilogue tile by epilogue tile while the first steps of the next tile are
+   multiplied (see `reduce_scatter_sender`). When the stores have completed they add one to the
+   owner's semaphore of that tile.
+3. Local tiles come last. After the k-blocks of a local tile, the load warpgroup waits until all
+   peers have signalled the tile, and passes their partial products through the same stages. The
+   MMA warpgroups add them to the accumulator in float32, always in the same order, round once and
+   store the sum. No separate pass adds anything.
 
-Where a tile is higher than what one device owns, its rows are *shared* by several owners, who all
-have it among their own tiles: they send the other owners' rows of it before they sum theirs.
+If a tile is higher than what one device owns, it spans owners (`tiles_span_owners`). It is local to
+all of them: each sends the other owners' rows of it before it sums its own.
 
-An all-reduce of more than a few rows takes two steps: it is the same with the rows dealt out, and
-sums are stored in the results of all devices. A small one takes one shot: every device owns all
-rows, and sends its rounded products to all devices, itself included. All add them in the order of
-the devices, so that their sums are the same bits.
+An all-reduce is two-shot or one-shot:
 
-What goes to peers goes in contiguous blocks, images of swizzled shared memory: their copies take
-plain addresses, which peers tell when they come to the launch (`rendezvous`). Copies of other boxes
-take descriptors, which the host makes.
+- Two-shot: the same as above, but the sums are stored in the results of all devices.
+- One-shot, for few rows: every device owns all rows, and sends its rounded products to all devices,
+  also to itself. All add them in the order of device indices, so all get the same bits.
 
-No device waits at the start. While the first tile is multiplied its producer waits for all peers:
-their buffers are free then, and the semaphores, which every launch gets anew, zero. No kernel ends
-before all stores to its device have been counted. Nobody waits for a tile whose sender waits for
-another one: sends come before any wait, but for shared tiles, which all their owners
-walk over with the same blocks in the same order. All blocks are resident at once: there are as many
-as fit, and clusters of two, which fit everywhere.
+Invariants:
+
+- No device waits at the start. The load warpgroup waits for the rendezvous after the first tile's
+  k-blocks, and the MMA warpgroups before they store anything to peers. Then the peers' arrays are
+  free, and their semaphores are zero, since every launch gets new ones.
+- No kernel ends before all stores to its device have been counted: partial products by the local
+  tiles that wait for them; sums of the two-shot all-reduce by block 0, at the end.
+- No deadlock: a tile is sent before its sender waits for anybody, and all blocks are resident, one
+  for each multiprocessor, in clusters of at most two. Tiles that span owners are sent by devices
+  that may wait for earlier ones of them; but all their owners visit these in the same order, with
+  the same blocks.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.backends.fused.owner_tile_scheduler import OwnersWalk, Strips
+from collective_matmul.backends.fused.owner_tile_scheduler import EpilogueTiles, OwnerTileScheduler
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
-from collective_matmul.mosaic_gpu.matmul_kernel import block_index_and_count
+from collective_matmul.backends.fused.reduce_scatter_sender import (
+    ARRIVED,
+    SUMS,
+    ConsumerPart,
+    ReducedArrays,
+    TileSender,
+)
+from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
-from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
+from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS
 
 # Its annotations are narrower than what it takes and exports.
 plgpu: Any = mosaic_gpu
 
-# The numbers of the arrays that peers store to.
-_SUMS, _PARTIALS, _ARRIVED = range(3)
 
-# Of a tile's strips, one is sent in so many steps of the next tile: in about this time all
-# multiprocessors' strips pass the links.
-_STRIP_STEPS = 12
+class GemmReduceScatter(OwnerTileScheduler):
+    """The body of the kernel."""
 
+    def __init__(
+        self,
+        config: ReduceScatterConfig,
+        race_delays: bool,
+        xs: Sequence[Any],
+        ws: Sequence[Any],
+    ):
+        """Describes the kernel.
 
-class Part(NamedTuple):
-    """A consumer's part of every tile, and what it goes to.
-
-    Attributes:
-      consumer: its number.
-      below: rows of the tile above the part.
-      right: columns of the tile before the part.
-      strips: the shared memory that its products and sums are sent from.
-      y: the sums.
-      partials: partial products of peers.
-      arrived: counts them.
-    """
-
-    consumer: Any
-    below: Any
-    right: Any
-    strips: Strips
-    y: Any
-    partials: Any
-    arrived: Any
-
-
-class Scattering(OwnersWalk):
-    """The kernel's body."""
-
-    def __init__(self, config: ReduceScatterConfig, delays: bool, xs, ws):
+        Args:
+          config: how it runs.
+          race_delays: whether consumers wait for random times before they send. For tests.
+          xs: each [planes, all rows, k_p].
+          ws: each [1, k_p, n], or transposed.
+        """
         super().__init__(config, xs, ws)
-        self.delays = delays
-        # Found in `run`: tells the consumers that all peers have come.
-        self.met: Any = None
-        # The memory of x's stages as strips of partial products, which the first of each comes in.
-        self.incoming = Strips(None, None)
-        first = 0 if config.problem.kind == "one_shot" else 1
-        self.receivers = range(first, config.problem.devices)
+        self.race_delays = race_delays
+        # Set in `run`: the barrier that tells the MMA warpgroups that all peers have entered the
+        # launch, and the memory of the x stages seen as epilogue tiles. A partial product is loaded
+        # to the first epilogue tile of a stage.
+        self.peers_ready: Any = None
+        self.incoming = EpilogueTiles(None, None)
 
-    def run(self, words, *refs) -> None:
-        """What every warpgroup of every block runs; words: see `workspace_pointers`."""
+    def run(self, workspace_pointers: Ref, *refs: Ref) -> None:
+        """Executes one warpgroup; refs are the xs, the ws, the result, and the partial products."""
         terms = len(self.xs)
         xs, ws, (y, partials) = refs[:terms], [[w] for w in refs[terms : 2 * terms]], refs[-2:]
-        # The last one counts the blocks of peers that have stored all their sums here.
+        # The last semaphore counts the warpgroups of peers that have stored all their sums here.
         count = self.config.local_tiles + 1
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        # Every operand has one plane, or its planes are found without an index.
+        # The weights have one plane, and planes of the xs are found from the batch alone.
         indices = [0] * (2 * terms + 1)
+        arrays = ReducedArrays(y, partials, arrived)
         self.rendezvous = Rendezvous(
-            words, self.problem.devices, block_index_and_count(), (y, partials, arrived)
+            workspace_pointers, self.problem.devices, block_index_and_count(), arrays
         )
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
-        def _(**scratch):
-            scratch["x_slices"], *incoming = scratch["x_slices"]
-            self.incoming = Strips(*incoming)
-            scratch["strips"] = Strips(*scratch["strips"])
-            self.met = scratch["met"]
-            operands, results = (xs, partials, arrived), (y, partials, arrived)
-            self.play(indices, operands, ws, results, scratch)
+        def _(**scratch: Any) -> None:
+            scratch["x_stages"], *incoming = scratch["x_stages"]
+            self.incoming = EpilogueTiles(*incoming)
+            scratch["store_tiles"] = EpilogueTiles(*scratch["store_tiles"])
+            self.peers_ready = scratch["peers_ready"]
+            self.run_warpgroup(Operands(indices, (xs, arrays), ws), arrays, scratch)
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
-        """That of a matmul; also the images of what goes to peers and of what comes from them."""
+        """Returns that of a GEMM; stages and store tiles also have a raw view."""
         memory, tiling = super().shared_memory(dtype), self.tiling
-        strip = tiling.tile_m, tiling.epilogue_tile_n
-        incoming = tiling.max_concurrent_steps, tiling.tile_k // tiling.epilogue_tile_n, *strip
-        x_slices, strips = memory["x_slices"], memory["strips"]
+        epilogue_tile = tiling.tile_m, tiling.epilogue_tile_n
+        per_stage = tiling.tile_k // tiling.epilogue_tile_n
+        incoming = tiling.max_concurrent_steps, per_stage, *epilogue_tile
+        x_stages, store_tiles = memory["x_stages"], memory["store_tiles"]
 
-        def image(shape: tuple[int, ...]) -> Any:
+        def raw(shape: tuple[int, ...]) -> Any:
             return plgpu.SMEM(shape, dtype)
 
-        swizzled = plgpu.SMEM(incoming, dtype, transforms=strips.transforms)
+        swizzled = plgpu.SMEM(incoming, dtype, transforms=store_tiles.transforms)
         return memory | {
-            "x_slices": plgpu.RefUnion(x_slices, swizzled, image(incoming)),
-            "strips": plgpu.RefUnion(strips, image(strips.shape)),
+            "x_stages": plgpu.RefUnion(x_stages, swizzled, raw(incoming)),
+            "store_tiles": plgpu.RefUnion(store_tiles, raw(store_tiles.shape)),
         }
 
     def barriers(self) -> dict[str, Any]:
-        """Those of a matmul, and what tells consumers that they may store to peers."""
-        return super().barriers() | {"met": plgpu.Barrier()}
+        """Returns those of a GEMM, and the one that tells consumers that peers are ready."""
+        return super().barriers() | {"peers_ready": plgpu.Barrier()}
 
     @property
-    def strip_swizzle(self) -> int:
-        """That of the stages, which images of strips are loaded to."""
+    def epilogue_swizzle(self) -> int:
+        """Bytes over which epilogue tiles are swizzled: as stages, which raw ones are loaded to."""
         return self.tiling.swizzle
 
-    # The producer.
+    # The load warpgroup.
 
-    def produce(self, operands, stages) -> None:
-        """Fills the stages; one block waits for the sums that peers store here."""
+    def load_tiles(self, operands: Operands, stages: Stages) -> None:
+        """Loads the k-blocks and the partial products of all tiles."""
         self.rendezvous.publish()
-        super().produce(operands, stages)
+        super().load_tiles(operands, stages)
         if self.problem.kind == "two_shot":
-            _, (_, _, arrived), _ = operands
+            _, arrays = operands.xs
 
+            # The kernel must not end before the sums of all peers are here: one block waits.
             @pl.when(block_index_and_count()[0] == 0)
-            def _():
+            def _() -> None:
                 count = (self.problem.devices - 1) * self.blocks_with_tiles() * CONSUMERS
-                pl.semaphore_wait(arrived.at[self.config.local_tiles], count, decrement=False)
+                semaphore = arrays.arrived.at[self.config.local_tiles]
+                pl.semaphore_wait(semaphore, count, decrement=False)
 
-    def load_tile(self, operands, stages, turn, batch, row, across) -> None:
-        """Copies all slices that a tile is the product of, and what peers add to it."""
-        indices, (xs, partials, arrived), ws = operands
-        super().load_tile((indices, xs, ws), stages, turn, batch, row, across)
+    def load_tile(
+        self, operands: Operands, stages: Stages, tile: TileCoord, in_parts: Any = None
+    ) -> None:
+        """Loads all k-blocks that a tile is the product of, and the partial products of peers."""
+        indices, (xs, arrays), ws = operands
+        super().load_tile(Operands(indices, xs, ws), stages, tile, in_parts)
 
-        @pl.when(turn == 0)
-        def _():
+        # The k-blocks of the first tile are on their way: only now it is time to wait.
+        @pl.when(tile.tile_idx == 0)
+        def _() -> None:
             self.rendezvous.wait_for_peers()
-            plgpu.barrier_arrive(self.met)
+            plgpu.barrier_arrive(self.peers_ready)
 
-        @pl.when(turn >= self.foreign_turns())
-        def _():
-            self.load_partials(partials, arrived, stages, turn, batch, row, across)
+        @pl.when(tile.tile_idx >= self.remote_tiles_of_block())
+        def _() -> None:
+            self.load_partials(arrays, stages, tile)
 
-    def load_partials(self, partials, arrived, stages, turn, batch, row, across) -> None:
-        """Copies the partial products of an own tile, slice by slice, as `collect` takes them."""
+    def load_partials(self, arrays: ReducedArrays, stages: Stages, tile: TileCoord) -> None:
+        """Loads the partial products of a local tile, in the order in which they are added.
+
+        That is the order of `add_partials`: by epilogue tile, then by source, then by consumer if
+        the consumers divide the columns.
+        """
         config, tiling = self.config, self.tiling
         width = tiling.epilogue_tile_n
-        _, _, filled, consumed = stages
-        me = self.rendezvous.axis_index
-        # Of a cluster's blocks, maybe only one has own rows; but they fill their stages together.
-        here = self.owns(me, row)
-        first = self.first_row(me)
+        axis_index = self.rendezvous.axis_index
+        # Maybe only one block of a cluster has rows of this device. But all its blocks go through
+        # the same steps: their `empty` barriers count arrivals of the whole cluster.
+        has_rows = self.owns(axis_index, tile.row)
+        first = self.first_row(axis_index)
 
-        @pl.when(here)
-        def _():
-            semaphore = arrived.at[self.number(me, batch, row, across)]
+        @pl.when(has_rows)
+        def _() -> None:
+            semaphore = arrays.arrived.at[self.local_tile_index(axis_index, tile)]
             pl.semaphore_wait(semaphore, config.sources * CONSUMERS, decrement=False)
 
         @pl.loop(0, config.partial_steps)
-        def _(step):
-            slot = self.slot(turn, self.steps + step)
+        def _(step: Scalar) -> None:
+            stage = self.stage(tile.tile_idx, self.steps + step)
+            number = self.first_step(tile.tile_idx) + self.steps + step
 
-            @pl.when(self.first_step(turn) + self.steps + step >= tiling.max_concurrent_steps)
-            def _():
-                plgpu.barrier_wait(consumed.at[slot])
+            @pl.when(number >= tiling.max_concurrent_steps)
+            def _() -> None:
+                plgpu.barrier_wait(stages.empty.at[stage])
 
             half = lax.rem(step, config.halves)
             source = lax.rem(lax.div(step, config.halves), config.sources)
-            chunk = lax.div(step, config.halves * config.sources)
-            column = self.column(across) + half * tiling.warpgroup_tile[1] + chunk * width
-            plane = source * config.problem.planes + batch
-            blocks = partials.at[plane, lax.div(column, width)]
+            epilogue_tile = lax.div(step, config.halves * config.sources)
+            column = self.first_column(tile) + half * tiling.warpgroup_tile[1]
+            column += epilogue_tile * width
+            plane = source * config.problem.planes + tile.batch
+            partial = arrays.partials.at[plane, lax.div(column, width)]
 
-            @pl.when(here)
-            def _():
-                rows, place = tiling.tile_m, self.incoming.image.at[slot, 0]
+            @pl.when(has_rows)
+            def _() -> None:
+                rows, to = tiling.tile_m, self.incoming.raw.at[stage, 0]
                 if self.problem.m < rows:
-                    # The stage keeps what it had in all other rows: they are not stored.
+                    # The other rows of the stage keep old values, of which no sums are stored.
                     rows = self.problem.m
-                    place = place.at[pl.ds(first - row, rows)]
-                start = jnp.maximum(row - first, 0)
-                plgpu.copy_gmem_to_smem(blocks.at[pl.ds(start, rows)], place, filled.at[slot])
+                    to = to.at[pl.ds(first - tile.row, rows)]
+                start = jnp.maximum(tile.row - first, 0)
+                plgpu.copy_gmem_to_smem(partial.at[pl.ds(start, rows)], to, stages.full.at[stage])
 
-            @pl.when(jnp.logical_not(here))
-            def _():
-                plgpu.barrier_arrive(filled.at[slot])
+            @pl.when(jnp.logical_not(has_rows))
+            def _() -> None:
+                plgpu.barrier_arrive(stages.full.at[stage])
 
-            # In place of a slice of w.
-            plgpu.barrier_arrive(filled.at[slot])
+            # The second arrival, in place of that of a k-block of w.
+            plgpu.barrier_arrive(stages.full.at[stage])
 
-    # The consumers.
+    # The MMA warpgroups.
 
-    def consume(self, indices, consumer, stages, strips, results) -> None:
-        """Multiplies this consumer's part of each tile; sends it to its owners or sums it up."""
+    def run_mma_warpgroup(
+        self,
+        indices: Ref,
+        consumer: Scalar,
+        stages: Stages,
+        store_tiles: EpilogueTiles,
+        outs: ReducedArrays,
+    ) -> None:
+        """Executes one MMA warpgroup: multiplies its part of each tile, and sends or sums it."""
         del indices
         config = self.config
         rows, columns = self.tiling.warpgroup_tile
-        below = consumer * rows if self.tiling.wg_dimension == "m" else 0
-        right = consumer * columns if self.tiling.wg_dimension == "n" else 0
-        part = Part(consumer, below, right, strips.select(consumer), *results)
-        slices = pl.ds(below, rows), pl.ds(right, columns)
+        row_offset = consumer * rows if self.tiling.wg_dimension == "m" else 0
+        column_offset = consumer * columns if self.tiling.wg_dimension == "n" else 0
+        part = ConsumerPart(consumer, row_offset, column_offset, store_tiles.select(consumer), outs)
+        sender = TileSender(self, part, self.race_delays)
+        ranges = pl.ds(row_offset, rows), pl.ds(column_offset, columns)
 
-        def visit(turn, batch, row, across):
+        def visit(tile: TileCoord) -> None:
+            tile_idx = tile.tile_idx
+
             @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
-            def _(accumulator):
-                multiply = functools.partial(self.multiply, accumulator, turn, *slices, stages)
-                begun = self.send_before(turn, part, multiply)
-                multiply((begun, self.steps))
+            def _(accumulator: Ref) -> None:
+                mma = functools.partial(self.mma, accumulator, tile_idx, *ranges, stages)
+                steps_done = sender.send_previous_tile(tile_idx, mma)
+                mma((steps_done, self.steps))
                 product = accumulator[...]
-                plgpu.barrier_arrive(stages[3].at[self.slot(turn, self.steps - 1)])
-                pl.when(turn == 0)(functools.partial(plgpu.barrier_wait, self.met))
-                own = turn >= self.foreign_turns()
+                plgpu.barrier_arrive(stages.empty.at[self.stage(tile_idx, self.steps - 1)])
+                # Nothing is sent before this: the first tile sends nothing while it is multiplied.
+                pl.when(tile_idx == 0)(functools.partial(plgpu.barrier_wait, self.peers_ready))
+                is_local = tile_idx >= self.remote_tiles_of_block()
 
-                @pl.when(jnp.logical_not(own) | config.tiles_span_owners)
-                def _():
-                    self.keep(product, part)
+                @pl.when(jnp.logical_not(is_local) | config.tiles_span_owners)
+                def _() -> None:
+                    self.round_product(product, part)
 
-                @pl.when(own)
-                def _():
+                @pl.when(is_local)
+                def _() -> None:
                     if config.tiles_span_owners:
-                        self.send(part, batch, row, across)
-                    self.collect(product, turn, part, batch, row, across, stages)
+                        # Before any wait for peers' partial products: theirs may wait for this.
+                        sender.send_tile(tile)
+                    self.add_partials(product, part, tile, stages)
 
-        self.walk(visit)
-        self.on_foreign(self.turns() - 1, functools.partial(self.send, part))
+        self.for_each_tile(visit)
+        # The last tile has no next one during which it would be sent.
+        sender.on_remote_tile(self.tiles_of_block() - 1, sender.send_tile)
         plgpu.wait_smem_to_gmem(0)
         if self.problem.kind == "two_shot":
 
-            @pl.when(self.turns() > 0)
-            def _():
-                peer_buffers = [
-                    self.rendezvous.peer_buffer(_ARRIVED, offset) for offset in self.receivers
-                ]
-                signal_peers(part.arrived.at[config.local_tiles], peer_buffers, WARPGROUP)
+            @pl.when(self.tiles_of_block() > 0)
+            def _() -> None:
+                peers = [self.rendezvous.peer_buffer(ARRIVED, o) for o in self.receivers]
+                signal_peers(part.arrays.arrived.at[config.local_tiles], peers, WARPGROUP)
 
-    def keep(self, product, part: Part) -> None:
-        """Rounds a part's product to strips, which it is sent from."""
+    def round_product(self, product: jax.Array, part: ConsumerPart) -> None:
+        """Rounds a part's product to the store tiles, which it is sent from later."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number in range(self.tiling.epilogue_tiles_per_warpgroup):
-            self.fill(part.strips.select(number), product, number)
+            self.fill_store_tile(part.store_tiles.select(number), product, number)
         plgpu.commit_smem()
 
-    def fill(self, strip: Strips, value, number: int) -> None:
-        """Rounds some columns of a value to a strip."""
+    def fill_store_tile(self, store_tile: EpilogueTiles, value: jax.Array, number: int) -> None:
+        """Rounds the columns of one epilogue tile, by its number, of a value to a store tile."""
         width = self.tiling.epilogue_tile_n
-        rounded = value[:, number * width : (number + 1) * width].astype(strip.swizzled.dtype)
-        strip.swizzled[...] = rounded
+        rounded = value[:, number * width : (number + 1) * width]
+        store_tile.swizzled[...] = rounded.astype(store_tile.swizzled.dtype)
 
-    def send_before(self, turn, part: Part, multiply) -> Any:
-        """Sends the tile before this one, strip by strip, while the first steps are multiplied.
+    # Summing local tiles.
 
-        All at once they would fill the links, and the copies of slices wait behind them.
+    def add_partials(
+        self, product: jax.Array, part: ConsumerPart, tile: TileCoord, stages: Stages
+    ) -> None:
+        """Adds the partial products of peers to a local tile's part, and stores the sum.
 
-        Returns:
-          How many steps those are.
+        The order of the terms does not depend on timing: the result has the same bits every time.
         """
-        if not self.config.remote_tiles:
-            return 0
-        count = self.tiling.epilogue_tiles_per_warpgroup
-        pace = min(self.steps // (count + 2), _STRIP_STEPS)
-
-        @pl.loop(0, count)
-        def _(number):
-            multiply((number * pace, (number + 1) * pace))
-            self.on_foreign(turn - 1, functools.partial(self.send_strip, part, number))
-
-        multiply((count * pace, (count + 1) * pace))
-        self.on_foreign(turn - 1, functools.partial(self.count_tile, part))
-        return (count + 1) * pace
-
-    def on_foreign(self, turn, act) -> None:
-        """Calls `act` with the place of a turn's tile, if there is one and it has no own row."""
-        if self.config.remote_tiles:
-
-            @pl.when((turn >= 0) & (turn < self.foreign_turns()))
-            def _():
-                act(*self.locate(turn))
-
-    def send(self, part: Part, batch, row, across) -> None:
-        """Sends what is kept to the owners of a tile, and counts it there."""
-
-        @pl.loop(0, self.tiling.epilogue_tiles_per_warpgroup)
-        def _(number):
-            self.send_strip(part, number, batch, row, across)
-
-        self.count_tile(part, batch, row, across)
-
-    def send_strip(self, part: Part, number, batch, row, across) -> None:
-        """Starts to store a strip of a tile where its owners sum it up."""
-        devices, planes = self.problem.devices, self.problem.planes
-        column = self.column(across) + part.right + number * self.tiling.epilogue_tile_n
-        if self.delays:
-            delay_warpgroup(
-                race_delay_steps(
-                    self.rendezvous.axis_index,
-                    batch + row + part.below + column,
-                    block_index_and_count()[0],
-                )
-            )
-        strip = part.strips.select(number)
-        for offset in self.receivers:
-            one_shot = self.problem.kind == "one_shot"
-            source = self.rendezvous.axis_index if one_shot else devices - offset - 1
-            plane, owner = (
-                part.partials.at[source * planes + batch],
-                self.rendezvous.peer_index(offset),
-            )
-            peer_buffer = self.rendezvous.peer_buffer(_PARTIALS, offset)
-            for box, place, has_it in self.blocks(strip, plane, owner, row + part.below, column):
-                async_remote_store(box, place, peer_buffer, has_it, scope=WARPGROUP)
-        plgpu.commit_smem_to_gmem_group()
-
-    def count_tile(self, part: Part, batch, row, across) -> None:
-        """Counts a tile at its owners, once this consumer's part of it is stored there."""
-        plgpu.wait_smem_to_gmem(0)
-
-        @pl.loop(self.receivers.start, self.receivers.stop)
-        def _(offset):
-            owner = self.rendezvous.peer_index(offset)
-
-            @pl.when(self.owns(owner, row))
-            def _():
-                semaphore = part.arrived.at[self.number(owner, batch, row, across)]
-                signal_peers(semaphore, [self.rendezvous.peer_buffer(_ARRIVED, offset)], WARPGROUP)
-
-    def collect(self, product, turn, part: Part, batch, row, across, stages) -> None:
-        """Adds what the stages bring to an own tile's part, and stores the sum."""
         config, width = self.config, self.tiling.epilogue_tile_n
-        _, _, filled, consumed = stages
-        rows = pl.ds(part.below, self.tiling.warpgroup_tile[0])
+        rows = pl.ds(part.row_offset, self.tiling.warpgroup_tile[0])
 
-        for chunk in range(config.tiling.epilogue_tiles_per_warpgroup):
-            value = product[:, chunk * width : (chunk + 1) * width]
+        for number in range(config.tiling.epilogue_tiles_per_warpgroup):
+            value = product[:, number * width : (number + 1) * width]
             for source in range(config.sources):
-                step = self.steps + (chunk * config.sources + source) * config.halves
-                slots = [self.slot(turn, step + half) for half in range(config.halves)]
-                for slot in slots:
-                    plgpu.barrier_wait(filled.at[slot])
-                mine = self.slot(turn, step + (part.consumer if config.halves > 1 else 0))
-                partial = self.incoming.swizzled[mine, 0, rows, :].astype(jnp.float32)
-                starts = self.problem.kind == "one_shot" and source == 0
-                value = partial if starts else value + partial
-                # What is copied here next must not overtake the reads of this warpgroup.
+                # A step for each half of the columns; both consumers wait for and free both.
+                step = self.steps + (number * config.sources + source) * config.halves
+                halves = [self.stage(tile.tile_idx, step + half) for half in range(config.halves)]
+                for stage in halves:
+                    plgpu.barrier_wait(stages.full.at[stage])
+                own_half = part.consumer if config.halves > 1 else 0
+                own_stage = self.stage(tile.tile_idx, step + own_half)
+                partial = self.incoming.swizzled[own_stage, 0, rows, :].astype(jnp.float32)
+                # In the one-shot all-reduce, this device's product is among the partial ones.
+                starts_sum = self.problem.kind == "one_shot" and source == 0
+                value = partial if starts_sum else value + partial
+                # The next TMA copy to this stage must not overtake the reads of this warpgroup.
                 plgpu.commit_smem()
-                for slot in slots:
-                    plgpu.barrier_arrive(consumed.at[slot])
-            strip = part.strips.select(chunk)
-            self.await_strip(chunk)
-            self.fill(strip, value, 0)
+                for stage in halves:
+                    plgpu.barrier_arrive(stages.empty.at[stage])
+            store_tile = part.store_tiles.select(number)
+            self.wait_for_store_tile(number)
+            self.fill_store_tile(store_tile, value, 0)
             plgpu.commit_smem()
-            column = self.column(across) + part.right + chunk * width
-            self.store_sum(strip, part.y, batch, row + part.below, column)
+            column = self.first_column(tile) + part.column_offset + number * width
+            self.store_sum(store_tile, part, tile, column)
 
-    def store_sum(self, strip: Strips, y, batch, row, column) -> None:
-        """Starts to copy a strip of sums to where it belongs."""
+    def store_sum(
+        self, store_tile: EpilogueTiles, part: ConsumerPart, tile: TileCoord, column: Scalar
+    ) -> None:
+        """Starts to store an epilogue tile of sums: in y, or in y of all devices for "two_shot"."""
+        y, row = part.arrays.y, tile.row + part.row_offset
         if self.problem.kind == "two_shot":
-            me = self.rendezvous.axis_index
-            plane = y.at[batch * self.problem.devices + me]
+            axis_index = self.rendezvous.axis_index
+            plane = y.at[tile.batch * self.problem.devices + axis_index]
             for offset in (0, *self.receivers):
-                peer_buffer = self.rendezvous.peer_buffer(_SUMS, offset)
-                for box, place, has_it in self.blocks(strip, plane, me, row, column):
-                    async_remote_store(box, place, peer_buffer, has_it, scope=WARPGROUP)
+                peer_buffer = self.rendezvous.peer_buffer(SUMS, offset)
+                regions = self.regions_for(store_tile, plane, axis_index, row, column)
+                for region, place, has_it in regions:
+                    async_remote_store(region, place, peer_buffer, has_it, scope=WARPGROUP)
         else:
-            box, place, has_it = self.box(strip.swizzled, y.at[batch], row, column)
-            plgpu.copy_smem_to_gmem(box, place, has_it, commit_group=False)
+            plane = y.at[tile.batch]
+            region, place, has_it = self.local_region(store_tile.swizzled, plane, row, column)
+            plgpu.copy_smem_to_gmem(region, place, has_it, commit_group=False)
         plgpu.commit_smem_to_gmem_group()

@@ -26,7 +26,7 @@ from collective_matmul.backends.fused.all_gather import (
     all_gather_unsupported_reason,
 )
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
-from collective_matmul.backends.fused.all_gather_kernel import Gathering
+from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm
 from collective_matmul.backends.fused.all_gather_sender import Sender
 from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.conftest import MeshFactory
@@ -191,9 +191,9 @@ def test_it_multiplies_all_shards(config: AllGatherConfig, monkeypatch: pytest.M
     arrays = [jnp.asarray(w.T if problem.w_contracted_axis == 2 else w)[None] for w in ws]
     outs = [draw(matmul.batch, matmul.m, n) for n in problem.n]
     places = jnp.asarray(gathered).reshape(matmul.batch, matmul.m, problem.k)
-    work = Gathering(config, False, False, places, arrays, outs)
+    gemm = AllGatherGemm(config, False, False, places, arrays, outs)
     blocks = max(2, math.prod(config.tiling.cluster))
-    kernel = work.kernel([*map(jnp.asarray, outs), places], "gather", blocks, interpreter())
+    kernel = gemm.kernel([*map(jnp.asarray, outs), places], "gather", blocks, interpreter())
     words = jnp.zeros(2 * problem.devices + 1, jnp.int32)
     *products, filled = kernel(words, jnp.asarray(shard), *arrays)
     assert np.asarray(filled).tobytes() == whole.tobytes()

@@ -19,16 +19,17 @@ import pytest
 
 from collective_matmul.backends.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
-from collective_matmul.backends.fused.all_gather_kernel import Gathering
+from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm, GatheredOperand
 from collective_matmul.backends.fused.all_gather_sender import Sender
-from collective_matmul.mosaic_gpu import matmul_kernel
+from collective_matmul.mosaic_gpu import matmul_kernel, tile_scheduler
+from collective_matmul.mosaic_gpu.kernel_types import Operands, TileCoord
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-MODULES = all_gather_kernel, all_gather_sender, matmul_kernel
+MODULES = all_gather_kernel, all_gather_sender, matmul_kernel, tile_scheduler
 NEVER = np.nan
 
 
@@ -47,7 +48,7 @@ class GatherSimulation(Simulation):
         self.gathered = self.allocate(NEVER, *self.expected.shape)
         refs = [name for name in ("w", "y") for _ in matmul.n]
         self.requested = requested_resources(
-            all_gather_kernel, self.work().run, ["shard", *refs, "gathered"]
+            all_gather_kernel, self.gemm().run, ["shard", *refs, "gathered"]
         )
         self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # What has been gathered when each kernel ends.
@@ -61,19 +62,18 @@ class GatherSimulation(Simulation):
             self.add(place, self.sender(rendezvous))
             self.add(place, self.producer(rendezvous))
 
-    def work(self, rendezvous: SimulatedRendezvous | None = None) -> Gathering:
+    def gemm(self, rendezvous: SimulatedRendezvous | None = None) -> AllGatherGemm:
         matmul = self.config.problem.matmul(self.config.tiles_span_shards)
         arrays = [SimpleNamespace(shape=(matmul.batch, matmul.m, n)) for n in matmul.n]
         weights = [SimpleNamespace(shape=(1, *_weight(matmul, n))) for n in matmul.n]
         gathered = SimpleNamespace(shape=(matmul.batch, matmul.m, *matmul.k))
-        work = Gathering(self.config, self.keep, False, gathered, weights, arrays)
-        work.rendezvous = rendezvous
-        return work
+        gemm = AllGatherGemm(self.config, self.keep, False, gathered, weights, arrays)
+        gemm.rendezvous = rendezvous
+        return gemm
 
-    def operands(self, device: int) -> tuple[Reference, Reference, Reference]:
+    def x(self, device: int) -> GatheredOperand:
         arrays = self.shards[device], self.gathered[device], self.semaphores[device]
-        shard, gathered, arrived = map(Reference.to, arrays)
-        return shard, gathered, arrived
+        return GatheredOperand(*map(Reference.to, arrays))
 
     def sender(self, rendezvous: SimulatedRendezvous) -> Callable[[], None]:
         def act() -> None:
@@ -81,7 +81,7 @@ class GatherSimulation(Simulation):
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
             loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
             sender = Sender(self.config, self.keep, False, rendezvous)
-            sender.send(*self.operands(rendezvous.axis_index), boxes, loaded)
+            sender.send(*self.x(rendezvous.axis_index), boxes, loaded)
             # Shared memory is another kernel's when this one has ended.
             assert not any(copy.destination.array is boxes.array for copy in self.copies)
             assert sum(loaded.arrivals) == loaded.num_arrivals * sum(loaded.waits.values())
@@ -92,30 +92,29 @@ class GatherSimulation(Simulation):
         device = rendezvous.axis_index
 
         def act() -> None:
-            work = self.work(rendezvous)
-            ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(work.results)]
-            tile, within = self.config.tiling.tile_m, self.expected.shape[1]
+            gemm = self.gemm(rendezvous)
+            ws = [Reference.to(np.empty((1, 1, 1 + q))) for q in range(gemm.results)]
+            tile_m, end = self.config.tiling.tile_m, self.expected.shape[1]
 
-            def visit(turn, batch, row, across):
+            def visit(tile: TileCoord) -> None:
                 def load(first, steps, read_x, read_w, stages, start, stop):
-                    plane = work.out_plane(None, batch)
+                    plane = gemm.out_plane(None, tile.batch)
                     # All rows of the tile that there are.
-                    count = max(0, min(tile, within - row))
-                    columns = slice(start * work.tiling.tile_k, stop * work.tiling.tile_k)
-                    rows = self.expected[plane, row : row + count, columns]
+                    count = max(0, min(tile_m, end - tile.row))
+                    columns = slice(start * gemm.tiling.tile_k, stop * gemm.tiling.tile_k)
+                    rows = self.expected[plane, tile.row : tile.row + count, columns]
                     self.here().wait()
                     x = read_x(0, columns)
                     np.testing.assert_array_equal(x.read()[:count], rows)
                     w = read_w(0, slice(0, 1))
-                    key = plane, row, w.array.shape[2] - 1, w.starts[2]
+                    key = plane, tile.row, w.array.shape[2] - 1, w.starts[2]
                     self.multiplied[device].update({(*key, step): 1 for step in range(start, stop)})
 
-                work.load = load
-                indices = [0] * (work.results + 2)
-                operands = indices, self.operands(device), [ws]
-                work.load_tile(operands, None, turn, batch, row, across)
+                gemm.load_k_blocks = load
+                indices = [0] * (gemm.results + 2)
+                gemm.load_tile(Operands(indices, self.x(device), [ws]), None, tile)
 
-            work.walk(visit)
+            gemm.for_each_tile(visit)
 
         return act
 

@@ -1,4 +1,7 @@
-"""The kernel that multiplies and sums over devices, simulated: its sums are right in any order."""
+"""The protocol of the matmul and reduce-scatter kernel, simulated: threads run in any order.
+
+The load and MMA warpgroups of several devices execute the kernel's own code on NumPy arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.backends.fused import owner_tile_scheduler, reduce_scatter_kernel
-from collective_matmul.backends.fused.owner_tile_scheduler import Strips
+from collective_matmul.backends.fused import (
+    owner_tile_scheduler,
+    reduce_scatter_kernel,
+    reduce_scatter_sender,
+)
+from collective_matmul.backends.fused.owner_tile_scheduler import EpilogueTiles
 from collective_matmul.backends.fused.reduce_scatter import in_rows
 from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
     ReduceScatterProblem,
 )
-from collective_matmul.backends.fused.reduce_scatter_kernel import Scattering
-from collective_matmul.mosaic_gpu import matmul_kernel
-from collective_matmul.mosaic_gpu.matmul_kernel import Work
+from collective_matmul.backends.fused.reduce_scatter_kernel import GemmReduceScatter
+from collective_matmul.backends.fused.reduce_scatter_sender import ReducedArrays
+from collective_matmul.mosaic_gpu import matmul_kernel, tile_scheduler
+from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
+from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Image, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-MODULES = reduce_scatter_kernel, owner_tile_scheduler, matmul_kernel
+MODULES = (
+    reduce_scatter_kernel,
+    reduce_scatter_sender,
+    owner_tile_scheduler,
+    matmul_kernel,
+    tile_scheduler,
+)
 NEVER = np.nan
 
 
@@ -61,65 +76,66 @@ class ScatterSimulation(Simulation):
         self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
         terms = [name for name in ("x", "w") for _ in problem.k]
         self.requested = requested_resources(
-            reduce_scatter_kernel, self.work(0).run, [*terms, "y", "partials"]
+            reduce_scatter_kernel, self.gemm(0).run, [*terms, "y", "partials"]
         )
         self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # The results, and what peers had stored, as they were when each kernel ended.
         self.kept: dict[int, np.ndarray] = {}
         self.received: dict[int, np.ndarray] = {}
-        # Of a cluster, since a stage is free when all its blocks have let it go.
+        # Shared by a cluster: a stage is empty when all blocks of the cluster are done with it.
         arrivals = CONSUMERS * math.prod(config.tiling.cluster)
-        consumed = defaultdict(lambda: Barriers(config.tiling.max_concurrent_steps, arrivals))
+        empty = defaultdict(lambda: Barriers(config.tiling.max_concurrent_steps, arrivals))
         others: dict[tuple[int, ...], SimulatedRendezvous] = {}
         shared = {"y": self.ys, "partials": self.partials, "arrived": self.semaphores}
         for place in self.places():
             arrays = [shared[name] for name in self.requested.reached]
             rendezvous = SimulatedRendezvous(self, place, others, arrays, WARPGROUP)
-            self.add_block(place, consumed[place[AXIS], place["cluster"]], rendezvous)
+            self.add_block(place, empty[place[AXIS], place["cluster"]], rendezvous)
 
-    def work(self, device: int) -> Scattering:
-        return Scattering(self.config, False, self.xs[device], self.ws[device])
+    def gemm(self, device: int) -> GemmReduceScatter:
+        return GemmReduceScatter(self.config, False, self.xs[device], self.ws[device])
 
     def add_block(
-        self, place: dict[str, int], consumed: Barriers, rendezvous: SimulatedRendezvous
+        self, place: dict[str, int], empty: Barriers, rendezvous: SimulatedRendezvous
     ) -> None:
         tiling, problem, device = self.config.tiling, self.config.problem, place[AXIS]
 
         def memory(*shape: int) -> Reference:
             return Reference.to(np.full(shape, NEVER, np.float32))
 
-        w_slice = (tiling.tile_k, tiling.tile_n)[:: 1 if problem.w_contracted_axis == 1 else -1]
-        stages = (
+        w_k_block = (tiling.tile_k, tiling.tile_n)[:: 1 if problem.w_contracted_axis == 1 else -1]
+        stages = Stages(
             memory(tiling.max_concurrent_steps, tiling.tile_m, tiling.tile_k),
-            memory(tiling.max_concurrent_steps, *w_slice),
+            memory(tiling.max_concurrent_steps, *w_k_block),
             Barriers(tiling.max_concurrent_steps, 2),
-            consumed,
+            empty,
         )
-        strip = tiling.tile_m, tiling.epilogue_tile_n
-        incoming = Reference.to(stages[0].array.reshape(tiling.max_concurrent_steps, -1, *strip))
-        strips = memory(
+        epilogue_tile = tiling.tile_m, tiling.epilogue_tile_n
+        incoming = stages.x.array.reshape(tiling.max_concurrent_steps, -1, *epilogue_tile)
+        incoming = Reference.to(incoming)
+        store_tiles = memory(
             CONSUMERS, tiling.epilogue_stages, tiling.warpgroup_tile[0], tiling.epilogue_tile_n
         )
-        strips = Strips(strips, Image.of(strips, tiling.swizzle))
+        store_tiles = EpilogueTiles(store_tiles, Image.of(store_tiles, tiling.swizzle))
         xs, ws = ([Reference.to(a) for a in arrays[device]] for arrays in (self.xs, self.ws))
         results = self.ys, self.partials, self.semaphores
-        y, partials, arrived = (Reference.to(arrays[device]) for arrays in results)
+        arrays = ReducedArrays(*(Reference.to(arrays[device]) for arrays in results))
+        ready_arrivals = self.requested.scratch["peers_ready"].num_arrivals
+        peers_ready = Barriers(1, ready_arrivals).at[0]
 
-        met = Barriers(1, self.requested.scratch["met"].num_arrivals).at[0]
-
-        def work() -> Scattering:
-            made = self.work(device)
-            # What is made in `run`.
-            made.incoming = Strips(incoming, Image.of(incoming, tiling.swizzle))
-            made.rendezvous, made.met = rendezvous, met
+        def gemm() -> GemmReduceScatter:
+            made = self.gemm(device)
+            # Set in `run`.
+            made.incoming = EpilogueTiles(incoming, Image.of(incoming, tiling.swizzle))
+            made.rendezvous, made.peers_ready = rendezvous, peers_ready
             return made
 
         def produce() -> None:
-            operands = [0] * (2 * len(xs)), (xs, partials, arrived), [[w] for w in ws]
-            work().produce(operands, stages)
+            operands = Operands([0] * (2 * len(xs)), (xs, arrays), [[w] for w in ws])
+            gemm().load_tiles(operands, stages)
 
         def consume(consumer: int) -> Callable[[], None]:
-            return lambda: work().consume(None, consumer, stages, strips, (y, partials, arrived))
+            return lambda: gemm().run_mma_warpgroup(None, consumer, stages, store_tiles, arrays)
 
         for act in (produce, *map(consume, range(CONSUMERS))):
             self.add(place, act)
@@ -174,50 +190,50 @@ CONFIGS = {
     "clusters along the columns": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 2, 1, 64, (64,), 320), replace(LOW, cluster_dimension="n")
     ),
-    "tiles shared by all": ReduceScatterConfig(
+    "tiles span all owners": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 4, 2, 16, (64,), 192), WIDE
     ),
-    "tiles shared by two": ReduceScatterConfig(
+    "tiles span two owners": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 3, 1, 64, (128,), 192), WIDE
     ),
-    "clusters shared by four": ReduceScatterConfig(
+    "clusters span four owners": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 3, 1, 64, (64,), 128), replace(WIDE, cluster_dimension="m")
     ),
-    "a strip beyond the end": ReduceScatterConfig(
+    "an epilogue tile out of bounds": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 2, 1, 8, (64,), 64), WIDE
     ),
-    "two steps": ReduceScatterConfig(ReduceScatterProblem("two_shot", 3, 1, 128, (64,), 192), WIDE),
-    "two steps, shared tiles": ReduceScatterConfig(
+    "two-shot": ReduceScatterConfig(ReduceScatterProblem("two_shot", 3, 1, 128, (64,), 192), WIDE),
+    "two-shot, tiles span owners": ReduceScatterConfig(
         ReduceScatterProblem("two_shot", 3, 1, 32, (64,), 128), LOW
     ),
-    "two steps, half a swizzle": ReduceScatterConfig(
+    "two-shot, half a swizzle": ReduceScatterConfig(
         ReduceScatterProblem("two_shot", 2, 1, 64, (96,), 128), replace(WIDE, swizzle=64)
     ),
-    "shared tiles, half a swizzle": ReduceScatterConfig(
+    "tiles span owners, half a swizzle": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 4, 1, 16, (96,), 128), replace(LOW, swizzle=64)
     ),
-    "one shot, few rows": ReduceScatterConfig(
+    "one-shot, few rows": ReduceScatterConfig(
         ReduceScatterProblem("one_shot", 3, 1, 24, (64,), 128), LOW
     ),
-    "narrow strips": ReduceScatterConfig(
+    "narrow epilogue tiles": ReduceScatterConfig(
         ReduceScatterProblem("one_shot", 2, 1, 40, (320,), 192), replace(LOW, tile_n=64, swizzle=64)
     ),
-    "narrow strips, half a tile beyond the end": ReduceScatterConfig(
+    "narrow epilogue tiles, half a tile beyond the end": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 2, 1, 32, (64,), 160), replace(LOW, tile_n=64, swizzle=64)
     ),
-    "three strips, own tiles in a row": ReduceScatterConfig(
+    "three epilogue tiles, consecutive local tiles": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 2, 2, 128, (64,), 192),
         replace(WIDE, tile_n=192, epilogue_stages=3),
     ),
-    "seven strips, two steps": ReduceScatterConfig(
+    "seven epilogue tiles, two-shot": ReduceScatterConfig(
         ReduceScatterProblem("two_shot", 2, 1, 256, (64,), 448),
         replace(WIDE, tile_n=224, epilogue_stages=7, swizzle=64),
     ),
-    "narrow strips, two steps": ReduceScatterConfig(
+    "narrow epilogue tiles, two-shot": ReduceScatterConfig(
         ReduceScatterProblem("two_shot", 3, 1, 32, (64,), 160), replace(LOW, tile_n=64, swizzle=64)
     ),
-    "one shot": ReduceScatterConfig(ReduceScatterProblem("one_shot", 3, 1, 72, (64,), 192), WIDE),
-    "one shot, several tiles, clusters": ReduceScatterConfig(
+    "one-shot": ReduceScatterConfig(ReduceScatterProblem("one_shot", 3, 1, 72, (64,), 192), WIDE),
+    "one-shot, several tiles, clusters": ReduceScatterConfig(
         ReduceScatterProblem("one_shot", 2, 1, 136, (64,), 128), replace(LOW, cluster_dimension="m")
     ),
 }
@@ -225,7 +241,9 @@ CONFIGS = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_sums(config: ReduceScatterConfig, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_right_in_any_order_of_threads(
+    config: ReduceScatterConfig, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert config.fits()
     simulation = ScatterSimulation(config, 2, seed)
     simulation.play(monkeypatch, MODULES)
@@ -234,7 +252,7 @@ def test_sums(config: ReduceScatterConfig, seed: int, monkeypatch: pytest.Monkey
         np.testing.assert_array_equal(simulation.kept[device], simulation.expected(device))
 
 
-def test_products_are_added_in_the_order_of_the_devices_behind(
+def test_products_are_added_in_the_order_of_the_devices_after_the_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = CONFIGS["whole tiles"]
@@ -253,7 +271,7 @@ def test_products_are_added_in_the_order_of_the_devices_behind(
             np.testing.assert_array_equal(received[source], product)
 
 
-def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
+def test_a_tile_is_sent_in_epilogue_tiles_while_the_next_is_multiplied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = CONFIGS["more steps than stores take"]
@@ -263,15 +281,15 @@ def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
     stored = defaultdict(list)
     start = simulation.start
 
-    def multiply(work, accumulator, turn, x, w, stages, steps):
-        Work.multiply(work, accumulator, turn, x, w, stages, steps)
+    def mma(gemm, accumulator, tile_idx, x, w, stages, steps):
+        PersistentGemm.mma(gemm, accumulator, tile_idx, x, w, stages, steps)
         multiplied[simulation.here()] += len(range(*steps))
 
     def note(*copy):
         stored[simulation.here()].append(multiplied[simulation.here()])
         start(*copy)
 
-    monkeypatch.setattr(Scattering, "multiply", multiply)
+    monkeypatch.setattr(GemmReduceScatter, "mma", mma)
     monkeypatch.setattr(simulation, "start", note)
     simulation.play(monkeypatch, MODULES)
     simulation.run()
@@ -282,6 +300,6 @@ def test_a_tile_is_sent_strip_by_strip_while_the_next_is_multiplied(
         assert sums == [20, 20]
 
 
-def test_a_tile_that_is_sent_needs_all_its_strips() -> None:
+def test_a_tile_that_is_sent_needs_a_store_tile_for_each_epilogue_tile() -> None:
     config = CONFIGS["whole tiles"]
     assert not replace(config, tiling=replace(config.tiling, epilogue_stages=1)).fits()

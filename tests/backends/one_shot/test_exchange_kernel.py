@@ -187,7 +187,8 @@ def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
     shape = 3, MOST_ELEMENTS // 3 + 1
     sentence = (
         f"({shape[0]}, {shape[1]}) are {exchange_kernel.MOST_BYTES + 2} bytes for each peer,"
-        f" and one shot takes {exchange_kernel.MOST_BYTES}; send it in parts, or by XLA's collective"
+        f" and one shot takes {exchange_kernel.MOST_BYTES};"
+        " send it in parts, or by XLA's collective"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         Call(kind, shape, devices=2).traced(make_mesh)
