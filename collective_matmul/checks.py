@@ -1,4 +1,4 @@
-"""Arguments of the ops are checked here, before anything is traced into the program."""
+"""Checks of the ops' arguments, before anything is traced into the program."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax import lax
 
 from collective_matmul.backends import BACKENDS, current_name
 
-#: What users pass as `implementation=`: a backend's name, names of which the first that can is
-#: used, or None to choose per shape.
+#: Type of the argument `implementation`: the name of a backend; several names, of which the first
+#: that can execute the op is used; or None to choose per shape.
 Implementation = str | Sequence[str] | None
 
 _EXPECTED = "expected None (choose per shape), or one or several of {}"
 
-#: What the ops compute in. float64 is for tests, where jax is told to have it.
+#: Dtypes of the ops. float64 is for tests that enable it in JAX.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
@@ -96,12 +96,13 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
 
 
 def dimension(argument: str, value: int, x: jax.Array) -> int:
-    """`value` counted from the front, if it names a dimension of x that can be cut into shards.
+    """`value` as a dimension from the front, if x can be sharded along it.
 
-    That is any but the contracted one, unless it is empty: XLA has no collectives of nothing.
+    x can be sharded along any dimension but the contracted one. The dimension must not be empty:
+    XLA has no collectives of empty arrays.
 
     Raises:
-      ValueError, TypeError: if it does not.
+      ValueError, TypeError: if x cannot be sharded along it.
     """
     if not isinstance(value, int | np.integer):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The compiler options that rings need on GPUs, and `jax.jit` with them."""
+"""`overlap_jit`: `jax.jit` with the compiler options that rings need on GPUs."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def overlap_jit(
 ) -> OverlapJit:
     """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
 
-    For the outermost function alone, since options are of a whole program: differentiate and
-    overlap inside it, ``overlap_jit(jax.grad(overlap(loss)))``. Inside of what JAX traces it is
-    refused. ``jax.grad(overlap_jit(loss))`` is so before jax 0.12; since then it is two programs,
-    and inside `jax.jit` refused still.
+    Compiler options apply to a whole program, so use it for the outermost function only, and
+    differentiate and overlap inside it: ``overlap_jit(jax.grad(overlap(loss)))``. A call inside a
+    function that JAX traces is refused. So is ``jax.grad(overlap_jit(loss))`` before jax 0.12;
+    since 0.12 it compiles two programs, and is refused only inside `jax.jit`.
 
-    Where GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
-    names the GPUs once. In programs of several processes XLA chooses for each ring: copies between
-    peers within a process, NCCL across.
+    If GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
+    names the GPUs once. In programs of several processes, XLA chooses for each ring: copies between
+    peers within a process, NCCL across processes.
 
     Args:
       fun: the function to compile.
       peer_kernels: whether the program may use kernels that address the memory of peer GPUs, as the
-        backends "fused" and "one_shot" do, where they are requested or should be fastest. XLA then
-        runs no other collective beside anything, and calls of such programs wait for each other
-        until they are launched, as all devices must have them in the same order. Inference gains by
-        that, training seldom does.
-      compiler_options: further options; they win over ours.
-      **kwargs: handed to `jax.jit`.
+        backends "fused" and "one_shot" do, where they are requested or expected to be fastest. XLA
+        then overlaps no other collective with anything, and calls of such programs are launched one
+        at a time, because all devices must run them in the same order. Inference is faster with
+        such kernels; training seldom is.
+      compiler_options: further options; they override ours.
+      **kwargs: arguments of `jax.jit`.
 
     Returns:
-      What `jax.jit` returns, for all of its public uses. The devices are looked at when it is first
-      used, so that decorating a function does not start JAX's backend.
+      An object with the public methods of a jitted function. It looks at the devices when it is
+      first used, so that decorating a function does not initialize JAX's backend.
 
     Raises:
-      RuntimeError: at compilation, by XLA, for an option it does not know.
-      ValueError, TypeError: by `jax.jit`, for keywords that do not fit.
-      ValueError: for options of the user's in place of those without which these kernels are wrong.
+      RuntimeError: at compilation, from XLA, for an unknown option.
+      ValueError, TypeError: from `jax.jit`, for arguments that do not fit.
+      ValueError: for an option in `compiler_options` that kernels which address peers depend on.
       ValueError: when called inside another function that JAX traces.
     """
     if "fused" in kwargs:
@@ -67,7 +67,7 @@ def overlap_jit(
 
 
 def renamed_fused(function: str, value: bool) -> bool:
-    """The value of an argument that is called `peer_kernels` today, with a DeprecationWarning."""
+    """Warns that the argument `fused` is called `peer_kernels` now, and returns its value."""
     warnings.warn(
         f"{function}: fused={value} is now called peer_kernels={value}; the old name will be"
         " removed",
@@ -77,13 +77,13 @@ def renamed_fused(function: str, value: bool) -> bool:
     return value
 
 
-# Kernels that address peers meet in the order in which programs reach each device: of two threads
-# that launch at once, one program could be first on one device, and the other on another.
+# Kernels that address peers wait for each other, so every device must run programs in the same
+# order. If two threads launched at once, the order could differ between devices.
 _launching = threading.RLock()
 
 
 class OverlapJit:
-    """A function compiled by `jax.jit`, with options that depend on the devices it finds."""
+    """A function compiled by `jax.jit`, with compiler options that depend on the devices."""
 
     def __init__(
         self, fun: Callable, users: Mapping[str, Any], peer_kernels: bool, kwargs: Mapping[str, Any]
@@ -91,7 +91,7 @@ class OverlapJit:
         self._jit = functools.partial(jax.jit, fun, **kwargs)
         self._users_options = users
         self._peer_kernels = peer_kernels
-        self._jit()  # Refuses what does not fit where it is written, not where it is first used.
+        self._jit()  # Refuses bad arguments here, not at the first call.
         functools.update_wrapper(self, fun, updated=())
 
     @functools.cached_property
@@ -100,11 +100,11 @@ class OverlapJit:
         return self._jit(compiler_options=_options({**ours, **self._users_options}))
 
     def _tracing(self) -> contextlib.AbstractContextManager:
-        """Tells what is traced how it will be compiled."""
+        """A context in which traced ops know how they will be compiled."""
         return peer_kernels_allowed(self._peer_kernels)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As an attribute of a class, a method."""
+        """Binds it as a method, as functions in a class are."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class OverlapJit:
 
 @contextlib.contextmanager
 def _refusing_to_be_inside() -> Iterator[None]:
-    """Names the remedy where JAX refuses options of a function that others are traced around."""
+    """Explains what to do when JAX refuses compiler options of an inner function."""
     try:
         yield
     except ValueError as error:
@@ -149,13 +149,13 @@ def _refusing_to_be_inside() -> Iterator[None]:
 
 
 def _options(users: Mapping[str, Any]) -> dict[str, Any]:
-    """Our options for the devices there are, and the user's, which win."""
+    """Our options for the devices here, overridden by the user's."""
     options: dict[str, Any] = dict(OVERLAP_OPTIONS)
-    if PERMUTE_MODE not in users and (obstacle := no_peer_access_reason()):
-        warn_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}")
+    if PERMUTE_MODE not in users and (reason := no_peer_access_reason()):
+        warn_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {reason}")
         del options[PERMUTE_MODE]
     if jax.process_count() > 1:
-        # Otherwise all devices of a program are one group, whose permutes all go through NCCL if
-        # any of them must; this makes every ring a group.
+        # By default, all devices of a program are one group, whose permutes all go through NCCL if
+        # one of them must. With this option, every ring is a group.
         options["xla_gpu_collective_permute_connected_components"] = True
     return options | dict(users)

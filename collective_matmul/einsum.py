@@ -1,7 +1,7 @@
-"""Any einsum of two operands, with one label gathered or scattered under it.
+"""`collective_einsum`: any einsum of two operands, with one label gathered or scattered under it.
 
-Called inside `jax.shard_map` on per-device arrays, as the ops are; what is said there of dtypes,
-gradients and checkpoint names holds here.
+Call it inside `jax.shard_map` on per-device arrays. Dtypes, gradients and checkpoint names are as
+described in `collective_matmul.ops`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def collective_einsum(
     scatter: str | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """`jnp.einsum` of two operands, one label of which is gathered before or scattered after it.
+    """`jnp.einsum` of two operands, with one label gathered before it or scattered after it.
 
     Exactly one of `gather` and `scatter` is given. With D the size of the axis::
 
@@ -45,35 +45,35 @@ def collective_einsum(
         collective_einsum("sd,sf->df", x, w, axis, gather="s")        chunks of s are summed
         collective_einsum("ecd,edf->ecf", x, w, axis, gather="e")     chunks of e are slices
 
-    **gather**: the operand gathered is the one that has the label. If both have it, it is the one
-    in which the label has 1/D of the size it has in the other, which is whole on every device.
-    In the result, if that has the label, the label is whole.
+    **gather**: the operand that has the label is gathered. If both have it, one must have 1/D of
+    the size that the label has in the other, which is whole on every device; the smaller one is
+    gathered. If the result has the label, the label is whole there.
 
-    **scatter**: the label is whole in every operand that has it. Each device's einsum is one term
-    of a sum over the axis, of which every device gets its shard along the label.
+    **scatter**: the label is whole in every operand that has it. The einsums of the devices are
+    summed over the axis, and every device gets its shard of the sum along the label.
 
-    The labels may stand in any order. Where that, or batch labels, leave no plain matmul of whole
-    dimensions, every chunk gets an einsum of XLA; where one has to move the elements of an array
-    first or after, `collective_matmul.explain` says of which.
+    Labels may be in any order. If the einsum is not a matmul of whole dimensions, because of the
+    order or of batch labels, every chunk is multiplied by an einsum of XLA. If an array has to be
+    transposed before or after, `collective_matmul.explain` names it.
 
-    Backward, for a that is gathered, A being whole, and b::
+    Backward, with A the gathered a, and b the other operand::
 
         y      = einsum(A, b)
-        da     = reduce_scatter(einsum(dy, b))    a rides along in the same loop and
-        A      = all_gather(a)                    comes back whole
+        da     = reduce_scatter(einsum(dy, b))    a is co-gathered in the same loop
+        A      = all_gather(a)                    and returned whole
         db     = einsum(A, dy)                    one contraction, undivided
 
-    For a scattered result, with a an operand that has the label, x if both have it::
+    For a scattered result, with a the operand that has the label (x if both have it)::
 
         y      = reduce_scatter(einsum(a, b))
-        da     = einsum(dY, b)                    dy is gathered and the loop keeps it:
+        da     = einsum(dY, b)                    the loop keeps the gathered dy:
         dY     = all_gather(dy)
         db     = einsum(a, dY)                    one contraction, undivided
 
     Args:
-      subscripts: as `numpy.einsum` takes them, ``...`` included.
-      x: the first operand, local; of the dtypes that the ops take.
-      w: the second operand, local; of x's dtype.
+      subscripts: as in `numpy.einsum`, including ``...``.
+      x: the first operand, local; of a dtype that the ops support.
+      w: the second operand, local; of the same dtype.
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
@@ -116,7 +116,7 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2, 3))
 
 @_custom_vjp
 def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
-    """The equation of a, gathered along its label, and b; both vary over the axis."""
+    """The einsum of the gathered a and b; both vary over the axis."""
     chosen = _chosen(call, "all_gather_matmul", equation, a, b)
     return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
 
@@ -130,7 +130,7 @@ def _gathered_backward(
     equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
     a, b = residuals
-    # XLA would find the forward's gather of a again and keep its result until now.
+    # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
     a, dy = lax.optimization_barrier((a, dy))
     of_a, of_b = equation.gradients
     left, right = (b, dy) if equation.accumulates else (dy, b)
@@ -145,7 +145,7 @@ einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 @_custom_vjp
 def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
-    """The equation, summed and scattered along its label, which a has; both vary over the axis."""
+    """The einsum of a and b, summed and scattered along the label; both vary over the axis."""
     chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
     return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
 
@@ -208,10 +208,10 @@ def _einsum(equation: Equation, a: jax.Array, b: jax.Array) -> Einsum:
 def _work(
     equation: Equation, a: jax.Array, b: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Shapes of x [..., K] and w [K, N], the matmul with as much to compute and to communicate.
+    """Shapes of x [..., K] and w [K, N], a matmul with as much work and communication.
 
-    It is the equation itself if that is a matmul. If the label is contracted, chunks are slices of
-    the contraction, which is counted as rows.
+    For an equation that is a matmul, it is that matmul. If the label is contracted, chunks are
+    slices of the contraction, which is counted as rows.
     """
     rows, contracted = [], 1
     for label, size in zip(equation.a, a.shape, strict=True):
@@ -229,10 +229,10 @@ def _work(
 
 
 def _label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> str:
-    """The label to communicate along, if just one argument names one that can be.
+    """The label that is gathered or scattered.
 
     Raises:
-      ValueError: if not.
+      ValueError: unless exactly one argument is given and names a label that can be.
     """
     if (gather is None) == (scatter is None):
         raise ValueError(
@@ -262,15 +262,12 @@ def _label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> s
 
 
 def _without_sums(array: jax.Array, labels: str, others: str) -> tuple[jax.Array, str]:
-    """The array, its diagonal where a label occurs twice, summed over labels of its own.
-
-    A label is its own if neither the other operand nor the result has it.
-    """
+    """The diagonal along labels that occur twice, summed over labels that occur nowhere else."""
     diagonal = "".join(dict.fromkeys(labels))
     if diagonal != labels:
         array = jnp.einsum(f"{labels}->{diagonal}", array)
     own = tuple(i for i, label in enumerate(diagonal) if label not in others)
-    # In float32, which jnp.einsum does not promise for sums of one operand.
+    # jnp.sum accumulates in float32; jnp.einsum does not promise it for one operand.
     array = jnp.sum(array, own) if own else array
     return array, "".join(label for label in diagonal if label in others)
 
@@ -291,7 +288,7 @@ def _sizes(name: str, labels: str, array: jax.Array) -> dict[str, int]:
 
 
 def _check_sizes(x: dict[str, int], w: dict[str, int], gather: str | None) -> None:
-    """Raises ValueError unless labels of both operands have one size, but for what is gathered."""
+    """Raises ValueError unless both operands agree on sizes, except that of the gathered label."""
     for label in x:
         if label != gather and x[label] != w.get(label, x[label]):
             raise ValueError(
@@ -324,7 +321,7 @@ def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str)
 
 
 def _check_scatter(label: str, size: int, axis_name: str) -> None:
-    """Raises ValueError unless the axis divides the label, and leaves something of it."""
+    """Raises ValueError unless the axis divides the size of the label, and the size is not 0."""
     devices = lax.axis_size(axis_name)
     if size == 0:
         raise ValueError(f"scatter={label!r}: size 0; expected at least {devices}")

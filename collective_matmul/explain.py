@@ -1,4 +1,4 @@
-"""What was decided for every op of a program, and for what could be one, as a table."""
+"""`explain`: the decisions for a program, and for collectives that could be ops, as a table."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Explanation:
     """The decisions for a program; `str` of it is a table.
 
     Attributes:
-      decisions: in the order of tracing, one for every op traced: those that the program calls, and
-        those that `collective_matmul.overlap` has given the place of a collective and its matmuls.
-        What a loop runs many times is traced once.
-      plain: gathers and sums over devices that are no part of an op, in the order of the program.
-        One with a decision is what `overlap` would replace; of the others it would leave alone.
+      decisions: one for every traced op, in the order of tracing: ops that the program calls, and
+        ops that `collective_matmul.overlap` put in place of a collective and its matmuls. The body
+        of a loop is traced once.
+      plain: gathers and sums over devices that are not part of an op, in the order of the program.
+        `overlap` would replace those with a decision, and leave the others alone.
     """
 
     decisions: tuple[Decision, ...]
@@ -41,30 +41,31 @@ class Explanation:
 def explain(
     fun: Callable, *, peer_kernels: bool = False, fused: bool | None = None
 ) -> Callable[..., Explanation]:
-    """What carries out every collective matmul of a function, and why: ``explain(fun)(*args)``.
+    """Which backend executes every collective matmul of a function, and why.
 
-    The function is traced for the shapes of its arguments, and neither compiled nor run; it may be
-    jitted, differentiate, and enter `jax.shard_map`. Prints as a table::
+    ``explain(fun)(*args)`` traces the function for the shapes of its arguments; it neither compiles
+    nor runs it. The function may be jitted, differentiate, and enter `jax.shard_map`. The result
+    prints as a table::
 
         print(explain(jax.grad(loss))(params, batch))
 
-    Each line is an op of one shape, called at one line of the program: how often it was traced,
-    where, in which pass, its local matmuls, what carries it out, the microseconds predicted for
-    that and for bulk (the weight gradient's matmul of a backward included), the gain against bulk,
-    and the reason.
+    Each line is an op of one shape, called at one line of the program. Its columns: how often it
+    was traced, where, in which pass, its local matmuls, the backend, the predicted microseconds of
+    that backend and of xla (including the matmul of a weight gradient in a backward pass), the gain
+    over xla, and the reason.
 
-    Gathers and sums over devices that the program makes itself, as with `lax.all_gather`, have
-    lines too. Where `collective_matmul.overlap` has replaced one, the line is that of the op in its
-    place. Where that was not asked for, the line says that it is not replaced and what `overlap`
-    would use; and of those that `overlap` leaves alone, why.
+    Gathers and sums over devices that the program calls itself, such as `lax.all_gather`, have
+    lines too. If `collective_matmul.overlap` replaced one, the line shows the op in its place.
+    Without `overlap`, the line says that it is not replaced, and which backend `overlap` would use.
+    For a collective that `overlap` leaves alone, the line gives the reason.
 
-    Decisions are those for the devices of the mesh. For others than those here, give `shard_map` a
-    `jax.sharding.AbstractMesh` with the `jax.sharding.AbstractDevice` of another kind, as
-    ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
+    Decisions are for the devices of the mesh. To explain a program for other devices, give
+    `shard_map` a `jax.sharding.AbstractMesh` with a `jax.sharding.AbstractDevice` of another kind,
+    such as ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
 
     Args:
-      fun: to be explained.
-      peer_kernels: whether it is to be compiled by `overlap_jit` with ``peer_kernels=True``.
+      fun: the function to explain.
+      peer_kernels: whether it will be compiled by `overlap_jit` with ``peer_kernels=True``.
       fused: the name of `peer_kernels` in earlier releases.
 
     Returns:
@@ -83,7 +84,7 @@ def explain(
             decisions.extend(taken)
             return result
 
-        # Sites are found when the function is traced already: what is decided then is not recorded.
+        # Sites are found after the function is traced: decisions about them are not recorded.
         with peer_kernels_allowed(peer_kernels):
             plain = find_sites(recorded)(*args, **kwargs)
         return Explanation(tuple(decisions), tuple(plain))

@@ -1,8 +1,8 @@
-"""The ops on matrices, with their gradients; `collective_matmul.ops` derives those.
+"""The ops on matrices with their gradients, which `collective_matmul.ops` derives.
 
-All are called inside `jax.shard_map`. Shapes, local to one device, are those of
-`collective_matmul.backends`; so are the names of the arguments. The backward of an op is
-carried out by the implementation chosen for it, as the forward by its own.
+Call them inside `jax.shard_map`. Arguments and local shapes are those of
+`collective_matmul.backends.base`. Forward and backward pass of an op each execute with the backend
+chosen for their own site.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from collective_matmul.source_location import SourceLocation
 
 @dataclass(frozen=True)
 class OpParams:
-    """What is said of an op beside its arrays, for its forward and its backward.
+    """Parameters of an op, for its forward and its backward pass.
 
     Attributes:
       axis_name: the mesh axis.
-      dimension: gathered or scattered; None of `matmul_all_reduce`, and of einsums, which have a
-        label instead.
-      implementation: names of backends that are requested, best first, or None.
+      dimension: the gathered or scattered dimension; None for `matmul_all_reduce`, and for einsums,
+        which have a label instead.
+      implementation: names of the requested backends, best first, or None.
       transpose_w: whether weights are [N, K].
-      keep_gathered: whether what is gathered is a result too.
-      source: in the user's program.
-      replaces: the collective there whose place the op takes, or None.
+      keep_gathered: whether the gathered array is a result too.
+      source: location of the call in the user's program.
+      replaces: the user's collective that the op replaces, or None.
     """
 
     axis_name: str
@@ -53,7 +53,7 @@ class OpParams:
     replaces: str | None = field(default=None, compare=False)
 
     def choose(self, op: Op, xs: Sequence, ws: Sequence, **attributes: Any) -> Backend:
-        """The backend for one pass; `attributes` are further ones of its `Site`."""
+        """The backend for one pass; `attributes` are further attributes of its `Site`."""
         transpose_w = self.transpose_w != (attributes.get("direction") == "backward")
         site = Site(
             op=op,
@@ -73,14 +73,14 @@ class OpParams:
         return choose(site, self.implementation)
 
     def suppress_recording(self) -> contextlib.AbstractContextManager:
-        """A block that decides what was decided, and recorded, when the op took its place."""
+        """A context that hides decisions which were recorded when the op replaced a collective."""
         return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
 
 
 class ReverseMode(jax.custom_vjp):
-    """`jax.custom_vjp` that says what to use instead where a program asks for forward mode.
+    """`jax.custom_vjp` with a helpful error for forward-mode differentiation.
 
-    JAX says it of programs that it compiles. Of others it would name what it cannot hash.
+    JAX explains it only for programs that it compiles; otherwise it reports an unhashable argument.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 def gather_matmul(
     x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
 ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-    """``all_gather(x) @ w`` for each w, and what was gathered if the call keeps it."""
+    """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
     return (_gather_matmul_keeping if call.keep_gathered else _gather_matmul)(x, ws, call)
 
 
@@ -144,12 +144,12 @@ def _gather_matmul_backward(call: OpParams, residuals, cotangents):
 def _input_gradient(
     call: OpParams, x, ws, gathered: GatherResidual, dys, dgathered
 ) -> tuple[Any, Any]:
-    """The gradient of x, and x gathered: again, unless it was kept."""
+    """The gradient of x, and the gathered x: gathered again, unless the forward kept it."""
     transpose_w, dimension = not call.transpose_w, call.dimension
     assert dimension is not None
     whole = _whole_cotangent(gathered, dgathered, dimension)
     if whole is not None:
-        # One sum over devices, as it was before: of all that depends on what was gathered.
+        # The gathered x was used elsewhere too: one sum over devices of both cotangents.
         products = [matmul(dy, w, transpose_w) for dy, w in zip(dys, ws, strict=True)]
         partial = add(*products, whole)
         dx = lax.psum_scatter(partial, call.axis_name, scatter_dimension=dimension, tiled=True)
@@ -157,7 +157,7 @@ def _input_gradient(
     attributes: dict[str, Any] = {"direction": "backward"}
     co_gathered = None
     if gathered is None:
-        # XLA would find the forward's gather of x again and keep its result until now.
+        # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
         co_gathered, dys = lax.optimization_barrier((x, dys))
         attributes["co_gathered"] = x.shape
     chosen = call.choose("matmul_reduce_scatter", dys, ws, **attributes)
@@ -174,8 +174,8 @@ def _input_gradient(
 
 _gather_matmul, _gather_matmul_keeping = map(_custom_vjp, [_gather_matmul_primal] * 2)
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
-# Zeros tell whether anything depends on what was kept. JAX has none in a shard_map that is carried
-# out without `jax.jit`: what keeps nothing does without.
+# A symbolic zero means that nothing else depends on the gathered array. JAX does not have them in a
+# shard_map without `jax.jit`, so only the op that keeps the gathered array asks for them.
 _gather_matmul_keeping.defvjp(
     _gather_matmul_keeping_forward, _gather_matmul_backward, symbolic_zeros=True
 )
@@ -230,7 +230,7 @@ def _matmul_all_reduce_forward(x, w, call: OpParams):
 
 
 def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
-    x, w = residuals  # Nothing is communicated that a matmul could hide.
+    x, w = residuals  # There is no communication that a matmul could hide.
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(x))
     else:
@@ -251,7 +251,7 @@ def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -
 def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
     """``xᵀ y`` [K, N] for each y, in one launch; x or the only y may be in chunks.
 
-    For programs with gradients in them, which may be differentiated again.
+    Differentiable, for programs that contain gradients and are differentiated again.
     """
     return _contracted(x, ys, dimension)
 
@@ -276,7 +276,7 @@ def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax
 
 
 def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:
-    """What was gathered as one array; `dimension` is that of its chunks, if it is in chunks."""
+    """The gathered array as one array; its chunks, if any, are joined along `dimension`."""
     assert gathered is not None
     if not isinstance(gathered, ChunkedArray):
         return gathered
@@ -285,9 +285,10 @@ def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:
 
 
 def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
-    """Types all arrays as varying over the axis and over all that any of them varies over.
+    """Types all arrays as varying over the axis and over every axis that one of them varies over.
 
-    Done outside the custom gradients, so that JAX sums the cotangent of a replicated operand.
+    This happens outside the custom gradients, so that JAX sums the cotangent of a replicated
+    operand.
     """
     axes = frozenset({axis_name}).union(*map(varying_axes, arrays))
     if not tracks_varying_axes(axis_name):
@@ -296,7 +297,7 @@ def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _whole_cotangent(gathered: GatherResidual, cotangent: Any, dimension: int) -> jax.Array | None:
-    """That of what was kept, as one array; None where it is zero."""
+    """The cotangent of the kept array, as one array; None if it is zero."""
     chunks = cotangent.chunks if isinstance(gathered, ChunkedArray) else [cotangent]
     if gathered is None or all(map(_is_zero, chunks)):
         return None
@@ -306,10 +307,10 @@ def _whole_cotangent(gathered: GatherResidual, cotangent: Any, dimension: int) -
 
 
 def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]:
-    """Results as they are, none to be used before all are there if they took chunks.
+    """Returns the results; if they were computed from chunks, no result is used before all exist.
 
-    XLA puts off weight gradients, since nothing waits for them, and the chunks they are made of
-    would take memory until then.
+    XLA postpones weight gradients, since nothing waits for them, and until then their chunks would
+    occupy memory.
     """
     if not isinstance(gathered, ChunkedArray):
         return results
@@ -325,5 +326,5 @@ def _is_zero(value: Any) -> bool:
 
 
 def _instantiate(value: Any) -> Any:
-    """An array for a cotangent that is symbolically zero."""
+    """The cotangent as an array, also if it is symbolically zero."""
     return jnp.zeros(value.shape, value.dtype) if _is_zero(value) else value

@@ -1,16 +1,16 @@
-"""The collective matmuls: their arguments are checked here, and their gradients derived.
+"""The collective matmuls, with checked arguments and derived gradients.
 
-All are called inside `jax.shard_map` on per-device arrays. D is the size of `axis_name`; shapes are
-local unless a sentence says otherwise. The operands share one dtype (float32, bfloat16, float16),
-which is also the result's and that of everything communicated; each matmul accumulates in float32.
+Call them inside `jax.shard_map` on per-device arrays. D is the size of `axis_name`; shapes are
+local unless noted otherwise. The operands share one dtype (float32, bfloat16 or float16). The
+result and everything communicated have that dtype too; each matmul accumulates in float32.
 
-The backward of each op is the other op, so that the gradients hide their communication too. What
-was gathered is never stored between forward and backward: the backward gathers it again, in the
-loop that computes the other gradient. The weight gradient then is one undivided matmul.
+The backward pass of each op is the other op, so that gradients hide their communication too. A
+gathered array is not stored between the passes: the backward pass gathers it again, in the loop
+that computes the other gradient. The weight gradient is then one undivided matmul.
 
-Results carry the checkpoint name `CHECKPOINT_NAME`, so that `jax.checkpoint` with the policy
-`jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)` keeps them instead of
-communicating again.
+Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
+`jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
+instead of communicating again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collective_matmul.checks import Implementation
 from collective_matmul.gradients import OpParams, gather_matmul, matmul_scatter, pvary_all
 from collective_matmul.source_location import calling_location
 
-#: The name that `jax.checkpoint` policies know the results of the ops by.
+#: Name of the results of the ops, for policies of `jax.checkpoint`.
 CHECKPOINT_NAME = "collective_matmul"
 
 
@@ -55,11 +55,11 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     Backward, with X the gathered x, [..., D*m, ..., K]::
 
         y  [..., D*m, ..., N] = X w
-        dx [..., m, ..., K]   = reduce_scatter(dy wᵀ)    x rides along in the same loop and
-        X                     = all_gather(x)            comes back whole
+        dx [..., m, ..., K]   = reduce_scatter(dy wᵀ)    x is co-gathered in the same loop
+        X                     = all_gather(x)            and returned whole
         dw [K, N]             = Xᵀ dy                    one matmul, contracted over all rows
 
-    Several weights share one gather; their dx is the sum, reduced and scattered once.
+    Several weights share one gather; their dx are summed, reduced and scattered once.
 
     Args:
       x: [..., m, ..., K], this device's shard along `gather_dimension`.
@@ -102,7 +102,7 @@ def matmul_reduce_scatter(
     Backward, with dY the gathered dy, [..., M, ..., N]::
 
         y  [..., M/D, ..., N] = reduce_scatter(x w)
-        dx [..., M, ..., k]   = all_gather(dy) wᵀ        the loop keeps what it gathers:
+        dx [..., M, ..., k]   = all_gather(dy) wᵀ        the loop keeps the gathered dy:
         dY                    = all_gather(dy)
         dw [k, N]             = xᵀ dY                    one matmul, contracted over all rows
 
@@ -147,7 +147,7 @@ def matmul_all_reduce(
         dw [k, N]   = xᵀ dy
 
     Where `shard_map` runs with ``check_vma=False``, JAX's convention is that cotangents of one
-    replicated value are summed over its copies, as for `lax.psum`; dy is then summed first.
+    replicated value are summed over its copies, as for `lax.psum`; dy is summed first.
 
     Args:
       x: [..., k], with k this device's slice of the contraction.
@@ -183,5 +183,5 @@ def _split_columns(y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def named(y: jax.Array) -> jax.Array:
-    """The result of an op, under the name that `jax.checkpoint` knows it by."""
+    """The result of an op, with its name for policies of `jax.checkpoint`."""
     return checkpoint_name(y, CHECKPOINT_NAME)

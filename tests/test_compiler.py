@@ -277,13 +277,13 @@ def test_options_where_peers_have_access(options: Callable, caplog: Any) -> None
 def test_permutes_are_left_to_nccl_where_peers_have_none(
     options: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    obstacle = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(compiler, "no_peer_access_reason", lambda: obstacle)
+    reason = "GPU 0 cannot address the memory of GPU 1"
+    monkeypatch.setattr(compiler, "no_peer_access_reason", lambda: reason)
     others = {name: value for name, value in OVERLAP_OPTIONS.items() if name != PERMUTE_MODE}
     for _ in range(2):
         assert options() == others
     assert caplog.messages == [
-        f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {obstacle}"
+        f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {reason}"
     ]
 
 

@@ -312,13 +312,13 @@ def test_predicted_gain_of_what_is_not_replaced() -> None:
     explanation = explain(plain(mesh))(*shapes)
     site = explanation.plain[0]
     assert site.decision is not None and site.decision.seconds and site.decision.reference_seconds
-    seconds, bulk = site.decision.seconds, site.decision.reference_seconds
-    assert seconds < bulk
+    seconds, reference = site.decision.seconds, site.decision.reference_seconds
+    assert seconds < reference
     line = re.split(r"  +", str(explanation).splitlines()[1])
     assert line[5:8] == [
         f"{seconds * 1e6:.0f}",
-        f"{bulk * 1e6:.0f}",
-        f"{(bulk - seconds) * 1e6:.0f} µs ({bulk / seconds:.2f}×)",
+        f"{reference * 1e6:.0f}",
+        f"{(reference - seconds) * 1e6:.0f} µs ({reference / seconds:.2f}×)",
     ]
     assert line[8].startswith(f"overlap would use {site.decision.implementation}: ")
 
