@@ -1,7 +1,7 @@
 """Einsums that are not matmuls, walked chunk by chunk in lockstep.
 
-A chunk is a slice of every array that has the label, and gets an einsum of its own. The products of
-chunks stand side by side in the result; where the label is contracted, they are summed in float32.
+A chunk is a slice of every array that has the label, and has its own einsum. The result
+concatenates the products of chunks; if the label is contracted, they are summed in float32.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def scatter_einsum(
 
 
 def _product(equation: Equation, ring: Ring, chunk: Chunk, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The einsum of one chunk: of its slices of the operands that are whole along the label.
+    """The einsum of one chunk, with slices of the operands that are whole along the label.
 
-    In float32 if it is one term of a sum.
+    The product is in float32 if it is one term of a sum.
     """
 
-    def cut(labels: str, array: jax.Array) -> jax.Array:
+    def chunk_of(labels: str, array: jax.Array) -> jax.Array:
         if equation.label not in labels:
             return array
         place = Rows(array, ring.start(chunk), ring.size(chunk))
         return read(place, labels.index(equation.label))
 
     dtype = jnp.promote_types(a.dtype, jnp.float32) if equation.accumulates else None
-    return einsum(equation, cut(equation.a, a), cut(equation.b, b), dtype)
+    return einsum(equation, chunk_of(equation.a, a), chunk_of(equation.b, b), dtype)
 
 
 def _place(

@@ -109,21 +109,23 @@ def _send(chunk: Chunk, hop: int, devices: int) -> Send:
     return Send(chunk, hop, Chunk((chunk.offset - hop) % devices, chunk.part))
 
 
-def _ring_step(use: Use, devices: int, i: int, way: int, part: int) -> tuple[Chunk, Send | None]:
-    """Step i of one lane of a ring; `way` +1 or -1 is the direction data moves in."""
+def _ring_step(
+    use: Use, devices: int, i: int, direction: int, part: int
+) -> tuple[Chunk, Send | None]:
+    """Step i of one lane of a ring; data moves by `direction`, +1 or -1."""
     if use == "gather":
-        chunk = Chunk(-way * i % devices, part)
-        return chunk, _send(chunk, way, devices) if i < devices - 1 else None
-    chunk = Chunk(way * (devices - 1 - i) % devices, part)
-    finished = Chunk(way * (devices - i) % devices, part)
-    return chunk, _send(finished, way, devices) if i > 0 else None
+        chunk = Chunk(-direction * i % devices, part)
+        return chunk, _send(chunk, direction, devices) if i < devices - 1 else None
+    chunk = Chunk(direction * (devices - 1 - i) % devices, part)
+    finished = Chunk(direction * (devices - i) % devices, part)
+    return chunk, _send(finished, direction, devices) if i > 0 else None
 
 
 def _direct_step(use: Use, devices: int, i: int) -> Step:
     """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter.
 
-    A gather has one transfer more under way than it needs, so that none has to be over within the
-    very multiply that it starts with.
+    A gather keeps one more transfer in flight than it needs, so that no transfer has to end during
+    the same multiply that it starts with.
     """
     if use == "gather":
         started = range(1, 3) if i == 0 else range(i + 2, i + 3)
@@ -156,9 +158,10 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
         steps = [_direct_step(use, devices, i) for i in range(devices)]
     else:
         # Shards that move by -1 come from the next device first, as the drawing shows.
-        ways = enumerate((-1, 1) if pattern == "two_way" else (-1,))
+        directions = enumerate((-1, 1) if pattern == "two_way" else (-1,))
         lanes = [
-            [_ring_step(use, devices, i, *lane[::-1]) for i in range(devices)] for lane in ways
+            [_ring_step(use, devices, i, *lane[::-1]) for i in range(devices)]
+            for lane in directions
         ]
         steps = [_step(step) for step in zip(*lanes, strict=True)]
     parts = 2 if pattern == "two_way" else 1

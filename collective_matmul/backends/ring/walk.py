@@ -3,9 +3,8 @@
 The loop is unrolled. Step i issues the permutes that the schedule gives it and multiplies the
 chunks that have arrived. An `optimization_barrier` then ties together what step i + 1 uses and what
 was computed. The permutes of step i + 1 can therefore start only when matmul i + 1 can, so a
-compiler that knows neither's cost still runs them side by side. No more chunks are alive than the
-schedule has under way: the one being multiplied and the one arriving, or one more in the direct
-pattern.
+compiler that knows neither's cost still runs them side by side. Only the chunks in use are alive:
+the one being multiplied and the one arriving, or one more in the direct pattern.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Ring:
 
 
 class Gather(Ring):
-    """The chunks of a gather under way, of which it holds those that a later step needs.
+    """The chunks of a running gather. It holds those that a later step needs.
 
-    With `co_gathered` they travel beside a scatter: they are not multiplied, only kept.
+    With `co_gathered`, they travel with a scatter: they are not multiplied, only kept.
     """
 
     def __init__(
@@ -124,12 +123,12 @@ def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, res
 
     Args:
       gather: the shards.
-      multiply: ``multiply(chunk, its array, operands, result) -> result``, with the chunk's part.
-      operands: arrays that slices are cut from: they must not be cut before their step.
-      result: at first.
+      multiply: ``multiply(chunk, its array, operands, result)`` returns the next result.
+      operands: arrays that are sliced, each slice not before its step.
+      result: the initial result.
 
     Returns:
-      The result with all chunks' parts.
+      The result of all chunks.
     """
     for i, step in enumerate(gather.steps):
         arriving = gather.send(step)
@@ -150,9 +149,9 @@ def walk_scatter(
 
     Args:
       scatter: the place of the chunks.
-      gather: shards that are gathered beside the accumulators, if any.
+      gather: shards to gather in the same loop, if any.
       multiply: ``multiply(chunk, operands)`` is this device's term of the chunk's sum.
-      operands: arrays that slices are cut from.
+      operands: arrays that are sliced.
 
     Returns:
       The sum of this device's own chunk.
@@ -171,8 +170,8 @@ def walk_scatter(
         for chunk in scatter.chunks_sent_by(i + 1):
             terms[chunk] = [add(*terms[chunk])]
         if i + 1 < len(scatter.steps):
-            # The operands too: the next matmul must not start before this step has ended. All that
-            # arrived too: an array that is being sent stays in memory until it has arrived.
+            # The operands are tied too, so that the next matmul starts after this step. Arrived
+            # chunks are tied too: an array that is being sent stays in memory until it has arrived.
             co_gathered = {} if gather is None else gather.used_by(i + 1)
             tied = operands, terms, co_gathered
             operands, terms, co_gathered = lax.optimization_barrier(tied)
