@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from collective_matmul.backends.one_shot.collectives import ONE_SHOT, XLA
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import tracks_varying_axes
 from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot.backend import OneShot
+from collective_matmul.backends.xla import Xla
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -77,7 +78,7 @@ def test_along_any_dimension(
         on_devices(
             lambda x, by=by: getattr(by, name)(x, AXIS, dimension), mesh, P(AXIS), x, check_vma
         )
-        for by in (ONE_SHOT, XLA)
+        for by in (OneShot(), Xla())
     )
     np.testing.assert_array_equal(ours, expected)
     assert played == {name: 1}
@@ -103,7 +104,7 @@ def test_all_reduces(
     monkeypatch.setattr(exchange_kernel, "is_two_shot", is_two_shot)
     x = numbers(3, *shape)
     sums = on_devices(
-        lambda x: ONE_SHOT.all_reduce(x, AXIS), make_mesh({AXIS: 3}), P(), x, check_vma
+        lambda x: OneShot().all_reduce(x, AXIS), make_mesh({AXIS: 3}), P(), x, check_vma
     )
     np.testing.assert_array_equal(sums, x.sum(0))
     assert asked == [(x[0].nbytes, 3)]

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.backends.one_shot.collectives import ONE_SHOT
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot.backend import OneShot
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
@@ -130,7 +130,7 @@ def test_all_reduces_are_typed_as_replicated(
     """In two steps what is gathered is the same on all devices too."""
     monkeypatch.setattr(exchange_kernel, "is_two_shot", lambda size, devices: steps == 2)
     sharded = jax.shard_map(
-        lambda x: ONE_SHOT.all_reduce(x, AXIS),
+        lambda x: OneShot().all_reduce(x, AXIS),
         mesh=make_mesh({AXIS: 4}),
         in_specs=P(AXIS),
         out_specs=P(),
