@@ -157,6 +157,17 @@ def measured_cells(row: str) -> str:
     return " ".join(re.sub(r"[\d.]+×|[A-Z]=\d+|\d+B", "", cell) for cell in cells)
 
 
+def test_every_page_is_listed_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert page.name == "README.md" or f"({name_of(page)})" in readme, name_of(page)
+
+
+def test_workflow_runs_what_contributors_run():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert re.search(r"^ +run: \.ci/run$", workflow, re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
