@@ -20,7 +20,7 @@ from benchmarks.communication import (
     PlainJax,
     Rewritten,
 )
-from benchmarks.internals import backend_names, uses_peer_kernels
+from benchmarks.internals import BACKENDS, COMPUTE_ONLY
 from collective_matmul import overlap_jit
 
 #: `jax.jit`, `overlap_jit`, or either with compiler options.
@@ -28,9 +28,6 @@ Jit = Callable[..., Any]
 
 #: The library's own choice, and its choice where kernels that address peer memory are allowed.
 AUTO = ("auto", "auto_fused")
-
-#: The same program without communication: a bound for everybody else.
-COMPUTE_ONLY = "compute_only"
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def names() -> tuple[str, ...]:
         "baseline",
         "windowed",
         "mosaic_example",
-        *backend_names(),
+        *BACKENDS,
         *AUTO,
         "rewrite",
         COMPUTE_ONLY,
@@ -75,19 +72,19 @@ def make(
     communication: Communication
     sets: option_sets.OptionSets
     match name:
+        case _ if name == COMPUTE_ONLY:
+            communication, sets = NoCommunication(), option_sets.DEFAULT
         case "baseline":
             communication, sets = PlainJax(), option_sets.BASELINE
         case "windowed":
             communication, sets = Partitioned(mesh), option_sets.WINDOWED
         case "mosaic_example":
             communication, sets = MosaicExample(), option_sets.DEFAULT
-        case "compute_only":
-            communication, sets = NoCommunication(), option_sets.DEFAULT
         case "rewrite":
             return Candidate(name, Rewritten(), {"overlap": overlap_jit})
         case _:
             communication = CollectiveMatmul(None if name in AUTO else name)
-            if name == "auto_fused" or (name not in AUTO and uses_peer_kernels(name)):
+            if name == "auto_fused" or (name in BACKENDS and BACKENDS[name].uses_peer_kernels):
                 jit = functools.partial(overlap_jit, peer_kernels=True)
                 return Candidate(name, communication, {"overlap_jit(peer_kernels=True)": jit})
             return Candidate(name, communication, {"overlap_jit": overlap_jit})

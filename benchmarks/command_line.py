@@ -9,8 +9,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import ops, pictures, stack, tiles, train
-from benchmarks.fused import plans
+from benchmarks import configs, ops, pictures, stack, tilings, train
 from benchmarks.report import Report
 from benchmarks.settings import choose_platform
 
@@ -22,8 +21,8 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], Report]]] = {
 #: These print and write their results by themselves.
 _OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "picture": (pictures.Picture, pictures.run),
-    "plans": (plans.Plans, plans.run),
-    "tiles": (tiles.ChunkTiles, tiles.run),
+    "configs": (configs.Configs, configs.run),
+    "tilings": (tilings.Tilings, tilings.run),
 }
 
 

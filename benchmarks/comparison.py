@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from benchmarks import candidates, option_sets
 from benchmarks.candidates import Candidate
 from benchmarks.compiling import Compiled, compile_cases
+from benchmarks.internals import REFERENCE
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
@@ -94,7 +95,7 @@ def run(
         batch = cases[first : first + settings.compile_cases]
         builds = [functools.partial(case.build, operands) for case in batch]
         compiled = compile_cases(chosen, builds, settings.compile_threads)
-        report.say(f"compiled {', '.join(case.name for case in batch[:3])}{' …'[: len(batch) > 3]}")
+        report.log(f"compiled {', '.join(case.name for case in batch[:3])}{' …'[: len(batch) > 3]}")
         _measure(batch, compiled, operands, settings, report)
     return report
 
@@ -113,7 +114,7 @@ def _measure(
         timed = Timed(
             groups=settings.groups,
             seconds=settings.group_seconds,
-            again="xla" if checks_noise else None,
+            again=REFERENCE.name if checks_noise else None,
             profile=settings.profile and settings.profile / case.name.replace(" ", "-"),
             # Asking takes as long as a short case.
             watch=case is cases[0],

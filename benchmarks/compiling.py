@@ -13,8 +13,9 @@ import jax
 
 from benchmarks import operands
 from benchmarks.candidates import Candidate, Jit
-from benchmarks.internals import Decision, record_decisions
+from benchmarks.internals import Decision
 from benchmarks.programs import Made, Program
+from collective_matmul import record_decisions
 
 Build = Callable[[Candidate], Program]
 

@@ -1,35 +1,56 @@
 """The names of collective_matmul that benchmarks use and that are not public.
 
-No other module of benchmarks imports such names. Timing, random operands and the shapes of models
-are those of `collective_matmul.tune`: benchmarks and tables of measurements mean the same.
+No other module of benchmarks imports such names. Timing, random operands, the programs of single
+sites and the shapes of models are those of `collective_matmul.tune`: benchmarks and tables of
+measurements mean the same.
 """
 
 from __future__ import annotations
 
-from collective_matmul.backends import BACKENDS
-from collective_matmul.dispatch.recording import Decision, record_decisions
+from collective_matmul.backends import BACKENDS, REFERENCE
+from collective_matmul.backends.base import Backend, Configuration
+from collective_matmul.data import MeasuredData, Record, shipped
+from collective_matmul.dispatch.recording import Decision
+from collective_matmul.dispatch.table import COMPUTE_ONLY
+from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
+from collective_matmul.mosaic_gpu.device import target as kernel_target
+from collective_matmul.mosaic_gpu.tiling import (
+    MatmulProblem,
+    MeasuredTiling,
+    Tiling,
+    candidate_tilings,
+    predicted_microseconds,
+)
+from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import LAYERS, Layer
+from collective_matmul.tuning.repeated_site import Operands as SiteOperands
+from collective_matmul.tuning.repeated_site import Stack as SiteProgram
 from collective_matmul.tuning.repeated_site import filler
 from collective_matmul.tuning.timing import Timing, measure
 
 __all__ = [
+    "BACKENDS",
+    "COMPUTE_ONLY",
     "LAYERS",
+    "REFERENCE",
+    "Backend",
+    "Configuration",
     "Decision",
     "Layer",
+    "MatmulProblem",
+    "MeasuredData",
+    "MeasuredTiling",
+    "Record",
+    "Site",
+    "SiteOperands",
+    "SiteProgram",
+    "Tiling",
     "Timing",
-    "backend_names",
+    "candidate_tilings",
     "filler",
+    "kernel_target",
     "measure",
-    "record_decisions",
-    "uses_peer_kernels",
+    "predicted_microseconds",
+    "shared_launch",
+    "shipped",
 ]
-
-
-def backend_names() -> tuple[str, ...]:
-    """The names that ``implementation=`` takes."""
-    return tuple(BACKENDS)
-
-
-def uses_peer_kernels(name: str) -> bool:
-    """Whether a backend's kernels address the memory of peer GPUs."""
-    return BACKENDS[name].uses_peer_kernels

@@ -20,7 +20,7 @@ from benchmarks import candidates, comparison
 from benchmarks.candidates import Candidate
 from benchmarks.communication import COLUMNS, REPLICATED, ROWS
 from benchmarks.comparison import Comparison
-from benchmarks.internals import LAYERS, Layer
+from benchmarks.internals import COMPUTE_ONLY, LAYERS, REFERENCE, Layer
 from benchmarks.operands import Operands
 from benchmarks.programs import Direction, Program, make_program
 from benchmarks.pytorch import runner
@@ -91,7 +91,7 @@ class Ops(Comparison):
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     cases: int = 96
     """Measure that many cases, drawn from all there are; 0 measures all."""
-    candidates: tuple[str, ...] = ("xla", "auto", candidates.COMPUTE_ONLY)
+    candidates: tuple[str, ...] = (REFERENCE.name, "auto", COMPUTE_ONLY)
     repetitions: int = 4
     """Repetitions in one executable at 8192 rows; up to four times as many where rows are fewer,
     and down to half as many where they are more."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.candidates import AUTO, COMPUTE_ONLY
+from benchmarks.candidates import AUTO
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE
 from benchmarks.tables import Content, backends, candidate_names, speed_up, table
 
 #: The share of xla's speed below which a case is a loss.
@@ -44,11 +45,13 @@ def _wins_of(content: Content, name: str) -> str:
 
 
 def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
-    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, name, "xla"))]
+    compared = [(case, ratio) for case in cases if (ratio := speed_up(case, name, REFERENCE.name))]
     if not compared:
         return None
     ratios = [ratio for _, ratio in compared]
-    other = [case for case, _ in compared if set(backends(case["candidates"][name])) != {"xla"}]
+    other = [
+        case for case, _ in compared if set(backends(case["candidates"][name])) != {REFERENCE.name}
+    ]
     bounds = [ratio for case, _ in compared if (ratio := speed_up(case, name, COMPUTE_ONLY))]
     return [
         str(len(compared)),
@@ -64,7 +67,8 @@ def _summary(cases: Sequence[Content], name: str) -> list[str] | None:
 
 def noise(content: Content) -> str:
     """The ratio of two times of one program."""
-    ratios = [ratio for case in content["cases"] if (ratio := speed_up(case, "xla again", "xla"))]
+    again = [speed_up(case, f"{REFERENCE.name} again", REFERENCE.name) for case in content["cases"]]
+    ratios = [ratio for ratio in again if ratio is not None]
     if not ratios:
         return ""
     listed = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
@@ -73,7 +77,7 @@ def noise(content: Content) -> str:
 
 def every_op(content: Content) -> str:
     """The time of every case × candidate."""
-    names = [name for name in candidate_names(content) if name != "xla again"]
+    names = [name for name in candidate_names(content) if name != f"{REFERENCE.name} again"]
     cases = sorted(
         content["cases"],
         key=lambda c: (c["direction"], c["op"], c["model"], c["layer"]["name"], c["rows"]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE
 from benchmarks.tables import Content, candidate_names, speed_up
 
 if TYPE_CHECKING:
@@ -97,12 +98,11 @@ def _panels(contents: Sequence[Content]) -> dict[tuple[str, str], list[Content]]
 def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
     """A group of bars for each case; the compute-only bound is a line above each."""
     taking_part = candidate_names({"cases": cases})
-    baseline = "baseline" if "baseline" in taking_part else "xla"
+    baseline = "baseline" if "baseline" in taking_part else REFERENCE.name
     names = [
         name
         for name in taking_part
-        if name not in (baseline, "compute_only")
-        and any(speed_up(c, name, baseline) for c in cases)
+        if name not in (baseline, COMPUTE_ONLY) and any(speed_up(c, name, baseline) for c in cases)
     ]
     width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
@@ -119,7 +119,7 @@ def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
     bounds = [
         (j, ratio)
         for j, case in enumerate(cases)
-        if (ratio := speed_up(case, "compute_only", baseline))
+        if (ratio := speed_up(case, COMPUTE_ONLY, baseline))
     ]
     axes.hlines(
         [ratio for _, ratio in bounds],
@@ -136,11 +136,11 @@ def _draw_bars(axes: Axes, cases: Sequence[Content]) -> None:
 
 def _draw_ops(axes: Axes, cases: Sequence[Content]) -> None:
     """A point for each case, by rows."""
-    for name, marker in (("compute_only", "_"), ("auto", "o")):
-        points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, "xla"))]
+    for name, marker in ((COMPUTE_ONLY, "_"), ("auto", "o")):
+        points = [(c["rows"], ratio) for c in cases if (ratio := speed_up(c, name, REFERENCE.name))]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, label=name, alpha=0.7)
-    axes.axhline(1, color="gray", linestyle=":", label="xla")
+    axes.axhline(1, color="gray", linestyle=":", label=REFERENCE.name)
     rows = [case["rows"] for case in cases]
     axes.set_xlim(min(rows) / 1.5, max(rows) * 1.5)
     axes.set_xscale("log", base=2)

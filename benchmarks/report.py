@@ -39,7 +39,7 @@ class Report:
 
     Args:
       benchmark: its name.
-      settings: what the command line said.
+      settings: the settings of the command line.
       devices: their kinds, where JAX must not look for them in this process.
       sections: its tables, if its cases have no candidates.
     """
@@ -64,7 +64,7 @@ class Report:
             "settings": _plain(dataclasses.asdict(settings) | dict.fromkeys(_FOLDERS)),
             "cases": [],
         }
-        self.say(f"{benchmark}: report in {self.folder}")
+        self.log(f"{benchmark}: report in {self.folder}")
 
     @property
     def seconds(self) -> float:
@@ -80,10 +80,10 @@ class Report:
         """Whether no further case may begin; prints so."""
         if self.seconds_left > 0:
             return False
-        self.say(f"stopped: limit_seconds={self._limit:g} is over")
+        self.log(f"stopped: limit_seconds={self._limit:g} is over")
         return True
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Prints a line of progress."""
         now = datetime.datetime.now().strftime("%H:%M:%S")
         print(f"{now} {self.seconds:6.1f} s  {line}", flush=True)
@@ -97,8 +97,8 @@ class Report:
         """
         whole = {**case, "candidates": {n: with_times(r) for n, r in results.items()}}
         self.content["cases"].append(_plain(whole))
-        said = "; ".join(_sentence(name, r) for name, r in whole["candidates"].items())
-        self.say(f"{case['name']}: {said}")
+        sentences = "; ".join(_sentence(name, r) for name, r in whole["candidates"].items())
+        self.log(f"{case['name']}: {sentences}")
         self.write()
 
     def add_result(self, case: str, candidate: str, result: Result) -> None:
@@ -106,7 +106,7 @@ class Report:
         for added in self.content["cases"]:
             if added["name"] == case:
                 added["candidates"][candidate] = _plain(with_times(result))
-                self.say(f"{case}: {_sentence(candidate, added['candidates'][candidate])}")
+                self.log(f"{case}: {_sentence(candidate, added['candidates'][candidate])}")
         self.write()
 
     def write_cases(self, cases: Sequence[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ class Settings:
     platform: Literal["gpu", "cpu"] = "gpu"
     """cpu simulates the devices: it shows that a benchmark runs, its times mean nothing."""
     devices: int = 0
-    """Devices on the axis; 0 takes all there are, and simulates 4 where no number was said."""
+    """Devices on the axis; 0 takes all there are, and simulates 4 where no number was given."""
     output: Path | None = None
     """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
     groups: int = 7
@@ -70,9 +70,9 @@ def choose_platform(settings: Settings) -> None:
     """Tells JAX which devices there are to be; must come before it looks for them."""
     if settings.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        simulated = jax.config.values["jax_num_cpu_devices"]  # -1 where it was not said.
-        said = simulated >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        wanted = settings.devices or (0 if said else _SIMULATED)
+        simulated = jax.config.values["jax_num_cpu_devices"]  # -1 where it was not given.
+        is_given = simulated >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        wanted = settings.devices or (0 if is_given else _SIMULATED)
         if wanted and simulated < wanted:
             jax.config.update("jax_num_cpu_devices", wanted)
 

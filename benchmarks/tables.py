@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE
+
 Content = dict[str, Any]
 
 _GIB = 2**30
@@ -118,13 +120,13 @@ def over_compute_only(content: Content) -> str:
     """Time over that of the same program without communication."""
 
     def cell(case: Content, name: str) -> str:
-        ratio = speed_up(case, "compute_only", name)
+        ratio = speed_up(case, COMPUTE_ONLY, name)
         return "" if ratio is None else f"{ratio:.3f}"
 
-    if "compute_only" not in candidate_names(content) or not _timed(content):
+    if COMPUTE_ONLY not in candidate_names(content) or not _timed(content):
         return ""
     return "## Time over the compute-only bound\n\nThe bound is the same program without" + (
-        " communication.\n\n" + _grid(content, cell, without="compute_only")
+        " communication.\n\n" + _grid(content, cell, without=COMPUTE_ONLY)
     )
 
 
@@ -136,8 +138,8 @@ def memory(content: Content) -> str:
         temporary = result.get("temporary_bytes")
         if temporary is None:
             return ""
-        xla = case["candidates"].get("xla", {}).get("temporary_bytes")
-        if xla is None or "chunk_bytes" not in case or name == "xla":
+        xla = case["candidates"].get(REFERENCE.name, {}).get("temporary_bytes")
+        if xla is None or "chunk_bytes" not in case or name == REFERENCE.name:
             return f"{temporary / _GIB:.3f}"
         return f"{temporary / _GIB:.3f}, {(temporary - xla) / case['chunk_bytes']:+.2f}"
 

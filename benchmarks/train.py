@@ -16,9 +16,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from benchmarks import candidates, comparison
-from benchmarks.candidates import COMPUTE_ONLY, Candidate
+from benchmarks.candidates import Candidate
 from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
 from benchmarks.comparison import Comparison
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
 from benchmarks.report import Report
@@ -114,7 +115,7 @@ def _overlap_of(communication: Communication) -> str:
     """The name in the trainer's configuration; the trainer rewrites its steps by itself."""
     if isinstance(communication, CollectiveMatmul):
         return communication.implementation or "auto"
-    return "rewrite" if isinstance(communication, Rewritten) else "xla"
+    return "rewrite" if isinstance(communication, Rewritten) else REFERENCE.name
 
 
 def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Array:

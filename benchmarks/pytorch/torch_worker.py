@@ -104,7 +104,7 @@ class Worker:
         """Measures all cases; writes the results after each."""
         for case in self.job.cases:
             if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
-                self.say(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
+                self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
             self.measure_case(case)
         dist.barrier(self.control)
@@ -178,7 +178,7 @@ class Worker:
                     runs[tried] = self.together(build)
                 except Failure as failure:
                     failures[tried] = str(failure)
-                    self.say(f"{name}, {tried}: {failure}")
+                    self.log(f"{name}, {tried}: {failure}")
         if not runs:
             raise Failure("; ".join(f"{tried}: {text}" for tried, text in failures.items()))
         timings = self.measure(runs, PILOT_GROUPS)
@@ -262,15 +262,15 @@ class Worker:
             part = output.with_suffix(".part")
             part.write_text(json.dumps(self.results))
             part.replace(output)
-        said = result.get("failure")
-        if said is None:
-            said = (
+        outcome = result.get("failure")
+        if outcome is None:
+            outcome = (
                 f"{1e3 * statistics.median(result['samples']):.3f} ms {result['options']},"
                 f" relative error {result['relative_error']:.2g}"
             )
-        self.say(f"{result['name']:<30} {result['candidate']:<15} {said}")
+        self.log(f"{result['name']:<30} {result['candidate']:<15} {outcome}")
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self.place.rank == 0:
             now = datetime.datetime.now().strftime("%H:%M:%S")
             print(f"{now} {time.monotonic() - self.started:6.1f} s  {line}", flush=True)

@@ -29,6 +29,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 
 from collective_matmul.backends.chunked_array import ChunkedArray
+from collective_matmul.data import Record
 from collective_matmul.equation import Equation
 from collective_matmul.site import Site
 
@@ -151,6 +152,12 @@ class Backend(Protocol):
     def configured(self, configuration: Configuration) -> Self:
         """The same backend, held to one configuration."""
         raise ValueError(f"{self.name} has no configurations, and {configuration} was given")
+
+    def configuration_record(
+        self, site: Site, configuration: Configuration, microseconds: float
+    ) -> Record:
+        """The record of a measured configuration, in the data that is called ``<name>_configs``."""
+        return Record({"site": str(site)}, {self.name: microseconds}, configuration.to_json())
 
 
 @runtime_checkable

@@ -65,10 +65,10 @@ class Stack:
         repetitions = int(_SECONDS_PER_CALL / xla_seconds(site))
         self.repetitions = min(max(repetitions, fewest), most)
 
-    def program(self, implementation: str) -> Any:
-        """A function of `Operands` that executes all repetitions with a backend."""
-        is_bound = implementation == COMPUTE_ONLY
-        backend = _ComputeOnly() if is_bound else BACKENDS[implementation]
+    def program(self, backend: str | Backend) -> Any:
+        """A function of `Operands` that executes all repetitions with a backend, or its name."""
+        if isinstance(backend, str):
+            backend = _ComputeOnly() if backend == COMPUTE_ONLY else BACKENDS[backend]
         # Traced once for all repetitions.
         repetition = jax.jit(functools.partial(_repetition, backend, self.site))
 

@@ -10,10 +10,13 @@ from typing import Any, Self, TypeVar
 import jax
 from jax import lax
 
+from collective_matmul import data
 from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
 from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.matmul_cost import COST_MODEL, weight_gradient_seconds
 from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.mosaic_gpu import device
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -116,6 +119,15 @@ class Fused(Backend):
     def configured(self, configuration: Configuration) -> Self:
         """The same kernels, held to one configuration, which must be one of the site's."""
         return dataclasses.replace(self, config=configuration)
+
+    def configuration_record(
+        self, site: Site, configuration: Any, microseconds: float
+    ) -> data.Record:
+        """The record that the library's table of configurations is read from."""
+        target = device.target()
+        assert target is not None
+        call = KernelCall(site.op, configuration.problem, target.multiprocessors)
+        return call.record(configuration, microseconds)
 
 
 def _seconds(site: Site) -> float:

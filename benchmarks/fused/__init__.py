@@ -1,1 +1,0 @@
-"""The fused kernels: whether they are right, how long they take, and how they are best cut."""
