@@ -19,7 +19,7 @@ train: $(ENV)/installed-train ## train the debug preset: on GPUs if there are an
 
 # worksteal hands each worker a contiguous run of tests, so that neighbours share what they compile
 # and their fixtures, and lets the worker that is done first take over from the other's end.
-test: $(ENV)/installed-test ## run the suite; on GPUs: make test ARGS="-m gpu -n 0"
+test: $(ENV)/installed-test ## run the suite; exhaustive: ARGS="-m 'not gpu'"; on GPUs: ARGS="-m gpu -n 0"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(ENV)/installed-lint ## check style, format and types

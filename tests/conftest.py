@@ -25,17 +25,24 @@ ON_THE_CPU = {
     # optimized HLO is the same, and a ring with its gradients compiles in two thirds of the time.
     "jax_disable_most_optimizations": True,
 }
+# With one LLVM module per program and without an MLIR pipeline per fusion, a ring with its gradients
+# compiles in less than half of the time. Later versions of XLA have no other emitter.
+XLA_FLAGS = (
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+    if jax.__version_info__ < (0, 11)
+    else ""
+)
 
 # No deadline: the first example of each shape is compiled, the next one only runs.
 _PATIENT = hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("dev", _PATIENT, max_examples=10)
+hypothesis.settings.register_profile("short", _PATIENT, max_examples=10)
 # The same examples on every run, so that a change alone can turn the suite red.
 hypothesis.settings.register_profile(
-    "ci", _PATIENT, max_examples=50, derandomize=True, print_blob=True
+    "exhaustive", _PATIENT, max_examples=100, derandomize=True, print_blob=True
 )
-hypothesis.settings.load_profile("dev")
+hypothesis.settings.load_profile("short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,9 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the devices before JAX first looks for them: GPUs under `-m gpu`, else the CPU."""
+    """Chooses the devices before JAX first looks for them: GPUs under `-m gpu`, else the CPU.
+
+    Where exhaustive tests are selected, Hypothesis searches longer too.
+    """
     marker_expression = config.option.markexpr
     wants_gpus = "gpu" in marker_expression and "not gpu" not in marker_expression
+    if not wants_gpus and "not exhaustive" not in marker_expression:
+        hypothesis.settings.load_profile("exhaustive")
     if wants_gpus and not config.option.rehearse:
         # The CPU too, for what a test compares with.
         jax.config.update("jax_platforms", "cuda,cpu")
@@ -58,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
             jax.config.update(name, value)
             # A trainer that a test starts must round as this process does.
             os.environ[name.upper()] = str(value)
+        os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -75,6 +88,23 @@ def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path_factory.mktemp("tables")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A program that several tests or processes compile is compiled once.
+
+    Each pytest worker has a folder of its own, since JAX does not write entries atomically. A folder
+    named by the environment is kept: `JAX_COMPILATION_CACHE_DIR` speeds up repeated runs.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        settings = {
+            "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+        }
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
 
 
 def pytest_report_header() -> str:

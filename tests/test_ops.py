@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import MeshFactory
+from tests.covering import cover, pairwise
 from tests.reference import (
     AXIS,
     OPS,
@@ -30,7 +31,7 @@ every_implementation = pytest.mark.parametrize("implementation", PORTABLE)
 
 # D = 3 tells a hop forward from one back, and divides no power of two.
 # Shards of 3 rows have halves of different sizes.
-CASES = [
+PRODUCT = [
     Case(op, implementation, 3, ((9, 2), (2, 9))[dimension], 6, ((6,),), dimension, dtype, vma)
     for op in OPS
     for implementation in (None, *PORTABLE)
@@ -38,6 +39,14 @@ CASES = [
     for dtype in ("float32", "bfloat16", "float16")
     for vma in (True, False)
 ]
+CASES = cover(
+    PRODUCT,
+    lambda case: {
+        name: getattr(case, name)
+        for name in ("op", "implementation", "dimension", "dtype", "check_vma")
+    },
+    ids=str,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +55,7 @@ def poisoned() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=CASES)
 def comparison(request: pytest.FixtureRequest, make_mesh: MeshFactory) -> Comparison:
     return request.param.compare(make_mesh({AXIS: request.param.devices}))
 
@@ -59,9 +68,7 @@ def test_gradients(comparison: Comparison) -> None:
     assert_close(comparison, "dx", "dws")
 
 
-@every_op
-@every_implementation
-@pytest.mark.parametrize("devices", [1, 2, 4, 5, 8])
+@pairwise(op=OPS, implementation=PORTABLE, devices=[1, 2, 4, 5, 8])
 def test_axis_sizes(op: str, implementation: str, devices: int, make_mesh: MeshFactory) -> None:
     case = Case(op, implementation, devices, (2 * devices,), devices, ((devices,),))
     assert_close(case.compare(make_mesh({AXIS: devices})))
@@ -115,10 +122,12 @@ def balanced(*shape: int) -> np.ndarray:
     return halves.reshape(shape)
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-@pytest.mark.parametrize("implementation", ["xla", "ring"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("contraction", ["y", "dx", "dw"])
+@pairwise(
+    op=["all_gather_matmul", "matmul_reduce_scatter"],
+    implementation=["xla", "ring"],
+    dtype=["bfloat16", "float16"],
+    contraction=["y", "dx", "dw"],
+)
 def test_matmuls_accumulate_in_float32(
     op: str, implementation: str, dtype: str, contraction: str, make_mesh: MeshFactory
 ) -> None:

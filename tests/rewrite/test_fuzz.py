@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import hypothesis
 import jax
 import pytest
 from jax import lax
@@ -12,11 +11,16 @@ from jax import lax
 from tests.rewrite.fuzz import mismatches
 
 BLOCK = 25
-#: As many as Hypothesis tries, more or less hard.
-PROGRAMS = 2000 if hypothesis.settings().max_examples >= 50 else 50
+SHORT_SEARCH, LONG_SEARCH = 50, 1000  # Programs.
 
 
-@pytest.mark.parametrize("first", range(0, PROGRAMS, BLOCK))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=() if first < SHORT_SEARCH else pytest.mark.exhaustive)
+        for first in range(0, LONG_SEARCH, BLOCK)
+    ],
+)
 def test_random_programs(first: int) -> None:
     assert not mismatches(range(first, first + BLOCK))
 
