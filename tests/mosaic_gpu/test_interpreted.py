@@ -18,6 +18,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends import BACKENDS
+from collective_matmul.backends.chunked_array import weight_gradients
 from collective_matmul.mosaic_gpu import chunk_matmul, device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, MatmulProblem, Tiling
@@ -37,7 +38,7 @@ Draw = Callable[..., np.ndarray]
 
 @pytest.fixture
 def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
-    """Has the kernel interpreted, and its work cut as asked.
+    """Runs the kernel in the interpreter, with the tiling that is asked for.
 
     By two blocks or one cluster, so that each visits several tiles and its stages go round.
     """
@@ -136,7 +137,7 @@ MULTIPLIES = {
         written=(1, 3),
         tiling=replace(TILING, grid_minor_dim="n", grid_tile_width=2),
     ),
-    "two strips in flight": Multiply(
+    "two epilogue stages": Multiply(
         136, (128,), (192,), (2, 3), dtype="float16", tiling=replace(TILING, epilogue_stages=2)
     ),
     "several terms": Multiply(72, (64, 192), (320,), (1, 2), transpose_w=True),
@@ -280,7 +281,7 @@ def test_gather_in_a_ring(use_tiling: UseTiling) -> None:
     def run(x, w, z):
         (y,), gathered = RING.all_gather_matmul(x, [w], AXIS, dimension=0, keep_gathered=True)
         assert gathered is not None
-        return y, *RING.weight_gradients(z, [gathered], dimension=0)
+        return y, *weight_gradients(z, [gathered], dimension=0)
 
     y, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(x, w, z)
     whole = x.reshape(DEVICES * ROWS, WIDTH)
@@ -301,7 +302,7 @@ def test_scatter_in_a_ring(use_tiling: UseTiling) -> None:
             [dy], [w], AXIS, dimension=0, transpose_w=True, co_gathered=x
         )
         assert gathered is not None
-        return dx, *RING.weight_gradients(gathered, [dy], dimension=0)
+        return dx, *weight_gradients(gathered, [dy], dimension=0)
 
     dx, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(dy, w, x)
     whole = x.reshape(DEVICES * ROWS, WIDTH)
