@@ -137,6 +137,7 @@ def _gathered_backward(
     attributes = {"co_gathered": a.shape, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **attributes)
     da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, co_gathered=a)
+    assert gathered is not None
     return da, contract(of_b, gathered, dy)
 
 
@@ -163,6 +164,7 @@ def _scattered_backward(
     attributes = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **attributes)
     da, gathered = gather_einsum(chosen, of_a, dy, b, call.axis_name, keep_gathered=True)
+    assert gathered is not None
     return da, contract(of_b, a, gathered)
 
 

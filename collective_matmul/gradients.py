@@ -52,6 +52,12 @@ class OpParams:
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
+    @property
+    def shard_dimension(self) -> int:
+        """The dimension that is gathered or scattered, of ops that have one."""
+        assert self.dimension is not None
+        return self.dimension
+
     def choose(self, op: Op, xs: Sequence, ws: Sequence, **attributes: Any) -> Backend:
         """The backend for one pass; `attributes` are further attributes of its `Site`."""
         transpose_w = self.transpose_w != (attributes.get("direction") == "backward")
@@ -114,7 +120,7 @@ def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...],
         x,
         ws,
         call.axis_name,
-        dimension=call.dimension,
+        dimension=call.shard_dimension,
         transpose_w=call.transpose_w,
         keep_gathered=call.keep_gathered,
     )
@@ -136,7 +142,7 @@ def _gather_matmul_backward(call: OpParams, residuals, cotangents):
     dys, dgathered = cotangents
     dys = tuple(map(_instantiate, dys))
     dx, gathered = _input_gradient(call, x, ws, gathered, dys, dgathered)
-    dws = chunked_array.weight_gradients(gathered, dys, dimension=call.dimension)
+    dws = chunked_array.weight_gradients(gathered, dys, dimension=call.shard_dimension)
     dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
     return tie_with_barrier(gathered, dx, dws)
 
@@ -145,8 +151,7 @@ def _input_gradient(
     call: OpParams, x, ws, gathered: GatherResidual, dys, dgathered
 ) -> tuple[Any, Any]:
     """The gradient of x, and the gathered x: gathered again, unless the forward kept it."""
-    transpose_w, dimension = not call.transpose_w, call.dimension
-    assert dimension is not None
+    transpose_w, dimension = not call.transpose_w, call.shard_dimension
     whole = _whole_cotangent(gathered, dgathered, dimension)
     if whole is not None:
         # The gathered x was used elsewhere too: one sum over devices of both cotangents.
@@ -188,7 +193,7 @@ def matmul_scatter(
     """``reduce_scatter(sum of x @ w)`` over pairs."""
     chosen = call.choose("matmul_reduce_scatter", xs, ws)
     return chosen.matmul_reduce_scatter(
-        xs, ws, call.axis_name, dimension=call.dimension, transpose_w=call.transpose_w
+        xs, ws, call.axis_name, dimension=call.shard_dimension, transpose_w=call.transpose_w
     )[0]
 
 
@@ -199,7 +204,7 @@ def _matmul_scatter_forward(xs, ws, call: OpParams):
 
 def _matmul_scatter_backward(call: OpParams, residuals, dy):
     xs, ws = residuals
-    dimension, transpose_w = call.dimension, call.transpose_w
+    dimension, transpose_w = call.shard_dimension, call.transpose_w
     attributes = {"keep_gathered": True, "direction": "backward"}
     chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **attributes)
     dxs, gathered = chosen.all_gather_matmul(
@@ -244,7 +249,7 @@ matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward
 def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -> jax.Array:
     """``xᵀ dy`` [K, N], or ``dyᵀ x`` [N, K] for transposed weights; either may be in chunks."""
     first, second = (dy, x) if transpose_w else (x, dy)
-    return _contracted(first, (second,), dimension)[0]
+    return chunked_array.weight_gradients(first, (second,), dimension=dimension)[0]
 
 
 @_custom_vjp
@@ -253,7 +258,7 @@ def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tupl
 
     Differentiable, for programs that contain gradients and are differentiated again.
     """
-    return _contracted(x, ys, dimension)
+    return chunked_array.weight_gradients(x, ys, dimension=dimension)
 
 
 def _weight_gradients_forward(x, ys, dimension: int | None):
@@ -269,10 +274,6 @@ def _weight_gradients_backward(dimension: int | None, operands, dws):
 
 
 weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
-
-
-def _contracted(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
-    return chunked_array.weight_gradients(x, ys, dimension=dimension)
 
 
 def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Matmuls of chunks, by the kernel that works in place or else by XLA's matmul and copies."""
+"""Arrays in chunks, and matmuls of chunks: in place by our kernel, or by XLA with copies."""
 
 from __future__ import annotations
 
@@ -65,30 +65,41 @@ class ChunkedArray:
 
 
 def weight_gradients(
-    x: jax.Array | ChunkedArray, ys: Sequence[jax.Array | ChunkedArray], *, dimension: int
+    x: jax.Array | ChunkedArray,
+    ys: Sequence[jax.Array | ChunkedArray],
+    *,
+    dimension: int | None,
 ) -> tuple[jax.Array, ...]:
     """``xᵀ y`` for each y, contracted over all rows: [K, N].
 
     Args:
       x: [..., rows, ..., K].
       ys: each [..., rows, ..., N].
-      dimension: that of the chunks of what is gathered: x, or the only y.
+      dimension: the one that chunks divide; None if neither x nor the only y is in chunks.
     """
     gathered = x if isinstance(x, ChunkedArray) else ys[0]
     if isinstance(gathered, ChunkedArray):
+        assert dimension is not None
         xs = _chunks_of(x, gathered, dimension)
         terms = zip(*(_chunks_of(y, gathered, dimension) for y in ys), strict=True)
         products = chunk_matmul.contract_chunks(xs, list(terms), dimension=dimension)
         if products is not None:
             return products
-    x, *ys = (a.whole(dimension) if isinstance(a, ChunkedArray) else a for a in (x, *ys))
+    x, *ys = (_whole(array, dimension) for array in (x, *ys))
     return tuple(contract_rows(x, y) for y in ys)
+
+
+def _whole(array: jax.Array | ChunkedArray, dimension: int | None) -> jax.Array:
+    if not isinstance(array, ChunkedArray):
+        return array
+    assert dimension is not None
+    return array.whole(dimension)
 
 
 def _chunks_of(
     array: jax.Array | ChunkedArray, gathered: ChunkedArray, dimension: int
 ) -> list[Rows]:
-    """The chunks of an array that face those of `gathered`, in its order."""
+    """The chunks of an array that correspond to those of `gathered`, in its order."""
     sizes = [chunk.shape[dimension] for chunk in gathered.chunks]
     if isinstance(array, ChunkedArray):
         return [Rows(chunk, 0, size) for chunk, size in zip(array.chunks, sizes, strict=True)]
@@ -110,7 +121,7 @@ def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
 
 
 def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> jax.Array:
-    """An array to be written whole: `array`'s shape but for `sizes`, varying as all arrays do."""
+    """An uninitialized array: `array`'s shape except for `sizes`, varying over the axes of all."""
     shape = [sizes.get(i, size) for i, size in enumerate(array.shape)]
     axes = frozenset().union(*map(varying_axes, (array, *others)))
     return vary_over(lax.empty(tuple(shape), array.dtype), axes)

@@ -1,4 +1,4 @@
-"""What was decided for the parts of a program that communicate, as a table."""
+"""Decisions, and collectives that are left alone, as a table of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line:
       direction: which pass of an op that the program calls; empty where that is unknown.
       op: its name, or the collective's.
       shapes: the local arrays, to be read.
-      chosen: what carries it out.
+      chosen: the backend that executes it.
       reason: in words.
       seconds, reference_seconds: predicted for what was chosen, and for XLA; None if unknown.
     """
@@ -45,9 +45,9 @@ class Line:
 
 
 def line_of(decision: Decision) -> Line:
-    """The line of an op, be it called or put in the place of a collective and its matmuls."""
+    """The line of an op, whether the program called it or `overlap` put it there."""
     site = decision.site
-    # A plain program may be differentiated before: its gathers may be of either pass.
+    # A plain program may already be differentiated: its gathers may belong to either pass.
     known = site.direction == "backward" or site.replaces is None
     return Line(
         site.source,
@@ -62,7 +62,7 @@ def line_of(decision: Decision) -> Line:
 
 
 def format_table(lines: Iterable[Line]) -> str:
-    """A table with a head; equal lines are one, with their number. Empty columns are left out."""
+    """A table with a header. Equal lines become one with a count; empty columns are left out."""
     rows = [
         (
             f"{count}×",

@@ -20,19 +20,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from collective_matmul.backends import REFERENCE
 from collective_matmul.data import MeasuredData, Record, Run
 from collective_matmul.site import Site
 
-#: As the data of all tables is named.
+#: What `collective_matmul.data` calls such tables.
 MEASURES = "backends"
 
-#: The name, among those of implementations, of the matmuls alone with nothing communicated.
+#: The name, among those of backends, of the matmuls alone: the compute-only bound.
 COMPUTE_ONLY = "compute_only"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Median seconds of one site by implementation, bulk among them, and of the ceiling.
+    """Median seconds of one site by backend, the reference among them, and of `COMPUTE_ONLY`.
 
     Where a site has a weight gradient, its matmul is included.
     """
@@ -60,7 +61,7 @@ class Table:
 
     @functools.cached_property
     def _by_kind(self) -> Mapping[tuple, Sequence[tuple[Site, Entry]]]:
-        # Every decision asks: of all entries it would take a millisecond.
+        # Every decision asks. Searching all entries would take a millisecond.
         kinds = collections.defaultdict(list)
         for site, entry in self.entries.items():
             kinds[_kind(site)].append((site, entry))
@@ -129,11 +130,11 @@ def _site_fields(site: Site) -> dict[str, Any]:
 
 
 def _kind(site: Site) -> tuple:
-    """What sites have in common that differ in sizes alone."""
-    rides = site.co_gathered is not None
+    """The properties of a site other than its sizes: entries are compared within one kind."""
+    has_co_gathered = site.co_gathered is not None
     is_matmul = site.einsum is None
-    work = site.op, site.axis_size, rides, site.keep_gathered, is_matmul
-    # What is not aligned takes longer to multiply, which the gains of what is say nothing of.
+    work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
+    # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs.
     return *work, site.dtype.itemsize, site.is_aligned
 
 
@@ -154,8 +155,8 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")
     seconds = {name: 1e-6 * value for name, value in record.microseconds.items()}
-    if "xla" not in seconds:
-        raise KeyError("xla")
+    if REFERENCE.name not in seconds:
+        raise KeyError(REFERENCE.name)
     return site.flat, Entry(seconds, record.run)
 
 
@@ -164,7 +165,7 @@ def _sizes(site: Site) -> Iterator[int]:
 
 
 def _order(site: Site) -> tuple:
-    """Layer by layer, the rows of each ascending."""
+    """Sort key: layer by layer, the rows of each ascending."""
     weights = tuple(w for _, w in site.operands)
     co_gathered = site.co_gathered is not None
     return (

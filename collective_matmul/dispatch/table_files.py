@@ -1,4 +1,4 @@
-"""Where tables lie, and which of them speak for a kind of device."""
+"""The files of tables, and which of them are used for a kind of device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collective_matmul.site import Site
 
 CACHE_VARIABLE = "COLLECTIVE_MATMUL_CACHE_DIR"
 
-#: Kinds of devices without a table that ships, another kind that speaks for each, and why it can.
+#: Kinds of device without a shipped table: the kind whose table is used, and why it can be.
 DEVICE_ALIASES = {
     "NVIDIA H100 80GB HBM3": (
         "NVIDIA H200",
@@ -35,8 +35,8 @@ def file_name(device_kind: str) -> str:
 def cache_path(device_kind: str) -> Path:
     """The file of the user's own table.
 
-    It lies in the directory that the environment variable COLLECTIVE_MATMUL_CACHE_DIR names, else
-    in ``collective_matmul`` beneath XDG_CACHE_HOME or ``~/.cache``.
+    It is stored in the directory that the environment variable COLLECTIVE_MATMUL_CACHE_DIR
+    names, else in ``collective_matmul`` beneath XDG_CACHE_HOME or ``~/.cache``.
     """
     folder = os.environ.get(CACHE_VARIABLE)
     if not folder:
@@ -46,7 +46,7 @@ def cache_path(device_kind: str) -> Path:
 
 
 def known(device_kind: str) -> list[tuple[str, Table]]:
-    """The tables that speak for a kind of device, each with where it is from, best first."""
+    """The tables used for a kind of device, each with its origin in words, best first."""
     tables = [("your table", read_users(cache_path(device_kind)))]
     tables.append((f"table of {device_kind}", _shipped(device_kind)))
     if device_kind in DEVICE_ALIASES:
@@ -81,8 +81,8 @@ def _shipped(device_kind: str) -> Table | None:
 def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
     """Adds entries to the table at `path`, new ones in place of old; returns the whole.
 
-    Processes that save at the same time wait for each other. What is there and cannot be read stays
-    beside the table under another name.
+    Processes that save at the same time wait for each other. A file that cannot be read is kept
+    next to the table under another name.
 
     Raises:
       ValueError: if the table there is of another kind of device.
@@ -105,7 +105,7 @@ def save(path: Path, device_kind: str, entries: Mapping[Site, Entry]) -> Table:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block; one that dies is in it no more."""
+    """Waits until no other process is in such a block. A process that dies leaves it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -142,14 +142,16 @@ def _repetition(
         products, gathered = backend.all_gather_matmul(
             xs[0], ws, _AXIS, keep_gathered=site.keep_gathered, **arguments
         )
-        operands = aside, [gathered]
+        x, ys = aside, [gathered]
     else:
         product, gathered = backend.matmul_reduce_scatter(
             xs, ws, _AXIS, co_gathered=aside, **arguments
         )
-        products, operands = (product,), (gathered, xs)
-    gradients = weight_gradients(*operands, dimension=0) if site.has_weight_gradient else ()
-    return products, gradients
+        products, x, ys = (product,), gathered, xs
+    if not site.has_weight_gradient:
+        return products, ()
+    assert x is not None
+    return products, weight_gradients(x, ys, dimension=0)
 
 
 class _ComputeOnly(Backend):

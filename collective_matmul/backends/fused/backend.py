@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 from jax import lax
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Fused(Backend):
     """The fused kernels, each with the best known configuration or with the given one."""
 
-    config: Any = None
+    config: AllGatherConfig | ReduceScatterConfig | None = None
 
     name = "fused"
     uses_peer_kernels = True
