@@ -150,8 +150,8 @@ def _repetition(
         products, x, ys = (product,), gathered, xs
     if not site.has_weight_gradient:
         return products, ()
-    assert x is not None
-    return products, weight_gradients(x, ys, dimension=0)
+    arrays: list[Any] = [x, *ys]
+    return products, weight_gradients(arrays[0], arrays[1:], dimension=0)
 
 
 class _ComputeOnly(Backend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import jax
 from jax import lax
@@ -60,7 +60,7 @@ class Fused(Backend):
             dimension=dimension,
             transpose_w=transpose_w,
             keep_gathered=keep_gathered,
-            config=self.config,
+            config=cast(AllGatherConfig | None, self.config),
         )
 
     def matmul_reduce_scatter(
@@ -83,13 +83,22 @@ class Fused(Backend):
             gathered = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
             xs, gathered = lax.optimization_barrier((xs, gathered))
         y = reduce_scatter.matmul_reduce_scatter(
-            xs, ws, axis_name, dimension=dimension, transpose_w=transpose_w, config=self.config
+            xs,
+            ws,
+            axis_name,
+            dimension=dimension,
+            transpose_w=transpose_w,
+            config=self._reduce_config,
         )
         return y, gathered
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
         """Sums tiles in one shot or two; see `Backend`."""
-        return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self.config)
+        return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self._reduce_config)
+
+    @property
+    def _reduce_config(self) -> ReduceScatterConfig | None:
+        return cast(ReduceScatterConfig | None, self.config)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
