@@ -13,7 +13,9 @@ from jax import lax
 from collective_matmul import data
 from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
 from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.config_search import KernelCall
+from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
 from collective_matmul.backends.matmul_cost import COST_MODEL, weight_gradient_seconds
 from collective_matmul.hardware import HOPPER, has_known_rates
 from collective_matmul.mosaic_gpu import device
