@@ -121,7 +121,7 @@ def test_steps_run_in_lockstep(form: str, ring: str, mesh: Mesh) -> None:
     schedule = schedule_of(use_of(case), ring)
     walk = gather_einsum if case.gather else scatter_einsum
     equation = Equation(*case.terms, case.label)
-    fun = on_stacks(lambda a, b: walk(ring, equation, a, b, AXIS)[0], mesh)
+    fun = on_stacks(lambda a, b: walk(RINGS[ring], equation, a, b, AXIS)[0], mesh)
     x, w, _ = case.arrays(0)
     jaxpr = local_jaxpr(fun, (x, w))
     waits_for, barriers = ancestors(jaxpr), indices(jaxpr, "optimization_barrier")
