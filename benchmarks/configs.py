@@ -252,12 +252,9 @@ def _save(report: Report, backend: str, device_kind: str, outcomes: Sequence[Out
         [{**asdict(outcome), "record": None, "devices": None} for outcome in outcomes]
     )
     measures = f"{backend}_configs"
-    before = shipped(device_kind, measures)
-    records = {json.dumps(dict(r.problem)): r for r in (before.records if before else ())}
-    found = [outcome.record for outcome in outcomes if outcome.record is not None]
-    records |= {json.dumps(dict(record.problem)): record for record in found}
-    data = MeasuredData(measures, device_kind, list(records.values()))
-    (report.folder / f"{measures}.jsonl").write_text(data.to_text())
+    data = shipped(device_kind, measures) or MeasuredData(measures, device_kind, [])
+    data = data.updated([outcome.record for outcome in outcomes if outcome.record is not None])
+    (report.folder / f"{measures}.jsonl").write_text(data.to_text(), encoding="utf-8")
 
 
 def fastest(content: dict[str, Any]) -> str:

@@ -290,6 +290,5 @@ def _save(output: Path, measured: dict[MatmulProblem, MeasuredTiling]) -> None:
     """Writes the shipped table with what was measured in place of its records."""
     kind = jax.devices()[0].device_kind
     table = shipped(kind, "matmul_tilings") or MeasuredData("matmul_tilings", kind, [])
-    records = {MatmulProblem.from_json(record.problem): record for record in table.records}
-    records |= {problem: found.record(problem) for problem, found in measured.items()}
-    output.write_text(dataclasses.replace(table, records=list(records.values())).to_text())
+    records = [found.record(problem) for problem, found in measured.items()]
+    output.write_text(table.updated(records).to_text(), encoding="utf-8")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -89,6 +89,11 @@ class MeasuredData:
             return cls(head["measures"], head["device_kind"], records)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def updated(self, records: Iterable[Record]) -> MeasuredData:
+        """The data with further records. If several are of one problem, the last counts."""
+        newest = {json.dumps(dict(record.problem)): record for record in (*self.records, *records)}
+        return replace(self, records=list(newest.values()))
 
     def to_text(self) -> str:
         """The text of the file, with the records in their order."""

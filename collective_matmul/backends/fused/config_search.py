@@ -69,19 +69,6 @@ SENT_BYTES_PER_MICROSECOND = 1e6
 # Configurations with the same tile sizes are ranked as if each took this much longer than predicted
 # for every better one before it.
 _DOUBT = 1.08
-# What follows from the number of rows.
-_DEPENDS_ON_ROWS = frozenset(
-    {
-        "max_concurrent_steps",
-        "epilogue_stages",
-        "swizzle",
-        "slabs",
-        "box",
-        "boxes_per_message",
-        "peers_per_pass",
-        "m",
-    }
-)
 
 
 C = TypeVar("C", bound=Configuration)
@@ -234,30 +221,8 @@ class KernelCall:
         return next(itertools.chain(measured, configs), None)
 
 
-def without_row_dependent(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's JSON without the choices that follow from the number of rows."""
-    return {
-        name: without_row_dependent(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name not in _DEPENDS_ON_ROWS
-    }
-
-
 def _key(problem: Mapping[str, Any]) -> str:
     return json.dumps(dict(problem), sort_keys=True)
-
-
-def merged(table: data.MeasuredData, records: Iterable[data.Record]) -> data.MeasuredData:
-    """The table with further records, in order. If several are of one problem, the last counts."""
-    newest = {_key(record.problem): record for record in (*table.records, *records)}
-
-    def order(record: data.Record) -> tuple[str, int]:
-        """Problems that differ in their rows alone are neighbours."""
-        problem = dict(record.problem)
-        rows = problem.pop("m")
-        return json.dumps(problem), rows
-
-    return replace(table, records=sorted(newest.values(), key=order))
 
 
 def shipped_configs() -> data.MeasuredData:

@@ -17,7 +17,7 @@ from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
 )
-from collective_matmul.backends.fused.config_search import KernelCall, merged, shipped_configs
+from collective_matmul.backends.fused.config_search import KernelCall, shipped_configs
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterProblem
 from collective_matmul.backends.fused.reduce_scatter_search import (
     candidate_all_reduce_configs,
@@ -66,7 +66,7 @@ class Table:
         self.patch = patch
 
     def holds(self, *records: data.Record) -> None:
-        self.patch.setattr(config_search, "shipped_configs", lambda: merged(EMPTY, records))
+        self.patch.setattr(config_search, "shipped_configs", lambda: EMPTY.updated(records))
         config_search._measured_configs.cache_clear()
 
 
@@ -141,13 +141,13 @@ def test_the_last_record_of_a_problem_counts() -> None:
     first, second, *_ = configs_of(call)
     old, new = (call.record(config, 5.0) for config in (first, second))
     other = gathers(32).record(first, 7.0)
-    assert merged(merged(EMPTY, [other, old]), [new]).records == [new, other]
+    assert EMPTY.updated([other, old]).updated([new]).records == [other, new]
 
 
 def test_the_shipped_configs_are_all_chosen() -> None:
     """So each can run, and differs from the others for its call."""
     table = shipped_configs()
-    assert merged(table, []) == table and len(table.records) > 60
+    assert table.updated([]) == table and len(table.records) > 60
     for record in table.records:
         fields: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in record.problem.items()
