@@ -66,7 +66,7 @@ class Case:
     """
 
     op: str
-    implementation: str | None
+    implementation: str | tuple[str, ...] | None
     devices: int
     leading: tuple[int, ...]
     contracted: int

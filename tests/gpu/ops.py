@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from models.config import LlamaConfig, llama3_8b, llama3_70b, llama3_405b
-from tests.gpu.problems import Problem, Verdict, mesh_of, normal, size
+from tests.gpu.problems import Problem, Verdict, mesh_of, normal, or_xla, size
 from tests.reference import AXIS, OPS, Case, Outcome
 
 GATHER, SCATTER, ALL_REDUCE = OPS
@@ -63,7 +63,7 @@ class OpProblem(Problem):
 
     def sharded(self, implementation: str) -> Callable[..., Any]:
         """(x, ws) -> results."""
-        return replace(self.case, implementation=implementation).sharded(self.mesh)
+        return replace(self.case, implementation=or_xla(implementation)).sharded(self.mesh)
 
     def function(self, implementation: str) -> Callable[..., Outcome]:
         fun = self.sharded(implementation)

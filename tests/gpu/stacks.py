@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from tests.gpu.problems import Problem, Verdict, mesh_of, normal, size
+from tests.gpu.problems import Problem, Verdict, mesh_of, normal, or_xla, size
 from tests.reference import AXIS
 
 LAYERS = 3
@@ -84,13 +84,15 @@ class Stacks(Problem):
         return _with_gradients(forward)
 
     def _stack(self, axis: str, implementation: str) -> Callable[[jax.Array, Weights], jax.Array]:
+        names = or_xla(implementation)
+
         def layer(x: jax.Array, weights: Weights) -> jax.Array:
             up, down = weights
             hidden = jax.nn.gelu(
-                all_gather_matmul(x, up, axis, gather_dimension=1, implementation=implementation)
+                all_gather_matmul(x, up, axis, gather_dimension=1, implementation=names)
             )
             return x + matmul_reduce_scatter(
-                hidden, down, axis, scatter_dimension=1, implementation=implementation
+                hidden, down, axis, scatter_dimension=1, implementation=names
             )
 
         rows = P("data" if self.batch == "manual" else None, "ring")
