@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import overlap_jit
 from collective_matmul.dispatch import selection
-from collective_matmul.dispatch.selection import record_decisions
+from collective_matmul.dispatch.recording import record_decisions
 from tests.dispatch.sites import H200
 from tests.reference import AXIS, OPS, PORTABLE, Case, reference
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import collective_matmul
-from collective_matmul.dispatch.selection import Decision, record_decisions
+from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.site import Site
 from collective_matmul.source_location import SourceLocation
 from tests.conftest import MeshFactory

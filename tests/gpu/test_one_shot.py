@@ -26,7 +26,7 @@ from collective_matmul import (
     overlap_jit,
 )
 from collective_matmul.backends.one_shot import exchange_kernel
-from collective_matmul.dispatch.selection import record_decisions
+from collective_matmul.dispatch.recording import record_decisions
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 
