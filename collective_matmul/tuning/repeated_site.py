@@ -35,7 +35,7 @@ _AXIS = "tensor"
 _SECONDS_PER_CALL, _REPETITIONS = 0.01, (2, 16)
 
 
-class Operands(NamedTuple):
+class StackOperands(NamedTuple):
     """Arguments of a program.
 
     Attributes:
@@ -66,13 +66,13 @@ class Stack:
         self.repetitions = min(max(repetitions, fewest), most)
 
     def program(self, backend: str | Backend) -> Any:
-        """A function of `Operands` that executes all repetitions with a backend, or its name."""
+        """A function of `StackOperands` that executes all repetitions with a backend, or its name."""
         if isinstance(backend, str):
             backend = _ComputeOnly() if backend == COMPUTE_ONLY else BACKENDS[backend]
         # Traced once for all repetitions.
         repetition = jax.jit(functools.partial(_repetition, backend, self.site))
 
-        def run(operands: Operands):
+        def run(operands: StackOperands):
             xs, aside, results = operands.xs, operands.aside, []
             for ws in operands.weights:
                 products, gradients = repetition(xs, aside, ws)
@@ -84,7 +84,7 @@ class Stack:
             run, mesh=self.mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False
         )
 
-    def operands(self, implementation: str) -> Operands:
+    def operands(self, implementation: str) -> StackOperands:
         """Shapes of a program's arguments. Those of `COMPUTE_ONLY` are gathered already."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
@@ -98,7 +98,7 @@ class Stack:
         if site.co_gathered is not None:
             aside = (site.co_gathered[0] * gathered, site.co_gathered[1])
         ws = [w[::-1] if site.transpose_w else w for _, w in site.operands]
-        return Operands(
+        return StackOperands(
             [self._array(*x) for x in xs],
             None if aside is None else self._array(*aside),
             [[self._array(*w) for w in ws] for _ in range(self.repetitions)],

@@ -16,7 +16,7 @@ from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
-from collective_matmul.tuning.repeated_site import Operands, Stack, filler
+from collective_matmul.tuning.repeated_site import Stack, StackOperands, filler
 from collective_matmul.tuning.timing import Timing
 
 #: Programs compiled at the same time, at most.
@@ -103,7 +103,7 @@ class Trial:
         )
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
 
-    def _fill(self) -> tuple[Operands, Operands]:
+    def _fill(self) -> tuple[StackOperands, StackOperands]:
         """Arrays for the backends, and those for the compute-only bound except its weights."""
         leaves, tree = jax.tree.flatten(self._described)
         arrays = [self._fillers[leaf].result()(np.uint32(i)) for i, leaf in enumerate(leaves)]
@@ -124,7 +124,9 @@ class Trial:
         lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 
-    def _start(self, name: str, operands: Operands, runs: dict[str, Callable[[], Any]]) -> None:
+    def _start(
+        self, name: str, operands: StackOperands, runs: dict[str, Callable[[], Any]]
+    ) -> None:
         """Runs the program once, and adds it to the programs that run."""
         run = functools.partial(self._compiling[name].result(), operands)
         jax.block_until_ready(run())

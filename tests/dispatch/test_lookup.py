@@ -18,12 +18,14 @@ EINSUM = Einsum("sd,df->sf", (), accumulates=False)
 ALL = ("ring", "ring_direct", "fused")
 
 
-def says(site: Site, *entries: tuple[Site, Entry], backend: str = "ring") -> Comparison | None:
+def look_up_in(
+    site: Site, *entries: tuple[Site, Entry], backend: str = "ring"
+) -> Comparison | None:
     return look_up(site, backend, [("a table", table_of(*entries))], ALL)
 
 
 def test_its_own_entry_decides_whatever_is_near() -> None:
-    found = says(
+    found = look_up_in(
         layer(4096),
         (layer(4096), entry(xla=10, ring=8, compute_only=7)),
         (layer(4104), entry(xla=1, ring=2)),
@@ -36,7 +38,7 @@ def test_its_own_entry_decides_whatever_is_near() -> None:
 def test_leading_dimensions_and_the_name_of_the_axis_do_not_matter() -> None:
     (x, w), *_ = layer(4096).operands
     shaped = Site("all_gather_matmul", (((2, x[0] // 2, x[1]), w),), BFLOAT16, "other", 4)
-    prediction = says(shaped, (layer(4096), entry(xla=10, ring=8)))
+    prediction = look_up_in(shaped, (layer(4096), entry(xla=10, ring=8)))
     assert prediction is not None
     assert prediction.basis.startswith("measured")
 
@@ -54,7 +56,7 @@ def test_the_order_of_weights_does_not_matter() -> None:
 
 
 def test_what_the_program_may_not_use_hides_nothing_else() -> None:
-    """Below the only entry, a gain of one backend says nothing of any."""
+    """Below the only entry, a gain of one backend proves nothing for any."""
     tables = [("here", table_of((layer(1024), entry(xla=200.0, ring=250.0, fused=150.0))))]
     assert look_up(layer(600), "fused", tables, ALL) is None
     assert look_up(layer(600), "ring", tables, ALL) is None
@@ -67,7 +69,7 @@ def test_gains_and_losses_are_believed_however_short(fused: float, is_believed: 
     """No kernel waits for the host."""
     entries = [(layer(rows), entry(xla=45.0, ring=250.0, fused=fused)) for rows in (1024, 2048)]
     for rows in (1024, 1500, 2048):
-        found = says(layer(rows), *entries, backend="fused")
+        found = look_up_in(layer(rows), *entries, backend="fused")
         assert found is not None and found.is_believed == is_believed
 
 
@@ -82,20 +84,20 @@ def test_gains_and_losses_are_believed_however_short(fused: float, is_believed: 
     ],
 )
 def test_entries_of_another_kind_say_nothing(other: Site) -> None:
-    assert says(layer(4096), (other, entry(xla=10, ring=1))) is None
+    assert look_up_in(layer(4096), (other, entry(xla=10, ring=1))) is None
 
 
 def test_between_two_entries_both_must_gain() -> None:
     gain, loss = entry(xla=12, ring=10), entry(xla=10, ring=12)
     for low, high, name in ((gain, gain, "ring"), (loss, gain, "xla"), (gain, loss, "xla")):
-        prediction = says(layer(3000), (layer(2048), low), (layer(4096), high))
+        prediction = look_up_in(layer(3000), (layer(2048), low), (layer(4096), high))
         assert prediction is not None
         assert ("ring" if prediction.is_believed else "xla") == name
         assert prediction.basis == "near what was measured (a table)"
 
 
 def test_the_smaller_gain_is_predicted() -> None:
-    prediction = says(
+    prediction = look_up_in(
         layer(3072),
         (layer(2048), entry(xla=100, ring=80)),
         (layer(4096), entry(xla=200, ring=190)),
@@ -108,11 +110,11 @@ def test_the_smaller_gain_is_predicted() -> None:
 
 def test_a_gain_is_believed_of_larger_sites_only() -> None:
     gain, loss = entry(xla=12, ring=10), entry(xla=10, ring=12)
-    above = says(layer(6000), (layer(4096), gain))
+    above = look_up_in(layer(6000), (layer(4096), gain))
     assert above is not None
     assert above.is_believed
-    assert says(layer(3000), (layer(4096), gain)) is None
-    below = says(layer(3000), (layer(4096), loss))
+    assert look_up_in(layer(3000), (layer(4096), gain)) is None
+    below = look_up_in(layer(3000), (layer(4096), loss))
     assert below is not None
     assert not below.is_believed
 
@@ -120,7 +122,7 @@ def test_a_gain_is_believed_of_larger_sites_only() -> None:
 def test_one_fused_weight_is_as_several_of_one_gather() -> None:
     x = (1024, 4096)
     split = Site("all_gather_matmul", ((x, (4096, 1792)), (x, (4096, 1792))), BFLOAT16, AXIS, 4)
-    prediction = says(layer(4096), (split, entry(xla=12, ring=10)))
+    prediction = look_up_in(layer(4096), (split, entry(xla=12, ring=10)))
     assert prediction is not None
     assert prediction.seconds == pytest.approx(10e-6)
 
@@ -151,18 +153,18 @@ def test_of_two_tables_with_a_near_entry_the_better_one_is_asked() -> None:
     ],
 )
 def test_how_near_is_near(site: Site, near: bool) -> None:
-    found = says(site, (layer(4096), entry(xla=12, ring=10)))
+    found = look_up_in(site, (layer(4096), entry(xla=12, ring=10)))
     assert (found is not None) == near
 
 
 def test_entries_without_a_backend_are_not_its_neighbours() -> None:
-    found = says(
+    found = look_up_in(
         layer(3000), (layer(2048), entry(xla=12, new=1)), (layer(4096), entry(xla=10, ring=12))
     )
     assert found is not None and found.gain == pytest.approx(10 / 12)
     few = (layer(1024), entry(xla=100, fused=80, compute_only=70))
-    assert says(layer(1024), few) is None
-    assert says(layer(1024), few, backend="fused") is not None
+    assert look_up_in(layer(1024), few) is None
+    assert look_up_in(layer(1024), few, backend="fused") is not None
 
 
 def test_a_comparison_keeps_its_gain_over_another_reference() -> None:

@@ -1,4 +1,4 @@
-"""What is done, and said, about requests, and where a backend cannot execute a site."""
+"""Requests for backends that can or cannot execute a site, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def on_h200() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was said. Whatever was said once before may be said again."""
+def logged(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The warnings since. Warnings that were logged before may be logged again."""
     monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
     return lambda: [r.message for r in caplog.records if r.levelno == logging.WARNING]
 
@@ -73,10 +73,10 @@ def decide(site: Site, *requested: str) -> tuple[str, str]:
 
 
 @every_op
-def test_fused_where_its_kernels_can(op: Op, on_h200: None, said: Callable) -> None:
+def test_fused_where_its_kernels_can(op: Op, on_h200: None, logged: Callable) -> None:
     assert decide(layer(op), "fused") == ("fused", "requested")
     assert decide(layer(op)) == ("fused", "measured: 4 µs xla, 1 µs fused")
-    assert said() == []
+    assert logged() == []
 
 
 FLOATS = "dtypes ['float32']: these kernels take bfloat16, or float16, for all"
@@ -85,7 +85,7 @@ FLOATS = "dtypes ['float32']: these kernels take bfloat16, or float16, for all"
 @every_op
 @every_kernel
 def test_the_next_fastest_where_the_fastest_cannot(
-    op: Op, kernel: str, on_h200: None, said: Callable, monkeypatch: Patch
+    op: Op, kernel: str, on_h200: None, logged: Callable, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(SECONDS, kernel, 1e-6)
     for other in {*PEER_KERNELS} - {kernel}:
@@ -95,12 +95,12 @@ def test_the_next_fastest_where_the_fastest_cannot(
     for _ in range(2):
         reason = f"fallback: {why}; measured: 4 µs xla, 2 µs ring_direct"
         assert decide(site) == ("ring_direct", reason)
-    assert said() == [f"{op} falls back to ring_direct: {why}"]
+    assert logged() == [f"{op} falls back to ring_direct: {why}"]
 
 
 @every_op
 @every_kernel
-def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, said: Callable) -> None:
+def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, logged: Callable) -> None:
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     sentence = f"implementation={kernel!r}: {FLOATS}; for {site}; pass"
     with (
@@ -109,19 +109,19 @@ def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, said: Callable)
     ):
         choose(site, (kernel,))
     assert str(raised.value).endswith("to use the first that can, or None to choose per shape")
-    assert (decisions, said()) == ([], [])
+    assert (decisions, logged()) == ([], [])
 
 
 @every_op
-def test_of_a_sequence_the_first_that_can_is_used_and_the_others_are_said_once(
-    op: Op, on_h200: None, said: Callable
+def test_of_a_sequence_the_first_that_can_is_used_and_the_others_are_logged_once(
+    op: Op, on_h200: None, logged: Callable
 ) -> None:
     site = dataclasses.replace(layer(op), dtype=np.dtype("float32"))
     why = "; ".join(f"{name} is not possible: {FLOATS}" for name in ("fused", "one_shot"))
     for _ in range(2):
         chosen = decide(site, "fused", "one_shot", "ring", "xla")
         assert chosen == ("ring", f"fallback: {why}; requested")
-    assert said() == [f"{op} falls back to ring: {why}"]
+    assert logged() == [f"{op} falls back to ring: {why}"]
     assert decide(site, "xla", "fused") == ("xla", "requested")
     with pytest.raises(UnsupportedSiteError, match=r"^implementation=\('fused', 'one_shot'\): "):
         choose(site, ("fused", "one_shot"))
@@ -130,15 +130,15 @@ def test_of_a_sequence_the_first_that_can_is_used_and_the_others_are_said_once(
 @every_op
 @pytest.mark.parametrize("name", PORTABLE[:2])
 def test_other_requests_are_followed_where_kernels_cannot(
-    op: Op, name: str, said: Callable
+    op: Op, name: str, logged: Callable
 ) -> None:
     assert decide(layer(op), name) == (name, "requested")
-    assert said() == []
+    assert logged() == []
 
 
 @every_op
-def test_of_all_that_is_not_chosen_the_best_is_said(
-    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
+def test_of_all_that_is_not_chosen_the_best_is_logged(
+    op: Op, on_h200: None, logged: Callable, monkeypatch: Patch
 ) -> None:
     peers = "GPU 0 cannot address the memory of GPU 1"
     monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: peers)
@@ -150,16 +150,16 @@ def test_of_all_that_is_not_chosen_the_best_is_said(
     assert decide(layer(op)) == ("xla", f"fallback: {fused}; {reason}")
     with peer_kernels_allowed(False):
         assert decide(layer(op))[1].startswith(f"fallback: {ring}; ")
-    assert said() == [f"{op} falls back to xla: {why}" for why in (fused, ring)]
+    assert logged() == [f"{op} falls back to xla: {why}" for why in (fused, ring)]
 
 
-def test_a_backend_that_is_slower_is_not_missed(monkeypatch: Patch, said: Callable) -> None:
+def test_a_backend_that_is_slower_is_not_missed(monkeypatch: Patch, logged: Callable) -> None:
     measure_as(monkeypatch, {"xla": 1e-6, "fused": 2e-6, "one_shot": 2e-6, "ring": 3e-6})
     site = dataclasses.replace(layer("all_gather_matmul"), dtype=np.dtype("float32"))
     with tracing_for(H200), record_decisions() as decisions:
         choose(site)
     assert decisions[0].reason == "measured: 1 µs xla, 2 µs one_shot"
-    assert said() == []
+    assert logged() == []
 
 
 @every_op
@@ -187,7 +187,7 @@ def test_the_mesh_says_whether_there_are_kernels(
 @every_op
 @every_kernel
 def test_peer_kernels_need_a_program_that_may_have_them(
-    op: Op, kernel: str, on_h200: None, said: Callable
+    op: Op, kernel: str, on_h200: None, logged: Callable
 ) -> None:
     """In others a request is refused, and auto chooses among the rest."""
     why = (
@@ -197,11 +197,11 @@ def test_peer_kernels_need_a_program_that_may_have_them(
     )
     with peer_kernels_allowed(False):
         assert decide(layer(op)) == ("ring_direct", "measured: 4 µs xla, 2 µs ring_direct")
-        assert said() == []
+        assert logged() == []
         assert decide(layer(op), kernel, "ring") == ("ring", f"fallback: {why}; requested")
         with pytest.raises(UnsupportedSiteError, match=re.escape(why.partition(": ")[2])):
             choose(layer(op), (kernel,))
-    assert said() == [f"{op} falls back to ring: {why}"]
+    assert logged() == [f"{op} falls back to ring: {why}"]
 
 
 @every_op
@@ -241,7 +241,7 @@ def test_kernels_are_not_divided_over_automatic_axes(op: Op, kernel: str, size: 
 
 @every_op
 def test_a_kernel_that_was_not_measured_is_named(
-    op: Op, on_h200: None, said: Callable, monkeypatch: Patch
+    op: Op, on_h200: None, logged: Callable, monkeypatch: Patch
 ) -> None:
     """Where it cannot execute the site, nobody misses a measurement."""
     monkeypatch.delitem(SECONDS, "fused")
@@ -252,7 +252,7 @@ def test_a_kernel_that_was_not_measured_is_named(
     assert decide(layer(op), "ring") == ("ring", "requested")
     with peer_kernels_allowed(False):
         assert decide(layer(op)) == ("ring_direct", without)
-    assert said() == []
+    assert logged() == []
 
 
 @every_op
@@ -327,13 +327,13 @@ def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) 
 
 @every_kernel
 def test_an_einsum_that_is_not_a_matmul_has_no_kernel(
-    kernel: str, on_h200: None, said: Callable
+    kernel: str, on_h200: None, logged: Callable
 ) -> None:
     einsum = Einsum("sd,sf->df", ((256, 512), (1024, 64)), True)
     site = layer("all_gather_matmul", einsum=einsum, dimension=None)
     why = f"{kernel} is not possible: 'sd,sf->df' is not a matmul, and {kernel} executes nothing"
     assert decide(site, kernel, "ring") == ("ring", f"fallback: {why} else; requested")
-    assert said() == [f"all_gather_matmul falls back to ring: {why} else"]
+    assert logged() == [f"all_gather_matmul falls back to ring: {why} else"]
     plain = dataclasses.replace(site, einsum=None, dimension=0)
     assert unsupported_reason(plain, kernel) is None
 

@@ -1,4 +1,4 @@
-"""What is chosen for which site, what is said about it, and what is recorded."""
+"""Which backend is chosen for a site, the warnings about it, and the record of decisions."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was said once before may be said again."""
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that were logged before may be logged again."""
     monkeypatch.setattr(selection, "warn_once", functools.cache(warn_once.__wrapped__))
 
 
@@ -235,7 +235,7 @@ def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> No
 
 
 def test_gpus_that_nothing_is_known_of_get_xla_and_say_so_once(
-    nothing_said: None, caplog: pytest.LogCaptureFixture
+    fresh_warnings: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     unknown = "NVIDIA A100-SXM4-40GB was not measured; collective_matmul.tune can"
     with tracing_for(AbstractDevice("NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")):
@@ -271,7 +271,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_rows_that_do_not_divide_fall_back_and_say_so_once(
-    on_gpus: None, nothing_said: None, caplog: pytest.LogCaptureFixture
+    on_gpus: None, fresh_warnings: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = site_of("matmul_all_reduce", 8190, 8192, 8192)
     unsupported = "8190 rows are not divisible by axis 'tensor' of size 4"
@@ -288,7 +288,7 @@ def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
     op: Op,
     on_gpus: None,
     untuned: None,
-    nothing_said: None,
+    fresh_warnings: None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,18 +53,20 @@ class RendezvousSimulation(WorkspaceSimulation):
         # Words that a multiprocessor may have kept.
         self.cached: dict[tuple[Actor, int, Address], int] = {}
 
-    def begin_behind(self, epoch: int) -> None:
-        """All that was said at the last two meetings is there still."""
+    def start_after(self, epoch: int) -> None:
+        """Fills the mailboxes with pointers of the last two rendezvous."""
         for memory, block in itertools.product(self.memory, range(BLOCKS)):
             counter = (
                 symmetric_workspace.mailbox_offset(self.devices, 0, 0, block)
                 + rendezvous._EPOCH_OFFSET
             )
             memory[counter:][:4] = as_int32(epoch).view(np.uint8)
-            for said, source in itertools.product((epoch - 1, epoch), range(self.devices)):
-                line = symmetric_workspace.mailbox_offset(self.devices, said & 1, source, block)
+            for published, source in itertools.product((epoch - 1, epoch), range(self.devices)):
+                line = symmetric_workspace.mailbox_offset(
+                    self.devices, published & 1, source, block
+                )
                 words = memory[line:][: MAX_BUFFERS * POINTER_BYTES].view(np.uint64)
-                words[...] = self.said_with(said, 0)
+                words[...] = self.word_with(published, 0)
 
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
         launch = self.launches[number]
@@ -86,7 +88,7 @@ class RendezvousSimulation(WorkspaceSimulation):
             self.here().wait(lambda: self.came[number, device] == all_blocks)
 
     def assert_found(self, mine: Rendezvous, number: int, offset: int) -> None:
-        """That a block finds the arrays of a launch on another device."""
+        """Asserts that a block finds the arrays of a launch on another device."""
         for which in range(len(mine.arrays)):
             assert mine.peer_buffer(which, offset) == (
                 address_of(number, mine.axis_index, which),
@@ -100,11 +102,11 @@ class RendezvousSimulation(WorkspaceSimulation):
 
     # The primitives.
 
-    def said(self, address: Address) -> int:
+    def word_at(self, address: Address) -> int:
         return int(self.bytes_at(address, POINTER_BYTES)[1].view(np.uint64)[0])
 
-    def said_with(self, epoch: int, array: int) -> int:
-        """The word that has both."""
+    def word_with(self, epoch: int, array: int) -> int:
+        """The word of an epoch and an array."""
         assert array < 1 << self.address_bits
         return array | epoch << self.address_bits & (1 << 64) - 1
 
@@ -114,32 +116,32 @@ class RendezvousSimulation(WorkspaceSimulation):
         self.here().wait()
         before = self.sent()
         for address, (number, array) in itertools.product(addresses, enumerate(arrays)):
-            word = np.array([self.said_with(value, array)], np.uint64)
+            word = np.array([self.word_with(value, array)], np.uint64)
             self.send(address.plus(number * POINTER_BYTES), word, before)
 
     def poll_pointers(
         self, value: int, first: Address, between: int, count: int, arrays: int, scope: ThreadScope
     ) -> None:
-        """Each lane waits for its own word, and no longer looks at it when that has come."""
+        """Each lane polls its own word until that has arrived."""
         missing = {
             first.plus(who * between + which * POINTER_BYTES)
             for who, which in itertools.product(range(count), range(arrays))
         }
 
-        def heard() -> bool:
-            found = {a for a in missing if self.said_with(value, 0) == self.epoch_at(a)}
+        def arrived() -> bool:
+            found = {a for a in missing if self.word_with(value, 0) == self.epoch_at(a)}
             missing.difference_update(found)
             return not missing
 
-        self.here().wait(heard)
+        self.here().wait(arrived)
 
     def load_peer_pointer(self, place: Address) -> int:
         self.here().wait()
-        return self.said(place) % (1 << self.address_bits)
+        return self.word_at(place) % (1 << self.address_bits)
 
     def epoch_at(self, address: Address) -> int:
-        """With which an address was said, where a word has it."""
-        return self.said(address) >> self.address_bits << self.address_bits
+        """The epoch of the word at an address, in the bits of the word."""
+        return self.word_at(address) >> self.address_bits << self.address_bits
 
     def load_int32(self, address: Address, *, cached: bool = False) -> int:
         value = super().load_int32(address)
@@ -208,7 +210,7 @@ def test_blocks_find_their_peers_arrays(
 )
 def test_epochs_wrap_around(epoch: int, bits: int, monkeypatch: Patch) -> None:
     simulation = RendezvousSimulation(3, LAUNCHES, 0, bits)
-    simulation.begin_behind(epoch)
+    simulation.start_after(epoch)
     simulation.play(monkeypatch)
     simulation.run()
 
@@ -217,18 +219,18 @@ def one_phase(monkeypatch: Patch) -> None:
     monkeypatch.setattr(symmetric_workspace, "PHASES", 1)
 
 
-def meetings_are_not_counted(monkeypatch: Patch) -> None:
+def epochs_are_not_counted(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "store_int32", lambda address, value, scope: None)
 
 
-def they_are_counted_from_what_is_kept(monkeypatch: Patch) -> None:
+def epochs_are_counted_from_cached_words(monkeypatch: Patch) -> None:
     load_int32 = rendezvous.load_int32
     monkeypatch.setattr(
         rendezvous, "load_int32", lambda at, cached=True: load_int32(at, cached=True)
     )
 
 
-def no_more_words_are_said_than_there_are_arrays(monkeypatch: Patch) -> None:
+def equal_arrays_are_published_once(monkeypatch: Patch) -> None:
     publish_pointers = rendezvous.publish_pointers
 
     def publish_each_once(
@@ -239,7 +241,7 @@ def no_more_words_are_said_than_there_are_arrays(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "publish_pointers", publish_each_once)
 
 
-def words_are_said_in_halves(monkeypatch: Patch) -> None:
+def words_are_published_in_halves(monkeypatch: Patch) -> None:
     send = RendezvousSimulation.send
 
     def send_halves(simulation, address: Address, value: np.ndarray, after=()) -> None:
@@ -253,7 +255,7 @@ def nobody_is_awaited(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "poll_pointers", lambda *args: None)
 
 
-def the_meeting_before_is_awaited(monkeypatch: Patch) -> None:
+def the_previous_epoch_is_awaited(monkeypatch: Patch) -> None:
     wait_for_peers = Rendezvous.wait_for_peers
 
     def await_before(mine: Rendezvous) -> None:
@@ -311,12 +313,12 @@ def blocks_share_a_line(monkeypatch: Patch) -> None:
     "mistake",
     [
         one_phase,
-        meetings_are_not_counted,
-        they_are_counted_from_what_is_kept,
-        no_more_words_are_said_than_there_are_arrays,
-        words_are_said_in_halves,
+        epochs_are_not_counted,
+        epochs_are_counted_from_cached_words,
+        equal_arrays_are_published_once,
+        words_are_published_in_halves,
         nobody_is_awaited,
-        the_meeting_before_is_awaited,
+        the_previous_epoch_is_awaited,
         some_peers_are_awaited,
         some_arrays_are_awaited,
         peers_are_looked_for_in_the_wrong_direction,

@@ -27,13 +27,13 @@ both_vma = pytest.mark.parametrize("check_vma", [False, True])
 
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_nothing_overlaps(devices: int) -> None:
-    """Words, messages of any slot, source and block, and what these say when they meet."""
+    """Signals, messages of every phase, source and block, and mailboxes."""
     blocks, rendezvous_blocks = (
         np.arange(symmetric_workspace.EXCHANGE_BLOCKS),
         np.arange(symmetric_workspace.RENDEZVOUS_BLOCKS),
     )
     sources = list(itertools.product(range(symmetric_workspace.PHASES), range(devices)))
-    said = MAX_BUFFERS * POINTER_BYTES
+    mailbox = MAX_BUFFERS * POINTER_BYTES
     places = [
         (symmetric_workspace.epoch_offset(blocks), 4),
         *((symmetric_workspace.signal_offset(source, blocks), 4) for source in range(1, devices)),
@@ -45,7 +45,7 @@ def test_nothing_overlaps(devices: int) -> None:
             for source in sources
         ),
         *(
-            (symmetric_workspace.mailbox_offset(devices, *source, rendezvous_blocks), said)
+            (symmetric_workspace.mailbox_offset(devices, *source, rendezvous_blocks), mailbox)
             for source in sources
         ),
         (
@@ -63,16 +63,16 @@ def test_nothing_overlaps(devices: int) -> None:
     # Offsets are int32, and the words are int32 too.
     assert ends[-1] <= symmetric_workspace.workspace_bytes(devices) < 1 << 31
     assert symmetric_workspace.workspace_bytes(devices) % 4 == 0
-    # But for the counters of meetings, which lie behind what is said there.
+    # Except the epochs of rendezvous, which follow the pointers of a mailbox.
     assert not np.any(starts[: -rendezvous_blocks.size] % VECTOR_BYTES)
 
 
 class Device:
-    """It has an identity, and a workspace needs no more."""
+    """A device with an identity, which is all that a workspace needs."""
 
 
 class Space:
-    """A workspace, which lies somewhere."""
+    """A workspace at some address."""
 
     def __init__(self, device: Any, pointer: int):
         self.device, self.pointer = device, pointer

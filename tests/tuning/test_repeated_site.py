@@ -13,7 +13,7 @@ from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 from collective_matmul.tuning import model_sites
-from collective_matmul.tuning.repeated_site import Operands, Stack, filler
+from collective_matmul.tuning.repeated_site import Stack, StackOperands, filler
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")
@@ -46,7 +46,7 @@ def shards(array: Any) -> np.ndarray:
     return np.asarray(array).reshape(DEVICES, -1, array.shape[-1])
 
 
-def expected(name: str, operands: Operands, ws: Any) -> tuple[list, list]:
+def expected(name: str, operands: StackOperands, ws: Any) -> tuple[list, list]:
     """Products and weight gradients of one repetition, by device."""
     xs, ws = [shards(x) for x in operands.xs], [shards(w) for w in ws]
     aside = None if operands.aside is None else shards(operands.aside)
