@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import mosaic_example
@@ -36,15 +35,12 @@ Rows = Any
 
 
 class Communication(Protocol):
-    """See the module.
+    """See the module; all is called inside `shard_map`.
 
     Attributes:
-      inside_shard_map: whether the program runs inside `shard_map`. Otherwise it has global arrays,
-        which XLA partitions.
       all_reduce_spec: how the result of `matmul_all_reduce` is sharded.
     """
 
-    inside_shard_map: bool
     all_reduce_spec: P
 
     def rows(self, shard: Any, whole: Any) -> Rows:
@@ -69,7 +65,6 @@ class Communication(Protocol):
 class _Shards:
     """Rows are a shard."""
 
-    inside_shard_map = True
     all_reduce_spec = REPLICATED
 
     def rows(self, shard, whole):
@@ -119,27 +114,6 @@ class CollectiveMatmul(_Shards):
         return matmul_all_reduce(x, w, AXIS, implementation=self.implementation)
 
 
-class Partitioned(_Shards):
-    """Global arrays and sharding constraints: XLA places the collectives, and may window them."""
-
-    inside_shard_map = False
-
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-
-    def all_gather_matmul(self, rows, ws):
-        return tuple(self._constrained(rows @ w, COLUMNS) for w in ws)
-
-    def matmul_reduce_scatter(self, x, w):
-        return self._constrained(x @ w, ROWS)
-
-    def matmul_all_reduce(self, x, w):
-        return self._constrained(x @ w, REPLICATED)
-
-    def _constrained(self, array, spec):
-        return lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
-
-
 class MosaicExample(_Shards):
     """JAX's example of a fused kernel: one weight, forward, all-gather only."""
 
@@ -168,7 +142,6 @@ class NoCommunication:
     matmuls, nor run two at once. Barriers cost nothing, and no array is copied or made for them.
     """
 
-    inside_shard_map = True
     all_reduce_spec = ROWS
 
     def rows(self, shard, whole):

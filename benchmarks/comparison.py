@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from benchmarks import candidates, option_sets
+from benchmarks import candidates
 from benchmarks.candidates import Candidate
 from benchmarks.compiling import Compiled, compile_cases
 from benchmarks.internals import REFERENCE
@@ -27,10 +27,6 @@ class Comparison(Settings):
 
     candidates: tuple[str, ...] = ()
     """What to time; default: everything."""
-    try_options: bool = True
-    """Whether to try sets of XLA options for the candidates that are XLA's own."""
-    skip_options: tuple[str, ...] = ()
-    """Sets of XLA options not to try."""
     compile_cases: int = 1
     """Cases compiled at the same time, before they are measured."""
     compile_threads: int = 16
@@ -78,16 +74,12 @@ def run(
     """
     check(settings)
     check_names("candidates", settings.candidates, names)
-    sets = [*option_sets.BASELINE, *option_sets.WINDOWED]
-    check_names("skip_options", settings.skip_options, sets)
     mesh = make_mesh(settings)
     for case in cases:
         _check_divisible(case, mesh)
     report = Report(benchmark, settings)
-    chosen = [
-        candidates.make(name, mesh, settings.try_options, settings.skip_options)
-        for name in candidates.in_order(settings.candidates or names)
-    ]
+    taking_part = candidates.in_order(settings.candidates or names)
+    chosen = [candidates.make(name) for name in taking_part]
     operands = Operands(mesh, settings.array_dtype)
     for first in range(0, len(cases), settings.compile_cases):
         if report.out_of_time():

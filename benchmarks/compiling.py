@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import operands
-from benchmarks.candidates import Candidate, Jit
+from benchmarks.candidates import COMPILERS, Candidate
 from benchmarks.internals import Decision
 from benchmarks.programs import Made, Program
 from collective_matmul import record_decisions
@@ -22,10 +22,9 @@ Build = Callable[[Candidate], Program]
 
 @dataclass(frozen=True)
 class Traced:
-    """A lowered program of a candidate, for one of its sets of options."""
+    """A lowered program of a candidate."""
 
-    candidate: str
-    options: str
+    candidate: Candidate
     program: Program
     lowered: Any
     seconds: float
@@ -48,11 +47,7 @@ class Executable:
 
     @property
     def candidate(self) -> str:
-        return self.programs[0].candidate
-
-    @property
-    def options(self) -> str:
-        return self.programs[0].options
+        return self.programs[0].candidate.name
 
     def on(self, made: Made) -> Callable[[], Any]:
         """A function that runs it once, on what was made for it."""
@@ -71,7 +66,7 @@ class Compiled:
     Attributes:
       candidates: their names, in order.
       executables: in no order.
-      failures: by candidate, the last thing that went wrong.
+      failures: by candidate, what went wrong.
     """
 
     candidates: tuple[str, ...]
@@ -85,13 +80,14 @@ class Compiled:
         return self.maker()
 
     @contextlib.contextmanager
-    def noting_failure(self, candidate: str) -> Iterator[None]:
-        """Notes what goes wrong with one candidate, in JAX or on the device; the others go on."""
+    def noting_failure(self, *candidates: Candidate) -> Iterator[None]:
+        """Notes what goes wrong with candidates, in JAX or on the device; the others go on."""
         try:
             yield
         except Exception as error:
             sentence = str(error).strip().partition("\n")[0]
-            self.failures[candidate] = f"{type(error).__name__}: {sentence[:300]}"
+            for candidate in candidates:
+                self.failures[candidate.name] = f"{type(error).__name__}: {sentence[:300]}"
 
 
 def compile_cases(
@@ -112,7 +108,10 @@ def compile_cases(
     with ThreadPoolExecutor(threads) as pool:
         for case, build in zip(cases, builds, strict=True):
             # Tracing is Python, and gains nothing from threads; XLA compiles beside it.
-            traced = _trace_all(candidates, build, case)
+            traced: list[Traced] = []
+            for candidate in candidates:
+                with case.noting_failure(candidate):
+                    traced.append(trace(candidate, build(candidate)))
             jobs += [pool.submit(_compile, case, same) for same in _same_programs(traced)]
             jobs.append(pool.submit(_compile_maker, case, traced))
     for job in jobs:
@@ -120,39 +119,27 @@ def compile_cases(
     return cases
 
 
-def _trace_all(candidates: Sequence[Candidate], build: Build, case: Compiled) -> list[Traced]:
-    traced = []
-    for candidate in candidates:
-        with case.noting_failure(candidate.name):
-            program = build(candidate)
-            for options, jit in candidate.jits.items():
-                traced.append(trace(candidate.name, options, jit, program))
-    return traced
-
-
-def trace(candidate: str, options: str, jit: Jit, program: Program) -> Traced:
+def trace(candidate: Candidate, program: Program) -> Traced:
     """Traces and lowers a program; records what the library decides meanwhile."""
     started = time.perf_counter()
     with record_decisions() as decisions:
-        jitted = jit(program.fun, donate_argnums=program.donated)
+        jitted = COMPILERS[candidate.compiler](program.fun, donate_argnums=program.donated)
         lowered = jitted.lower(*operands.abstract(program.arguments))
     seconds = time.perf_counter() - started
-    return Traced(candidate, options, program, lowered, seconds, tuple(decisions))
+    return Traced(candidate, program, lowered, seconds, tuple(decisions))
 
 
 def _same_programs(traced: Sequence[Traced]) -> list[tuple[Traced, ...]]:
     """Groups of programs that compile to the same executable."""
     groups: dict[tuple[str, str], tuple[Traced, ...]] = {}
     for program in traced:
-        key = program.options, program.lowered.as_text()
+        key = program.candidate.compiler, program.lowered.as_text()
         groups[key] = (*groups.get(key, ()), program)
     return list(groups.values())
 
 
 def _compile(case: Compiled, programs: tuple[Traced, ...]) -> None:
-    with contextlib.ExitStack() as stack:
-        for program in programs:
-            stack.enter_context(case.noting_failure(program.candidate))
+    with case.noting_failure(*(program.candidate for program in programs)):
         started = time.perf_counter()
         compiled = programs[0].lowered.compile()
         case.executables.append(Executable(programs, compiled, time.perf_counter() - started))

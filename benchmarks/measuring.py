@@ -1,9 +1,9 @@
-"""Times executables: finds the best options of each candidate, then times all in turns."""
+"""Times the executables of a case, in turns."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,6 @@ from benchmarks.environment import gpu_state
 from benchmarks.internals import measure
 from benchmarks.profiling import Profile, record
 
-#: Groups that decide between sets of options: enough to distinguish those that differ.
-PILOT_GROUPS = 3
-
 Run = Callable[[], Any]
 
 
@@ -29,9 +26,9 @@ class Result:
     samples: tuple[float, ...] = ()
     """Seconds per call, one number for each group."""
     options: str = ""
-    """The fastest set of options."""
+    """The fastest way to run PyTorch."""
     tried: dict[str, float] = field(default_factory=dict)
-    """Median seconds per call in a short trial of each set of options, where there are several."""
+    """Median seconds per call in a short trial of each way to run PyTorch."""
     same_program_as: str | None = None
     """Another candidate whose program is the same, and whose samples these are."""
     temporary_bytes: int | None = None
@@ -78,70 +75,56 @@ class Measured(NamedTuple):
 
 def measure_case(case: Compiled, timed: Timed) -> Measured:
     """Times the executables, candidates in turns, and frees them and their arrays."""
-    runs = _warm_up(case)
-    tried = {name: _try_options(choices) for name, choices in runs.items()}
-    fastest = {name: min(times, key=times.__getitem__) for name, times in tried.items()}
-    chosen = {name: runs[name][executable] for name, executable in fastest.items()}
+    executables = _warm_up(case)
+    runs = {executable.candidate: run for executable, run in executables.items()}
     again = f"{timed.again} again"
-    if timed.again in chosen:
-        chosen[again] = chosen[timed.again]
-    timings = measure(chosen, groups=timed.groups, seconds_per_group=timed.seconds)
-    results = _describe(case, list(fastest.values()))
-    for name, executable in fastest.items():
-        profile = timed.profile and record(chosen[name], timed.profile / name)
+    if timed.again in runs:
+        runs[again] = runs[timed.again]
+    timings = measure(runs, groups=timed.groups, seconds_per_group=timed.seconds)
+    results = _describe(case, executables)
+    for executable, run in executables.items():
+        profile = timed.profile and record(run, timed.profile / executable.candidate)
         for program in executable.programs:
-            result = results[program.candidate]
-            result.samples, result.profile = timings[name].samples, profile
-            if len(tried[name]) > 1:
-                result.tried = {e.options: seconds for e, seconds in tried[name].items()}
-    if again in chosen:
+            result = results[program.candidate.name]
+            result.samples, result.profile = timings[executable.candidate].samples, profile
+    if again in runs:
         results[again] = replace(
             results[str(timed.again)],
             samples=timings[again].samples,
             same_program_as=timed.again,
         )
-    gpus = _watch(list(chosen.values())[-1]) if timed.watch and chosen else []
+    gpus = _watch(list(runs.values())[-1]) if timed.watch and runs else []
     case.executables.clear()
     return Measured(results, gpus)
 
 
-def _describe(case: Compiled, executables: list[Executable]) -> Results:
+def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
     """What these executables say about their candidates, before anything runs."""
-    results = {name: Result() for name in case.candidates}
+    results = {name: Result(failure=case.failures.get(name)) for name in case.candidates}
     for executable in executables:
         for program in executable.programs:
-            results[program.candidate] = Result(
-                options=program.options,
-                same_program_as=(
-                    None if program is executable.programs[0] else executable.candidate
-                ),
+            is_first = program is executable.programs[0]
+            decided = (f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
+            results[program.candidate.name] = Result(
+                same_program_as=None if is_first else executable.candidate,
                 temporary_bytes=executable.compiled.memory_analysis().temp_size_in_bytes,
                 trace_seconds=program.seconds,
                 compile_seconds=executable.seconds,
-                decisions=dict(
-                    Counter(f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
-                ),
+                decisions=dict(Counter(decided)),
             )
-    for name, result in results.items():
-        # A set of options that XLA refuses is not a failure where another one worked.
-        if result.compile_seconds is None:
-            result.failure = case.failures.get(name)
     return results
 
 
-def _warm_up(case: Compiled) -> dict[str, dict[Executable, Run]]:
-    """A function that runs each executable, by candidate in order; those that fail are left out."""
-    runs: dict[str, dict[Executable, Run]] = {}
-    if not case.executables:
-        return runs
-    made = case.make()
-    for executable in sorted(
-        case.executables, key=lambda executable: case.candidates.index(executable.candidate)
-    ):
-        with case.noting_failure(executable.candidate):
+def _warm_up(case: Compiled) -> dict[Executable, Run]:
+    """A function that runs each executable, in order; those that fail are left out."""
+    runs: dict[Executable, Run] = {}
+    made = case.make() if case.executables else None
+    for executable in sorted(case.executables, key=lambda e: case.candidates.index(e.candidate)):
+        assert made is not None
+        with case.noting_failure(*(program.candidate for program in executable.programs)):
             run = executable.on(made)
             jax.block_until_ready(run())
-            runs.setdefault(executable.candidate, {})[executable] = run
+            runs[executable] = run
     return runs
 
 
@@ -152,15 +135,3 @@ def _watch(run: Run) -> list[dict[str, str]]:
         while not state.done():
             jax.block_until_ready(run())
     return state.result()
-
-
-def _try_options(choices: Mapping[Executable, Run]) -> dict[Executable, float]:
-    """Median seconds per call of each in a short trial, if there is a choice."""
-    if len(choices) == 1:
-        return dict.fromkeys(choices, 0.0)
-    by_options = {executable.options: executable for executable in choices}
-    timings = measure(
-        {options: choices[executable] for options, executable in by_options.items()},
-        groups=PILOT_GROUPS,
-    )
-    return {by_options[options]: timing.median for options, timing in timings.items()}

@@ -95,7 +95,6 @@ class Ops(Comparison):
     repetitions: int = 4
     """Repetitions in one executable at 8192 rows; up to four times as many where rows are fewer,
     and down to half as many where they are more."""
-    try_options: bool = False
     noise_checks: int = 8
     compile_cases: int = 24
     compile_threads: int = 32

@@ -185,7 +185,7 @@ def compilation(content: Content) -> str:
 
 
 def options_tried(content: Content) -> str:
-    """Every set of XLA options, and every way to run PyTorch, that was tried."""
+    """Every way to run PyTorch that was tried."""
     lines = []
     for case in content["cases"]:
         for name, result in case["candidates"].items():
@@ -196,7 +196,7 @@ def options_tried(content: Content) -> str:
     if not lines:
         return ""
     return (
-        "## Options tried\n\nms in a short trial; the first is the one that was timed.\n\n"
+        "## How PyTorch ran\n\nms in a short trial; the first is the one that was timed.\n\n"
         + "\n".join(lines)
     )
 

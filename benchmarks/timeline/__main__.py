@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +24,6 @@ def main(
     since: str | None = None,
     top: int = 25,
     picture: Path | None = None,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> None:
     """Breaks down what the GPUs did in the last executions of the program that ran the longest.
 
@@ -37,7 +34,6 @@ def main(
             is looked at, instead of what the instructions' names tell to be the last executions.
         top: How many rows of the table by kernel to print.
         picture: Where to write the timeline, as .png, .svg or .pdf.
-        json_file: Where to write the numbers.
     """
     try:
         timelines = analyze(read_trace(trace), executions=executions, since=since)
@@ -46,8 +42,6 @@ def main(
     table = rows(timelines)
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     console.print(device_table(timelines), kernel_table(table, timelines, top))
-    if json_file is not None:
-        json_file.write_text(as_json(timelines, table))
     if picture is not None:
         save_picture(timelines, picture, title=trace.name)
 
@@ -92,25 +86,6 @@ def kernel_table(kernels: list[Row], timelines: list[DeviceTimeline], top: int) 
         numbers = (f"{sum(row.count for row in rest):.4g}", f"{total:.1f}", "")
         table.add_row("", f"{len(rest)} more", "", *numbers, f"{total / duration:.1%}", "")
     return table
-
-
-def as_json(timelines: list[DeviceTimeline], table: list[Row]) -> str:
-    """Times in µs per execution."""
-    devices = [
-        {
-            "device": timeline.device,
-            "executions": timeline.executions,
-            "time": timeline.duration / timeline.executions,
-            "busy": {kind: time / timeline.executions for kind, time in timeline.busy.items()},
-            "idle": timeline.idle / timeline.executions,
-            "communication": timeline.communication / timeline.executions,
-            "hidden_under_matmul": timeline.hidden_under_matmul / timeline.executions,
-            "hidden_under_compute": timeline.hidden_under_compute / timeline.executions,
-            "hidden_share": timeline.hidden_share,
-        }
-        for timeline in timelines
-    ]
-    return json.dumps({"devices": devices, "kernels": [asdict(row) for row in table]}, indent=1)
 
 
 if __name__ == "__main__":

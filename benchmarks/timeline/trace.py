@@ -6,13 +6,10 @@ clock, which the profiler shares between the host and all devices.
 
 from __future__ import annotations
 
-import gzip
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jax.profiler import ProfileData
 
@@ -53,10 +50,12 @@ class Trace:
 def read_trace(path: Path | str) -> Trace:
     """Reads the newest profile under `path`, the directory that `jax.profiler.trace` was given.
 
-    `path` may also be a file: .xplane.pb, or the .trace.json.gz that stands beside it. Raises
-    TraceError if there is none, or if it holds no work of GPUs.
+    `path` may also be one .xplane.pb file.
+
+    Raises:
+      TraceError: if there is no profile, or if it has no work of GPUs.
     """
-    events = [event for file in _newest_files(Path(path)) for event in _read_file(file)]
+    events = [event for file in _newest_files(Path(path)) for event in _read_xplane(file)]
     host = [event for event in events if "device:" not in event.plane]
     devices: dict[str, list[Event]] = {}
     for event in sorted(events, key=lambda event: event.start):
@@ -72,21 +71,15 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def _newest_files(path: Path) -> list[Path]:
-    """One profile has one file per host. The protocol buffer says more than the JSON."""
+    """The files of the newest profile, one per host."""
     if path.is_file():
         return [path]
-    for pattern in ("*.xplane.pb", "*.trace.json.gz"):
-        found = sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime)
-        if found:
-            return sorted(file for file in found if file.parent == found[-1].parent)
-    raise TraceError(
-        f"{path}: no .xplane.pb or .trace.json.gz there; give the directory that "
-        "jax.profiler.trace wrote to"
-    )
-
-
-def _read_file(path: Path) -> Iterator[Event]:
-    return _read_json(path) if path.name.endswith(".json.gz") else _read_xplane(path)
+    found = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise TraceError(
+            f"{path}: no .xplane.pb there; give the directory that jax.profiler.trace wrote to"
+        )
+    return sorted(file for file in found if file.parent == found[-1].parent)
 
 
 def _work(events: list[Event]) -> list[Event]:
@@ -108,30 +101,5 @@ def _read_xplane(path: Path) -> Iterator[Event]:
                         # Only work on devices has the statistics asked for here.
                         statistics = dict(event.stats) if is_device else {}
                         start, end = event.start_ns / 1e3, event.end_ns / 1e3
-                        yield _event(plane.name, line.name, event.name, start, end, statistics)
-
-
-def _read_json(path: Path) -> Iterator[Event]:
-    with gzip.open(path, "rt") as file:
-        records = json.load(file)["traceEvents"]
-    planes: dict[int, str] = {}
-    lines: dict[tuple[int, int], str] = {}
-    for record in records:
-        if record.get("name") == "process_name":
-            planes[record["pid"]] = record["args"]["name"]
-        elif record.get("name") == "thread_name":
-            lines[record["pid"], record["tid"]] = record["args"]["name"]
-    for record in records:
-        if record.get("ph") == "X" and not record["name"].startswith("$"):
-            plane = planes.get(record["pid"], "")
-            line = lines.get((record["pid"], record["tid"]), "")
-            start, duration = record["ts"], record.get("dur", 0.0)
-            statistics = record.get("args", {})
-            yield _event(plane, line, record["name"], start, start + duration, statistics)
-
-
-def _event(
-    plane: str, line: str, name: str, start: float, end: float, statistics: dict[str, Any]
-) -> Event:
-    hlo_op, hlo_module = (str(statistics.get(key, "")) for key in ("hlo_op", "hlo_module"))
-    return Event(plane, line, name, start, end, hlo_op, hlo_module)
+                        hlo = (str(statistics.get(key, "")) for key in ("hlo_op", "hlo_module"))
+                        yield Event(plane.name, line.name, event.name, start, end, *hlo)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.mosaic_example import all_gather_matmul, configurations, refusal
+from benchmarks.mosaic_example import all_gather_matmul, tuning_config, unsupported_reason
 from tests.conftest import MeshFactory
 
 
@@ -32,30 +32,33 @@ def arguments(rows: int, contracted: int, columns: int) -> tuple[np.ndarray, np.
 
 
 @pytest.mark.parametrize(
-    ("sizes", "blocks"),
+    ("sizes", "tile"),
     [
-        ((2048, 8192, 7168), {"128x256", "256x128", "128x128", "256x64"}),
-        ((128, 64, 128), {"128x128"}),
-        ((256, 64, 64), {"256x64"}),
-        ((128, 64, 64), set()),
-        ((64, 64, 256), set()),
-        ((128, 96, 256), set()),
+        ((2048, 8192, 7168), (128, 128, "N")),
+        ((256, 64, 128), (128, 128, "M")),
+        ((128, 64, 128), (128, 64, "N")),
+        ((256, 64, 64), (128, 64, "M")),
+        ((128, 64, 64), None),
+        ((64, 64, 256), None),
+        ((128, 96, 256), None),
     ],
 )
-def test_tiles_divide_the_sizes(sizes: tuple[int, int, int], blocks: set[str]) -> None:
-    assert {name.split(",")[0] for name in configurations(*sizes)} == blocks
-    assert (refusal(*sizes, jnp.bfloat16, jax.device_count()) is None) == bool(blocks)
+def test_tiles_divide_the_sizes(sizes: tuple[int, int, int], tile: tuple | None) -> None:
+    found = tuning_config(*sizes)
+    assert tile == (found and (found.tile_m, found.tile_n, found.wg_dimension.name))
+    reason = unsupported_reason(*sizes, jnp.bfloat16, jax.device_count())
+    assert (reason is None) == (tile is not None)
 
 
-def test_refusals_say_why() -> None:
+def test_reasons_name_what_is_not_supported() -> None:
     devices = jax.device_count()
-    assert "float32" in (refusal(128, 64, 128, jnp.float32, devices) or "")
-    assert f"all {devices}" in (refusal(128, 64, 128, jnp.bfloat16, devices - 1) or "")
-    assert "rows=100" in (refusal(100, 64, 128, jnp.bfloat16, devices) or "")
+    assert "float32" in (unsupported_reason(128, 64, 128, jnp.float32, devices) or "")
+    assert f"all {devices}" in (unsupported_reason(128, 64, 128, jnp.bfloat16, devices - 1) or "")
+    assert "m=100" in (unsupported_reason(100, 64, 128, jnp.bfloat16, devices) or "")
 
 
 def test_a_shape_it_does_not_take_is_refused(make_mesh: MeshFactory) -> None:
-    with pytest.raises(ValueError, match="JAX's Mosaic example: rows=64, contracted=64"):
+    with pytest.raises(ValueError, match="JAX's Mosaic example: local sizes m=64, k=64"):
         jax.eval_shape(sharded(make_mesh), *arguments(64, 64, 128))
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +19,7 @@ from benchmarks.timeline import (
     rows,
     save_picture,
 )
+from benchmarks.timeline.__main__ import main as command
 from benchmarks.timeline.analysis import Kind, kernel_name
 from benchmarks.timeline.intervals import gaps, intersection, length, union
 
@@ -216,31 +213,6 @@ def test_kernels_keep_the_telling_part_of_their_names(name: str, short: str) -> 
     assert kernel_name(name).removeprefix("cublasLt::") == short
 
 
-def test_the_json_beside_the_protocol_buffer_says_the_same(tmp_path: Path) -> None:
-    events = [*execution(0), event("python", "timed", 0, 1, "", plane="/host:CPU")]
-    lines = list(dict.fromkeys((e.plane, e.line) for e in events))
-    planes = list(dict.fromkeys(e.plane for e in events))
-    records: list[dict] = [
-        {"ph": "M", "name": "process_name", "pid": i, "args": {"name": plane}}
-        for i, plane in enumerate(planes)
-    ]
-    for i, (plane, line) in enumerate(lines):
-        place = {"pid": planes.index(plane), "tid": i}
-        records.append({"ph": "M", "name": "thread_name", **place, "args": {"name": line}})
-        records += [
-            {"ph": "X", "name": e.name, **place, "ts": e.start, "dur": e.duration}
-            | {"args": {"hlo_op": e.hlo_op, "hlo_module": e.hlo_module}}
-            for e in events
-            if (e.plane, e.line) == (plane, line)
-        ]
-    with gzip.open(tmp_path / "host.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": records}, file)
-    from_json = read_trace(tmp_path)
-    from_xplane = read_trace(write_xplane(tmp_path / "other", events))
-    assert analyze(from_json) == analyze(from_xplane)
-    assert analyze(from_json, since="timed") == analyze(from_xplane, since="timed")
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -255,7 +227,7 @@ def test_refusals(tmp_path: Path, options: dict, complaint: str) -> None:
 
 
 def test_a_directory_without_a_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"no \.xplane\.pb or \.trace\.json\.gz there"):
+    with pytest.raises(TraceError, match=r"no \.xplane\.pb there"):
         read_trace(tmp_path)
 
 
@@ -265,15 +237,11 @@ def test_a_trace_without_gpus_is_refused(tmp_path: Path) -> None:
         read_trace(write_xplane(tmp_path, host))
 
 
-def test_the_command_prints_and_writes(tmp_path: Path) -> None:
-    directory, numbers = write_xplane(tmp_path, execution(0)), tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "benchmarks.timeline", str(directory), "--json", str(numbers)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command(write_xplane(tmp_path, execution(0)))
+    output = capsys.readouterr().out
     for text in ("GPU:0", "75.0%", GEMM, "collective-permute-start"):
         assert text in output
-    written = json.loads(numbers.read_text())
-    assert written["devices"][0]["hidden_share"] == 0.75
-    assert [row["total"] for row in written["kernels"]] == [60, 40, 10, 10, 10]
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
