@@ -23,8 +23,8 @@ from collective_matmul.mosaic_gpu.tiling import (
 )
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import LAYERS, Layer
-from collective_matmul.tuning.repeated_site import Operands as SiteOperands
 from collective_matmul.tuning.repeated_site import Stack as SiteProgram
+from collective_matmul.tuning.repeated_site import StackOperands as SiteOperands
 from collective_matmul.tuning.repeated_site import filler
 from collective_matmul.tuning.timing import Timing, measure
 
