@@ -25,8 +25,8 @@ ON_THE_CPU = {
     # optimized HLO is the same, and a ring with its gradients compiles in two thirds of the time.
     "jax_disable_most_optimizations": True,
 }
-# With one LLVM module per program and without an MLIR pipeline per fusion, a ring with its gradients
-# compiles in less than half of the time. Later versions of XLA have no other emitter.
+# With one LLVM module per program, and without an MLIR pipeline per fusion, a ring with its
+# gradients compiles in less than half of the time. Later versions of XLA have no other emitter.
 XLA_FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
     if jax.__version_info__ < (0, 11)
@@ -94,8 +94,8 @@ def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A program that several tests or processes compile is compiled once.
 
-    Each pytest worker has a folder of its own, since JAX does not write entries atomically. A folder
-    named by the environment is kept: `JAX_COMPILATION_CACHE_DIR` speeds up repeated runs.
+    Each pytest worker has a folder of its own, since JAX does not write entries atomically. A
+    folder that the environment names is kept: `JAX_COMPILATION_CACHE_DIR` speeds up repeated runs.
     """
     if jax.config.jax_compilation_cache_dir is None:
         settings = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections import Counter
 from typing import Any, cast
@@ -29,6 +28,8 @@ from train.step import BATCH_SPEC, make_step, sharded_step
 SHORT = dataclasses.replace(
     configs.debug(), batch_size=8, sequence_length=64, compute_dtype="float32"
 )
+
+STEPS = 20  # The loss falls by a third.
 
 
 class Trainer:
@@ -62,22 +63,27 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, np.ndarray]:
-    return Trainer(dataclasses.replace(SHORT, overlap="xla"), 1, 1).run(50)
+    return Trainer(dataclasses.replace(SHORT, overlap="xla"), 1, 1).run(STEPS)
 
 
 @pytest.mark.parametrize(
     ("sizes", "overlap"),
     [
-        *itertools.product([(8, 1), (2, 4), (1, 8)], ["ring", "xla"]),
-        ((1, 1), "ring"),  # With "xla" it is the reference for all others.
+        ((1, 1), "ring"),  # With xla it is the curve that all are compared with.
+        ((8, 1), "ring"),
+        ((2, 4), "ring"),
+        ((1, 8), "ring"),
+        ((2, 4), "xla"),
         ((2, 4), "rewrite"),
+        pytest.param((8, 1), "xla", marks=pytest.mark.exhaustive),
+        pytest.param((1, 8), "xla", marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_every_mesh_and_overlap_gives_the_same_loss_curve(one_device, sizes, overlap):
-    curve = Trainer(dataclasses.replace(SHORT, overlap=overlap), *sizes).run(50)
+    curve = Trainer(dataclasses.replace(SHORT, overlap=overlap), *sizes).run(STEPS)
     assert one_device["loss"][0] > 5.4
-    assert one_device["loss"][-1] < 3.2
+    assert one_device["loss"][-1] < 3.6
     # All is float32; meshes differ in the order of their sums, a relative error of about 1e-7 per
     # step in the gradient. Adam divides by the root of the second moment, which hands on relative
     # errors as they are, and training amplifies them: measured, the curves part by 2e-5 at most
