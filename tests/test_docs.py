@@ -173,7 +173,7 @@ def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
         path, _, heading = target.partition("#")
         file = page.parent / path if path else page
-        assert file.exists() or file.name == "kernels.md", f"{name_of(page)}: {target}"
+        assert file.exists(), f"{name_of(page)}: {target}"
         if heading:
             assert heading in headings_of(file), f"{name_of(page)}: {target}"
 
