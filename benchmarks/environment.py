@@ -46,7 +46,7 @@ def describe(command: str, devices: Sequence[str] | None = None) -> dict[str, An
 
 
 def device_kinds(platform: str, devices: int) -> list[str]:
-    """Of so many devices, or of all there are for 0, without JAX."""
+    """The kinds of this many devices, or of all devices for 0, found without JAX."""
     names = [gpu["name"] for gpu in gpu_state()] if platform == "gpu" else ["cpu"] * (devices or 1)
     return (names or ["unknown GPU"])[: devices or None]
 

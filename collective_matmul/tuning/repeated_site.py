@@ -66,7 +66,7 @@ class Stack:
         self.repetitions = min(max(repetitions, fewest), most)
 
     def program(self, backend: str | Backend) -> Any:
-        """A function of `StackOperands` that executes all repetitions with a backend, or its name."""
+        """A function of `StackOperands` that executes all repetitions with a backend."""
         if isinstance(backend, str):
             backend = _ComputeOnly() if backend == COMPUTE_ONLY else BACKENDS[backend]
         # Traced once for all repetitions.

@@ -14,7 +14,7 @@ FLAG = "--xla_force_host_platform_device_count=2"
 
 
 @pytest.mark.parametrize(
-    ("asked", "said", "flags", "simulated"),
+    ("asked", "configured", "flags", "simulated"),
     [
         (0, -1, "", 4),  # One device would have nothing to communicate with.
         (2, -1, "", 2),
@@ -25,10 +25,10 @@ FLAG = "--xla_force_host_platform_device_count=2"
         (4, -1, FLAG, 4),
     ],
 )
-def test_devices_are_simulated_unless_the_user_has_said_how_many(
-    monkeypatch: pytest.MonkeyPatch, asked: int, said: int, flags: str, simulated: int
+def test_devices_are_simulated_unless_the_user_has_configured_a_number(
+    monkeypatch: pytest.MonkeyPatch, asked: int, configured: int, flags: str, simulated: int
 ) -> None:
-    values: dict[str, Any] = {"jax_num_cpu_devices": said}
+    values: dict[str, Any] = {"jax_num_cpu_devices": configured}
     config = SimpleNamespace(values=values, update=values.__setitem__)
     monkeypatch.setattr(settings, "jax", SimpleNamespace(config=config))
     monkeypatch.setenv("XLA_FLAGS", flags)

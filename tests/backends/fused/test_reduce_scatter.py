@@ -201,8 +201,10 @@ def test_ops_vmap_and_gradients(op: Any, make_mesh: MeshFactory, _for_hopper: No
 
 
 @needs_kernels
-def test_a_rider_is_there_before_the_launch(make_mesh: MeshFactory, _for_hopper: None) -> None:
-    """A collective beside a kernel that holds all multiprocessors could wait for it forever."""
+def test_a_co_gathered_operand_is_gathered_before_the_launch(
+    make_mesh: MeshFactory, _for_hopper: None
+) -> None:
+    """A collective that runs while a kernel occupies all multiprocessors could wait forever."""
 
     def call(x: jax.Array, w: jax.Array, co_gathered: jax.Array) -> Any:
         return Fused().matmul_reduce_scatter([x], [w], AXIS, dimension=0, co_gathered=co_gathered)

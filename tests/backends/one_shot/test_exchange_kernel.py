@@ -176,7 +176,7 @@ def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
     ],
     ids=str,
 )
-def test_why_not(x: ShapeDtypeStruct, devices: int, reason: str | None) -> None:
+def test_unsupported_reason(x: ShapeDtypeStruct, devices: int, reason: str | None) -> None:
     found = exchange_kernel.unsupported_reason(x, devices)
     assert found == reason or (reason and found and found.startswith(reason))
 

@@ -65,7 +65,7 @@ def test_all_that_is_sent_must_fit() -> None:
 
 
 @every_op
-def test_too_much_for_one_shot_is_said_once(
+def test_too_much_for_one_shot_is_reported_once(
     op: Op, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it is requested before another, and where it was measured to be the fastest."""
@@ -81,8 +81,8 @@ def test_too_much_for_one_shot_is_said_once(
     assert decisions[0].reason == f"fallback: {why}; measured: 4 µs xla, 2 µs ring"
     for _ in range(2):
         assert choose(site_of(op, *sizes), "one_shot", "ring") == "ring"
-    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == [f"{op} falls back to ring: {why}"]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"{op} falls back to ring: {why}"]
 
 
 @every_op
