@@ -1,8 +1,8 @@
-"""Matmuls of chunks where they lie: which of them the kernel can do, and how it sees the arrays.
+"""Matmuls of chunks of arrays, in place: which of them the kernel can do, and the views it takes.
 
-A chunk is a range of one dimension of an array [..., rows, ..., columns]; chunks of one size fill
-the dimension. As planes [planes, rows, columns] the array has one plane for each chunk and each
-index of the dimensions before it; dimensions behind it join the rows of their chunk.
+A chunk is a range of one dimension of an array [..., rows, ..., columns]. Chunks of equal size fill
+the dimension. The kernel sees the array as planes [planes, rows, columns]: one plane for each chunk
+and each index of the dimensions before it. Dimensions after it are merged with the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling, choose_ti
 
 
 class Rows(NamedTuple):
-    """A chunk: the `size` rows of an array from `start` on, which is a multiple of `size`."""
+    """A chunk of an array.
+
+    Attributes:
+      array: the array.
+      start: first index of the chunk, a multiple of `size`: an int or an int32 scalar.
+      size: of the chunk.
+    """
 
     array: Any
     start: Any
@@ -45,12 +51,12 @@ def multiply_chunks(
     Args:
       xs: chunks of arrays [..., rows, ..., K_p].
       ws: ws[p][q] is [K_p, N_q], or [N_q, K_p] if `transpose_w`.
-      outs: chunks of arrays [..., rows, ..., N_q], of the size of those in xs.
-      dimension: of the chunks, in xs and outs.
+      outs: chunks of arrays [..., rows, ..., N_q], of the same size as those in xs.
+      dimension: the dimension that is divided into chunks, in xs and outs.
       transpose_w: whether the ws are contracted along their last dimension.
 
     Returns:
-      The arrays of outs, or None where the kernel cannot do this.
+      The arrays of outs, or None if the kernel cannot do this.
     """
     lead, trail = _around(xs[0].array, dimension)
     problem = MatmulProblem(
@@ -60,14 +66,15 @@ def multiply_chunks(
         n=tuple(out.array.shape[-1] for out in outs),
         w_contracted_axis=2 if transpose_w else 1,
     )
-    if not _possible(problem, xs[0].array.dtype):
+    if not _is_supported(problem, xs[0].array.dtype):
         return None
     x_operands = [
-        Operand(_planes(x, dimension), 2, _number(x), per_batch=_count(x, dimension)) for x in xs
+        Operand(_planes(x, dimension), 2, _chunk_index(x), per_batch=_chunk_count(x, dimension))
+        for x in xs
     ]
     w_operands = [[Operand(w[None], problem.w_contracted_axis) for w in term] for term in ws]
     planes = [_planes(out, dimension) for out in outs]
-    written = _launch(problem, x_operands, w_operands, planes, _number(outs[0]))
+    written = _launch(problem, x_operands, w_operands, planes, _chunk_index(outs[0]))
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
@@ -78,11 +85,11 @@ def contract_chunks(
 
     Args:
       xs: chunks of arrays [..., rows, ..., K].
-      ys: ys[p][q] is a chunk of an array [..., rows, ..., N_q], of the size of xs[p].
-      dimension: of the chunks.
+      ys: ys[p][q] is a chunk of an array [..., rows, ..., N_q], of the same size as xs[p].
+      dimension: the dimension that is divided into chunks.
 
     Returns:
-      The products, or None where the kernel cannot do this.
+      The products, or None if the kernel cannot do this.
     """
     lead, trail = _around(xs[0].array, dimension)
     problem = MatmulProblem(
@@ -94,12 +101,12 @@ def contract_chunks(
         x_contracted_axis=1,
     )
     dtype = xs[0].array.dtype
-    if not _possible(problem, dtype):
+    if not _is_supported(problem, dtype):
         return None
 
     def operand(chunk: Rows) -> Operand:
-        count = _count(chunk, dimension)
-        return Operand(_planes(chunk, dimension), 1, _number(chunk), per_contracted=count)
+        count = _chunk_count(chunk, dimension)
+        return Operand(_planes(chunk, dimension), 1, _chunk_index(chunk), per_contracted=count)
 
     axes = varying_axes(xs[0].array) | varying_axes(ys[0][0].array)
     shapes = [(1, problem.m, columns) for columns in problem.n]
@@ -131,16 +138,17 @@ def shared_launch(
     layout: tuple[tuple[int, int], ...],
     target: device.Target,
 ) -> Any:
-    """One function for all launches alike, so that they are traced, lowered and compiled once.
+    """Returns one function for all equal launches: they are traced, lowered and compiled once.
 
     Args:
       problem: the shapes.
       tiling: how the matmul is tiled.
       layout: (per_batch, per_contracted) of every operand: the xs, then the ws of each x.
-      target: what to build for.
+      target: the GPU to build for.
 
     Returns:
-      ``launch(xs, ws, outs, (x indices, w indices, out index)) -> outs``, of planes.
+      ``launch(xs, ws, outs, (x indices, w indices, out index)) -> outs``; all arrays are
+      planes.
     """
 
     @sequential_vmap
@@ -169,8 +177,8 @@ def shared_launch(
     return jax.jit(launch)
 
 
-def _possible(problem: MatmulProblem, dtype: Any) -> bool:
-    # Where the compiler still shards arrays as it sees fit, it would first gather a kernel's.
+def _is_supported(problem: MatmulProblem, dtype: Any) -> bool:
+    # Over automatic mesh axes the compiler would gather a kernel's operands first.
     return (
         jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and device.target() is not None
@@ -180,22 +188,22 @@ def _possible(problem: MatmulProblem, dtype: Any) -> bool:
 
 
 def _around(array: jax.Array, dimension: int) -> tuple[int, int]:
-    """Sizes of the dimensions before that of the chunks, and between it and the columns."""
+    """Returns the sizes of the dimensions before the given one, and after it up to the columns."""
     return math.prod(array.shape[:dimension]), math.prod(array.shape[dimension + 1 : -1])
 
 
 def _planes(chunk: Rows, dimension: int) -> jax.Array:
-    """[..., rows, ..., columns] -> [planes, rows of a chunk, columns]."""
+    """Returns the chunk's array as planes, [planes, rows of a chunk, columns]."""
     lead, trail = _around(chunk.array, dimension)
-    planes = lead * _count(chunk, dimension)
+    planes = lead * _chunk_count(chunk, dimension)
     return chunk.array.reshape(planes, chunk.size * trail, chunk.array.shape[-1])
 
 
-def _count(chunk: Rows, dimension: int) -> int:
+def _chunk_count(chunk: Rows, dimension: int) -> int:
     return chunk.array.shape[dimension] // chunk.size
 
 
-def _number(chunk: Rows) -> Any:
+def _chunk_index(chunk: Rows) -> Any:
     return (
         chunk.start // chunk.size
         if isinstance(chunk.start, int)

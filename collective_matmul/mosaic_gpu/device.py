@@ -1,4 +1,4 @@
-"""Whether programs are traced for GPUs that the kernels run on."""
+"""The GPU that a program is traced for, if the kernels can run on it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _HOPPER_KIND = re.compile(r"NVIDIA G?H\d")
 
 
 class Target(NamedTuple):
-    """What a kernel is built for.
+    """The GPU that a kernel is built for.
 
     Attributes:
-      multiprocessors: of each GPU.
-      interpret: runs the kernel on the CPU, as for `pl.kernel`.
+      multiprocessors: number of multiprocessors of the GPU.
+      interpret: how to interpret the kernel on the CPU, see `pl.kernel`; False for GPUs.
     """
 
     multiprocessors: int
@@ -25,10 +25,10 @@ class Target(NamedTuple):
 
 
 def target() -> Target | None:
-    """The GPUs of the mesh, or else of the default backend, if they are Hopper's."""
+    """Returns the GPU of the mesh, or else of the default backend; None if that is not Hopper."""
     device, of_mesh = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
     if of_mesh is not None and of_mesh.device_kind != device.device_kind:
-        # Not of this machine: there is a name alone.
+        # GPUs of another machine, as for ahead-of-time compilation: only their name is known.
         is_hopper = of_mesh.num_cores and _HOPPER_KIND.match(of_mesh.device_kind)
         return Target(of_mesh.num_cores) if is_hopper else None
     if device.platform != "gpu" or getattr(device, "compute_capability", None) != _HOPPER:

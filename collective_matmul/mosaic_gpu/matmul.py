@@ -1,15 +1,15 @@
-"""A Hopper matmul that reads and writes chunks where they lie.
+"""A Hopper matmul that reads and writes chunks of arrays in place.
 
 ``outs[q][b, j] = sum over p of xs[p][b, i_p] @ ws[p][q]``
 
-A ring multiplies one chunk at a time. A library matmul wants each chunk as an array of its own, so
-XLA copies it out of a larger operand before the matmul, copies the product into a larger result
-after it, and adds products in further passes. Here the indices of the chunks are operands: the
-kernel reads and writes them in place, sums over several pairs of operands (weights whose gradients
-meet, chunks that are not contiguous) in its float32 accumulator, and serves several weights with
-one launch, so that together they fill waves.
+A ring multiplies one chunk at a time. XLA's matmul takes each chunk as an array of its own: so XLA
+copies it out of a larger operand before the matmul, copies the product into a larger result after
+it, and adds products in further passes. Here the indices of the chunks are operands. The kernel
+reads and writes chunks in place. It sums over several pairs of operands in its float32 accumulator:
+gradients that several weights contribute to, and chunks that are not contiguous. And it multiplies
+by several weights in one launch, so that together they fill waves.
 
-The kernel itself is `collective_matmul.mosaic_gpu.matmul_kernel`.
+The kernel itself is in `collective_matmul.mosaic_gpu.matmul_kernel`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ def matmul(
     multiprocessors: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Returns `outs` with plane ``b * J + out_index`` of each written, for every batch b.
+    """Returns `outs` with plane ``b * J + out_index`` of each overwritten, for every batch b.
 
     Args:
       xs: one operand for each term p of the sum; all bfloat16 or all float16. Every array's last
         dimension is a multiple of 8.
       ws: ws[p][q] multiplies xs[p] in result q.
-      outs: one for each q, [batch * J, rows, columns]. Other planes keep what they hold.
+      outs: one array for each q, [batch * J, rows, columns]. Other planes keep their values.
       out_index: which of every J planes to write.
-      batch: of the results.
+      batch: planes of each result to write.
       contracted_planes: planes of every operand that are summed over, besides its contracted axis.
       tiling: how the matmul is tiled.
-      multiprocessors: of the GPU, one persistent block each.
-      interpret: runs the kernel on the CPU, as for `pl.kernel`.
+      multiprocessors: number of multiprocessors of the GPU. Each executes one persistent block.
+      interpret: how to interpret the kernel on the CPU, see `pl.kernel`; False for GPUs.
+
+    Returns:
+      One array for each of outs, of the same shape; the memory of outs is reused.
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])

@@ -1,7 +1,7 @@
-"""What a matmul reads: planes of arrays, and slices of planes.
+"""The operands of a matmul: which planes of an array it reads, and which k-blocks of a plane.
 
-Arrays are planes ``[planes, rows, columns]``, one plane to a chunk, so that the copy engine clips a
-tile at the end of its own chunk where the rows do not fill it.
+Arrays are planes ``[planes, rows, columns]``, one plane for each chunk. So TMA clips a tile at the
+end of its own chunk if the rows do not fill it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from collective_matmul.mosaic_gpu.kernel_types import Ref, Scalar
+
 
 class Operand(NamedTuple):
-    """Planes [planes, rows, columns], and which of them a matmul reads.
+    """An array of planes, and which of them a matmul reads.
 
-    Plane ``index + b * per_batch + c * per_contracted`` takes part in batch b of the result and in
-    plane c of the contraction. `contracted` is the axis summed over within a plane.
+    Batch b of the result is the sum over c of products of planes
+    ``index + b * per_batch + c * per_contracted``.
+
+    Attributes:
+      array: [planes, rows, columns]; None in the kernel, which has a reference instead.
+      contracted: the axis that is summed over within a plane.
+      index: the first plane; in the kernel, where `indices` has it.
+      per_batch: planes from one batch to the next.
+      per_contracted: planes from one contracted plane to the next.
     """
 
     array: Any
@@ -25,16 +34,28 @@ class Operand(NamedTuple):
 
     @property
     def free(self) -> int:
-        """The axis of a plane that the result keeps."""
+        """The axis of a plane that the result has too."""
         return 3 - self.contracted
 
 
-def reader(ref, operand: Operand, indices, batch, free) -> Callable:
-    """A function that gives the slice of an operand at (contracted plane, contracted range)."""
+def reader(
+    ref: Ref, operand: Operand, indices: Ref, batch: Scalar, free: Any
+) -> Callable[[Scalar, Any], Ref]:
+    """Returns ``read(c, k_range)``, which returns the reference to a k-block of an operand.
+
+    Args:
+      ref: the reference to the operand's array.
+      operand: which of its planes to read.
+      indices: first planes of all operands.
+      batch: of the result.
+      free: the range of rows, or columns, of the result's tile.
+    """
     first = indices[operand.index] + batch * operand.per_batch
 
-    def read(contracted_plane, along):
+    def read(contracted_plane: Scalar, k_range: Any) -> Ref:
         plane = first + contracted_plane * operand.per_contracted
-        return ref.at[plane, along, free] if operand.contracted == 1 else ref.at[plane, free, along]
+        if operand.contracted == 1:
+            return ref.at[plane, k_range, free]
+        return ref.at[plane, free, k_range]
 
     return read
