@@ -203,7 +203,7 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     shapes = "float32 [4,4]@[4,6] over tensor=2"
     assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
     assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
-    reason = "what is summed over devices comes from reduce_sum, not from a matmul"
+    reason = "the summed array comes from reduce_sum, not from a matmul"
     assert psum[2:] == ["psum", "float32 [] over tensor", "left alone", reason]
     assert totals == [
         "3 plain gathers and sums: 2 that overlap would replace, 1 that it leaves alone"

@@ -191,7 +191,7 @@ def dots_of(
       between: filled with the indices of the equations between `var` and the dots.
     """
     if var in graph.results:
-        yield "what is gathered is a result"
+        yield "the gathered array is a result"
     for index in graph.users(var):
         equation = graph.equations[index]
         if equation.primitive.name == "dot_general":
@@ -200,7 +200,7 @@ def dots_of(
         op = commuting_op(graph, equation)
         if op is None or op.operand is not var:
             name = equation.primitive.name
-            yield _BORDERS.get(name, name) + " uses what is gathered"
+            yield _BORDERS.get(name, name) + " uses the gathered array"
             continue
         after = _widens(op) or view.after(graph, op, devices)
         if isinstance(after, str):
@@ -214,7 +214,7 @@ def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> Gat
     """Describes a dot that uses `var`, or says why the ring cannot execute it."""
     equation = graph.equations[index]
     if equation.invars[0] is equation.invars[1]:
-        return "what is gathered is multiplied by itself"
+        return "the gathered array is multiplied by itself"
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
         return matmul

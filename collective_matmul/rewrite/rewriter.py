@@ -249,7 +249,7 @@ class Rewriter:
         site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]
         if decision.implementation == REFERENCE.name and needs_transpose(match):
-            return f"arrays would be transposed for nothing ({decision.reason})"
+            return f"arrays would be transposed without gain ({decision.reason})"
         return site
 
     def _replacements(

@@ -87,7 +87,7 @@ class SiteSelection:
         dots = [dot for dot in free if makers[dot.index] is not None]
         if not dots:
             if free:
-                return "its weight is made after something else needs what is gathered"
+                return "its weight is made after something else needs the gathered array"
             return "its matmul belongs to another site"
         wgrads = [dot for dot in match.wgrads if not self._taken({dot.index, *dot.casts})]
         consumed = consumed_by(self.graph, match.between, [*dots, *wgrads]).union(match.chain)
@@ -96,7 +96,7 @@ class SiteSelection:
         root = match.root
         needs_root = root in self.graph.results or not consumed.issuperset(self.graph.users(root))
         if needs_root and not match.can_recover_root:
-            return "what is gathered is also used elsewhere, in another dtype or layout"
+            return "the gathered array is also used elsewhere, in another dtype or layout"
         moved = {index for dot in dots for index in makers[dot.index] or ()}
         match = replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root)
         immediate = [dot for dot in wgrads if self._makers_after(dot.matmul.w, position) == []]

@@ -147,9 +147,9 @@ def _back_to_product(
     while True:
         index = graph.producer(atom)
         if index is None:
-            return "what is summed is not a matmul: it comes from outside"
+            return "the summed array comes from outside, not from a matmul"
         if graph.only_user(atom) is None:
-            return "what is summed is also used elsewhere"
+            return "the summed array is also used elsewhere"
         equation = graph.equations[index]
         name = equation.primitive.name
         path = replace(path, consumed=(*path.consumed, index))
@@ -182,7 +182,7 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     name = equation.primitive.name
     op = commuting_op(graph, equation)
     if op is None:
-        return f"what is summed over devices comes from {name}, not from a matmul"
+        return f"the summed array comes from {name}, not from a matmul"
     if name == "convert_element_type":
         if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
             return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"

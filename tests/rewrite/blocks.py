@@ -1,6 +1,6 @@
-"""Layers as users write them with `shard_map` and JAX's own collectives: nothing of this library.
+"""Transformer layers written with `shard_map` and JAX's own collectives, without this library.
 
-x [B, S, D] is divided along S between blocks, and weights along heads, features or their rows.
+x [B, S, D] is sharded along S between blocks, and weights along heads, features or their rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """Turns pairs of features of [B, S, H, K] by their position."""
+    """Rotates pairs of features of [B, S, H, K] by their position."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1], dtype=jnp.float32).reshape(1, -1, 1, 1)
     angle = angle / 10 ** jnp.arange(half, dtype=jnp.float32).reshape(1, 1, 1, -1)
@@ -46,12 +46,12 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Megatron's."""
+    """A feed-forward of two matmuls, sharded as in Megatron-LM."""
     return scatter(jax.nn.gelu(gather(x) @ up) @ down)
 
 
 def attention(x, wq, wk, wv, wo) -> jax.Array:
-    """wq [D, H, K] and wo [H, K, D]."""
+    """Causal attention; wq, wk and wv are [D, H, K], and wo is [H, K, D]."""
     whole = gather(x)
     q, k, v = (jnp.einsum("bsd,dhk->bshk", whole, w) for w in (wq, wk, wv))
     return scatter(jnp.einsum("bshk,hkd->bsd", attend(rotary(q), rotary(k), v), wo))
@@ -68,7 +68,7 @@ def llama(x, scales, wq, wk, wv, wo, gate, up, down) -> jax.Array:
 
 
 def llama_stack(x, *weights) -> jax.Array:
-    """Two blocks, recomputed in the backward."""
+    """Two blocks that the backward recomputes."""
     return lax.scan(
         lambda x, layer: (jax.checkpoint(llama)(x, *layer), None),
         x,
@@ -82,19 +82,19 @@ def _program(body: Callable, shapes: list, specs: list, dtype: str) -> Program:
 
 
 def programs(dtype: str = "float32") -> dict[str, tuple[Program, int]]:
-    """Each block, and how many gathers and scatters its forward has."""
+    """Each block, and the number of gathers and scatters in its forward."""
     columns, rows = P(None, AXIS), P(AXIS)
     heads, output = (MODEL, HEADS, HEAD), (HEADS, HEAD, MODEL)
     wide, narrow = (MODEL, FEATURES), (FEATURES, MODEL)
-    of_attention = [heads, heads, heads, output], [columns] * 3 + [rows]
-    of_gated = [wide, wide, narrow], [columns, columns, rows]
-    of_llama = (
-        [(2, MODEL), *of_attention[0], *of_gated[0]],
-        [P(), *of_attention[1], *of_gated[1]],
+    attention_weights = [heads, heads, heads, output], [columns] * 3 + [rows]
+    gated_weights = [wide, wide, narrow], [columns, columns, rows]
+    llama_weights = (
+        [(2, MODEL), *attention_weights[0], *gated_weights[0]],
+        [P(), *attention_weights[1], *gated_weights[1]],
     )
     return {
         "mlp": (_program(mlp, [wide, narrow], [columns, rows], dtype), 2),
-        "attention": (_program(attention, *of_attention, dtype), 2),
-        "llama": (_program(llama, *of_llama, dtype), 4),
-        "llama stack": (_program(llama_stack, *of_llama, dtype), 4),
+        "attention": (_program(attention, *attention_weights, dtype), 2),
+        "llama": (_program(llama, *llama_weights, dtype), 4),
+        "llama stack": (_program(llama_stack, *llama_weights, dtype), 4),
     }

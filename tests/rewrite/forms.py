@@ -1,4 +1,5 @@
-"""Every form of program that the pass replaces, and beside it one that it must leave alone."""
+"""Every form of program that `overlap` rewrites, and a similar one of each that it must not
+rewrite."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ scatter = functools.partial(lax.psum_scatter, axis_name=AXIS, scatter_dimension=
 
 
 class Form(NamedTuple):
-    """A program, how many of its sites are replaced, and why one is left alone if one is."""
+    """A program and what `overlap` does with it.
+
+    Attributes:
+      program: the program.
+      replaced: the number of sites that are replaced.
+      reason: part of the reason why a site is left alone, if one is.
+    """
 
     program: Program
     replaced: int = 1
@@ -33,7 +40,7 @@ def _untiled_scatter(h, w):
     return lax.psum_scatter(h @ w, AXIS, scatter_dimension=1)
 
 
-def _two(x, w, v):
+def _two_weights(x, w, v):
     whole = gather(x)
     return whole @ w, whole @ v
 
@@ -43,23 +50,23 @@ def _cast_twice(x, w, v):
     return whole.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), whole @ v
 
 
-def _kept(x, w):
+def _also_used_whole(x, w):
     whole = gather(x)
     return whole @ w + jnp.sum(jnp.sin(whole))
 
 
-def _kept_before(x, w):
+def _used_whole_by_the_weight(x, w):
     whole = gather(x)
     return whole @ (w * jnp.max(jnp.sin(whole) @ w))
 
 
-def _self(x, w):
+def _times_itself(x, w):
     whole = gather(x)
     return jnp.tensordot(whole, whole, ((2,), (2,)))[0] @ w
 
 
-def _sequential(x, w, v):
-    """The second weight is made of the first product."""
+def _weight_made_of_product(x, w, v):
+    """Makes the second weight of the first product."""
     whole = gather(x)
     first = whole @ w
     return first, whole @ (v * jnp.mean(first))
@@ -69,26 +76,26 @@ def _scaled(h, w):
     return scatter((h @ w) * 0.5 / 3.0)
 
 
-def _preferred(h, w):
+def _accumulated_in_float32(h, w):
     y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return scatter(y.astype(h.dtype))
 
 
-def _summed_wide(h, w):
+def _summed_in_float32(h, w):
     y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return scatter(y).astype(h.dtype)
 
 
-def _heads(x, w):
-    """[b, s, d] by [d, h, k] to [b, h, s, k], as attention has it."""
+def _into_heads(x, w):
+    """[b, s, d] times [d, h, k] to [b, h, s, k], as in attention."""
     return jnp.einsum("bsd,dhk->bhsk", gather(x), w.reshape(4, 3, 1))
 
 
-def _output(h, w):
+def _out_of_heads(h, w):
     return scatter(jnp.einsum("bshk,hkd->bsd", h.reshape(2, 4, 3, 1), w.reshape(3, 1, 4)))
 
 
-def _batched(h, w):
+def _batched_scatter(h, w):
     return scatter(jnp.einsum("bsk,bkd->bsd", h, jnp.stack([w, w / 2])))
 
 
@@ -96,57 +103,57 @@ def _batched_gather(x, w):
     return jnp.einsum("bsd,bdf->bsf", gather(x), jnp.stack([w, w / 2]))
 
 
-def _batched_twice(x, w):
+def _batched_and_used_whole(x, w):
     whole, ws = gather(x), jnp.stack([w, w / 2])
     return jnp.einsum("bsd,bdf->bsf", whole, ws) * jnp.mean(whole)
 
 
-def _gathered_batch(x, w):
-    """One matmul for each of what is gathered, as experts have them."""
+def _batch_dimension_gathered(x, w):
+    """One matmul for each index of the gathered dimension, as in experts."""
     return jnp.einsum("bsd,sdf->bsf", gather(x), jnp.stack([w, w / 2, w / 3, w / 4]))
 
 
-def _flat(x, w):
-    """Layers often join the batch and the sequence before they multiply."""
+def _merged_rows(x, w):
+    """Merges batch and sequence before the matmul, as many layers do."""
     return (gather(x).reshape(8, 4) @ w).reshape(2, 4, -1)
 
 
-def _flat_scatter(h, w):
+def _merged_rows_scatter(h, w):
     return scatter((h.reshape(8, 3) @ w).reshape(2, 4, 4))
 
 
-def _contracted_flat(x, w):
-    """The gathered dimension is the outer part of the contracted one."""
+def _merged_into_contraction(x, w):
+    """Merges the gathered dimension into the contracted one, as its outer part."""
     return gather(x).reshape(2, 16) @ jnp.tile(w, (4, 1))
 
 
-def _mixed(x, w):
-    """Half of the gathered dimension joins the contracted one."""
+def _partly_merged_into_contraction(x, w):
+    """Merges half of the gathered dimension into the contracted one."""
     return gather(x).reshape(4, 8) @ jnp.tile(w, (2, 1))
 
 
-def _mixed_scatter(h, w):
+def _reshaped_across_columns(h, w):
     return lax.psum_scatter((h @ w).reshape(4, 8), AXIS, scatter_dimension=1, tiled=True)
 
 
-def _biased(h, w):
+def _bias_after(h, w):
     return scatter(h @ w) + jnp.arange(4.0).reshape(1, 1, 4)
 
 
-def _biased_before(h, w):
+def _bias_before(h, w):
     return scatter(h @ w + jnp.arange(4.0).reshape(1, 1, 4))
 
 
-def _of_two(h, w):
+def _sum_of_two_matmuls(h, w):
     return scatter(h @ w + jnp.sin(h) @ jnp.cos(w))
 
 
-def _used_twice(h, w):
+def _product_used_twice(h, w):
     product = h @ w
     return scatter(product) + jnp.sum(product)
 
 
-def _named(h, w):
+def _checkpoint_name(h, w):
     return scatter(checkpoint_name(h @ w, "partial"))
 
 
@@ -154,7 +161,7 @@ def _barrier_before(h, w):
     return scatter(lax.optimization_barrier(h @ w))
 
 
-def _barrier_of_two(h, w):
+def _barrier_with_operand(h, w):
     return scatter(lax.optimization_barrier((h @ w, h))[0])
 
 
@@ -166,13 +173,13 @@ def _activated(h, w):
     return scatter(jnp.tanh(h @ w))
 
 
-def _tied(x, w):
-    """What is tied to the gathered array would wait for something else."""
+def _barrier_with_weight(x, w):
+    """Ties the weight to the gathered array, which then would wait for more than the gather."""
     whole, w = lax.optimization_barrier((gather(x), w))
     return whole @ w
 
 
-def _barrier(x, w):
+def _barrier_and_name(x, w):
     return lax.optimization_barrier(checkpoint_name(gather(x), "whole")) @ w
 
 
@@ -189,7 +196,7 @@ def _all_reduced_scalar(h, w):
 
 
 def _transposed(x, w):
-    """x is [s, b, d] until it is multiplied."""
+    """Keeps x as [s, b, d] until it is multiplied."""
     return jnp.swapaxes(lax.all_gather(jnp.swapaxes(x, 0, 1), AXIS, axis=0, tiled=True), 0, 1) @ w
 
 
@@ -198,38 +205,39 @@ def _transposed_scatter(h, w):
     return jnp.swapaxes(y, 0, 1)
 
 
-def _precise(x, w):
+def _highest_precision(x, w):
     return jnp.matmul(gather(x), w, precision="highest")
 
 
 def _contracted(x, w):
-    """The products of chunks are added up."""
+    """Contracts the gathered dimension, so the products of chunks are added."""
     return jnp.tensordot(w, gather(x), ((0,), (1,)))
 
 
-def _contracted_twice(x, w):
+def _contracted_and_used_whole(x, w):
     whole = gather(x)
     return jnp.tensordot(w, whole, ((0,), (1,))) + jnp.mean(whole)
 
 
 def _weight_gradient(x, w):
-    """The backward matmul is the only use of the gather, as with saved products."""
+    """Only uses the gathered array for a weight gradient, as a backward with saved products
+    does."""
     whole = gather(x)
     return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
 
 
-def _weight_gradient_flat(x, w):
+def _weight_gradient_of_merged_rows(x, w):
     rows = jnp.ones((8, 1)) * w[:1]
     return jnp.tensordot(rows, gather(x).reshape(8, 4), ((0,), (0,)))
 
 
-def _transposed_late(x, w):
-    """The gathered dimension has become one with another."""
+def _transposed_after_reshape(x, w):
+    """Merges the gathered dimension with another before the transpose."""
     return jnp.tensordot(gather(x).reshape(8, 4).T, w, ((0,), (0,)))
 
 
-def _of_columns(x, w):
-    """A weight gathered along its columns, as fully sharded parameters are."""
+def _weight_gathered_along_columns(x, w):
+    """Gathers a weight along its columns, as for fully sharded parameters."""
     return x[:, :, :] @ lax.all_gather(w, AXIS, axis=1, tiled=True)
 
 
@@ -249,45 +257,57 @@ GATHERS = {
         )
     ),
     "untiled": Form(gathering(_untiled)),
-    "several": Form(gathering(_two, (4, 6), (4, 2), **TWO)),
+    "several": Form(gathering(_two_weights, (4, 6), (4, 2), **TWO)),
     "several, one cast": Form(
         gathering(_cast_twice, (4, 6), (4, 2), **TWO), 0, "in another dtype or layout"
     ),
-    "several, one after the other": Form(gathering(_sequential, (4, 6), (4, 2), **TWO)),
-    "kept": Form(gathering(_kept)),
-    "needed before": Form(gathering(_kept_before), 0, "its weight is made after"),
+    "several, one after the other": Form(gathering(_weight_made_of_product, (4, 6), (4, 2), **TWO)),
+    "kept": Form(gathering(_also_used_whole)),
+    "needed before": Form(gathering(_used_whole_by_the_weight), 0, "its weight is made after"),
     "cast": Form(
         gathering(
             lambda x, w: gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), rounds="bfloat16"
         )
     ),
     "cast up": Form(gathering(_upcast), 0, "more would be communicated"),
-    "reshaped": Form(gathering(_flat)),
-    "reshaped into the contraction": Form(gathering(_contracted_flat, out_specs=P(None, AXIS))),
+    "reshaped": Form(gathering(_merged_rows)),
+    "reshaped into the contraction": Form(
+        gathering(_merged_into_contraction, out_specs=P(None, AXIS))
+    ),
     "reshaped partly into the contraction": Form(
-        gathering(_mixed, out_specs=P(None, AXIS)), 0, "contracts the gathered dimension"
+        gathering(_partly_merged_into_contraction, out_specs=P(None, AXIS)),
+        0,
+        "contracts the gathered dimension",
     ),
     "transposed": Form(gathering(_transposed)),
     "transposed after a reshape": Form(
-        gathering(_transposed_late, out_specs=P(None, AXIS)), 0, "transpose mixes the gathered"
+        gathering(_transposed_after_reshape, out_specs=P(None, AXIS)),
+        0,
+        "transpose mixes the gathered",
     ),
     "scaled": Form(gathering(lambda x, w: (gather(x) * 0.5) @ w)),
-    "shifted": Form(gathering(lambda x, w: (gather(x) + 0.5) @ w), 0, "add uses what is gathered"),
+    "shifted": Form(
+        gathering(lambda x, w: (gather(x) + 0.5) @ w), 0, "add uses the gathered array"
+    ),
     "scaled by an array": Form(
         gathering(lambda x, w: (gather(x) * w[:, :1].reshape(1, 1, 4)) @ w),
         0,
-        "mul uses what is gathered",
+        "mul uses the gathered array",
     ),
-    "barrier and name": Form(gathering(_barrier)),
-    "barrier of two": Form(gathering(_tied), 0, "optimization_barrier uses what is gathered"),
-    "heads": Form(gathering(_heads, out_specs=P(None, AXIS))),
-    "by itself": Form(gathering(_self), 0, "multiplied by itself"),
+    "barrier and name": Form(gathering(_barrier_and_name)),
+    "barrier of two": Form(
+        gathering(_barrier_with_weight), 0, "optimization_barrier uses the gathered array"
+    ),
+    "heads": Form(gathering(_into_heads, out_specs=P(None, AXIS))),
+    "by itself": Form(gathering(_times_itself), 0, "multiplied by itself"),
     "contracted": Form(gathering(_contracted, out_specs=P(AXIS))),
     "contracted, and kept": Form(
-        gathering(_contracted_twice, out_specs=P(AXIS)), 0, "dimension and reduce_sum uses"
+        gathering(_contracted_and_used_whole, out_specs=P(AXIS)), 0, "dimension and reduce_sum uses"
     ),
     "weight gradient": Form(gathering(_weight_gradient, out_specs=P(None, AXIS))),
-    "weight gradient of joined rows": Form(gathering(_weight_gradient_flat, out_specs=P(AXIS))),
+    "weight gradient of joined rows": Form(
+        gathering(_weight_gradient_of_merged_rows, out_specs=P(AXIS))
+    ),
     "last dimension": Form(
         Program(
             lambda x, w: lax.all_gather(x, AXIS, axis=2, tiled=True) @ w,
@@ -297,9 +317,9 @@ GATHERS = {
         )
     ),
     "batch dimensions": Form(gathering(_batched_gather)),
-    "batch dimensions, and kept": Form(gathering(_batched_twice), 0, "batch dimensions"),
-    "batch dimension gathered": Form(gathering(_gathered_batch)),
-    "precise": Form(gathering(_precise), 0, "precision"),
+    "batch dimensions, and kept": Form(gathering(_batched_and_used_whole), 0, "batch dimensions"),
+    "batch dimension gathered": Form(gathering(_batch_dimension_gathered)),
+    "precise": Form(gathering(_highest_precision), 0, "precision"),
     "unused": Form(gathering(lambda x, w: gather(x), out_specs=P(AXIS)), 0, "is a result"),
 }
 SCATTERS = {
@@ -314,28 +334,28 @@ SCATTERS = {
     ),
     "scaled": Form(scattering(_scaled)),
     "scaled in float16": Form(scattering(_scaled, dtype="float16"), 0, "scaled in float16"),
-    "bias after": Form(scattering(_biased)),
-    "bias before": Form(scattering(_biased_before), 0, "something is added"),
-    "of several": Form(scattering(_of_two)),
-    "accumulated in float32": Form(scattering(_preferred, dtype="bfloat16")),
+    "bias after": Form(scattering(_bias_after)),
+    "bias before": Form(scattering(_bias_before), 0, "something is added"),
+    "of several": Form(scattering(_sum_of_two_matmuls)),
+    "accumulated in float32": Form(scattering(_accumulated_in_float32, dtype="bfloat16")),
     "summed in float32": Form(
-        scattering(_summed_wide, dtype="bfloat16"),
+        scattering(_summed_in_float32, dtype="bfloat16"),
         0,
         "multiplied in bfloat16 and summed in float32",
     ),
-    "reshaped": Form(scattering(_flat_scatter)),
+    "reshaped": Form(scattering(_merged_rows_scatter)),
     "reshaped across columns": Form(
-        scattering(_mixed_scatter, P(None, AXIS)), 0, "mixes the scattered dimension"
+        scattering(_reshaped_across_columns, P(None, AXIS)), 0, "mixes the scattered dimension"
     ),
     "transposed": Form(scattering(_transposed_scatter)),
-    "heads": Form(scattering(_output)),
-    "batch dimensions": Form(scattering(_batched)),
-    "named": Form(scattering(_named)),
+    "heads": Form(scattering(_out_of_heads)),
+    "batch dimensions": Form(scattering(_batched_scatter)),
+    "named": Form(scattering(_checkpoint_name)),
     "barrier": Form(scattering(_barrier_before)),
-    "barrier of two": Form(scattering(_barrier_of_two), 0, "comes from optimization_barrier"),
+    "barrier of two": Form(scattering(_barrier_with_operand), 0, "comes from optimization_barrier"),
     "scaled by rows": Form(scattering(_scaled_by_rows), 0, "comes from mul, not"),
     "activated": Form(scattering(_activated), 0, "comes from tanh"),
-    "used twice": Form(scattering(_used_twice), 0, "also used elsewhere"),
+    "used twice": Form(scattering(_product_used_twice), 0, "also used elsewhere"),
     "columns": Form(
         scattering(
             lambda h, w: lax.psum_scatter(h @ w, AXIS, scatter_dimension=2, tiled=True),

@@ -1,8 +1,8 @@
-"""Random programs, each compared with its rewriting: ``python -m tests.rewrite.fuzz``.
+"""Random programs, each compared with its rewritten form: ``python -m tests.rewrite.fuzz``.
 
-A program is made of layers that map x [B, S/D, M], its rows divided over the devices, to the same.
-A seed is a program: the same on every machine and in every version of JAX. One in fifty is
-compiled, which takes several times as long as all else; the others are simulated.
+A program consists of layers that map x [B, S/D, M], with sharded rows, to the same shape. A seed
+determines the program, on every machine and in every version of JAX. One program in fifty is
+compiled, which takes several times as long as everything else. The others are simulated.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from tests.rewrite.simulator import simulated
 
 BATCH, SEQUENCE, MODEL, FEATURES = 2, 6, 4, 6
 DEVICES = (2, 3)
-#: One program in so many is compiled, the others are simulated.
+#: One program in this number is compiled; the others are simulated.
 COMPILED = 50
-#: Of the largest value: what float32 sums in another order may come to, through a few layers and
-#: their gradients, and what bfloat16 with u = 2⁻⁸ may. A wrong chunk is off by the values.
+#: Errors as a fraction of the largest value, through a few layers and their gradients. In float32
+#: sums in another order are off by this much, in bfloat16 roundings with u = 2⁻⁸. A wrong chunk is
+#: off by about the largest value.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
 
 Layer = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
@@ -41,7 +42,13 @@ Layer = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
 
 @dataclass
 class Generator:
-    """Draws programs; `weights` are (shape, spec) of those that the layers drawn so far need."""
+    """Draws programs.
+
+    Attributes:
+      random: the source of randomness.
+      weights: shape and spec of each weight that the layers drawn so far need.
+      rounds: the coarsest dtype that they compute in.
+    """
 
     random: random.Random
     weights: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
@@ -60,10 +67,10 @@ class Generator:
     def sometimes(self, chance: float = 0.3) -> bool:
         return self.random.random() < chance
 
-    # What stands between a collective and its matmul: array to array, shapes kept.
+    # Equations between a collective and its matmul. They keep shapes.
 
     def between(self) -> Callable[[jax.Array], jax.Array]:
-        """None, one or two operations that commute with collectives, seldom one that does not."""
+        """Up to two operations that commute with collectives; seldom one more that does not."""
         plain: list[Callable] = [
             lambda y: y * 0.5,
             lambda y: 2.0 * y / 3.0,
@@ -83,15 +90,15 @@ class Generator:
 
     def gather(self) -> Callable[[jax.Array], jax.Array]:
         """[B, S/D, M] -> [B, S, M]."""
-        ways: list[Callable] = [
+        variants: list[Callable] = [
             lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True),
             lambda x: lax.all_gather(x, AXIS, axis=1).reshape(BATCH, SEQUENCE, -1),
             lambda x: jnp.swapaxes(
                 lax.all_gather(jnp.swapaxes(x, 0, 1), AXIS, axis=0, tiled=True), 0, 1
             ),
         ]
-        way, between = self.random.choice(ways), self.between()
-        return lambda x: between(way(x))
+        variant, between = self.random.choice(variants), self.between()
+        return lambda x: between(variant(x))
 
     def scatter(self) -> Callable[[jax.Array], jax.Array]:
         """[B, S, M] -> [B, S/D, M], summed over devices."""
@@ -110,18 +117,18 @@ class Generator:
             y = lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
             return jnp.swapaxes(y, 0, 2)
 
-        ways: list[Callable] = [
+        variants: list[Callable] = [
             lambda y: lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True),
             by_index,
             all_reduced,
             transposed,
         ]
-        way, between = self.random.choice(ways), self.between()
-        return lambda y: way(between(y))
+        variant, between = self.random.choice(variants), self.between()
+        return lambda y: variant(between(y))
 
     def product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """[B, S, K] by [K, N] -> [B, S, N]."""
-        ways: list[Callable] = [
+        variants: list[Callable] = [
             jnp.matmul,
             lambda x, w: jnp.einsum("bsk,kn->bsn", x, w),
             lambda x, w: (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], -1),
@@ -131,14 +138,16 @@ class Generator:
         ]
         if self.sometimes(0.15):
             self.rounds = "bfloat16"
-            way = self.random.choice(ways)
-            return lambda x, w: way(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(x.dtype)
-        return self.random.choice(ways)
+            variant = self.random.choice(variants)
+            return lambda x, w: variant(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(
+                x.dtype
+            )
+        return self.random.choice(variants)
 
-    # Layers: x [B, S/D, M] to the same.
+    # Layers map x [B, S/D, M] to the same shape.
 
     def feed_forward(self) -> Layer:
-        """A gather with some matmuls, and a matmul, or two, with their scatter."""
+        """A gather with one or more matmuls, and one or two matmuls with their scatter."""
         gather, scatter = self.gather(), self.scatter()
         ups = [(self.product(), self.up()) for _ in range(self.random.choice((1, 1, 2, 3)))]
         downs = [(self.product(), self.down()) for _ in range(self.random.choice((1, 1, 1, 2)))]
@@ -164,14 +173,14 @@ class Generator:
         return lambda x, ws: function(x)
 
     def contracted(self) -> Layer:
-        """A matmul that sums over the rows that are gathered."""
+        """A matmul that contracts the gathered rows."""
         gather = self.gather()
         rows = np.cos(np.arange(BATCH * SEQUENCE * 3, dtype=np.float32))
         rows = rows.reshape(BATCH, SEQUENCE, 3)
         return lambda x, ws: x * jnp.mean(jnp.sin(jnp.einsum("bsk,bsn->kn", gather(x), rows)))
 
     def only_gathered(self) -> Layer:
-        """A gather with nothing to multiply."""
+        """A gather without a matmul."""
         gather = self.gather()
         return lambda x, ws: x * jnp.mean(gather(x))
 
@@ -196,7 +205,7 @@ class Generator:
             )
             return fun(x, list(ws))
 
-        ways: list[Callable] = [
+        variants: list[Callable] = [
             jax.jit(layer),
             jax.checkpoint(layer),
             functools.partial(jax.checkpoint, policy=policies.dots_saveable)(layer),
@@ -204,7 +213,7 @@ class Generator:
             branched,
             custom,
         ]
-        return self.random.choice(ways)
+        return self.random.choice(variants)
 
     def layer(self) -> Layer:
         layer = self.random.choices(
@@ -229,7 +238,7 @@ class Generator:
 
 
 def mismatch(seed: int) -> str | None:
-    """What is wrong with the rewriting of one program: of its values, or of its gradients."""
+    """How the values or gradients of a program differ from those of its rewritten form; or None."""
     generator = Generator(random.Random(seed))
     program = generator.program()
     devices = generator.random.choice(DEVICES)

@@ -1,9 +1,9 @@
-"""Programs that know nothing of this library, and what is compared of them and their rewriting.
+"""Programs without this library, and comparisons of programs with their rewritten forms.
 
-Arrays are compared within 1e-5 of their largest value. A sum of up to 32 float32 terms, taken in
-another order, is off by at most 32 · 2⁻²⁴ = 2e-6 of them, and a few such sums follow each other; a
-chunk that is lost, doubled or misplaced is off by about the values themselves. In bfloat16, with
-u = 2⁻⁸, a result that is rounded a few times at other places is off by a few u of its terms.
+Arrays are compared within 1e-5 of their largest value. A sum of up to 32 float32 terms in another
+order is off by at most 32 · 2⁻²⁴ = 2e-6 of them, and a few such sums follow each other. A chunk
+that is lost, doubled or misplaced is off by about the largest value. In bfloat16, with u = 2⁻⁸, a
+result that is rounded at a few other places is off by a few u of its terms.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from collective_matmul.rewrite import FoundSite, find_sites, overlap
 from tests.reference import AXIS
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-2, "float16": 4e-3}
-#: Rows divided over the devices; columns; and rows of a weight, as a contraction is.
+#: Specs of an operand with sharded rows, and of weights with sharded columns or sharded rows.
 ROWS, COLUMNS, CONTRACTED = P(None, AXIS), P(None, AXIS), P(AXIS)
 ROWS_OF_PRODUCT, COLUMNS_OF_PRODUCT = P(None, AXIS), P(None, None, AXIS)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function inside `shard_map`; shapes are global.
+    """A function for the inside of `shard_map`, with global shapes.
 
     Attributes:
-      body: of local arrays.
-      shapes, in_specs: of its arguments.
-      out_specs: of its results.
-      dtype: of its arguments.
-      rounds: the coarsest dtype that it computes in, if not that.
+      body: function of local arrays.
+      shapes: global shapes of its arguments.
+      in_specs: specs of its arguments.
+      out_specs: specs of its results.
+      dtype: dtype of its arguments.
+      rounds: the coarsest dtype that it computes in; None for `dtype`.
     """
 
     body: Callable
@@ -59,7 +60,7 @@ class Program:
         )
 
     def gradients(self) -> Program:
-        """The gradients of `loss_of` of each device's results, taken inside `shard_map`."""
+        """The gradients of `loss_of` of each device's results, computed inside `shard_map`."""
         body = gradients_of(self.body, len(self.shapes))
         return replace(self, body=body, out_specs=tuple(self.in_specs))
 
@@ -72,14 +73,15 @@ class Program:
 
 
 def gathering(body: Callable, *weights: tuple[int, int], out_specs: Any = None, **kw) -> Program:
-    """A body of x [2, 4, 4], its rows divided, and weights whose columns are."""
+    """A program with a body of x [2, 4, 4], with sharded rows, and weights with sharded columns."""
     weights = weights or ((4, 6),)
     specs = [ROWS, *(COLUMNS for _ in weights)]
     return Program(body, [(2, 4, 4), *weights], specs, out_specs or COLUMNS_OF_PRODUCT, **kw)
 
 
 def scattering(body: Callable, out_specs: Any = ROWS_OF_PRODUCT, **kw) -> Program:
-    """A body of h [2, 4, 6], its columns divided, and w [6, 4], its rows divided."""
+    """A program with a body of h [2, 4, 6], with sharded columns, and w [6, 4], with sharded
+    rows."""
     return Program(body, [(2, 4, 6), (6, 4)], [COLUMNS_OF_PRODUCT, CONTRACTED], out_specs, **kw)
 
 
@@ -92,7 +94,7 @@ def sites(fun: Callable, *arguments: Any) -> list[FoundSite]:
 
 
 def loss_of(fun: Callable) -> Callable:
-    """A sum of the results under weights that all differ."""
+    """A sum of the results, with a different weight for each element."""
 
     def loss(*arguments: Any) -> jax.Array:
         terms = [
@@ -126,7 +128,8 @@ def assert_same(actual: Any, expected: Any, rounds: str = "float32") -> None:
 
 
 def counts(fun: Callable, *arguments: Any) -> Counter[str]:
-    """How often each primitive but the call stands in a function's jaxpr, at any depth."""
+    """The number of times that each primitive occurs in a jaxpr, at any depth; calls not
+    counted."""
     counter: Counter[str] = Counter()
 
     def walk(jaxpr: Any) -> None:
@@ -144,5 +147,5 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "psum_invariant")
 
 
 def collectives(fun: Callable, *arguments: Any) -> dict[str, int]:
-    """The counted collectives that a ring replaces."""
+    """The `counts` of the collectives that a ring replaces."""
     return {name: n for name, n in counts(fun, *arguments).items() if name in COLLECTIVES}

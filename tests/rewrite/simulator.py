@@ -1,8 +1,8 @@
-"""Carries out programs with `shard_map` equation by equation, on arrays stacked over the devices.
+"""Executes programs with `shard_map` equation by equation, on arrays stacked over the devices.
 
-A random program runs once, and XLA takes longer to compile it than all else takes together. The
-operations that such programs are made of are few: here each is compiled once, for one device that
-carries it out for all. Collectives are sums, concatenations and permutations along the stack.
+Each random program runs only once, and compiling it would take longer than everything else. The
+programs consist of few different operations. Each operation is compiled once, and executed on one
+device for all. Collectives are sums, concatenations and permutations along the stack.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Values = Sequence[Any]
 
 
 def simulated(fun: Callable) -> Callable:
-    """The same function of global arrays, whose `shard_map`s are over one axis."""
+    """The same function of global arrays. Its `shard_map`s are over one axis."""
 
     def simulate(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*arguments)
-        results = _carry_out(program.jaxpr, program.consts, arguments, None)
+        results = _execute(program.jaxpr, program.consts, arguments, None)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return simulate
 
 
-def _carry_out(jaxpr: Jaxpr, consts: Values, arguments: Values, devices: int | None) -> list[Any]:
-    """With `devices`, values are stacked over them: the jaxpr is that of a shard."""
+def _execute(jaxpr: Jaxpr, consts: Values, arguments: Values, devices: int | None) -> list[Any]:
+    """Executes a jaxpr. With `devices`, it is the jaxpr of a shard, and values are stacked over
+    devices."""
 
     def everywhere(value: Any) -> np.ndarray:
         value = np.asarray(value)
@@ -55,15 +56,15 @@ def _carry_out(jaxpr: Jaxpr, consts: Values, arguments: Values, devices: int | N
     values |= zip(jaxpr.invars, arguments, strict=True)
 
     for equation in jaxpr.eqns:
-        results = _operate(equation, [*map(read, equation.invars)], devices)
+        results = _execute_equation(equation, [*map(read, equation.invars)], devices)
         values |= zip(equation.outvars, results, strict=True)
     return [*map(read, jaxpr.outvars)]
 
 
-def _operate(equation: JaxprEqn, operands: Values, devices: int | None) -> Values:
+def _execute_equation(equation: JaxprEqn, operands: Values, devices: int | None) -> Values:
     name, parameters = equation.primitive.name, equation.params
     if name == "shard_map":
-        return _sharded(parameters, operands)
+        return _shard_map(parameters, operands)
     if name == "scan":
         return _loop(equation, operands, devices)
     if name == "cond":
@@ -84,7 +85,7 @@ def _operate(equation: JaxprEqn, operands: Values, devices: int | None) -> Value
 
 def _call(jaxpr: Any, operands: Values, devices: int | None) -> Values:
     inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return _carry_out(inner, getattr(jaxpr, "consts", ()), operands, devices)
+    return _execute(inner, getattr(jaxpr, "consts", ()), operands, devices)
 
 
 def _compiled(equation: JaxprEqn, operands: Values, devices: int | None) -> Values:
@@ -105,11 +106,11 @@ def _operation(primitive: Any, mapped: bool, parameters: tuple) -> Callable:
 
 
 def _loop(equation: JaxprEqn, operands: Values, devices: int | None) -> list[Any]:
-    """A scan, whose slices and stacks are along the dimension behind that of the devices."""
+    """A scan. Its slices and stacks are along dimension 0, or 1 if dimension 0 is devices."""
     axis = 0 if devices is None else 1
     parameters = equation.params
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
-    # Told by shapes: the parameters that say so are named differently in different versions.
+    # Inferred from shapes, since names of the parameters differ between versions of JAX.
     sliced = sum(map(_is_longer, equation.invars, body.invars))
     carried = len(body.outvars) - sum(map(_is_longer, equation.outvars, body.outvars))
     constant = len(operands) - sliced - carried
@@ -134,30 +135,30 @@ _taken = jax.jit(lambda x, i, axis: jnp.take(x, i, axis), static_argnums=2)
 _stacked = jax.jit(lambda ys, axis: jnp.stack(ys, axis), static_argnums=1)
 
 
-# shard_map: global arrays to stacks of shards, and back.
+# shard_map: from global arrays to stacks of shards, and back.
 
 
-def _sharded(parameters: dict[str, Any], operands: Values) -> list[Any]:
+def _shard_map(parameters: dict[str, Any], operands: Values) -> list[Any]:
     (devices,) = parameters["mesh"].axis_sizes
     stacks = [
-        _cut(np.asarray(operand), _divided(spec), devices)
+        _split(np.asarray(operand), _sharded_dimension(spec), devices)
         for operand, spec in zip(operands, parameters["in_specs"], strict=True)
     ]
     results = _call(parameters["jaxpr"], stacks, devices)
     return [
-        _joined(np.asarray(result), _divided(spec))
+        _joined(np.asarray(result), _sharded_dimension(spec))
         for result, spec in zip(results, parameters["out_specs"], strict=True)
     ]
 
 
-def _divided(spec: PartitionSpec) -> int | None:
-    """The dimension that is divided over the devices, if there is one."""
+def _sharded_dimension(spec: PartitionSpec) -> int | None:
+    """The dimension that is sharded, or None."""
     divided = [i for i, axes in enumerate(spec) if axes not in (None, ())]
     assert len(divided) <= 1
     return divided[0] if divided else None
 
 
-def _cut(array: np.ndarray, dimension: int | None, devices: int) -> np.ndarray:
+def _split(array: np.ndarray, dimension: int | None, devices: int) -> np.ndarray:
     if dimension is None:
         return np.broadcast_to(array, (devices, *array.shape))
     return np.stack(np.split(array, devices, dimension))
@@ -167,7 +168,7 @@ def _joined(stack: np.ndarray, dimension: int | None) -> np.ndarray:
     return stack[0] if dimension is None else np.concatenate([*stack], dimension)
 
 
-# Collectives, of stacks.
+# Collectives on stacks.
 
 
 def _each(shared: jax.Array, devices: int) -> jax.Array:
@@ -175,7 +176,7 @@ def _each(shared: jax.Array, devices: int) -> jax.Array:
 
 
 def _on_one(fun: Callable[..., jax.Array], *names: str) -> Callable[..., Values]:
-    """A collective of each operand alone, with those parameters of its equation."""
+    """A collective that treats each operand separately, with these parameters of its equation."""
     compiled = jax.jit(fun, static_argnums=range(1, 2 + len(names)))
 
     def operate(operands: Values, devices: int, parameters: dict[str, Any]) -> Values:

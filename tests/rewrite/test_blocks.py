@@ -1,4 +1,4 @@
-"""Whole blocks of transformers that never heard of this library, forward and backward."""
+"""Transformer blocks without this library are rewritten, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ every_block = pytest.mark.parametrize("name", programs())
 
 @every_block
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_every_site_forward_and_backward(
+def test_every_site_of_a_block_is_replaced_forward_and_backward(
     name: str, check_vma: bool, make_mesh: MeshFactory
 ) -> None:
-    """The gradients of the rewritten block, and the rewriting of the block's gradients."""
+    """Tests gradients of the rewritten block, and the rewritten form of its gradients."""
     program, expected = programs()[name]
     fun, arguments = program.sharded(make_mesh({AXIS: 2}), check_vma), program.arguments()
     gradients = gradients_of(fun, len(arguments))
     after, before = gradients_of(ring(fun), len(arguments)), ring(gradients)
     assert [site.replaced for site in sites(fun, *arguments)] == [True] * expected
     found = sites(gradients, *arguments)
-    # The backward has as many, and some more where the forward is recomputed.
+    # The backward has as many sites, and more where the forward is recomputed.
     assert sum(site.replaced for site in found) >= 2 * expected
-    # The scales of a norm are the same on all devices: their gradients, of no matmul, are summed.
+    # Gradients of norm scales are summed over devices without a matmul.
     assert all(site.replaced or site.kind == "psum" for site in found)
     for rewritten in (ring(fun), after, before):
         left = collectives(rewritten, *arguments)
         assert not set(left) - {"psum", "psum_invariant"}, left
 
     if check_vma != (name in ("mlp", "llama stack")):
-        return  # Compiling each block twice takes long.
+        return  # Compiling each block twice is slow.
 
     def all_of_them(*args: Any) -> list:
         return [fun(*args), gradients(*args), ring(fun)(*args), after(*args), before(*args)]
@@ -54,7 +54,7 @@ def test_every_site_forward_and_backward(
     assert_same(actual[2], expected_gradients)
 
 
-def test_a_block_in_bfloat16(make_mesh: MeshFactory) -> None:
+def test_a_block_in_bfloat16_agrees_with_its_rewritten_form(make_mesh: MeshFactory) -> None:
     program, _ = programs("bfloat16")["llama"]
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     scaled = [argument / 4 for argument in arguments]
@@ -62,19 +62,19 @@ def test_a_block_in_bfloat16(make_mesh: MeshFactory) -> None:
     assert_same(actual, expected, "bfloat16")
 
 
-def test_rewritten_is_what_is_written_by_hand(make_mesh: MeshFactory) -> None:
-    """As many permutes and matmuls as with the ops in the collectives' places."""
+def test_a_rewritten_block_equals_one_written_with_the_ops(make_mesh: MeshFactory) -> None:
+    """Both have the same number of permutes, matmuls and transposes."""
     from collective_matmul import all_gather_matmul, matmul_reduce_scatter
 
     program, _ = programs()["mlp"]
 
-    def by_hand(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def with_ops(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         y = jax.nn.gelu(all_gather_matmul(x, up, AXIS, gather_dimension=1, implementation="ring"))
         return matmul_reduce_scatter(y, down, AXIS, scatter_dimension=1, implementation="ring")
 
     mesh, arguments = make_mesh({AXIS: 2}), program.arguments()
     hand = jax.shard_map(
-        by_hand, mesh=mesh, in_specs=tuple(program.in_specs), out_specs=program.out_specs
+        with_ops, mesh=mesh, in_specs=tuple(program.in_specs), out_specs=program.out_specs
     )
     plain = ring(program.sharded(mesh))
     for rewritten, written in ((plain, hand), (gradients_of(plain, 3), gradients_of(hand, 3))):

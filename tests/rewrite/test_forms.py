@@ -1,4 +1,4 @@
-"""Every form that is replaced, and its near miss that is not: how many, why, and what comes out."""
+"""Forms of programs that are rewritten, and similar ones that are not: count, reason, results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False], ids=["vma",
 
 @pytest.mark.parametrize("name", FORMS)
 @vma_on_and_off
-def test_sites(name: str, check_vma: bool, make_mesh: MeshFactory) -> None:
+def test_sites_are_replaced_or_left_alone_with_a_reason(
+    name: str, check_vma: bool, make_mesh: MeshFactory
+) -> None:
     program, replaced, reason = FORMS[name]
     fun, arguments = program.sharded(make_mesh({AXIS: 2}), check_vma), program.arguments()
     found = sites(fun, *arguments)
@@ -31,7 +33,7 @@ def test_sites(name: str, check_vma: bool, make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.replaced])
-def test_values_and_gradients(name: str, make_mesh: MeshFactory) -> None:
+def test_values_and_gradients_stay_the_same(name: str, make_mesh: MeshFactory) -> None:
     program = FORMS[name].program
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     actual, expected = results_and_gradients((ring(fun), fun), *arguments)

@@ -1,4 +1,4 @@
-"""Random programs agree with their rewriting, and would not if a ring went wrong."""
+"""Random programs agree with their rewritten forms, and would not if a ring were wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jax import lax
 from tests.rewrite.fuzz import mismatches
 
 BLOCK = 25
-SHORT_SEARCH, LONG_SEARCH = 50, 1000  # Programs.
+#: Numbers of programs.
+SHORT_SEARCH, LONG_SEARCH = 50, 1000
 
 
 @pytest.mark.parametrize(
@@ -21,15 +22,17 @@ SHORT_SEARCH, LONG_SEARCH = 50, 1000  # Programs.
         for first in range(0, LONG_SEARCH, BLOCK)
     ],
 )
-def test_random_programs(first: int) -> None:
+def test_random_programs_agree_with_their_rewritten_form(first: int) -> None:
     assert not mismatches(range(first, first + BLOCK))
 
 
-def test_a_permute_turned_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     permute = lax.ppermute
 
-    def turned(x: jax.Array, axis_name: str, perm: list[tuple[int, int]], **kwargs: Any) -> Any:
+    def reversed_permute(
+        x: jax.Array, axis_name: str, perm: list[tuple[int, int]], **kwargs: Any
+    ) -> Any:
         return permute(x, axis_name, [(to, source) for source, to in perm], **kwargs)
 
-    monkeypatch.setattr(lax, "ppermute", turned)
+    monkeypatch.setattr(lax, "ppermute", reversed_permute)
     assert mismatches(range(8))

@@ -1,4 +1,4 @@
-"""`overlap` as a transformation: with others, with itself, and when too little is found."""
+"""`overlap` as a transformation: combined with others and with itself, and its refusals."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def block(make_mesh: MeshFactory) -> tuple[Callable, list[np.ndarray]]:
 
 
 @xla_and_ring
-def test_twice_is_once(implementation: str, block: tuple) -> None:
-    """Also of its gradients, before or after; the gathers of "xla" are no sites again."""
+def test_overlap_of_overlap_changes_nothing(implementation: str, block: tuple) -> None:
+    """Also for gradients, before or after. The gathers of the xla backend are not sites again."""
     fun, arguments = block
     once = overlap(fun, implementation=implementation)
     for rewritten in (once, gradients_of(once, 3)):
@@ -55,7 +55,7 @@ def test_twice_is_once(implementation: str, block: tuple) -> None:
 
 
 @xla_and_ring
-def test_ops_called_by_hand_stay(implementation: str, make_mesh: MeshFactory) -> None:
+def test_ops_in_the_program_are_left_alone(implementation: str, make_mesh: MeshFactory) -> None:
     program = Program(
         lambda x, w: all_gather_matmul(
             x, w, AXIS, gather_dimension=1, implementation=implementation
@@ -70,16 +70,16 @@ def test_ops_called_by_hand_stay(implementation: str, make_mesh: MeshFactory) ->
         assert counts(ring(used), *arguments) == counts(used, *arguments)
 
 
-def _inside(fun: Callable, xs: Any, *weights: Any) -> Any:
+def overlap_of_vmap(fun: Callable, xs: Any, *weights: Any) -> Any:
     return ring(jax.vmap(fun, (0, None, None)))(xs, *weights)
 
 
-def _outside(fun: Callable, xs: Any, *weights: Any) -> Any:
+def vmap_of_overlap(fun: Callable, xs: Any, *weights: Any) -> Any:
     return jax.vmap(ring(fun), (0, None, None))(xs, *weights)
 
 
-@pytest.mark.parametrize("vmapped", [_inside, _outside])
-def test_vmap(vmapped: Callable, block: tuple) -> None:
+@pytest.mark.parametrize("vmapped", [overlap_of_vmap, vmap_of_overlap])
+def test_vmap_inside_and_outside_of_overlap(vmapped: Callable, block: tuple) -> None:
     fun, (x, *weights) = block
     xs = np.stack([x, 2 * x, -x])
     assert collectives(lambda *args: vmapped(fun, *args), xs, *weights) == {}
@@ -90,7 +90,7 @@ def test_vmap(vmapped: Callable, block: tuple) -> None:
     assert_same(*jax.jit(both)(xs, *weights))
 
 
-def test_vmap_over_weights(make_mesh: MeshFactory) -> None:
+def test_vmap_over_weights_is_replaced_by_an_einsum(make_mesh: MeshFactory) -> None:
     """A matmul with a batch of weights has batch dimensions."""
     program = FORMS["gather: plain"].program
     fun, (x, w) = program.sharded(make_mesh({AXIS: 2})), program.arguments()
@@ -99,8 +99,8 @@ def test_vmap_over_weights(make_mesh: MeshFactory) -> None:
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
-def test_arguments_of_any_kind(block: tuple) -> None:
-    """What is no array is handed on as it is; keywords and pytrees too; closures may be traced."""
+def test_arguments_of_any_type_are_passed_on(block: tuple) -> None:
+    """Includes other types than arrays, keywords, pytrees, and traced closures."""
     fun, (x, up, down) = block
 
     def scaled(x: Any, weights: Any, name: str, *, scale: Any, count: int) -> Any:
@@ -121,8 +121,8 @@ def test_arguments_of_any_kind(block: tuple) -> None:
     assert_same(jax.jit(jax.grad(closing_over, (0, 1)))(x, up), jax.jit(expected)(x, up))
 
 
-def test_without_jit(make_mesh: MeshFactory) -> None:
-    """Also of a ring that keeps what it gathers for another use."""
+def test_overlap_runs_without_jit(make_mesh: MeshFactory) -> None:
+    """Includes a ring that keeps the gathered array for another use."""
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
         whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
@@ -133,7 +133,9 @@ def test_without_jit(make_mesh: MeshFactory) -> None:
     assert_same(ring(fun, require=1)(*arguments), jax.jit(fun)(*arguments))
 
 
-def test_too_few_sites(block: tuple, make_mesh: MeshFactory) -> None:
+def test_fewer_sites_than_required_are_refused_with_a_table(
+    block: tuple, make_mesh: MeshFactory
+) -> None:
     fun, arguments = block
     assert jax.eval_shape(overlap(fun, require=2), *arguments).shape == arguments[0].shape
     program = FORMS["scatter: bias before"].program
@@ -152,12 +154,12 @@ def test_too_few_sites(block: tuple, make_mesh: MeshFactory) -> None:
 @pytest.mark.parametrize(
     "keywords", [{"require": -1}, {"require": 1.5}, {"require": True}, {"implementation": "x"}]
 )
-def test_keywords_that_cannot_be(keywords: dict) -> None:
+def test_invalid_keywords_are_refused(keywords: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(keywords))):
         overlap(mlp, **keywords)
 
 
-def test_shapes_are_enough_to_find_sites(block: tuple) -> None:
+def test_sites_are_found_from_shapes_alone(block: tuple) -> None:
     fun, arguments = block
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
     gather, scatter = find_sites(fun)(*shapes)
@@ -167,8 +169,8 @@ def test_shapes_are_enough_to_find_sites(block: tuple) -> None:
     assert gather.shapes == "float32 [2,2,8] over tensor"
 
 
-def test_no_transposes_for_nothing(make_mesh: MeshFactory) -> None:
-    """Where the collective is chosen, a site that would need transposes stays as it is."""
+def test_a_site_that_would_only_gain_transposes_is_left_alone(make_mesh: MeshFactory) -> None:
+    """If the xla backend is chosen, a site that would need transposes stays as it is."""
     program = Program(
         lambda x, w: x @ lax.all_gather(w, AXIS, axis=1, tiled=True),
         [(4, 6), (6, 4)],
@@ -177,13 +179,13 @@ def test_no_transposes_for_nothing(make_mesh: MeshFactory) -> None:
     )
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     (site,) = find_sites(fun)(*arguments)
-    assert not site.replaced and site.reason.startswith("arrays would be transposed for nothing")
+    assert not site.replaced and site.reason.startswith("arrays would be transposed without gain")
     assert [site.replaced for site in sites(fun, *arguments)] == [True]
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
-def test_what_is_gathered_becomes_a_column(make_mesh: MeshFactory) -> None:
-    """A reshape that joins dimensions and ends in one of size 1, which none of them is."""
+def test_a_gathered_dimension_that_is_contracted_is_left_alone(make_mesh: MeshFactory) -> None:
+    """Also if a reshape merges dimensions and appends one of size 1."""
     program = gathering(
         lambda x, w: jax.numpy.einsum(
             "rko,rn->kon", lax.all_gather(x, AXIS, axis=1, tiled=True).reshape(8, 4, 1), w
@@ -196,19 +198,20 @@ def test_what_is_gathered_becomes_a_column(make_mesh: MeshFactory) -> None:
     assert site.reason == "its matmul contracts the gathered dimension"
 
 
-def test_only_a_ring_needs_rows_that_the_axis_divides(make_mesh: MeshFactory) -> None:
+def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(make_mesh: MeshFactory) -> None:
     program = Program(
         lambda x, w: lax.psum(x @ w, AXIS), [(3, 4), (4, 6)], [P(None, AXIS), P(AXIS)], P()
     )
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     (site,) = sites(fun, *arguments)
-    assert site.reason == "ring needs rows that the axis divides, and there are 3"
-    for implementation in (None, "xla", "fused"):
+    reason = "ring is not possible: 3 rows are not divisible by axis 'tensor' of size 2"
+    assert not site.replaced and site.reason == reason
+    for implementation in (None, "xla", ("ring", "xla")):
         (site,) = find_sites(fun, implementation=implementation)(*arguments)
         assert site.replaced
 
 
-def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
+def test_collectives_over_several_axes_or_groups_are_left_alone(make_mesh: MeshFactory) -> None:
     mesh = make_mesh({"data": 2, AXIS: 2})
     x, w = np.ones((4, 2), np.float32), np.ones((2, 3), np.float32)
 
@@ -231,8 +234,11 @@ def test_several_axes_and_groups(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_varying_over_another_axis(check_vma: bool, make_mesh: MeshFactory) -> None:
-    """What is gathered or summed is the same for all data, until it is typed as varying."""
+def test_arrays_that_vary_over_another_axis_are_replaced(
+    check_vma: bool, make_mesh: MeshFactory
+) -> None:
+    """Gathered and summed arrays are the same for all data groups until they are typed as
+    varying."""
 
     def body(x: jax.Array, up: jax.Array, down: jax.Array, bias: jax.Array) -> jax.Array:
         whole, other = (lax.all_gather(y, AXIS, axis=1, tiled=True) for y in (x, -x))
@@ -256,7 +262,7 @@ def test_varying_over_another_axis(check_vma: bool, make_mesh: MeshFactory) -> N
     assert_same(*jax.jit(lambda *args: (actual(*args), expected(*args)))(*arguments))
 
 
-def test_typed_as_the_same_everywhere(make_mesh: MeshFactory) -> None:
+def test_a_gather_to_invarying_is_left_alone(make_mesh: MeshFactory) -> None:
     """A ring's result would be typed as varying."""
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -268,8 +274,10 @@ def test_typed_as_the_same_everywhere(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("constrained", ["batch", "gathered"])
-def test_sharding_constraints(constrained: str, make_mesh: MeshFactory) -> None:
-    """Over an automatic axis: of the gathered dimension, a shard might not fit the constraint."""
+def test_sharding_constraints_of_other_dimensions_are_kept(
+    constrained: str, make_mesh: MeshFactory
+) -> None:
+    """A shard may not fit a constraint of the gathered dimension over an automatic axis."""
     spec = P("data", None, None) if constrained == "batch" else P(None, "data", None)
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -292,13 +300,15 @@ def test_sharding_constraints(constrained: str, make_mesh: MeshFactory) -> None:
     assert_same(jax.jit(ring(fun))(*arguments), fun(*arguments))
 
 
-def test_the_public_name() -> None:
+def test_overlap_is_public() -> None:
     assert collective_matmul.overlap is overlap
 
 
 @pytest.mark.parametrize("collective", ["psum", "psum_scatter"])
-def test_a_constant_that_is_summed(collective: str, make_mesh: MeshFactory) -> None:
-    """As the cotangent of a loss that is summed over the devices is."""
+def test_a_summed_constant_beside_sites_keeps_its_value(
+    collective: str, make_mesh: MeshFactory
+) -> None:
+    """The cotangent of a loss that is summed over the devices is such a constant."""
 
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(x: jax.Array, w: jax.Array) -> jax.Array:

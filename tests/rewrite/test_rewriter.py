@@ -120,7 +120,7 @@ def checkpointed_matmuls(x, up, down):
     return lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
 
 
-NESTS: dict[str, tuple[Callable, int]] = {
+NESTED: dict[str, tuple[Callable, int]] = {
     "jit": (jax.jit(mlp), 2),
     "checkpoint": (jax.checkpoint(mlp), 2),
     "matmuls in a checkpoint": (checkpointed_matmuls, 2),
@@ -144,12 +144,12 @@ def program_of(body: Callable) -> Program:
     return Program(body, [(2, 4, 6), (6, 4), (4, 6)], [ROWS, COLUMNS, CONTRACTED], P(None, AXIS))
 
 
-every_nest = pytest.mark.parametrize("name", NESTS)
+every_nested = pytest.mark.parametrize("name", NESTED)
 
 
-@every_nest
-def test_sites_inside(name: str, mesh: Mesh) -> None:
-    body, expected = NESTS[name]
+@every_nested
+def test_sites_inside_calls_loops_and_branches_are_replaced(name: str, mesh: Mesh) -> None:
+    body, expected = NESTED[name]
     program = program_of(body)
     fun, arguments = program.sharded(mesh), program.arguments()
     found = sites(fun, *arguments)
@@ -158,24 +158,26 @@ def test_sites_inside(name: str, mesh: Mesh) -> None:
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
-@pytest.mark.parametrize("name", [name for name in NESTS if name not in ("while", "custom_jvp")])
+@pytest.mark.parametrize("name", [name for name in NESTED if name not in ("while", "custom_jvp")])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_gradients_before_and_after(name: str, check_vma: bool, mesh: Mesh) -> None:
-    """The gradients of the rewritten function, and the rewriting of its gradients."""
-    program = program_of(NESTS[name][0])
+def test_gradients_of_overlap_and_overlap_of_gradients_agree(
+    name: str, check_vma: bool, mesh: Mesh
+) -> None:
+    """Both agree with the gradients of the function itself."""
+    program = program_of(NESTED[name][0])
     fun, arguments = program.sharded(mesh, check_vma), program.arguments()
     gradients = gradients_of(fun, 3)
     after, before = gradients_of(ring(fun), 3), ring(gradients)
     assert collectives(after, *arguments) == {}
     assert collectives(before, *arguments) == {}
-    run = jax.jit if check_vma else simulated  # Compiling all of them takes long.
+    run = jax.jit if check_vma else simulated  # Compiling all of them is slow.
     results = run(lambda *args: [fun(*args) for fun in (gradients, after, before)])(*arguments)
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
 
 
 def _gathered_outside(inside: Callable) -> Callable:
-    """A matmul that gets what it multiplies from outside of what it is in."""
+    """A body in which `inside` gets the gathered array from outside."""
 
     def body(x, up, down):
         return inside(lax.all_gather(x, AXIS, axis=1, tiled=True), up)
@@ -227,20 +229,20 @@ def _solves(x, up, down):
 
 
 _A_LOOP, _ITS_OWN = "a loop, which would gather in every step", "a function with gradients of its"
-NEAR_MISSES: dict[str, tuple[Callable, str]] = {
+BORDERS: dict[str, tuple[Callable, str]] = {
     "scan": (_gathered_outside(_scans), _A_LOOP),
     "while": (_gathered_outside(_repeats), _A_LOOP),
     "cond": (_gathered_outside(_branches), "a branch, which may not be taken"),
     "custom_vjp": (_gathered_outside(_with_gradients), _ITS_OWN),
     "custom_jvp": (_gathered_outside(_with_tangents), _ITS_OWN),
-    "checkpoint": (_gathered_outside(_keeps), "and reduce_sum uses what is gathered"),
+    "checkpoint": (_gathered_outside(_keeps), "and reduce_sum uses the gathered array"),
     "linear solver": (_solves, "inside custom_linear_solve, which is not entered"),
 }
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
-def test_what_cannot_cross_is_left_alone(name: str, mesh: Mesh) -> None:
-    body, reason = NEAR_MISSES[name]
+@pytest.mark.parametrize("name", BORDERS)
+def test_gathers_that_would_cross_a_border_are_left_alone(name: str, mesh: Mesh) -> None:
+    body, reason = BORDERS[name]
     program = program_of(body)
     fun, arguments = program.sharded(mesh, check_vma=False), program.arguments()
     found = sites(fun, *arguments)
@@ -249,14 +251,14 @@ def test_what_cannot_cross_is_left_alone(name: str, mesh: Mesh) -> None:
 
 
 def _equations_inside(jaxpr: Any) -> list[JaxprEqn]:
-    """Equations of the shard_map's body, which `overlap` may have put into a call."""
+    """The equations of the body of the shard_map, which `overlap` may have put into a call."""
     (equation,) = getattr(jaxpr, "jaxpr", jaxpr).eqns
     (inner,) = jaxprs_in_params(equation.params)
     return inner.eqns if equation.primitive.name == "shard_map" else _equations_inside(inner)
 
 
-def test_what_holds_no_site_is_left_as_it_is(mesh: Mesh) -> None:
-    """The very same jaxprs; of what holds one, all parameters but that jaxpr."""
+def test_equations_without_a_site_are_unchanged(mesh: Mesh) -> None:
+    """Their jaxprs are the same; an equation with a site differs in its jaxpr only."""
 
     def body(x, up, down):
         y = jax.jit(jnp.sin)(x)
@@ -277,19 +279,19 @@ def test_what_holds_no_site_is_left_as_it_is(mesh: Mesh) -> None:
         assert all(str(before.params[name]) == str(after.params[name]) for name in same)
 
 
-def test_a_call_is_not_opened_for_nothing(mesh: Mesh) -> None:
+def test_a_call_is_inlined_only_if_that_adds_a_site(mesh: Mesh) -> None:
     def body(x, up, down):
         return jax.jit(jnp.sin)(lax.all_gather(x, AXIS, axis=1, tiled=True))
 
     program = Program(body, [(2, 4, 6), (6, 4), (4, 6)], [ROWS, COLUMNS, CONTRACTED], P(AXIS))
     fun, arguments = program.sharded(mesh), program.arguments()
     (site,) = sites(fun, *arguments)
-    assert site.reason == "jit uses what is gathered"
+    assert site.reason == "jit uses the gathered array"
     assert "name=sin" in str(jax.make_jaxpr(ring(fun))(*arguments))
     assert counts(ring(fun), *arguments) == counts(fun, *arguments)
 
 
-def test_names_are_kept(mesh: Mesh) -> None:
+def test_name_scopes_and_checkpoint_names_are_kept(mesh: Mesh) -> None:
     def body(x, up, down):
         with jax.named_scope("block"):
             return checkpoint_name(mlp(x, up, down), "out")
@@ -303,7 +305,7 @@ def test_names_are_kept(mesh: Mesh) -> None:
 
 
 def test_effects_are_kept(mesh: Mesh) -> None:
-    """Also what they are said about, which the ring keeps."""
+    """Includes effects on the gathered array, which the ring keeps."""
 
     def body(x, up, down):
         whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
@@ -317,8 +319,8 @@ def test_effects_are_kept(mesh: Mesh) -> None:
     assert counts(ring(fun), *arguments)["debug_callback"] == 1
 
 
-def test_nested_shard_maps(make_mesh: MeshFactory) -> None:
-    """The outer one is over the data, the inner one over the tensor axis."""
+def test_sites_in_nested_shard_maps_are_replaced(make_mesh: MeshFactory) -> None:
+    """The outer shard_map is over the data, the inner one over the tensor axis."""
     mesh = make_mesh({"data": 2, AXIS: 2})
 
     def outer(x, up, down):
@@ -338,7 +340,7 @@ def test_nested_shard_maps(make_mesh: MeshFactory) -> None:
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
-def test_collectives_in_what_is_not_entered_are_seen_nowhere_else(mesh: Mesh) -> None:
-    """Outside of shard_map there are no devices to tell apart."""
+def test_collectives_outside_of_shard_map_are_not_reported(mesh: Mesh) -> None:
+    """Axes of vmap are not devices."""
     fun = jax.vmap(lambda x, w: lax.all_gather(x, "i") @ w, axis_name="i")
     assert sites(fun, np.ones((2, 3), np.float32), np.ones((2, 3, 2), np.float32)) == []

@@ -1,4 +1,4 @@
-"""What the pass costs: counted, since times differ from run to run."""
+"""The cost of tracing, in numbers of traced permutes, as times differ between runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
-def _permutes_traced(fun: Callable, arguments: list, monkeypatch: pytest.MonkeyPatch) -> int:
+def count_traced_permutes(fun: Callable, arguments: list, monkeypatch: pytest.MonkeyPatch) -> int:
     permute, calls = lax.ppermute, []
 
     def counted(*args: Any, **kwargs: Any) -> jax.Array:
@@ -35,10 +35,10 @@ def _permutes_traced(fun: Callable, arguments: list, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_layers_alike_are_traced_once(
+def test_equal_layers_are_traced_once(
     order: str, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rings of a stack are traced as often as those of two layers of it."""
+    """The rings of five layers are traced as often as those of two."""
     layer, _ = programs()["mlp"]
 
     def traced(layers: int) -> int:
@@ -49,6 +49,6 @@ def test_layers_alike_are_traced_once(
 
         program = Program(stack, layer.shapes, layer.in_specs, layer.out_specs)
         fun = ORDERS[order](program.sharded(make_mesh({AXIS: 2})))
-        return _permutes_traced(fun, program.arguments(), monkeypatch)
+        return count_traced_permutes(fun, program.arguments(), monkeypatch)
 
     assert 0 < traced(5) == traced(2)

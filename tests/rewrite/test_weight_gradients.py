@@ -1,6 +1,6 @@
-"""What a ring gathered goes to weight gradients in the chunks it came in, and is joined for others.
+"""Weight gradients take gathered arrays in chunks; other users get the chunks joined.
 
-On CPUs the kernel that takes chunks is not there; XLA's matmuls play its part, and are counted.
+The kernel that takes chunks does not run on CPUs. XLA's matmuls replace it here, and are counted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.rewrite.programs import (
 )
 
 _LLAMA, _ = programs()["llama"]
-#: Of one launch: the rows and columns of x, and the columns of each y.
+#: Shapes of one launch: rows and columns of x, and the columns of each y.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[Shapes]:
-    """Counts them where they are traced."""
+    """Counts launches by their shapes while they are traced."""
     counter: Counter[Shapes] = Counter()
 
     def contract_chunks(xs: Any, ys: Any, *, dimension: int) -> tuple[jax.Array, ...]:
@@ -56,8 +56,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[Shapes]:
     return counter
 
 
-def by_hand(x, wq, wk, wv, wo, gate, up, down) -> jax.Array:
-    """An attention and a gated feed-forward."""
+def with_ops(x, wq, wk, wv, wo, gate, up, down) -> jax.Array:
+    """An attention and a gated feed-forward, with the ops."""
 
     def gathered(x, *ws):
         return all_gather_matmul(x, ws, AXIS, gather_dimension=1, implementation="ring")
@@ -78,7 +78,7 @@ def plain(x, wq, wk, wv, wo, gate, up, down) -> jax.Array:
 
 
 def stacked(layer: Callable, wrap: Callable) -> Program:
-    """The gradients of two layers, taken inside shard_map."""
+    """The gradients of two layers, computed inside shard_map."""
     (x, _, *weights), (of_x, _, *specs) = _LLAMA.shapes, _LLAMA.in_specs
 
     def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def stacked(layer: Callable, wrap: Callable) -> Program:
 
 
 def calls(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Calls of `jax.jit` in a jaxpr, at any depth."""
+    """Yields the calls of `jax.jit` in a jaxpr, at any depth."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name in ("jit", "pjit"):
             yield equation
@@ -99,7 +99,7 @@ def calls(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def joins(fun: Callable, *arguments: Any) -> int:
-    """How often what a ring gathered is joined, in a function's jaxpr."""
+    """The number of times that gathered chunks are joined in the jaxpr of a function."""
     jaxpr = jax.make_jaxpr(fun)(*arguments)
     return sum(call.params["name"] == "whole" for call in calls(jaxpr))
 
@@ -107,24 +107,24 @@ def joins(fun: Callable, *arguments: Any) -> int:
 @pytest.mark.parametrize(
     "wrap", [lambda layer: layer, jax.jit, jax.checkpoint], ids=["inline", "jit", "checkpoint"]
 )
-def test_launches_are_those_of_the_ops(
+def test_weight_gradients_are_grouped_into_launches_as_by_the_ops(
     wrap: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    """In the rewritten gradient of a layer, the weights of one gather share one launch."""
+    """Several weights of one gather are one launch."""
     mesh, program = make_mesh({AXIS: 2}), stacked(plain, wrap)
-    # Small weights: a stack that amplifies its values does so with their rounding.
+    # Small weights, since a stack that amplifies values also amplifies rounding errors.
     fun, arguments = program.sharded(mesh), [array / 4 for array in program.arguments()]
     assert joins(ring(fun), *arguments) == 0
     found = set(launches)
     launches.clear()
-    jax.make_jaxpr(stacked(by_hand, wrap).sharded(mesh))(*arguments)
+    jax.make_jaxpr(stacked(with_ops, wrap).sharded(mesh))(*arguments)
     assert found == set(launches)
     assert max(len(columns) for _, columns in found) == 3
     assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
 
 
 def block(use: Callable[..., jax.Array]) -> Callable:
-    """A function whose gradients are taken inside shard_map: those of a call of its own."""
+    """A function whose gradients are computed inside shard_map, with a call of its own."""
 
     def body(x: jax.Array, w: jax.Array, v: jax.Array) -> tuple:
         call = jax.jit(lambda x, w, v: use(gather(x), w, v))
@@ -148,16 +148,16 @@ def heads(whole, w, v):
 
 
 def also_squared(whole, w, v):
-    """The backward needs the whole for another reason than weights."""
+    """The backward needs the whole array for more than weight gradients."""
     return two(whole, w, v) * jnp.mean(jnp.tanh(whole) * whole)
 
 
 def one_after_another(whole, w, v):
-    """A weight is made of another product."""
+    """One weight is made of the product with the other."""
     return jnp.tanh(whole @ (v * jnp.mean(jnp.tanh(whole @ w))))
 
 
-TAKEN = {"two": two, "flat": flat, "heads": heads}
+TAKEN_IN_CHUNKS = {"two": two, "flat": flat, "heads": heads}
 JOINED = {"also squared": also_squared, "one after another": one_after_another}
 
 
@@ -166,23 +166,23 @@ def _gradients(use: Callable) -> Program:
     return gathering(block(use), *weights, out_specs=(ROWS, COLUMNS, COLUMNS))
 
 
-@pytest.mark.parametrize("name", {**TAKEN, **JOINED})
-def test_a_residual_is_joined_only_for_others(
+@pytest.mark.parametrize("name", {**TAKEN_IN_CHUNKS, **JOINED})
+def test_chunks_are_joined_only_for_users_that_need_the_whole_array(
     name: str, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    program = _gradients({**TAKEN, **JOINED}[name])
+    program = _gradients({**TAKEN_IN_CHUNKS, **JOINED}[name])
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     assert any(site.replaced for site in sites(fun, *arguments))
     launches.clear()
     assert joins(ring(fun), *arguments) == (name in JOINED)
-    assert bool(launches) == (name in TAKEN)
+    assert bool(launches) == (name in TAKEN_IN_CHUNKS)
     assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
 
 
-def test_the_input_gradient_waits_for_those_of_the_weights(
+def test_the_input_gradient_waits_for_the_weight_gradients(
     launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    """What the chunks take of memory is free then, as with the ops."""
+    """The memory of the chunks is free then, as with the ops."""
     program = _gradients(two)
     jaxpr = jax.make_jaxpr(ring(program.sharded(make_mesh({AXIS: 2}))))(*program.arguments())
     barriers = [
@@ -196,11 +196,11 @@ def test_the_input_gradient_waits_for_those_of_the_weights(
     assert launches
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_gradients_of_gradients(
+@pytest.mark.parametrize("name", TAKEN_IN_CHUNKS)
+def test_gradients_of_gradients_agree(
     name: str, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    program = _gradients(TAKEN[name])
+    program = _gradients(TAKEN_IN_CHUNKS[name])
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     actual, expected = (gradients_of(f, 3) for f in (ring(fun), fun))
     assert_same(*jax.jit(lambda *args: (actual(*args), expected(*args)))(*arguments))
@@ -208,10 +208,10 @@ def test_gradients_of_gradients(
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["one launch", "two launches"])
-def test_a_launch_waits_for_no_product_of_its_own(
+def test_weight_gradients_that_depend_on_each_other_are_not_grouped(
     scaled: bool, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
-    """What only reads the first product comes after both, unless the second one needs it."""
+    """Equations that only use the first product come after both, unless the second needs them."""
 
     def body(x: jax.Array, w: jax.Array) -> tuple:
         whole = gather(x)
@@ -228,7 +228,7 @@ def test_a_launch_waits_for_no_product_of_its_own(
     assert launches == {((2, 2, 4), columns): 2 if scaled else 1}
 
 
-def test_a_residual_of_two_calls_is_joined(
+def test_a_residual_that_two_calls_use_is_joined(
     launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
     def body(x: jax.Array, w: jax.Array) -> tuple:
