@@ -1,8 +1,9 @@
-"""What the tests of the layers compare, and the worlds they run a model in.
+"""References and comparisons for the tests of the layers, and the contexts that they run a model
+in.
 
-Arrays are compared within 1e-5 of their largest value. A sum of up to 64 float32 terms, taken in
-another order, is off by at most 64 · 2⁻²⁴ = 4e-6 of them; a chunk that is lost, doubled or
-misplaced is off by about the values themselves.
+Arrays are compared within 1e-5 of their largest value. A sum of up to 64 float32 terms in another
+order is off by at most 64 · 2⁻²⁴ = 4e-6 of them. A chunk that is lost, doubled or misplaced is off
+by about the largest value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-WORLDS = ("auto", "explicit", "local", "local_unchecked")
+CONTEXTS = ("auto", "explicit", "local", "local_unchecked")
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -38,12 +39,12 @@ def assert_identical(actual: Any, expected: Any) -> None:
 
 
 def random(*shape: int, seed: int = 0) -> Any:
-    """Normal float32 values; layers take NumPy arrays for jax arrays."""
+    """Normal float32 values, typed as jax arrays for the layers."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def result_and_gradients(fun: Callable, *arguments: Any) -> tuple:
-    """fun's result, and its gradients under weights that all differ."""
+    """The result of fun, and the gradients of a weighted sum of it."""
 
     def loss(*arguments: Any) -> tuple[jax.Array, jax.Array]:
         y = fun(*arguments)
@@ -58,10 +59,11 @@ def pure(tree: Any) -> Any:
     return nnx.to_pure_dict(tree)
 
 
-def outcome(model: nnx.Module, x: Any, world: str, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """The model's result and its gradients by parameters and x, all global, from one world.
+def outcome(model: nnx.Module, x: Any, context: str, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """The model's result and its gradients by parameters and x, global, computed in one context.
 
-    Dimension 0 of x is sharded over the axis "data", dimension 1 over "tensor" where it is local.
+    Dimension 0 of x is sharded over the axis "data". Inside `shard_map` dimension 1 is sharded over
+    "tensor".
     """
     graph, state = nnx.split(model)
 
@@ -69,17 +71,17 @@ def outcome(model: nnx.Module, x: Any, world: str, mesh: Mesh) -> tuple[Any, Any
         return nnx.merge(graph, state)(x)
 
     around: Any = contextlib.nullcontext()
-    if world in ("local", "local_unchecked"):
+    if context in ("local", "local_unchecked"):
         spec = P("data", "tensor")
         call = jax.shard_map(
             call,
             mesh=mesh,
             in_specs=(nnx.get_partition_spec(state), spec),
             out_specs=spec,
-            check_vma=world == "local",
+            check_vma=context == "local",
         )
     else:
-        kind = AxisType.Explicit if world == "explicit" else AxisType.Auto
+        kind = AxisType.Explicit if context == "explicit" else AxisType.Auto
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * len(mesh.axis_names))
         around = jax.set_mesh(mesh)
         x = jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -90,7 +92,7 @@ def outcome(model: nnx.Module, x: Any, world: str, mesh: Mesh) -> tuple[Any, Any
 
 
 def unsharded_outcome(model: nnx.Module, x: Any) -> tuple[Any, Any, Any]:
-    """The same on one device, of layers that know of no mesh."""
+    """The same for a model without a mesh, on one device."""
     graph, state = nnx.split(model)
     y, by_state, by_x = result_and_gradients(lambda s, x: nnx.merge(graph, s)(x), state, x)
     return y, pure(by_state), by_x

@@ -1,4 +1,4 @@
-"""The nnx layers against Flax's own, in both worlds."""
+"""The nnx layers equal Flax's own, on local shards and on global arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from collective_matmul.layers import (
 )
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
-    WORLDS,
+    CONTEXTS,
     assert_close,
     assert_identical,
     outcome,
@@ -36,7 +36,7 @@ from tests.layers.reference import (
 FEATURES, HEADS, HEAD_DIM, HIDDEN = 12, 4, 3, 16
 BIAS: dict[str, Any] = dict(use_bias=True, bias_init=nnx.initializers.normal(1.0))
 
-every_world = pytest.mark.parametrize("world", WORLDS)
+every_context = pytest.mark.parametrize("context", CONTEXTS)
 xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 
@@ -46,7 +46,7 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
 
 
 class Block(nnx.Module):
-    """Every layer once, with biases: attention without its softmax, then feed-forward."""
+    """All layers once, with biases: attention without a softmax, then feed-forward."""
 
     def __init__(self, **options: Any):
         options = dict(BIAS, rngs=nnx.Rngs(0), **options)
@@ -61,7 +61,7 @@ class Block(nnx.Module):
 
 
 class FlaxBlock(nnx.Module):
-    """The same of Flax's layers, under the same paths."""
+    """The same block of Flax's layers, with the same paths."""
 
     def __init__(self):
         options: Any = dict(BIAS, rngs=nnx.Rngs(0))
@@ -91,19 +91,21 @@ def expected_outcome() -> tuple[Any, Any, Any]:
     return unsharded_outcome(FlaxBlock(), random(4, 8, FEATURES))
 
 
-def test_initial_parameters_are_those_of_flax() -> None:
+def test_initial_parameters_equal_those_of_flax() -> None:
     assert_identical(pure(nnx.state(Block())), pure(nnx.state(FlaxBlock())))
 
 
-@every_world
+@every_context
 @xla_and_ring
-def test_layers_compute_what_flax_computes(world: str, implementation: str, mesh: Mesh) -> None:
+def test_results_and_gradients_equal_those_of_flax(
+    context: str, implementation: str, mesh: Mesh
+) -> None:
     model = Block(implementation=implementation)
-    assert_close(outcome(model, random(4, 8, FEATURES), world, mesh), expected_outcome())
+    assert_close(outcome(model, random(4, 8, FEATURES), context, mesh), expected_outcome())
 
 
 class Pair(nnx.Module):
-    """A column-parallel layer, gelu, a row-parallel layer: the usual feed-forward."""
+    """A column-parallel layer, gelu and a row-parallel layer: a feed-forward."""
 
     def __init__(self, *, gather: int | None = -2, scatter: int | None = -2, **options: Any):
         options = dict(BIAS, rngs=nnx.Rngs(0), **options)
@@ -125,7 +127,7 @@ class FlaxPair(nnx.Module):
 
 
 class WholeSequence(nnx.Module):
-    """A pair without sequence parallelism, between the two halves of one that has it."""
+    """A pair without sequence parallelism between the two halves of a pair with it."""
 
     def __init__(self, **options: Any):
         options = dict(BIAS, rngs=nnx.Rngs(0), **options)
@@ -152,13 +154,13 @@ class FlaxWholeSequence(nnx.Module):
         return self.down(jax.nn.gelu(self.again(x)))
 
 
-@pytest.mark.parametrize("world", ["auto", "local", "local_unchecked"])
-def test_without_sequence_parallelism_the_whole_sequence_is_everywhere(
-    world: str, mesh: Mesh
+@pytest.mark.parametrize("context", ["auto", "local", "local_unchecked"])
+def test_without_sequence_parallelism_every_device_has_the_whole_sequence(
+    context: str, mesh: Mesh
 ) -> None:
     x = random(4, 8, FEATURES)
     assert_close(
-        outcome(WholeSequence(implementation="ring"), x, world, mesh),
+        outcome(WholeSequence(implementation="ring"), x, context, mesh),
         unsharded_outcome(FlaxWholeSequence(), x),
     )
 
@@ -179,18 +181,18 @@ def test_any_dimension_before_the_features_may_be_sharded(
     assert_close(y, FlaxPair()(x))
 
 
-def test_an_axis_of_one_device(make_mesh: MeshFactory) -> None:
+def test_an_axis_of_size_1_computes_the_same(make_mesh: MeshFactory) -> None:
     x = random(2, 3, FEATURES)
     pair = Pair(implementation="ring", mesh=make_mesh({"data": 1, "tensor": 1}))
     assert_close(jax.jit(lambda pair, x: pair(x))(pair, x), FlaxPair()(x))
 
 
-def test_without_jit(make_mesh: MeshFactory) -> None:
+def test_layers_run_without_jit(make_mesh: MeshFactory) -> None:
     x = random(2, 4, FEATURES)
     assert_close(Pair(mesh=make_mesh({"tensor": 2}))(x), FlaxPair()(x))
 
 
-def test_fewer_heads_of_keys_and_values_than_of_queries(mesh: Mesh) -> None:
+def test_grouped_query_attention_has_fewer_key_and_value_heads(mesh: Mesh) -> None:
     layer = AttentionProjection(FEATURES, 8, 4, 3, mesh=mesh, rngs=nnx.Rngs(0))
     x = random(2, 4, FEATURES)
     query, key, value = jax.jit(lambda layer, x: layer(x))(layer, x)
@@ -200,13 +202,13 @@ def test_fewer_heads_of_keys_and_values_than_of_queries(mesh: Mesh) -> None:
 
 
 def collectives(compiled: Any) -> Counter[str]:
-    """How often each collective stands in the optimized HLO."""
+    """The number of times that each collective occurs in the optimized HLO."""
     names = "collective-permute|all-gather|reduce-scatter|all-reduce|all-to-all"
     return Counter(re.findall(rf" ({names})(?:-start)?\(", compiled.as_text()))
 
 
 def placed(model: Any, x: np.ndarray, mesh: Mesh) -> tuple[Any, jax.Array]:
-    """The model as its partition specs say, and a batch over the data axis."""
+    """The model sharded by its partition specs, and a batch sharded over the data axis."""
     graph, state = nnx.split(model)
     state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
     return nnx.merge(graph, state), jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -230,7 +232,7 @@ def test_between_the_two_layers_nothing_is_gathered_and_the_batch_stays_sharded(
 
 
 @permutes_only
-def test_gradients_gather_nothing_either(mesh: Mesh, implementation: str | None) -> None:
+def test_gradients_do_not_gather_the_batch(mesh: Mesh, implementation: str | None) -> None:
     pair = Pair(implementation=implementation, mesh=mesh)
     arguments = placed(pair, random(4, 8, FEATURES), mesh)
     gradient = jax.grad(lambda pair, x: jnp.sum(pair(x) ** 2))
@@ -239,8 +241,8 @@ def test_gradients_gather_nothing_either(mesh: Mesh, implementation: str | None)
     assert not {"all-gather", "all-to-all"} & set(found)
 
 
-def test_many_layers_that_leave_an_axis_to_the_compiler(mesh: Mesh) -> None:
-    """More `shard_map`s in one program than jaxlib 0.10 compiles if they ask for an axis index."""
+def test_many_layers_compile_with_an_axis_left_to_the_compiler(mesh: Mesh) -> None:
+    """jaxlib 0.10 cannot compile this many `shard_map`s if they use an axis index."""
 
     def stack(block: Block | FlaxBlock, x: jax.Array) -> jax.Array:
         for _ in range(8):
@@ -249,7 +251,7 @@ def test_many_layers_that_leave_an_axis_to_the_compiler(mesh: Mesh) -> None:
 
     x = random(4, 8, FEATURES)
     arguments = placed(Block(implementation="ring", mesh=mesh), x, mesh)
-    # Eight blocks that each amplify what rounding did in those before.
+    # Each of the eight blocks amplifies the rounding errors of the previous ones.
     actual, expected = jax.jit(stack)(*arguments), jax.jit(stack)(FlaxBlock(), x)
     np.testing.assert_allclose(actual, expected, atol=1e-3)
 
@@ -263,7 +265,7 @@ def test_explicit_axes_that_shard_the_batch_stay_in_the_type(mesh: Mesh) -> None
         assert jax.eval_shape(pair.down, hidden).sharding.spec == P("data", "tensor", None)
 
 
-def test_inside_a_shard_map_over_another_axis(mesh: Mesh) -> None:
+def test_layers_inside_a_shard_map_over_another_axis_compute_the_same(mesh: Mesh) -> None:
     x = random(4, 8, FEATURES)
     graph, state = nnx.split(Pair(implementation="ring", mesh=mesh))
     call = jax.shard_map(
@@ -278,7 +280,7 @@ def test_inside_a_shard_map_over_another_axis(mesh: Mesh) -> None:
     assert_close((y, pure(by_state), by_x), unsharded_outcome(FlaxPair(), x))
 
 
-def test_one_gather_feeds_all(make_mesh: MeshFactory) -> None:
+def test_layers_that_share_an_input_gather_it_once(make_mesh: MeshFactory) -> None:
     mesh = make_mesh({"tensor": 4})
     options: Any = dict(implementation="ring", mesh=mesh, rngs=nnx.Rngs(0))
     x = random(2, 4, FEATURES)
@@ -290,7 +292,7 @@ def test_one_gather_feeds_all(make_mesh: MeshFactory) -> None:
     assert permutes(GatedFeedForward(FEATURES, HIDDEN, **options)) == 3 + 3
 
 
-def test_specs_say_how_parameters_are_sharded() -> None:
+def test_partition_specs_shard_features_over_the_axis() -> None:
     specs = pure(nnx.get_partition_spec(nnx.state(Block())))
     heads = {"kernel": P(None, "tensor", None), "bias": P("tensor", None)}
     columns = {"kernel": P(None, "tensor"), "bias": P("tensor")}
@@ -305,7 +307,7 @@ def test_specs_say_how_parameters_are_sharded() -> None:
     }
 
 
-def test_dtype_is_that_of_the_computation_and_param_dtype_of_the_parameters(
+def test_dtype_sets_the_computation_and_param_dtype_the_parameters(
     make_mesh: MeshFactory,
 ) -> None:
     mesh, x = make_mesh({"tensor": 2}), random(2, 4, FEATURES)

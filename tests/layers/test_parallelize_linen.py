@@ -36,7 +36,7 @@ class FeedForward(linen.Module):
 
 
 class Model(linen.Module):
-    """Dense layers made on the fly, in `setup`, twice used, rematerialized and scanned."""
+    """Dense layers made inline and in `setup`, used twice, rematerialized and scanned."""
 
     def setup(self) -> None:
         self.twice = FeedForward()
@@ -80,7 +80,7 @@ def expected_outcome() -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "ring"])
-def test_a_wrapped_module_computes_what_it_did_on_global_arrays(
+def test_results_on_global_arrays_stay_the_same(
     implementation: str, make_mesh: MeshFactory
 ) -> None:
     model = parallelize(Model(), PLAN, mesh=make_mesh({"tensor": 4}), implementation=implementation)
@@ -88,7 +88,7 @@ def test_a_wrapped_module_computes_what_it_did_on_global_arrays(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_wrapped_module_computes_what_it_did_on_local_shards(check_vma: bool, mesh: Mesh) -> None:
+def test_results_on_local_shards_stay_the_same(check_vma: bool, mesh: Mesh) -> None:
     model = parallelize(Model(), PLAN, implementation="ring")
     spec = P("data", "tensor")
     apply = jax.shard_map(
@@ -101,12 +101,12 @@ def test_a_wrapped_module_computes_what_it_did_on_local_shards(check_vma: bool, 
     assert_close(result_and_gradients(apply, variables(), X), expected_outcome())
 
 
-def test_init_is_that_of_the_module(mesh: Mesh) -> None:
+def test_init_returns_the_variables_of_the_module(mesh: Mesh) -> None:
     made = jax.jit(parallelize(Model(), PLAN, mesh=mesh).init)(jax.random.key(0), X)
     assert_identical(made, initial_variables())
 
 
-def test_only_what_the_plan_names_permutes(mesh: Mesh) -> None:
+def test_only_layers_of_the_plan_permute(mesh: Mesh) -> None:
     def permutes(plan: Any) -> int:
         model = parallelize(FeedForward(), plan, mesh=mesh, implementation="ring")
         shapes = jax.eval_shape(model.init, jax.random.key(0), X)
@@ -116,7 +116,7 @@ def test_only_what_the_plan_names_permutes(mesh: Mesh) -> None:
     assert permutes({"up": Column(), "down": Row()}) == 3 + 3
 
 
-def test_specs_say_how_parameters_are_sharded() -> None:
+def test_partition_specs_shard_features_over_the_axis() -> None:
     model = parallelize(Model(), PLAN)
     specs = model.partition_specs(jax.eval_shape(Model().init, jax.random.key(0), X))["params"]
     assert specs["twice"] == {
@@ -130,14 +130,14 @@ def test_specs_say_how_parameters_are_sharded() -> None:
     assert specs["norm"] == {"scale": P(), "bias": P()}
 
 
-def test_a_method_that_calls_some_layers_only(mesh: Mesh) -> None:
+def test_a_method_that_calls_only_some_layers(mesh: Mesh) -> None:
     model = parallelize(Model(), {"twice.up": Column(), "remat.up": Column()}, mesh=mesh)
     actual = model.apply(variables(), X, method="encode")
     assert_close(actual, Model().apply(variables(), X, method="encode"))
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_boxed_parameters(local: bool, mesh: Mesh) -> None:
+def test_boxed_parameters_compute_the_same(local: bool, mesh: Mesh) -> None:
     boxed = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "tensor"))
     module = FeedForward({"kernel_init": boxed})
     made = jax.jit(module.init)(jax.random.key(0), X)
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("call", ["init", "apply"])
-def test_what_the_first_call_refuses(name: str, call: str, mesh: Mesh) -> None:
+def test_the_first_call_refuses_a_plan_that_does_not_fit(name: str, call: str, mesh: Mesh) -> None:
     module, plan, sentence = REFUSED[name]
     model = parallelize(module, plan, mesh=mesh)
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -188,7 +188,7 @@ def test_what_the_first_call_refuses(name: str, call: str, mesh: Mesh) -> None:
             jax.eval_shape(model.apply, jax.eval_shape(module.init, jax.random.key(0), X), X)
 
 
-def test_the_paths_there_are_stand_in_the_sentence(mesh: Mesh) -> None:
+def test_a_refusal_lists_the_paths_of_the_module(mesh: Mesh) -> None:
     model = parallelize(Model(), {"mlp": Row()}, mesh=mesh)
     paths = "remat.down, remat.up, stack.down, stack.up, twice.down, twice.up"
     with pytest.raises(ValueError, match=re.escape(paths)):

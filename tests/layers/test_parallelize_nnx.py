@@ -23,7 +23,7 @@ from collective_matmul.layers import (
 )
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
-    WORLDS,
+    CONTEXTS,
     assert_close,
     assert_identical,
     outcome,
@@ -51,7 +51,7 @@ class FeedForward(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Linear layers in every kind of container, one of them twice."""
+    """Linear layers in every kind of container, one of them with two paths."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = nnx.List([FeedForward(rngs), FeedForward(rngs, use_bias=False)])
@@ -88,14 +88,14 @@ def make_model() -> Model:
     return Model(nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_wrapped_model_computes_what_it_did(world: str, mesh: Mesh) -> None:
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_results_in_every_context_stay_the_same(context: str, mesh: Mesh) -> None:
     x = random(4, 8, FEATURES)
-    model = parallelize(make_model(), PLAN, implementation="ring" if world != "auto" else "xla")
-    assert_close(outcome(model, x, world, mesh), unsharded_outcome(make_model(), x))
+    model = parallelize(make_model(), PLAN, implementation="ring" if context != "auto" else "xla")
+    assert_close(outcome(model, x, context, mesh), unsharded_outcome(make_model(), x))
 
 
-def test_the_model_itself_is_changed_and_its_weights_and_paths_are_not() -> None:
+def test_layers_are_replaced_in_place_with_the_same_weights_and_paths() -> None:
     model = make_model()
     assert parallelize(model, PLAN) is model
     assert_identical(pure(nnx.state(model)), pure(nnx.state(make_model())))
@@ -107,12 +107,12 @@ def test_the_model_itself_is_changed_and_its_weights_and_paths_are_not() -> None
     assert type(model.head) is nnx.Linear
 
 
-def test_a_layer_with_two_paths_stays_one() -> None:
+def test_a_layer_with_two_paths_stays_one_layer() -> None:
     model = parallelize(make_model(), PLAN)
     assert model.again is model.pair[1]
 
 
-def test_a_parameter_of_two_layers_stays_one() -> None:
+def test_a_parameter_of_two_layers_stays_shared() -> None:
     model = FeedForward(nnx.Rngs(0))
     other = FeedForward(nnx.Rngs(1))
     other.up.kernel = model.up.kernel
@@ -122,7 +122,7 @@ def test_a_parameter_of_two_layers_stays_one() -> None:
     assert type(both[1].up) is nnx.Linear
 
 
-def test_specs_say_how_parameters_are_sharded() -> None:
+def test_partition_specs_shard_features_over_the_axis() -> None:
     model = parallelize(make_model(), PLAN)
     specs = pure(nnx.get_partition_spec(nnx.state(model)))
     assert specs["blocks"][0] == {
@@ -132,7 +132,7 @@ def test_specs_say_how_parameters_are_sharded() -> None:
     assert specs["head"] == {"kernel": P(), "bias": P()}
 
 
-def test_what_a_parameter_says_of_its_sharding_stands() -> None:
+def test_a_sharding_given_to_a_parameter_is_kept() -> None:
     kept = ("data", "tensor")
     model = FeedForward(nnx.Rngs(0))
     model.up.kernel = nnx.Param(model.up.kernel[...], out_sharding=kept, eager_sharding=False)
@@ -155,13 +155,13 @@ def test_options_of_the_plan_are_kept(make_mesh: MeshFactory) -> None:
     assert_close(jax.jit(lambda model, x: model(x))(model, x), expected)
 
 
-def test_shapes_without_values_are_wrapped_too() -> None:
+def test_a_model_of_shapes_without_values_is_accepted() -> None:
     abstract = nnx.eval_shape(make_model)
     parallelize(abstract, PLAN)
     assert isinstance(abstract.blocks[0].up.kernel.get_value(), jax.ShapeDtypeStruct)
 
 
-def test_layers_stacked_for_a_scan(make_mesh: MeshFactory) -> None:
+def test_layers_stacked_for_a_scan_compute_the_same(make_mesh: MeshFactory) -> None:
     @nnx.vmap
     def stack(key: jax.Array) -> FeedForward:
         return FeedForward(nnx.Rngs(key))
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_changes_nothing(name: str, make_mesh: MeshFactory) -> None:
+def test_a_refused_plan_changes_nothing(name: str, make_mesh: MeshFactory) -> None:
     plan, sentence = REFUSED[name]
     model = nnx.eval_shape(make_model)
     before = nnx.graphdef(model)
@@ -218,7 +218,7 @@ def test_what_is_refused_changes_nothing(name: str, make_mesh: MeshFactory) -> N
     assert nnx.graphdef(model) == before
 
 
-def test_several_features_are_refused_with_what_to_construct() -> None:
+def test_several_feature_dimensions_are_refused_with_the_layer_to_construct() -> None:
     model = nnx.Sequential(nnx.LinearGeneral(FEATURES, (2, 3), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"LinearGeneral.* construct a ColumnParallelLinear"):
         parallelize(model, {"layers.0": Column()})
@@ -256,14 +256,14 @@ def test_arguments_of_another_type_are_refused(model: Any, plan: Any, sentence: 
         parallelize(model(), plan)
 
 
-def test_other_arguments_are_checked_at_once(mesh: Mesh) -> None:
+def test_implementation_and_axis_are_checked_at_once(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="implementation='rign'"):
         parallelize(make_model(), PLAN, implementation="rign")
     with pytest.raises(ValueError, match="axis_name='model': the mesh has the axes"):
         parallelize(make_model(), PLAN, axis_name="model", mesh=mesh)
 
 
-def test_the_example_of_the_readme() -> None:
+def test_the_example_of_the_readme_computes_the_same() -> None:
     class FeedForward(nnx.Module):
         def __init__(self, rngs):
             self.up = nnx.Linear(64, 128, rngs=rngs)

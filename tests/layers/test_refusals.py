@@ -1,4 +1,4 @@
-"""What the nnx layers refuse, in which words."""
+"""Invalid arguments of the nnx layers are refused with an explanation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REFUSED_AT_CONSTRUCTION = {
 
 
 @pytest.mark.parametrize("name", REFUSED_AT_CONSTRUCTION)
-def test_what_the_constructor_refuses(name: str, mesh: Mesh) -> None:
+def test_the_constructor_refuses_sizes_that_do_not_fit(name: str, mesh: Mesh) -> None:
     construct, sentence = REFUSED_AT_CONSTRUCTION[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         construct(mesh=mesh, rngs=nnx.Rngs(0))
@@ -125,14 +125,14 @@ REFUSED_AT_CALL = {
 
 
 @pytest.mark.parametrize("name", REFUSED_AT_CALL)
-def test_what_a_call_with_global_arrays_refuses(name: str, mesh: Mesh) -> None:
+def test_a_call_with_global_arrays_refuses_shapes_that_do_not_fit(name: str, mesh: Mesh) -> None:
     construct, x, sentence = REFUSED_AT_CALL[name]
     layer = construct()
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(sentence)):
         layer(x)
 
 
-def test_without_a_mesh_a_call_says_where_to_give_one() -> None:
+def test_a_call_without_a_mesh_is_refused_with_the_ways_to_give_one() -> None:
     sentence = "axis_name='tensor': there is no mesh here; call the layer inside `with jax.set_mesh"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         column()(random(2, 8, FEATURES))
@@ -178,12 +178,12 @@ def test_outside_shard_map_a_local_kernel_is_refused(mesh: Mesh) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_layers_that_differ_share_no_gather(options: dict[str, Any], name: str) -> None:
+def test_layers_that_differ_cannot_share_a_gather(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"layers: they have {name} .* construct them alike"):
         shared_gather(random(2, 8, FEATURES), [column(), column(**options)])
 
 
-def test_no_layers_share_no_gather() -> None:
+def test_a_shared_gather_needs_a_layer() -> None:
     with pytest.raises(ValueError, match=r"layers=\[\]: expected at least one"):
         shared_gather(random(2, 8, FEATURES), [])
 

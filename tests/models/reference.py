@@ -1,6 +1,6 @@
-"""Llama 3 written again from its description: one device, float32, no parallelism.
+"""An independent Llama 3: one device, float32, no parallelism.
 
-Takes the trainer's flat parameters, {"layers.0.attention.output.kernel": ...}.
+It takes the trainer's flat parameters, {"layers.0.attention.output.kernel": ...}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = jax.Array | np.ndarray
 
 
 def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> Array:
-    """[B, S] -> [B, S, vocabulary_size]."""
+    """int32 tokens [B, S] -> logits [B, S, vocabulary_size]."""
     x = params["embedding"][tokens]
     for layer in range(config.num_layers):
         local = {
@@ -33,7 +33,7 @@ def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> A
 
 
 def loss(config: LlamaConfig, params: Mapping[str, Array], tokens: Array, targets: Array) -> Array:
-    """Nats per token, [B, S]."""
+    """Cross-entropy in nats per token, [B, S]."""
     log_probabilities = jax.nn.log_softmax(logits(config, params, tokens), axis=-1)
     return -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
 
@@ -65,7 +65,7 @@ def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Ar
 
 
 def _rotate(config: LlamaConfig, x: Array) -> Array:
-    """As a complex rotation of feature i with feature i + head_dim / 2."""
+    """Rotates feature i with feature i + head_dim / 2 as a complex number."""
     half = config.head_dim // 2
     frequency = np.array([wave(config, i) for i in range(half)])
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] * frequency[None, :])[None, :, None, :]
@@ -74,7 +74,7 @@ def _rotate(config: LlamaConfig, x: Array) -> Array:
 
 
 def wave(config: LlamaConfig, i: int) -> float:
-    """Radians per position of pair i, branch by branch as Llama 3.1's paper describes it."""
+    """Radians per position of pair i, by the branches of Llama 3.1's paper."""
     frequency = config.rotary_base ** (-2 * i / config.head_dim)
     scaling = config.rotary_scaling
     wavelength = 2 * np.pi / frequency

@@ -1,4 +1,4 @@
-"""Attention that is only traced for GPUs: the same values, and no more kept than there."""
+"""Attention traced for GPUs computes the same values and saves no more than on GPUs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from models.attention import causal_attention
 SHAPES = (2, 256, 8, 64), (2, 256, 2, 64), (2, 256, 2, 64)
 
 
-def kept_bytes(device: AbstractDevice | None, dtype: Any) -> int:
-    """What the forward leaves for the backward, traced for a device that need not be here."""
-    kept = 0
+def residual_bytes(device: AbstractDevice | None, dtype: Any) -> int:
+    """The bytes that the forward saves for the backward, traced for a device that may be absent."""
+    saved = 0
 
     def forward(*heads):
-        nonlocal kept
+        nonlocal saved
         attended, transpose = jax.vjp(causal_attention, *heads)
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(transpose)}.values()
-        kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        saved = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         return attended
 
     mesh = AbstractMesh((1,), ("tensor",), abstract_device=device)
     traced = jax.shard_map(forward, mesh=mesh, in_specs=P(), out_specs=P())
     jax.eval_shape(traced, *(jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES))
-    return kept
+    return saved
 
 
-def test_scores_are_not_kept_where_gpus_do_not_keep_them() -> None:
+def test_scores_are_not_saved_where_cudnn_does_not_save_them() -> None:
     h200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     heads = 2 * sum(map(math.prod, SHAPES))
     batch, sequence, count, _ = SHAPES[0]
-    result, logarithms = 2 * math.prod(SHAPES[0]), 4 * batch * sequence * count
-    assert kept_bytes(h200, jnp.bfloat16) == heads + result + logarithms
+    result, log_sum_exp = 2 * math.prod(SHAPES[0]), 4 * batch * sequence * count
+    assert residual_bytes(h200, jnp.bfloat16) == heads + result + log_sum_exp
     scores = batch * count * sequence**2
-    assert kept_bytes(None, jnp.bfloat16) > 2 * scores
-    # cuDNN knows half precision alone.
-    assert kept_bytes(h200, jnp.float32) > 4 * scores
+    assert residual_bytes(None, jnp.bfloat16) > 2 * scores
+    # cuDNN supports half precision only.
+    assert residual_bytes(h200, jnp.float32) > 4 * scores
 
 
-def test_the_values_are_those_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     *heads, cotangent = (
         jax.random.normal(key, shape, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Presets and which meshes a model fits."""
+"""Presets of models, and the mesh axes that they fit."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_a_size_that_the_axis_does_not_divide_is_refused_with_what_works():
         (dict(head_dim=7), "head_dim=7: rotary embedding turns pairs"),
     ],
 )
-def test_impossible_shapes_are_refused(change, message):
+def test_inconsistent_sizes_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(debug(), **change)

@@ -1,4 +1,4 @@
-"""The sharded Llama against one written again without parallelism."""
+"""The sharded Llama equals an independent one without parallelism."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SMALL = LlamaConfig(
     num_heads=8,
     num_key_value_heads=4,
     head_dim=4,
-    # Short enough that all three branches of the scaling are taken.
+    # Short enough for all three branches of the scaling.
     rotary_scaling=RotaryScaling(factor=8.0, original_context=16),
 )
 BATCH, SEQUENCE = 4, 8
 
-# Everything is float32 on both sides; what differs is the order of sums of at most a hundred terms
-# of order one, some 1e-6 each, through two blocks.
+# Both sides are float32. The order of sums of at most a hundred terms of order one differs, by
+# about 1e-6 each, through two blocks.
 TOLERANCE: dict[str, Any] = dict(rtol=2e-4, atol=2e-5)
 
 
@@ -42,7 +42,7 @@ def model_functions(**changes) -> tuple[LlamaConfig, ModelFunctions]:
 
 
 def random_params(functions: ModelFunctions) -> dict[str, np.ndarray]:
-    """Larger than at initialization, so that every part of the model matters."""
+    """Parameters that are larger than the initial ones, so that every part of the model matters."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.normal(size=leaf.shape) * 0.4 + ("scale" in name)).astype(np.float32)
@@ -57,7 +57,7 @@ def random_tokens() -> tuple[np.ndarray, np.ndarray]:
 
 
 def sharded_loss_and_grads(functions: ModelFunctions, mesh):
-    """Mean loss and gradients, global, computed inside one shard_map."""
+    """A function that returns the mean loss and the gradients, global, from one shard_map."""
 
     def local(params, tokens, targets):
         def loss(params):
@@ -89,7 +89,7 @@ def sharded_loss_and_grads(functions: ModelFunctions, mesh):
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_unsharded_model(make_mesh, sizes, changes):
+def test_loss_and_gradients_equal_those_of_the_unsharded_model(make_mesh, sizes, changes):
     model, functions = model_functions(**changes)
     params, (tokens, targets) = random_params(functions), random_tokens()
     mesh = make_mesh({"data": sizes[0], "tensor": sizes[1]})
@@ -140,7 +140,7 @@ def test_logits_stay_sharded_over_the_vocabulary(make_mesh):
 
 
 def test_no_array_of_the_step_holds_all_the_logits(make_mesh):
-    """Neither forward nor backward: no intermediate has the vocabulary's full width."""
+    """No intermediate of forward or backward has the vocabulary's full width."""
     _, functions = model_functions(overlap="ring")
     mesh = make_mesh({"data": 1, "tensor": 4})
     loss_and_grads = sharded_loss_and_grads(functions, mesh)
@@ -151,8 +151,8 @@ def test_no_array_of_the_step_holds_all_the_logits(make_mesh):
     assert f"[{BATCH},{SEQUENCE},{SMALL.vocabulary_size}]" not in text
 
 
-def test_dots_keeps_matmul_results_and_full_keeps_block_inputs_only():
-    """Counts the matmuls of forward and backward together: recomputing adds more of them."""
+def test_remat_dots_recomputes_less_than_full():
+    """Counts the matmuls of forward and backward together, which include the recomputed ones."""
 
     def dots(remat: str) -> int:
         _, functions = model_functions(overlap="xla", remat=remat)

@@ -10,17 +10,17 @@ from models.config import llama3_8b
 from tests.models import reference
 
 
-def test_llama_3_1_scaling_branch_by_branch():
+def test_llama_3_1_scaling_equals_the_reference():
     config = llama3_8b()
     expected = [reference.wave(config, i) for i in range(config.head_dim // 2)]
     np.testing.assert_allclose(rotary.frequencies(config), expected, rtol=1e-6)
-    # The slowest wave is stretched by the whole factor, the fastest not at all.
+    # The slowest wave is scaled by the whole factor, the fastest is not scaled.
     assert np.isclose(expected[0], 1.0)
     assert np.isclose(expected[-1], 500_000.0 ** (-126 / 128) / 8)
 
 
 def test_rotation_depends_on_distance_alone():
-    """The inner product of two rotated vectors is the same wherever their distance is."""
+    """The inner product of two rotated vectors depends on their distance only."""
     rng = np.random.default_rng(0)
     frequencies = rotary.frequencies(llama3_8b())
     query, key = rng.normal(size=(2, 128)).astype(np.float32)

@@ -15,7 +15,7 @@ BATCH, SEQUENCE, FEATURES, VOCABULARY = 2, 8, 3, 16
 
 @pytest.fixture
 def tokens() -> np.ndarray:
-    # Every token once: each device's rows, first and last, are looked up.
+    # Every token once, so the first and the last row of each device are looked up.
     return np.random.default_rng(0).permutation(VOCABULARY).reshape(BATCH, SEQUENCE).astype("int32")
 
 
@@ -40,7 +40,7 @@ def test_embedding_and_its_gradient(make_mesh, tokens, devices):
 @pytest.mark.parametrize("devices", [1, 4, 8])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):
-    """Also with logits whose exponential overflows float32 unless the largest is taken off."""
+    """Includes logits whose exponential overflows float32 unless the largest is subtracted."""
     rng = np.random.default_rng(2)
     logits = (scale * rng.normal(size=(BATCH, SEQUENCE, VOCABULARY))).astype(np.float32)
     sharded = jax.shard_map(

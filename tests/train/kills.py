@@ -1,6 +1,6 @@
-"""Kills the trainer at random steps and checks that nothing is lost but time.
+"""Kills the trainer at random steps and checks that resumed runs compute the same.
 
-``python -m tests.train.kills 20`` kills it twenty times; the suite does the same less often.
+``python -m tests.train.kills 20`` kills it twenty times; the test suite does so less often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 STEPS = 150
-LONGEST_LIFE = 12  # Steps that a run is left to do before it is killed, at most.
+LONGEST_LIFE = 12  # Maximum number of steps of a run before it is killed.
 SAVE_INTERVAL = 3
 ARGUMENTS = (
     "--preset debug --model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --overlap ring"
@@ -31,15 +31,15 @@ class Kill:
     """One kill, and the resume after it."""
 
     last_step: int
-    """The last step that was logged before the kill."""
+    """The last step logged before the kill."""
     saved: list[int]
-    """Whole checkpoints right after the kill."""
+    """Steps of the complete checkpoints right after the kill."""
     resumed_from: int | None
-    """Where the next run went on, or None if it started afresh."""
+    """Step that the next run resumed from; None if it started anew."""
 
 
 def start(directory: Path, name: str, *, resume: bool) -> subprocess.Popen[str]:
-    """The trainer in a process of its own, its output in a pipe."""
+    """Starts the trainer in a process of its own, with its output in a pipe."""
     files = [
         "--checkpoint-dir",
         str(directory / name),
@@ -70,7 +70,7 @@ def log_path(directory: Path, name: str) -> Path:
 
 
 def curve(directory: Path, name: str) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; of a step logged twice, the later."""
+    """Loss and gradient norm by step; the later line of a step that is logged twice."""
     lines = log_path(directory, name).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
@@ -82,7 +82,7 @@ def saved_steps(directory: Path, name: str) -> list[int]:
 
 
 def uninterrupted(directory: Path) -> dict[int, tuple[float, float]]:
-    """The curve of a run that nobody kills."""
+    """The curve of a run that is not killed."""
     process = start(directory, "whole", resume=False)
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -90,9 +90,10 @@ def uninterrupted(directory: Path) -> dict[int, tuple[float, float]]:
 
 
 def run_and_kill(directory: Path, kills: int, seed: int) -> list[Kill]:
-    """Starts the trainer, kills it after random steps, resumes; lets the last run end.
+    """Starts the trainer, kills it after a random number of steps and resumes, `kills` times.
 
-    A run killed before its first checkpoint was whole leaves nothing to resume, and starts again.
+    The last run finishes. A run killed before its first complete checkpoint leaves nothing to
+    resume, and starts anew.
     """
     assert kills * LONGEST_LIFE < 2 * STEPS, "the run would end before the last kill"
     rng = random.Random(seed)
@@ -116,7 +117,11 @@ def run_and_kill(directory: Path, kills: int, seed: int) -> list[Kill]:
 
 
 def kill_after(process: subprocess.Popen[str], steps: int) -> tuple[int | None, int]:
-    """SIGKILL as soon as that many steps are logged: the step it resumed from, the last logged."""
+    """Sends SIGKILL as soon as this number of steps is logged.
+
+    Returns:
+      The step that the run resumed from, and the last logged step.
+    """
     output, logged = "", []
     assert process.stdout is not None
     for line in process.stdout:
@@ -138,13 +143,16 @@ def _resumed_from(output: str) -> int | None:
 
 
 def check(whole: dict[int, tuple[float, float]], directory: Path, history: list[Kill]) -> None:
-    """Raises AssertionError if a kill lost more than what came after the last save, or changed any
-    number that was computed afterwards."""
+    """Checks that kills lost only steps after the last save, and changed no number.
+
+    Raises:
+      AssertionError: if one did otherwise.
+    """
     for kill in history:
         newest = kill.saved[-1] if kill.saved else None
         assert kill.resumed_from == newest, kill
-        # A step is logged before it is saved, and a save runs beside the steps after it until the
-        # next one is due: at most the newest that was begun is not whole.
+        # A step is logged before it is saved, and a save overlaps with later steps until the next
+        # save. So at most the newest save that was started is incomplete.
         begun = (kill.last_step - 1) // SAVE_INTERVAL * SAVE_INTERVAL
         assert (newest or 0) >= begun - SAVE_INTERVAL, kill
     assert curve(directory, "killed") == whole
@@ -160,7 +168,9 @@ def main(kills: int) -> None:
     for kill in history:
         newest = kill.saved[-1] if kill.saved else "none"
         print(f"killed after step {kill.last_step}, newest checkpoint {newest}")
-    print(f"seed {seed}: {kills} kills; {len(whole)} steps, bit for bit those of a run left alone")
+    print(
+        f"seed {seed}: {kills} kills; {len(whole)} steps, bit for bit those of an uninterrupted run"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints: exact on any mesh, whole or absent, and never written over."""
+"""Checkpoints are exact on any mesh, complete or absent, and never overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_mesh(data: int, tensor: int) -> jax.sharding.Mesh:
 
 
 def shardings(state: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Matrices split over the tensor axis, the rest replicated."""
+    """Matrices are sharded over the tensor axis, everything else is replicated."""
     return jax.tree.map(
         lambda x: NamedSharding(mesh, PartitionSpec(*(["tensor"] if x.ndim == 2 else []))), state
     )
@@ -93,7 +93,7 @@ def test_restores_bit_for_bit_on_any_mesh(tmp_path: Path, restored_on: tuple[int
     )
 
 
-def test_the_optimizer_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
+def test_the_optimizer_continues_as_if_uninterrupted(tmp_path: Path) -> None:
     state = make_state(1)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, POSITION, CONFIGURATION)
@@ -103,9 +103,10 @@ def test_the_optimizer_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
 
 
 def test_the_state_may_be_donated_while_the_save_is_pending(tmp_path: Path) -> None:
-    """Large enough that the write is still going on when the donating step wants the memory.
+    """The state is so large that the save is pending when the donating step needs the memory.
 
-    Whether it gets it at once differs between versions of jax and orbax; the checkpoint must not.
+    Whether the step gets the memory at once differs between versions of JAX and orbax; the
+    checkpoint must not.
     """
     state = make_state(1, make_mesh(2, 4), width=1 << 16)
     expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
@@ -121,7 +122,7 @@ def test_the_state_may_be_donated_while_the_save_is_pending(tmp_path: Path) -> N
         assert_same_bits(checkpoints.restore(target).state, expected)
 
 
-def test_the_data_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_data_continues_at_its_position(tmp_path: Path) -> None:
     source = grain.MapDataset.source(list(range(64))).shuffle(seed=1).repeat().batch(4)
     batches = iter(source.to_iter_dataset())
     next(batches)
@@ -143,7 +144,7 @@ def test_the_data_position_is_the_one_at_the_time_of_the_save(tmp_path: Path) ->
     assert restored.data_position == {"nested": {"next_index": 3}}
 
 
-def test_keeps_the_last_and_any_of_them_can_be_read(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_readable(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20, 30, max_to_keep=2)
     with Checkpoints(tmp_path, resume=True, max_to_keep=2) as checkpoints:
         assert checkpoints.latest_step() == 30
@@ -159,7 +160,7 @@ def test_should_save_at_multiples_of_the_interval(tmp_path: Path) -> None:
         assert [step for step in range(1, 31) if checkpoints.should_save(step)] == [30]
 
 
-def test_a_step_that_is_saved_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 10)
     before = contents(tmp_path)
     with Checkpoints(tmp_path, resume=True) as checkpoints:
@@ -185,7 +186,7 @@ KILLED_AT_THE_RENAME = """
 """
 
 
-def test_a_save_killed_before_its_rename_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_save_killed_before_its_rename_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED_AT_THE_RENAME), str(tmp_path)],
         cwd=Path(__file__).parents[2],
@@ -203,7 +204,7 @@ def test_a_save_killed_before_its_rename_leaves_the_one_before(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20"]
 
 
-def test_what_a_killed_save_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+def test_the_remains_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     save_steps(tmp_path, 10)
     shutil.copytree(tmp_path / "step_10", tmp_path / "step_20.orbax-checkpoint-tmp")
     with Checkpoints(tmp_path, resume=True) as checkpoints:
@@ -212,7 +213,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_30"]
 
 
-def test_a_run_killed_while_it_deleted_an_old_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_deleted_a_checkpoint_resumes(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     for item in ("state", "configuration", "data_position"):
         shutil.rmtree(tmp_path / "step_10" / item)
@@ -281,7 +282,7 @@ def test_damaged_files_are_named(tmp_path: Path, damaged: str) -> None:
         checkpoints.restore(abstract(state))
 
 
-def test_another_runs_checkpoints_are_never_written_over(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_never_overwritten(tmp_path: Path) -> None:
     save_steps(tmp_path, 10)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match=r"newest: step 10.* give --resume .* another directory"):
@@ -338,7 +339,7 @@ def test_numbers_must_be_positive(tmp_path: Path, option: str) -> None:
         Checkpoints(tmp_path, **{option: 0})  # type: ignore[arg-type]
 
 
-def test_what_is_not_json_is_refused_before_it_is_written(tmp_path: Path) -> None:
+def test_a_position_that_is_not_json_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(TypeError, match="JSON"):
             checkpoints.save(1, make_state(), {"position": b"bytes"}, CONFIGURATION)

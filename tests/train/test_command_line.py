@@ -1,4 +1,4 @@
-"""``python -m train`` as its user sees it: what it prints, writes, refuses and goes on from."""
+"""``python -m train`` from the command line: what it prints, writes, refuses and resumes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int = 2) -> str:
-    """What goes to stderr, on one line, as the command is refused."""
+    """The one line on stderr with which the command is refused."""
     with pytest.raises(SystemExit) as stopped:
         main([*TINY, *arguments])
     assert stopped.value.code == status
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
+def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     log = tmp_path / "run.jsonl"
     output = printed(capsys, ["--log-file", str(log), "--checkpoint-dir", str(tmp_path / "saved")])
     assert "mesh: data=2 × tensor=2 of cpu devices" in output
@@ -52,7 +52,7 @@ def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
         "step", "loss", "grad_norm", "tokens_per_second", "tflops", "mfu", "memory_bytes",
         "step_seconds", "data_seconds",
     ]  # fmt: skip
-    # The command that was printed does go on.
+    # The printed command continues the run.
     main(shlex.split(resume[1]))
     output = capsys.readouterr().out
     assert "resumed from the checkpoint of step 6" in output
@@ -60,8 +60,8 @@ def test_a_run_says_what_it_trains_logs_and_how_to_go_on(capsys, tmp_path):
     assert json.loads(log.read_text().splitlines()[-1])["step"] == 12
 
 
-def test_resuming_repeats_the_run_that_was_not_interrupted(capsys, tmp_path):
-    """Bit for bit, on another mesh to within rounding, without touching what was saved."""
+def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
+    """Bit for bit on the same mesh, within rounding on another; saved files stay the same."""
     whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
     every = ["--log-interval", "1", "--save-interval", "2", "--max-to-keep", "9"]
     printed(capsys, [*every, "--log-file", str(whole)])
@@ -90,7 +90,7 @@ def test_print_config_is_the_whole_configuration(capsys):
     assert values["mesh"] == {"data": 2, "tensor": 2}
 
 
-def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
+def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
     output = printed(
         capsys,
         shlex.split(
@@ -103,7 +103,7 @@ def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
     sharded = 2 * vocabulary * features + features * (2 * 32 + 2 * 8) * 128 + 3 * features * hidden
     parameter_bytes = 4 * (sharded // 8 + 3 * features)
     assert lines["parameters"] == f"{parameter_bytes:,}"
-    # Two moments like the parameters, and AdamW's and its schedule's step counts.
+    # Two moments like the parameters, and the step counts of AdamW and its schedule.
     assert lines["optimizer state"] == f"{2 * parameter_bytes + 8:,}"
     *parts, total = (int(size.replace(",", "")) for size in lines.values())
     assert total == sum(parts)
@@ -114,7 +114,7 @@ def test_dry_run_counts_bytes_on_a_mesh_that_is_not_there(capsys):
     assert "[2,4096,1792]@[1792,4096]" in output
 
 
-def test_dry_run_says_what_makes_too_large_a_model_smaller(capsys):
+def test_dry_run_says_how_to_make_a_model_fit(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 1 --batch-size 128"
     output = printed(
         capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
@@ -145,7 +145,7 @@ def test_the_verdict_is_about_the_devices_that_are_there(statistics, sentence):
     assert verdict_here(900, Device()).startswith(sentence)
 
 
-def test_dry_run_of_a_plain_model_says_what_overlap_does_with_it(capsys):
+def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 8 --overlap rewrite"
     output = printed(capsys, shlex.split(arguments))
     replaced = re.findall(r"models/plain\.py:\d+ in (\S+) .* by overlap", output)
@@ -153,7 +153,7 @@ def test_dry_run_of_a_plain_model_says_what_overlap_does_with_it(capsys):
         "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
     }  # fmt: skip
     assert "10 collective matmuls; of 10 the times are predicted" in output
-    # Their sum is no step's time: layers share what is traced once.
+    # The sum of the times is not that of a step, since layers share what is traced once.
     assert "each counted as often as it was traced, not as it runs" in output
     assert re.search(r"in embed .* left alone .* comes from gather, not from a matmul", output)
 
@@ -223,31 +223,31 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(capsys, tmp_p
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(capsys, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path), "--save-interval", "1", "--log-interval", "1"]
-    # The first step has learning rate 0; the second makes weights that no loss can come out of.
+    # The first step has learning rate 0; the second makes weights without a finite loss.
     explode = shlex.split("--optimizer.learning-rate 1e30 --optimizer.warmup-steps 1 --steps 50")
     message = refused(capsys, [*saved, "--max-to-keep", "1", *explode], status=1)
     assert "step 2: the norm of the updated parameters" in message
     assert "the checkpoint of step 1 is kept" in message
     assert (tmp_path / "step_1").is_dir()
     assert not (tmp_path / "step_2").exists()
-    # Where nothing is saved in between, the step after is the one that is not finite.
+    # If nothing is saved in between, the next step is not finite.
     message = refused(capsys, ["--log-interval", "1", *explode], status=1)
     assert re.search(r"step 3: loss .* not both finite; stopped, no checkpoint was saved", message)
 
 
-def test_profile_writes_the_steps_asked_for(capsys, tmp_path):
+def test_profile_writes_a_trace(capsys, tmp_path):
     printed(capsys, ["--profile", "2:3", "--profile-dir", str(tmp_path)])
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_compare_prints_how_far_two_curves_part(capsys):
+def test_compare_prints_the_largest_difference_of_two_curves(capsys):
     arguments = [*TINY, "--steps", "4", "--a", "overlap=xla", "--b", "mesh.tensor=4"]
     compare.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     found = re.fullmatch(r"largest difference in loss: (\S+) nats, at step \d of 4", lines[-3])
     assert found is not None
     assert 0 < float(found[1]) < 0.01
-    # And no more than a heading for each run, and how far it is at each log interval.
+    # Apart from that, a heading for each run and a line at each log interval.
     steps = [re.sub(r"\d\.\d{4}$", "?", line) for line in lines if "─" not in line]
     assert steps[:-3] == [
         f"{name}: step {step} of 4, loss ?" for name in ("a", "b") for step in (2, 4)
@@ -255,7 +255,7 @@ def test_compare_prints_how_far_two_curves_part(capsys):
     assert len(lines) == 10
 
 
-def test_compare_prints_everything_if_asked(capsys):
+def test_compare_verbose_prints_every_step(capsys):
     compare.main([*TINY, "--steps", "3", "--verbose", "--a", "seed=0", "--b", "mesh.tensor=4"])
     output = capsys.readouterr().out
     assert "tensor=2 of" in output

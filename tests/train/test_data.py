@@ -1,4 +1,4 @@
-"""The text pipeline: what is read, how it is packed, in which order it comes, how it resumes."""
+"""The text pipeline: reading, packing, order, resuming and refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_same(one: Iterable[Batch], other: Iterable[Batch]) -> None:
 
 @pytest.fixture
 def counting_file(tmp_path: Path) -> Path:
-    """128 distinct ASCII characters: every token tells its own position."""
+    """A file of 128 distinct ASCII characters, so that every token tells its position."""
     path = tmp_path / "counting.txt"
     path.write_bytes(bytes(range(128)))
     return path
@@ -168,8 +168,8 @@ def test_the_seed_decides_the_order(counting_file: Path):
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 3, 4, 5, 20])
-def test_a_restored_iterator_goes_on_bit_for_bit(counting_file: Path, consumed: int):
-    """18 sequences in batches of 4: batch 5 straddles two epochs, batch 21 is in the fifth."""
+def test_a_restored_iterator_continues_bit_for_bit(counting_file: Path, consumed: int):
+    """18 sequences in batches of 4: batch 5 is in two epochs, batch 21 is in the fifth."""
     iterator = open_text(counting_file).iterator()
     for _ in range(consumed):
         next(iterator)
@@ -208,7 +208,7 @@ def test_iterators_of_one_text_are_independent(counting_file: Path):
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "*.txt", "**/*.txt"])
-def test_nothing_matches(tmp_path: Path, name: str):
+def test_a_pattern_without_matches_is_refused(tmp_path: Path, name: str):
     (tmp_path / "folder.txt").mkdir()
     pattern = tmp_path / name
     with pytest.raises(ValueError, match=r"data='.*': no file matches; give a file"):
@@ -221,21 +221,21 @@ def test_a_directory_is_refused_with_the_glob_that_reads_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("name", "content"), [("empty.txt", b""), ("empty.jsonl", b"\n \n")])
-def test_an_empty_file(tmp_path: Path, name: str, content: bytes):
+def test_an_empty_file_is_refused(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"data='.*{name}': .* empty; give .* at least 8 tokens"):
         open_text(tmp_path / name, sequence_length=7)
 
 
-def test_an_unreadable_file(tmp_path: Path):
+def test_an_unreadable_file_is_refused(tmp_path: Path):
     path = tmp_path / "loop.txt"
     path.symlink_to(path)
     with pytest.raises(ValueError, match=r"data='.*loop.txt': cannot be read \(.*symbolic link"):
         open_text(path)
 
 
-def test_a_file_without_permission(counting_file: Path, monkeypatch: pytest.MonkeyPatch):
-    """Refused by a stand-in for open: a real permission does not stop the superuser."""
+def test_a_file_without_permission_is_refused(counting_file: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replaces `open`, since permissions do not stop the superuser."""
 
     def refuse(path: str, mode: str) -> None:
         raise PermissionError(13, "Permission denied", path)
@@ -252,7 +252,7 @@ def test_a_file_without_permission(counting_file: Path, monkeypatch: pytest.Monk
         ("latin.jsonl", b'{"text": "x"}\n' + '{"text": "naïve"}'.encode("latin-1"), 26),
     ],
 )
-def test_a_file_that_is_not_utf8(tmp_path: Path, name: str, content: bytes, offset: int):
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, name: str, content: bytes, offset: int):
     (tmp_path / name).write_bytes(content)
     assert content[offset] == 0xEF
     with pytest.raises(ValueError, match=f"{name}': not UTF-8: byte 0xef at offset {offset}; "):
@@ -263,7 +263,7 @@ def test_a_file_that_is_not_utf8(tmp_path: Path, name: str, content: bytes, offs
     "line",
     ["[1, 2]", '{"txt": "x"}', '{"text": 5}', '{"text": "x"', "null", "words", "[" * 200_000],
 )
-def test_a_bad_json_line(tmp_path: Path, line: str):
+def test_an_invalid_json_line_is_refused(tmp_path: Path, line: str):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=r"lines.jsonl': line 3: expected .*, found ") as caught:
@@ -272,14 +272,14 @@ def test_a_bad_json_line(tmp_path: Path, line: str):
     assert len(str(caught.value)) < 400 + len(str(path))
 
 
-def test_half_a_surrogate_pair_in_json(tmp_path: Path):
+def test_half_a_surrogate_pair_in_json_is_refused(tmp_path: Path):
     path = tmp_path / "lines.jsonl"
     path.write_text(r'{"text": "ab\ud800"}')
     with pytest.raises(ValueError, match=r"line 1: .*surrogate.*'\\ud800', at character 2"):
         open_text(path)
 
 
-def test_a_text_shorter_than_one_sequence(counting_file: Path):
+def test_a_text_shorter_than_one_sequence_is_refused(counting_file: Path):
     with pytest.raises(
         ValueError, match=r"sequence_length=129: .* 130 tokens .* has 129; .* at most 128"
     ):
@@ -289,7 +289,7 @@ def test_a_text_shorter_than_one_sequence(counting_file: Path):
 @pytest.mark.parametrize(
     ("argument", "value"), [("sequence_length", 0), ("batch_size", 0), ("seed", -1)]
 )
-def test_numbers_out_of_range(counting_file: Path, argument: str, value: int):
+def test_numbers_out_of_range_are_refused(counting_file: Path, argument: str, value: int):
     numbers = {"sequence_length": 7, "batch_size": 4, "seed": 0} | {argument: value}
     with pytest.raises(ValueError, match=f"{argument}={value}: .* at least {value + 1}"):
         open_dataset(str(counting_file), None, **numbers)

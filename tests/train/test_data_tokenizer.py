@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: whole documents, their end, and files that are refused."""
+"""Hugging Face tokenizers: whole documents, their ends, and invalid files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def train_tokenizer(path: Path, end: str | None = "<|endoftext|>", max_length: int = 0) -> Path:
-    """A byte-level BPE that begins every text with <bos>, and may cut and pad it too."""
+    """A byte-level BPE that begins every text with <bos>, and may truncate and pad it."""
     tokenizers = pytest.importorskip("tokenizers")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -51,7 +51,8 @@ def train_tokenizer(path: Path, end: str | None = "<|endoftext|>", max_length: i
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>"])
 def test_a_tokenizer_file_tokenizes_whole_documents(tmp_path: Path, end: str):
-    """The file asks to cut at 4 tokens, to pad to 64 and to begin with <bos>: none may happen."""
+    """The file asks to truncate to 4 tokens, pad to 64 and begin with <bos>; none of this
+    happens."""
     path = train_tokenizer(tmp_path / "tokenizer.json", end, max_length=4)
     model = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
     contents = ["the ring turns and turns", "and the ring returns: ü"]
@@ -95,7 +96,7 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(text_file: Path, tmp_
         open_text(text_file, path)
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(text_file: Path, tmp_path: Path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(text_file: Path, tmp_path: Path):
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"tokenizer='.*text.txt': not a Hugging Face"):
         open_text(text_file, text_file)

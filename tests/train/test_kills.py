@@ -1,11 +1,11 @@
-"""A killed trainer loses nothing that was saved, and goes on bit for bit."""
+"""A killed trainer loses nothing that was saved, and resumes bit for bit."""
 
 from __future__ import annotations
 
 from tests.train import kills
 
 
-def test_kills_at_random_steps_change_nothing(tmp_path, monkeypatch):
+def test_a_run_killed_at_random_steps_computes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(kills, "STEPS", 30)
     monkeypatch.setattr(kills, "LONGEST_LIFE", 12)
     whole = kills.uninterrupted(tmp_path)

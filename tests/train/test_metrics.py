@@ -1,4 +1,5 @@
-"""Metrics: the numbers by hand, and a log file that is whole, strict and never written over."""
+"""Metrics equal numbers computed by hand; the log file is complete, strict JSON, never
+overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ RECORD = Record(
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -101,7 +102,7 @@ def test_model_flops_are_the_matmuls_of_one_sequence_over_its_tokens() -> None:
 
 
 def test_model_flops_of_llama3_8b() -> None:
-    """7.50e9 matmul parameters, so 45.0 GFLOP, and 3.2 GFLOP of attention at 4096 tokens."""
+    """7.50e9 matmul parameters are 45.0 GFLOP; attention at 4096 tokens adds 3.2 GFLOP."""
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     flops = model_flops_per_token(
         matmul_parameters=32 * block + 4096 * 128256,
@@ -117,7 +118,7 @@ def test_peak_flops_are_known_or_none() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H200") == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    # A slice of a device has a name that begins like the whole one's.
+    # The name of a MIG slice starts with the name of the whole device.
     for unknown in ("cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H900"):
         assert peak_flops(unknown) is None
 
@@ -186,7 +187,7 @@ def test_the_log_has_the_columns_as_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_are_null_in_the_log(tmp_path: Path, value: float) -> None:
     run([dataclasses.replace(RECORD, loss=value, grad_norm=value)], tmp_path / "log")
     assert [(r["loss"], r["grad_norm"], r["step"]) for r in read(tmp_path / "log")] == [
         (None, None, 10)
@@ -210,7 +211,7 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 20])
-def test_a_line_cut_short_by_a_kill_goes(tmp_path: Path, length: int) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path, length: int) -> None:
     log = tmp_path / "log"
     run([RECORD, RECORD], log)
     whole = log.read_bytes()
@@ -221,7 +222,7 @@ def test_a_line_cut_short_by_a_kill_goes(tmp_path: Path, length: int) -> None:
         assert log.read_bytes() == whole[:kept] + whole[: len(whole) // 2]
 
 
-def test_another_runs_log_is_never_written_over(tmp_path: Path) -> None:
+def test_the_log_of_another_run_is_never_overwritten(tmp_path: Path) -> None:
     log = tmp_path / "log"
     run([RECORD], log)
     before = log.read_bytes()
@@ -231,7 +232,7 @@ def test_another_runs_log_is_never_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_no_log_is_never_written_to(tmp_path: Path, resume: bool) -> None:
+def test_a_file_that_is_not_a_log_is_never_written_to(tmp_path: Path, resume: bool) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine, without a newline at the end")
     with pytest.raises(ValueError, match=r"log_file='.*notes.txt': holds .* give another name"):

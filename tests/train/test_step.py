@@ -1,4 +1,4 @@
-"""The training step: the same numbers on every mesh, and nothing but rings between blocks."""
+"""The training step computes the same on every mesh, and has only rings between blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 20  # The loss falls by a third.
 
 
 class Trainer:
-    """A step with its state on a mesh."""
+    """A step, and its state on a mesh."""
 
     def __init__(self, config: Config, data: int, tensor: int):
         self.mesh = make_mesh(data, tensor)
@@ -84,10 +84,10 @@ def test_every_mesh_and_overlap_gives_the_same_loss_curve(one_device, sizes, ove
     curve = Trainer(dataclasses.replace(SHORT, overlap=overlap), *sizes).run(STEPS)
     assert one_device["loss"][0] > 5.4
     assert one_device["loss"][-1] < 3.6
-    # All is float32; meshes differ in the order of their sums, a relative error of about 1e-7 per
-    # step in the gradient. Adam divides by the root of the second moment, which hands on relative
-    # errors as they are, and training amplifies them: measured, the curves part by 2e-5 at most
-    # after 50 steps. A wrong gradient moves the second step's loss by 1e-2.
+    # Everything is float32. Meshes differ in the order of sums, a relative error of about 1e-7 per
+    # step in the gradient. Adam divides by the root of the second moment, which keeps relative
+    # errors, and training amplifies them: measured, the curves differ by at most 2e-5 after 50
+    # steps. A wrong gradient changes the loss of the second step by 1e-2.
     np.testing.assert_allclose(curve["loss"], one_device["loss"], rtol=3e-4)
     np.testing.assert_allclose(curve["grad_norm"][:5], one_device["grad_norm"][:5], rtol=1e-3)
 
@@ -99,7 +99,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(one_device):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_recomputing_changes_no_numbers(one_device, remat):
+def test_remat_changes_no_numbers(one_device, remat):
     curve = Trainer(dataclasses.replace(SHORT, overlap="ring", remat=remat), 2, 4).run(5)
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:5], rtol=3e-4)
 
@@ -109,13 +109,13 @@ def test_half_precision_stays_near_float32(one_device):
     trainer = Trainer(config, 2, 4)
     curve = trainer.run(10)
     assert all(leaf.dtype == "float32" for leaf in trainer.state["params"].values())
-    # bfloat16 keeps 8 bits: each activation is off by up to 0.4 %, losses by less, as they average.
+    # bfloat16 has 8 bits: activations are off by up to 0.4 %, and losses, which are means, by less.
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:10], rtol=2e-2)
     assert not np.allclose(curve["loss"], one_device["loss"][:10], rtol=1e-6)
 
 
-def test_the_optimizer_is_adamw_with_clipping_as_optax_has_it():
-    """Against optax on whole arrays, fed with the gradients of the reference model."""
+def test_the_optimizer_equals_adamw_with_clipping_in_optax():
+    """Compares with optax on whole arrays, with the gradients of the reference model."""
     from tests.models import reference
 
     optimizer_config = OptimizerConfig(
@@ -142,15 +142,15 @@ def test_the_optimizer_is_adamw_with_clipping_as_optax_has_it():
         expected_params = cast(Any, optax.apply_updates(expected_params, updates))
     trainer.run(4)
     for name, leaf in trainer.state["params"].items():
-        # Adam's first steps move every weight by the learning rate whatever the gradient's size,
-        # so a weight whose gradient is rounding noise may move either way: compare in the mean.
+        # Adam's first steps change every weight by about the learning rate, so the sign of a
+        # weight's change is random if its gradient is rounding noise: compare means.
         difference = np.abs(np.asarray(leaf) - np.asarray(expected_params[name]))
         assert np.mean(difference) < 2e-5, name
     assert int(trainer.state["step"]) == 4
 
 
 def collectives(text: str) -> Counter:
-    """Collectives in compiled HLO by kind, async starts counted once."""
+    """Collectives in compiled HLO by kind; async starts count once."""
     kinds = "all-gather|reduce-scatter|collective-permute|all-reduce|all-to-all"
     return Counter(re.findall(rf"= \S+ ({kinds})(?:-start)?\(", text))
 
@@ -163,8 +163,8 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     trainer = Trainer(config, 2, tensor)
     with record_decisions() as decisions:
         lowered = trainer.step.lower(trainer.state, trainer.batch())
-    # On CPUs this pass takes the barriers away early, and the backward's permutes of an operand are
-    # merged with the forward's. On GPUs both are there.
+    # On CPUs this pass removes the barriers early, and XLA merges the backward's permutes of an
+    # operand with the forward's. On GPUs both stay.
     text = lowered.compile({"xla_disable_hlo_passes": "cse_barrier_expander"}).as_text()
     assert {decision.implementation for decision in decisions} == {"ring"}
     found = collectives(text)
@@ -176,7 +176,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     forward = layers * 2 * (gather + scatter) + gather
     backward = layers * 2 * ((scatter + gather) + gather) + (scatter + gather)
     assert found["collective-permute"] == forward + backward
-    # The embedding has no matmul: scattered forward, gathered backward.
+    # The embedding scatters forward and gathers backward, without a matmul.
     assert found["all-gather"] <= 1
     assert found["reduce-scatter"] <= 1
 
@@ -199,7 +199,7 @@ def traced(config: Config) -> tuple:
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the step is rewritten, rings: on CPUs they are not chosen."""
+    """Rewrites the step with rings, which are not chosen on CPUs."""
     monkeypatch.setattr(steps, "overlap", functools.partial(overlap, implementation="ring"))
 
 
@@ -209,33 +209,33 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 0),
         ({"gradient_accumulation_steps": 2}, 0),
         ({"remat": "dots"}, 0),
-        # A block's gathers and its first scatter: nothing needs what the second returns.
+        # A block's gathers and its first scatter; nothing needs the result of the second.
         ({"remat": "full"}, 3),
     ],
     ids=str,
 )
-def test_every_collective_beside_a_matmul_of_a_plain_model_is_replaced(rings, changes, recomputed):
+def test_every_site_of_a_plain_model_is_replaced(rings, changes, recomputed):
     config = dataclasses.replace(SHORT, overlap="rewrite", compute_dtype="bfloat16", **changes)
     step, *arguments = traced(config)
     with record_decisions() as decisions:
         found = counts(step, *arguments)
-    # Those of one block, since all blocks are one function, and the head's; as many backward.
+    # Sites of one block, as all blocks are one function, and of the head; the same backward.
     assert len(decisions) == 2 * (4 + 1) + recomputed
     assert {decision.implementation for decision in decisions} == {"ring"}
-    # The embedding has no matmul: scattered forward, gathered backward. To recompute all but the
-    # matmuls, the backward gathers what it needs for weight gradients alone.
+    # The embedding scatters forward and gathers backward, without a matmul. To recompute everything
+    # but the matmuls, the backward gathers arrays that it needs for weight gradients only.
     alone = 2 * config.model.num_layers if config.remat == "dots" else 0
     assert (found["all_gather"], found["reduce_scatter"]) == (1 + alone, 1)
 
 
-def test_a_rewritten_step_has_the_loss_curve_of_one_device(rings, one_device):
+def test_a_rewritten_step_has_the_same_loss_curve_as_one_device(rings, one_device):
     curve = Trainer(dataclasses.replace(SHORT, overlap="rewrite"), 2, 4).run(5)
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:5], rtol=3e-4)
     np.testing.assert_allclose(curve["grad_norm"], one_device["grad_norm"][:5], rtol=1e-3)
 
 
-def test_a_step_with_a_collective_beside_a_matmul_left_alone_is_refused(monkeypatch):
-    # Something added to each product before its scatter.
+def test_a_step_with_a_site_that_is_not_replaced_is_refused(monkeypatch):
+    # Adds a bias to each product before its scatter.
     tensordot = jax.numpy.tensordot
     monkeypatch.setattr(jax.numpy, "tensordot", lambda *args: tensordot(*args) + 1)
     config = dataclasses.replace(SHORT, overlap="rewrite", compute_dtype="bfloat16")
