@@ -23,6 +23,7 @@ from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
 )
+from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
@@ -104,36 +105,16 @@ def all_gather_predicted_seconds(
     x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
 ) -> float:
     """Predicted seconds of a supported `all_gather_matmul`."""
-    config = _config(x, ws, devices, dimension, transpose_w)
-    assert config is not None
-    return 1e-6 * config.predicted_microseconds(_multiprocessors())
+    target, config = device.target(), _config(x, ws, devices, dimension, transpose_w)
+    assert target is not None and config is not None
+    return 1e-6 * config.predicted_microseconds(target.multiprocessors)
 
 
-def all_gather_configs(
+def all_gather_call(
     x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
-) -> tuple[AllGatherConfig, ...]:
-    """All configurations for an `all_gather_matmul`, the likeliest to be fastest first."""
-    problem = _problem(x, ws, devices, dimension, transpose_w)
-    return candidate_all_gather_configs(problem, _multiprocessors())
-
-
-def _config(
-    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> AllGatherConfig | None:
-    problem = _problem(x, ws, devices, dimension, transpose_w)
-    return choose_all_gather_config(problem, _multiprocessors())
-
-
-def _multiprocessors() -> int:
-    target = device.target()
-    assert target is not None
-    return target.multiprocessors
-
-
-def _problem(
-    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> AllGatherProblem:
-    return AllGatherProblem(
+) -> KernelCall:
+    """The kernel call of an `all_gather_matmul`, which its configuration is looked up by."""
+    problem = AllGatherProblem(
         devices=devices,
         planes=math.prod(x.shape[:dimension]),
         m=math.prod(x.shape[dimension:-1]),
@@ -141,6 +122,24 @@ def _problem(
         n=tuple(w.shape[0 if transpose_w else 1] for w in ws),
         w_contracted_axis=2 if transpose_w else 1,
     )
+    target = device.target()
+    assert target is not None
+    return KernelCall("all_gather_matmul", problem, target.multiprocessors)
+
+
+def all_gather_configs(
+    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> tuple[AllGatherConfig, ...]:
+    """All configurations for an `all_gather_matmul`, the likeliest to be fastest first."""
+    call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return candidate_all_gather_configs(call.problem, call.multiprocessors)
+
+
+def _config(
+    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+) -> AllGatherConfig | None:
+    call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return choose_all_gather_config(call.problem, call.multiprocessors)
 
 
 @functools.cache

@@ -14,11 +14,9 @@ from collective_matmul import data
 from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
-from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
 from collective_matmul.backends.matmul_cost import COST_MODEL, weight_gradient_seconds
 from collective_matmul.hardware import HOPPER, has_known_rates
-from collective_matmul.mosaic_gpu import device
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -135,9 +133,12 @@ class Fused(Backend):
         self, site: Site, configuration: Any, microseconds: float
     ) -> data.Record:
         """The record that the library's table of configurations is read from."""
-        target = device.target()
-        assert target is not None
-        call = KernelCall(site.op, configuration.problem, target.multiprocessors)
+        call = _of_op(
+            site,
+            all_gather.all_gather_call,
+            reduce_scatter.reduce_scatter_call,
+            reduce_scatter.all_reduce_call,
+        )
         return call.record(configuration, microseconds)
 
 

@@ -1,7 +1,7 @@
 """Configurations of all fused kernels: feasible tilings, a cost model, ranking, measured ones.
 
-A kernel has many feasible configurations. A model ranks them; `python -m benchmarks plans` measures
-the likeliest, and data/<device>/fused_configs.jsonl keeps the fastest.
+A kernel has many feasible configurations. A model ranks them; `python -m benchmarks configs`
+measures the likeliest, and data/<device>/fused_configs.jsonl keeps the fastest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from collective_matmul.mosaic_gpu.tiling import (
     Tiling,
     predicted_microseconds,
 )
-
-FusedOp = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+from collective_matmul.site import Op
 
 _TILE_SIZES = (
     Tiling(128, 256, wg_dimension="m"),
@@ -194,7 +193,7 @@ class KernelCall:
       multiprocessors: of each GPU.
     """
 
-    op: FusedOp
+    op: Op
     problem: Any
     multiprocessors: int
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
     ReduceScatterProblem,
@@ -179,35 +180,12 @@ def _no_config_reason(
     return f"{terms}: the fused kernel wants every K, and N, to be a multiple of 32; pad them"
 
 
-def reduce_scatter_configs(
+def reduce_scatter_call(
     xs: Sequence[Array], ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
-) -> tuple[ReduceScatterConfig, ...]:
-    """All configurations for a `matmul_reduce_scatter`, the likeliest to be fastest first."""
-    problem = _scatter_problem(xs, ws, devices, dimension, transpose_w)
-    return candidate_reduce_scatter_configs(problem, _multiprocessors())
-
-
-def all_reduce_configs(x: Array, w: Array, devices: int) -> tuple[ReduceScatterConfig, ...]:
-    """All configurations for a `matmul_all_reduce`, the likeliest to be fastest first."""
-    return candidate_all_reduce_configs(_all_reduce_problem(x, w, devices), _multiprocessors())
-
-
-def _scatter_config(
-    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> ReduceScatterConfig | None:
-    problem = _scatter_problem(xs, ws, devices, dimension, transpose_w)
-    return choose_reduce_scatter_config(problem, _multiprocessors())
-
-
-def _all_reduce_config(x: Array, w: Array, devices: int) -> ReduceScatterConfig | None:
-    return choose_reduce_scatter_config(_all_reduce_problem(x, w, devices), _multiprocessors())
-
-
-def _scatter_problem(
-    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
-) -> ReduceScatterProblem:
+) -> KernelCall:
+    """The kernel call of a `matmul_reduce_scatter`, which its configuration is looked up by."""
     shape = xs[0].shape
-    return ReduceScatterProblem(
+    problem = ReduceScatterProblem(
         kind="scatter",
         devices=devices,
         planes=math.prod(shape[:dimension]),
@@ -216,11 +194,40 @@ def _scatter_problem(
         n=ws[0].shape[0 if transpose_w else 1],
         w_contracted_axis=2 if transpose_w else 1,
     )
+    return KernelCall("matmul_reduce_scatter", problem, _multiprocessors())
 
 
-def _all_reduce_problem(x: Array, w: Array, devices: int) -> ReduceScatterProblem:
+def all_reduce_call(x: Array, w: Array, devices: int) -> KernelCall:
+    """The kernel call of a `matmul_all_reduce`, which its configuration is looked up by."""
     rows = math.prod(x.shape[:-1])
-    return ReduceScatterProblem("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
+    problem = ReduceScatterProblem("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
+    return KernelCall("matmul_all_reduce", problem, _multiprocessors())
+
+
+def reduce_scatter_configs(
+    xs: Sequence[Array], ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations for a `matmul_reduce_scatter`, the likeliest to be fastest first."""
+    call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return candidate_reduce_scatter_configs(call.problem, call.multiprocessors)
+
+
+def all_reduce_configs(x: Array, w: Array, devices: int) -> tuple[ReduceScatterConfig, ...]:
+    """All configurations for a `matmul_all_reduce`, the likeliest to be fastest first."""
+    call = all_reduce_call(x, w, devices)
+    return candidate_all_reduce_configs(call.problem, call.multiprocessors)
+
+
+def _scatter_config(
+    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+) -> ReduceScatterConfig | None:
+    call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return choose_reduce_scatter_config(call.problem, call.multiprocessors)
+
+
+def _all_reduce_config(x: Array, w: Array, devices: int) -> ReduceScatterConfig | None:
+    call = all_reduce_call(x, w, devices)
+    return choose_reduce_scatter_config(call.problem, call.multiprocessors)
 
 
 def _multiprocessors() -> int:

@@ -60,8 +60,8 @@ class Call:
 
     def lowered(self, make_mesh: MeshFactory) -> str:
         x = ShapeDtypeStruct((*self.leading, self.contracted), self.dtype)
-        problem = [(self.contracted, n) for n in self.columns]
-        ws = [ShapeDtypeStruct(s[::-1] if self.transpose_w else s, self.dtype) for s in problem]
+        shapes = [(self.contracted, n) for n in self.columns]
+        ws = [ShapeDtypeStruct(s[::-1] if self.transpose_w else s, self.dtype) for s in shapes]
         x_spec = P(*[None] * self.dimension, AXIS)
         y_spec = P(*[None] * len(self.leading), AXIS)
 

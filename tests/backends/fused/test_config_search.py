@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
 )
+from collective_matmul.backends.fused.backend import Fused
 from collective_matmul.backends.fused.config_search import KernelCall, shipped_configs
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterProblem
 from collective_matmul.backends.fused.reduce_scatter_search import (
@@ -24,6 +25,9 @@ from collective_matmul.backends.fused.reduce_scatter_search import (
     candidate_reduce_scatter_configs,
     choose_reduce_scatter_config,
 )
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.site import Op
+from tests.dispatch.sites import site_of
 
 MULTIPROCESSORS = 132
 GATHER = AllGatherProblem(4, 1, 16, 4096, (3584,))
@@ -144,17 +148,43 @@ def test_the_last_record_of_a_problem_counts() -> None:
     assert EMPTY.updated([other, old]).updated([new]).records == [other, new]
 
 
+def call_of(record: data.Record) -> KernelCall:
+    fields: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in record.problem.items()
+    }
+    op, multiprocessors = fields.pop("op"), fields.pop("multiprocessors")
+    kind: Any = AllGatherProblem if op == "all_gather_matmul" else ReduceScatterProblem
+    return KernelCall(op, kind(**fields), multiprocessors)
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "m"),
+    [
+        ("all_gather_matmul", 36, 9),
+        ("matmul_reduce_scatter", 36, 9),
+        ("matmul_all_reduce", 4096, 4096),
+    ],
+)
+def test_a_measured_site_gets_its_config(
+    op: Op, rows: int, m: int, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the kernel pads the rows, or an all-reduce takes two shots."""
+    monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
+    site = site_of(op, rows, 4096, 4096)
+    backend, configs = Fused(), cast(Any, Fused().configurations(site))
+    for config in configs[:3]:
+        record = backend.configuration_record(site, config, 12.3)
+        assert record.problem["m"] == m != config.problem.m
+        table.holds(record)
+        assert chosen(call_of(record)) == config
+
+
 def test_the_shipped_configs_are_all_chosen() -> None:
     """So each can run, and differs from the others for its call."""
     table = shipped_configs()
     assert table.updated([]) == table and len(table.records) > 60
     for record in table.records:
-        fields: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in record.problem.items()
-        }
-        op, multiprocessors = fields.pop("op"), fields.pop("multiprocessors")
-        kind: Any = AllGatherProblem if op == "all_gather_matmul" else ReduceScatterProblem
-        call = KernelCall(op, kind(**fields), multiprocessors)
+        call = call_of(record)
         assert call.to_json() == record.problem
         assert chosen(call).to_json() == record.config
         assert 0 < record.microseconds["fused"] < math.inf

@@ -54,8 +54,8 @@ class Call:
         devices = dict(self.mesh)[AXIS]
         sizes = [k * devices for k in self.contracted]
         xs = [ShapeDtypeStruct((*self.leading, k), self.dtype) for k in sizes]
-        problem = [(k, self.columns)[:: -1 if self.transpose_w else 1] for k in sizes]
-        ws = [ShapeDtypeStruct(shape, self.dtype) for shape in problem]
+        shapes = [(k, self.columns)[:: -1 if self.transpose_w else 1] for k in sizes]
+        ws = [ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
 
         def call(xs: list[jax.Array], ws: list[jax.Array]) -> jax.Array:
             if self.dimension is None:
@@ -212,8 +212,8 @@ def test_a_co_gathered_operand_is_gathered_before_the_launch(
     specs = (P(None, AXIS), P(AXIS), P(AXIS))
     mesh = make_mesh({AXIS: 2})
     sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
-    problem = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
-    text = jax.jit(sharded).trace(*problem).lower(lowering_platforms=("cuda",)).as_text()
+    shapes = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (256, 128), (64, 32))]
+    text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     gather, barrier, launch = map(
         text.index, ("stablehlo.all_gather", "stablehlo.optimization_barrier", "call @launch")
     )
