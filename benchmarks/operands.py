@@ -69,34 +69,20 @@ def abstract(arguments: Any) -> Any:
     )
 
 
-def compile_maker(arguments: Sequence[Any]) -> Maker:
-    """Compiles what makes every array that any of the arguments has."""
+def compile_maker(arguments: Sequence[Any]) -> Callable[[], Arrays]:
+    """Compiles what makes every array that any of the arguments has, on the devices."""
     leaves = dict.fromkeys(jax.tree.leaves(arguments))
     jitted = {leaf: filler(abstract(leaf), leaf.scale) for leaf in leaves}
     # Arrays that differ by their seeds alone are made by the same executable.
     compiled = {fill: fill.lower(np.uint32(0)).compile() for fill in set(jitted.values())}
-    return Maker({leaf: compiled[fill] for leaf, fill in jitted.items()})
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Makes arrays on the devices that store them.
-
-    Attributes:
-      compiled: for every array, what makes it from its seed.
-    """
-
-    compiled: Mapping[RandomArray, Callable[[np.uint32], jax.Array]]
-
-    def __call__(self) -> Arrays:
-        return Arrays({leaf: fill(np.uint32(leaf.seed)) for leaf, fill in self.compiled.items()})
+    return lambda: Arrays({leaf: compiled[jitted[leaf]](np.uint32(leaf.seed)) for leaf in leaves})
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The arrays that a `Maker` made."""
+    """The arrays of some programs, by their descriptions."""
 
-    by_leaf: dict[RandomArray, jax.Array]
+    by_leaf: Mapping[RandomArray, jax.Array]
 
     def fill(self, arguments: Any) -> Any:
         """The arguments with arrays for leaves."""

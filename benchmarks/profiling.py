@@ -1,4 +1,4 @@
-"""A profile of one candidate, and what of its communication other work hides."""
+"""A profile of one candidate, and how much of its communication other work hides."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 
 import jax
 
-from benchmarks.timeline import analyze, read_trace, save_picture
+from benchmarks.timeline.analysis import analyze
+from benchmarks.timeline.picture import save_picture
+from benchmarks.timeline.trace import read_trace
 
-_EXECUTIONS = 2
-_NAME = "profiled"
+#: Executions of a program in its profile, and the annotation around them.
+EXECUTIONS = 2
+ANNOTATION = "profiled"
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Profile:
 def record(run: Callable[[], Any], folder: Path) -> Profile | None:
     """Profiles a warm program; where that fails, says why and returns None."""
     try:
-        with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(_NAME):
-            for _ in range(_EXECUTIONS - 1):
+        with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(ANNOTATION):
+            for _ in range(EXECUTIONS - 1):
                 run()
             jax.block_until_ready(run())
-        timelines = analyze(read_trace(folder), executions=_EXECUTIONS, since=_NAME)
+        timelines = analyze(read_trace(folder), executions=EXECUTIONS, since=ANNOTATION)
         if importlib.util.find_spec("matplotlib"):
             save_picture(timelines, folder / "timeline.png", title=folder.name)
     except Exception as error:

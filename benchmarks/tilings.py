@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.internals import (
+    LAYERS,
     MatmulProblem,
     MeasuredData,
     MeasuredTiling,
@@ -30,41 +31,24 @@ from benchmarks.internals import (
     shared_launch,
     shipped,
 )
-from benchmarks.settings import check_least, check_positive
+from benchmarks.settings import check_least, check_names, check_positive
 
-Model = Literal["8B", "70B", "small"]
-#: Width, key and value width, feed-forward width.
-MODELS: dict[Model, tuple[int, int, int]] = {
-    "8B": (4096, 1024, 14336),
-    "70B": (8192, 1024, 28672),
-    "small": (8192, 0, 8192),
-}
-ROWS: dict[Model, int] = {"8B": 8192, "70B": 8192, "small": 4096}
 #: The kernel sums in float32 and rounds once to bfloat16; a wrong chunk is far off.
 _TOLERANCE = 1e-2
 
 
-def problems(model: Model, devices: int) -> list[MatmulProblem]:
-    """The chunk matmuls of a layer, forward and backward."""
-    width, key_width, hidden = MODELS[model]
-    rows, hidden = ROWS[model] // devices, hidden // devices
-    heads = (width // devices, key_width // devices, key_width // devices)
-    ups: list[tuple[int, ...]] = [(hidden,), (hidden, hidden)]
-    downs = [hidden]
-    if key_width:
-        ups, downs = [*ups, heads], [hidden, width // devices]
+def problems(model: str, rows: int, devices: int) -> list[MatmulProblem]:
+    """The chunk matmuls of a model's layers in a ring: forward, dx, and the weight gradient."""
     found = []
-    for columns in ups:
+    m = rows // devices
+    for layer in LAYERS[model]:
+        gathers = layer.kind == "gather"
+        k = layer.contracted if gathers else layer.contracted // devices
+        n = tuple(columns // devices if gathers else columns for columns in layer.columns)
         found += [
-            MatmulProblem(1, rows, (width,), columns),
-            MatmulProblem(1, rows, columns, (width,), w_contracted_axis=2),
-            MatmulProblem(1, width, (rows,) * devices, columns, x_contracted_axis=1),
-        ]
-    for contracted in downs:
-        found += [
-            MatmulProblem(1, rows, (contracted,), (width,)),
-            MatmulProblem(1, rows, (width,), (contracted,), w_contracted_axis=2),
-            MatmulProblem(1, contracted, (rows,) * devices, (width,), x_contracted_axis=1),
+            MatmulProblem(1, m, (k,), n),
+            MatmulProblem(1, m, n, (k,), w_contracted_axis=2),
+            MatmulProblem(1, k, (m,) * devices, n, x_contracted_axis=1),
         ]
     return found
 
@@ -212,8 +196,10 @@ class Tilings:
 
     output: Path
     """File for the table; its content is replaced."""
-    models: tuple[Model, ...] = ("8B", "70B", "small")
-    """Widths."""
+    models: tuple[str, ...] = ("llama3-8b", "llama3-70b")
+    """Whose layers, as for `python -m collective_matmul tune --shapes`."""
+    rows: int = 8192
+    """M, of all devices together."""
     rings: tuple[int, ...] = (4, 2)
     """Sizes of the rings whose chunks are multiplied."""
     limit_seconds: float = 500.0
@@ -226,29 +212,13 @@ class Tilings:
     """Timed groups; within each all tilings take turns."""
     group_seconds: float = 0.1
     """How long each tiling runs in each group."""
-    part: tuple[int, int] = (0, 1)
-    """i n: every n-th problem from i on."""
-
-    @property
-    def problems(self) -> list[MatmulProblem]:
-        """The problems of this part."""
-        everything = [
-            problem
-            for devices in self.rings
-            for model in self.models
-            for problem in problems(model, devices)
-        ]
-        part, parts = self.part
-        return list(dict.fromkeys(everything))[part::parts]
 
 
 def _check(settings: Tilings) -> None:
-    check_least(settings, 1, "candidates", "groups")
+    check_names("models", settings.models, list(LAYERS))
+    check_least(settings, 1, "candidates", "groups", "rows")
     check_least(settings, 0, "finalists")
     check_positive(settings, "group_seconds", "limit_seconds")
-    part, parts = settings.part
-    if not 0 <= part < parts:
-        raise ValueError(f"part={part} {parts}: expected a number, and a larger one that divides")
     if not settings.output.parent.is_dir():
         raise ValueError(f"output={settings.output}: there is no folder {settings.output.parent}")
     if kernel_target() is None:
@@ -264,9 +234,15 @@ def run(settings: Tilings) -> None:
     """
     _check(settings)
     start, measured = time.monotonic(), {}
+    chosen = [
+        problem
+        for devices in settings.rings
+        for model in settings.models
+        for problem in problems(model, settings.rows, devices)
+    ]
     timed = settings.groups, settings.group_seconds
     with ThreadPoolExecutor(8) as pool:
-        for problem in settings.problems:
+        for problem in dict.fromkeys(chosen):
             if time.monotonic() - start > settings.limit_seconds:
                 print(f"out of time before {problem}")
                 break

@@ -13,7 +13,6 @@ Legend: D devices, M rows, K features, F hidden features; all shapes are of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +22,10 @@ from benchmarks.pytorch.torch_communication import TorchCommunication
 from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram
 
 
-@dataclass(frozen=True)
-class TorchLayersCase(TorchCase):
-    """As `benchmarks.stack.StackCase` describes it."""
-
-    direction: str
-
-
 class TorchLayers(TorchProgram):
     """Layer after layer, each with its own weights."""
 
-    def __init__(self, case: TorchLayersCase, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
         super().__init__(case, place, dtype, seed)
         # The weight's gradient does not need what is scattered in a backward.
         self.overlaps = case.direction != "forward"

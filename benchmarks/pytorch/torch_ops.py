@@ -16,7 +16,6 @@ Weights are [out, in], as in torch.nn.Linear.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,17 +41,10 @@ def matmul_all_reduce(communication: TorchCommunication, x: Tensor, w: Tensor) -
 OPS = {op.__name__: op for op in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)}
 
 
-@dataclass(frozen=True)
-class TorchOpsCase(TorchCase):
-    """As `benchmarks.ops.OpCase` describes it: as many ops as layers."""
-
-    op: str
-
-
 class TorchOps(TorchProgram):
     """The same op over and over: the next starts when the last has ended."""
 
-    def __init__(self, case: TorchOpsCase, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
         super().__init__(case, place, dtype, seed)
         self.op = OPS[case.op]
         self.gathers = case.op == "all_gather_matmul"

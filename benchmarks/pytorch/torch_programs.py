@@ -17,13 +17,15 @@ from benchmarks.pytorch.torch_communication import TorchCommunication
 
 @dataclass(frozen=True)
 class TorchCase:
-    """The fields of all cases; sizes are global."""
+    """Layers in a direction, or as many single ops; sizes are global."""
 
     name: str
     layers: int
     rows: int
     features: int
     hidden_features: int
+    op: str = ""
+    direction: str = ""
 
 
 @dataclass(frozen=True)

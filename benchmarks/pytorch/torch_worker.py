@@ -36,9 +36,9 @@ from benchmarks.pytorch.torch_communication import (
     Collectives,
     TorchCommunication,
 )
-from benchmarks.pytorch.torch_layers import TorchLayers, TorchLayersCase
-from benchmarks.pytorch.torch_ops import TorchOps, TorchOpsCase
-from benchmarks.pytorch.torch_programs import Place, TorchProgram, relative_error
+from benchmarks.pytorch.torch_layers import TorchLayers
+from benchmarks.pytorch.torch_ops import TorchOps
+from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram, relative_error
 
 Run = Callable[[], list[Tensor]]
 
@@ -72,9 +72,8 @@ class Failure(Exception):
 
 def program_of(case: dict[str, Any], *arguments: Any) -> TorchProgram:
     """A device's part of a case; `arguments` as `TorchProgram` takes them."""
-    if "op" in case:
-        return TorchOps(TorchOpsCase(**case), *arguments)
-    return TorchLayers(TorchLayersCase(**case), *arguments)
+    program = TorchOps if "op" in case else TorchLayers
+    return program(TorchCase(**case), *arguments)
 
 
 class Worker:

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.profiling import ANNOTATION, EXECUTIONS
 from benchmarks.timeline.analysis import DeviceTimeline, Kind, Row, analyze, rows
 from benchmarks.timeline.picture import save_picture
 from benchmarks.timeline.trace import TraceError, read_trace
@@ -20,18 +21,17 @@ WIDTH_OF_A_FILE = 150
 def main(
     trace: Annotated[Path, tyro.conf.Positional],
     /,
-    executions: int = 1,
-    since: str | None = None,
+    executions: int = EXECUTIONS,
+    since: str = ANNOTATION,
     top: int = 25,
     picture: Path | None = None,
 ) -> None:
-    """Breaks down what the GPUs did in the last executions of the program that ran the longest.
+    """Breaks down what the GPUs did; the defaults are for what `--profile` of a benchmark writes.
 
     Args:
         trace: The directory that jax.profiler.trace wrote to, or one file of it.
         executions: How many executions to average.
-        since: The name of an annotation on the host; all that started after the last of that name
-            is looked at, instead of what the instructions' names tell to be the last executions.
+        since: The name of an annotation on the host; all that started after the last one counts.
         top: How many rows of the table by kernel to print.
         picture: Where to write the timeline, as .png, .svg or .pdf.
     """

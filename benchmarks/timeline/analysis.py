@@ -75,31 +75,30 @@ class DeviceTimeline:
         return self.hidden_under_compute / self.communication if self.communication else None
 
 
-def analyze(trace: Trace, *, executions: int = 1, since: str | None = None) -> list[DeviceTimeline]:
-    """The last `executions` executions of the program that kept each GPU busy the longest.
+def analyze(trace: Trace, *, executions: int, since: str) -> list[DeviceTimeline]:
+    """All that started after the start of the host's last annotation of a name.
 
-    With `since`, all that started after the start of the host's last annotation of that name
-    (`jax.profiler.TraceAnnotation` or `StepTraceAnnotation`): what went before must have been
-    blocked on. `executions` then only says how many executions that was.
+    Args:
+      trace: of any program.
+      executions: how many executions of the program that was.
+      since: the name of a `jax.profiler.TraceAnnotation` or `StepTraceAnnotation`. What went before
+        must have been blocked on.
 
-    Raises TraceError if there are fewer executions, or no such annotation.
+    Raises:
+      TraceError: if there is no such annotation, or nothing after it.
     """
     if executions < 1:
         raise TraceError(f"executions={executions}: give how many to average, at least 1")
     starts = [event.start for event in trace.host if event.name == since]
-    if since is not None and not starts:
+    if not starts:
         raise TraceError(
             f"since={since!r}: the host has no annotation of that name; wrap what you time in "
             f"jax.profiler.TraceAnnotation({since!r})"
         )
-    timelines = []
-    for device, events in trace.devices.items():
-        if since is None:
-            window = _last_executions(events, executions)
-        else:
-            window = _window_since(max(starts), events)
-        timelines.append(_device_timeline(device, events, window, executions))
-    return timelines
+    return [
+        _device_timeline(device, events, _window_since(max(starts), events), executions)
+        for device, events in trace.devices.items()
+    ]
 
 
 def _window_since(start: float, events: list[Event]) -> Interval:
@@ -107,31 +106,6 @@ def _window_since(start: float, events: list[Event]) -> Interval:
     if not later:
         raise TraceError("no GPU worked after the annotation; block on the result inside it")
     return later[0].start, max(event.end for event in later)
-
-
-def _last_executions(events: list[Event], executions: int) -> Interval:
-    """Every instruction runs in every execution, so the first to run again starts the next one."""
-    busy: dict[str, float] = defaultdict(float)
-    for event in events:
-        busy[event.hlo_module] += event.duration
-    module = max(busy, key=busy.__getitem__)
-    events = [event for event in events if event.hlo_module == module]
-    starts: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if event.hlo_op:
-            starts[event.hlo_op].append(event.start)
-    if not starts:
-        # Nothing tells executions apart.
-        return events[0].start, max(event.end for event in events)
-    found = min(map(len, starts.values()))
-    if executions > found:
-        raise TraceError(
-            f"executions={executions}: the trace holds {found} of {module}; trace more, or ask "
-            "for fewer"
-        )
-    # One in a loop ran more often, and its last runs are all later than the execution's start.
-    start = min(times[-executions] for times in starts.values())
-    return start, max(event.end for event in events)
 
 
 def _device_timeline(

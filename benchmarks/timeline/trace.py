@@ -32,7 +32,6 @@ class Event:
     start: float
     end: float
     hlo_op: str = ""
-    hlo_module: str = ""
 
     @property
     def duration(self) -> float:
@@ -98,8 +97,7 @@ def _read_xplane(path: Path) -> Iterator[Event]:
                 for event in line.events:
                     # Python's own function calls, most of the host's events, start with a "$".
                     if not event.name.startswith("$"):
-                        # Only work on devices has the statistics asked for here.
-                        statistics = dict(event.stats) if is_device else {}
+                        # Only work on devices has an instruction.
+                        hlo_op = str(dict(event.stats).get("hlo_op", "")) if is_device else ""
                         start, end = event.start_ns / 1e3, event.end_ns / 1e3
-                        hlo = (str(statistics.get(key, "")) for key in ("hlo_op", "hlo_module"))
-                        yield Event(plane.name, line.name, event.name, start, end, *hlo)
+                        yield Event(plane.name, line.name, event.name, start, end, hlo_op)

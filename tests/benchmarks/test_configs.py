@@ -152,7 +152,7 @@ def test_what_hangs_has_no_times() -> None:
         ("configs --configs 0", "configs=0: expected at least 1"),
         ("configs --lead-seconds 0", "lead_seconds=0.0: expected more than 0"),
         ("configs --platform cpu --devices 3 --rows 16", "rows=16: not divisible by 3 devices"),
-        ("tilings --output t.jsonl --part 1 1", "part=1 1: expected a number, and a larger one"),
+        ("tilings --output t.jsonl --models 8B", "models: '8B' is unknown; expected llama3-8b, "),
         ("tilings --output nowhere/t.jsonl", "output=nowhere/t.jsonl: there is no folder nowhere"),
         ("tilings --output t.jsonl", "the kernel runs on Hopper GPUs; run this on one"),
     ],

@@ -8,30 +8,27 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from benchmarks.timeline import (
-    DeviceTimeline,
-    Event,
-    Row,
-    TraceError,
-    analyze,
-    kind_of,
-    read_trace,
-    rows,
-    save_picture,
-)
 from benchmarks.timeline.__main__ import main as command
-from benchmarks.timeline.analysis import Kind, kernel_name
+from benchmarks.timeline.analysis import (
+    DeviceTimeline,
+    Kind,
+    Row,
+    analyze,
+    kernel_name,
+    kind_of,
+    rows,
+)
 from benchmarks.timeline.intervals import gaps, intersection, length, union
+from benchmarks.timeline.picture import save_picture
+from benchmarks.timeline.trace import Event, TraceError, read_trace
 
 GPU = "/device:GPU:0"
 COMPUTE, COPIES = "Stream #13(Kernel,MemcpyD2D)", "Stream #15(MemcpyP2P)"
 GEMM, PERMUTE = "nvjet_tst_128x256_NTN", "MemcpyP2P"
 
 
-def event(
-    line: str, name: str, start: float, end: float, op: str, plane: str = GPU, module: str = "jit_f"
-) -> Event:
-    return Event(plane, line, name, start, end, op, module)
+def event(line: str, name: str, start: float, end: float, op: str, plane: str = GPU) -> Event:
+    return Event(plane, line, name, start, end, op)
 
 
 def execution(start: float, plane: str = GPU) -> list[Event]:
@@ -43,17 +40,13 @@ def execution(start: float, plane: str = GPU) -> list[Event]:
         event(COMPUTE, GEMM, 70, 90, "custom-call.2"),
         event(COMPUTE, "loop_add_fusion_3", 90, 100, "loop_add_fusion.3"),
     ]
-    return [
-        Event(plane, e.line, e.name, start + e.start, start + e.end, e.hlo_op, e.hlo_module)
-        for e in events
-    ]
-
-
-OTHER_PROGRAM = [event(COMPUTE, "loop_convert_fusion", 500, 520, "convert", module="jit_other")]
+    return [Event(plane, e.line, e.name, start + e.start, start + e.end, e.hlo_op) for e in events]
 
 
 def write_xplane(directory: Path, events: Sequence[Event]) -> Path:
     """As the profiler writes it: one plane per device, one line per stream, names by number."""
+    if all(event.plane.startswith("/device") for event in events):
+        events = [*events, event("python", "timed", 0, 1, "", plane="/host:CPU")]
     planes = []
     for plane in dict.fromkeys(e.plane for e in events):
         names: dict[str, int] = {}
@@ -62,8 +55,7 @@ def write_xplane(directory: Path, events: Sequence[Event]) -> Path:
             records = [
                 f"events {{ metadata_id: {names.setdefault(e.name, len(names) + 1)}"
                 f" offset_ps: {round(e.start * 1e6)} duration_ps: {round(e.duration * 1e6)}"
-                f' stats {{ metadata_id: 1 str_value: "{e.hlo_op}" }}'
-                f' stats {{ metadata_id: 2 str_value: "{e.hlo_module}" }} }}'
+                f' stats {{ metadata_id: 1 str_value: "{e.hlo_op}" }} }}'
                 for e in events
                 if e.plane == plane and e.line == line
             ]
@@ -71,10 +63,8 @@ def write_xplane(directory: Path, events: Sequence[Event]) -> Path:
         metadata = [
             f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
             for name, i in names.items()
-        ] + [
-            f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
-            for i, name in ((1, "hlo_op"), (2, "hlo_module"))
         ]
+        metadata.append('stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }')
         planes.append(f'planes {{ name: "{plane}" {" ".join([*metadata, *lines])} }}')
     path = directory / "plugins" / "profile" / "date" / "host.xplane.pb"
     path.parent.mkdir(parents=True)
@@ -82,8 +72,11 @@ def write_xplane(directory: Path, events: Sequence[Event]) -> Path:
     return directory
 
 
-def timeline_of(directory: Path, events: Sequence[Event], **options) -> DeviceTimeline:
-    (timeline,) = analyze(read_trace(write_xplane(directory, events)), **options)
+def timeline_of(
+    directory: Path, events: Sequence[Event], executions: int = 1, since: str = "timed"
+) -> DeviceTimeline:
+    trace = read_trace(write_xplane(directory, events))
+    (timeline,) = analyze(trace, executions=executions, since=since)
     return timeline
 
 
@@ -103,28 +96,11 @@ def test_times_add_up(tmp_path: Path) -> None:
     assert timeline.hidden_share == 0.75
 
 
-def test_only_the_last_execution_counts(tmp_path: Path) -> None:
-    """Neither the ones before, however far, nor another program that ran later."""
-    timeline = timeline_of(
-        tmp_path, [*execution(0), *execution(300), *execution(400), *OTHER_PROGRAM]
-    )
-    assert timeline.window == (400, 500)
-    assert len(timeline.events) == 5
-
-
 def test_executions_are_averaged(tmp_path: Path) -> None:
-    events = [*execution(0), *execution(200), *execution(300)]
-    timeline = timeline_of(tmp_path, events, executions=2)
-    assert timeline.window == (200, 400)
+    timeline = timeline_of(tmp_path, [*execution(0), *execution(100)], executions=2)
+    assert timeline.window == (0, 200)
     by_name = {(row.kind, row.name): row for row in rows([timeline])}
     assert by_name["matmul", GEMM] == Row("matmul", GEMM, "custom-call", 2, 60)
-
-
-def test_an_execution_starts_outside_its_loops(tmp_path: Path) -> None:
-    """What runs in a loop runs more often than once an execution."""
-    loop = [event(COMPUTE, GEMM, t, t + 5, "custom-call.9") for t in (100, 105, 300, 305)]
-    timeline = timeline_of(tmp_path, [*execution(0), *execution(200), *loop])
-    assert timeline.window == (200, 310)
 
 
 def test_an_annotation_says_where_to_begin(tmp_path: Path) -> None:
@@ -143,7 +119,7 @@ def test_an_annotation_at_the_beginning_is_one_too(tmp_path: Path) -> None:
 
 def test_every_device_has_its_own_window(tmp_path: Path) -> None:
     events = [*execution(0), *execution(7, plane="/device:GPU:1")]
-    timelines = analyze(read_trace(write_xplane(tmp_path, events)))
+    timelines = analyze(read_trace(write_xplane(tmp_path, events)), executions=1, since="timed")
     assert [(t.device, t.window) for t in timelines] == [
         (GPU, (0, 100)),
         ("/device:GPU:1", (7, 107)),
@@ -217,7 +193,6 @@ def test_kernels_keep_the_telling_part_of_their_names(name: str, short: str) -> 
     ("options", "complaint"),
     [
         ({"executions": 0}, "executions=0: give how many to average"),
-        ({"executions": 3}, "executions=3: the trace holds 2 of jit_f"),
         ({"since": "missing"}, "since='missing': the host has no annotation of that name"),
     ],
 )
@@ -238,7 +213,7 @@ def test_a_trace_without_gpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    command(write_xplane(tmp_path, execution(0)))
+    command(write_xplane(tmp_path, execution(0)), executions=1, since="timed")
     output = capsys.readouterr().out
     for text in ("GPU:0", "75.0%", GEMM, "collective-permute-start"):
         assert text in output

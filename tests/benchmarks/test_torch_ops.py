@@ -10,7 +10,7 @@ from benchmarks.ops import Op
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from benchmarks.pytorch.torch_ops import TorchOpsCase  # noqa: E402
+from benchmarks.pytorch.torch_ops import TorchOps  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place, relative_error  # noqa: E402
 from benchmarks.pytorch.torch_worker import TOLERANCE, program_of  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_an_op_waits_for_what_is_scattered() -> None:
 
 def test_ops_and_layers_are_told_apart() -> None:
     (program, *_) = programs_of("all_gather_matmul")
-    assert isinstance(program.case, TorchOpsCase) and not program.overlaps
+    assert isinstance(program, TorchOps) and not program.overlaps
     description = {"name": "", "layers": 1, **SIZES}
     place = Place(0, DEVICES, torch.device("cpu"))
     for direction, overlaps in (("forward", False), ("forward_backward", True)):
