@@ -16,7 +16,7 @@ Rows and what was scattered are shards [m, K], except for `NoCommunication`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import lax
@@ -34,53 +34,40 @@ ROWS, COLUMNS, REPLICATED = P(AXIS, None), P(None, AXIS), P(None, None)
 Rows = Any
 
 
-class Communication(Protocol):
-    """See the module; all is called inside `shard_map`.
+class Communication:
+    """See the module; all is called inside `shard_map`. By default, rows are a shard.
 
     Attributes:
       all_reduce_spec: how the result of `matmul_all_reduce` is sharded.
     """
 
-    all_reduce_spec: P
+    all_reduce_spec = REPLICATED
 
     def rows(self, shard: Any, whole: Any) -> Rows:
         """Rows, made of global arrays [M, K], and [D*M, K] with M rows per device."""
-        ...
+        return shard
 
     def scattered(self, shard: Any, whole: Any) -> Any:
         """The result of a reduce-scatter, or its cotangent, made of such arrays."""
-        ...
-
-    def shard(self, rows: Rows) -> jax.Array: ...
-
-    def all_gather_matmul(self, rows: Rows, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]: ...
-
-    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any: ...
-
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array) -> jax.Array: ...
-
-    def add(self, rows: Rows, scattered: Any) -> Rows: ...
-
-
-class _Shards:
-    """Rows are a shard."""
-
-    all_reduce_spec = REPLICATED
-
-    def rows(self, shard, whole):
         return shard
 
-    def scattered(self, shard, whole):
-        return shard
-
-    def shard(self, rows):
+    def shard(self, rows: Rows) -> jax.Array:
         return rows
 
-    def add(self, rows, scattered):
+    def all_gather_matmul(self, rows: Rows, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        raise NotImplementedError(f"{type(self).__name__} has no all_gather_matmul")
+
+    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no matmul_reduce_scatter")
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        raise NotImplementedError(f"{type(self).__name__} has no matmul_all_reduce")
+
+    def add(self, rows: Rows, scattered: Any) -> Rows:
         return rows + scattered
 
 
-class PlainJax(_Shards):
+class PlainJax(Communication):
     """One collective and one matmul, differentiated by JAX: a program without this library."""
 
     def all_gather_matmul(self, rows, ws):
@@ -98,7 +85,7 @@ class Rewritten(PlainJax):
     """The same, in programs that `collective_matmul.overlap` rewrites."""
 
 
-class CollectiveMatmul(_Shards):
+class CollectiveMatmul(Communication):
     """The ops of `collective_matmul`."""
 
     def __init__(self, implementation: str | None):
@@ -114,22 +101,16 @@ class CollectiveMatmul(_Shards):
         return matmul_all_reduce(x, w, AXIS, implementation=self.implementation)
 
 
-class MosaicExample(_Shards):
+class MosaicExample(Communication):
     """JAX's example of a fused kernel: one weight, forward, all-gather only."""
 
     def all_gather_matmul(self, rows, ws):
         if len(ws) > 1:
-            raise NotImplementedError(f"JAX's Mosaic example: {len(ws)} weights; it takes one")
+            raise NotImplementedError(f"MosaicExample takes one weight, and there are {len(ws)}")
         return (mosaic_example.all_gather_matmul(rows, ws[0], AXIS),)
 
-    def matmul_reduce_scatter(self, x, w):
-        raise NotImplementedError("JAX's Mosaic example: it has no reduce-scatter")
 
-    def matmul_all_reduce(self, x, w):
-        raise NotImplementedError("JAX's Mosaic example: it has no all-reduce")
-
-
-class NoCommunication:
+class NoCommunication(Communication):
     """The compute-only bound: every matmul and elementwise pass of the program, no communication.
 
     Its numbers mean nothing. Rows are a pair (shard [m, K], whole [M, K]); what was scattered is

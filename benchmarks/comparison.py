@@ -111,10 +111,10 @@ def _measure(
             # Asking takes as long as a short case.
             watch=case is cases[0],
         )
-        measured = measure_case(ready, timed)
+        results, gpus = measure_case(ready, timed)
         described = {"name": case.name, "devices": operands.mesh.devices.size}
         described |= case.describe(operands)
-        report.add({**described, "gpus": measured.gpus}, measured.results)
+        report.add({**described, "gpus": gpus}, results)
 
 
 def _check_divisible(case: ComparedCase, mesh: Mesh) -> None:

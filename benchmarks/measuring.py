@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -65,16 +65,12 @@ class Timed:
     watch: bool = False
 
 
-class Measured(NamedTuple):
-    """The measurements of one case."""
+def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, str]]]:
+    """Times the executables, candidates in turns, and frees them and their arrays.
 
-    results: Results
-    gpus: list[dict[str, str]]
-    """The state of every GPU under load, if it was asked for and can be known."""
-
-
-def measure_case(case: Compiled, timed: Timed) -> Measured:
-    """Times the executables, candidates in turns, and frees them and their arrays."""
+    Returns:
+      The results; and the state of every GPU under load, if it was asked for and can be known.
+    """
     executables = _warm_up(case)
     runs = {executable.candidate: run for executable, run in executables.items()}
     again = f"{timed.again} again"
@@ -95,7 +91,7 @@ def measure_case(case: Compiled, timed: Timed) -> Measured:
         )
     gpus = _watch(list(runs.values())[-1]) if timed.watch and runs else []
     case.executables.clear()
-    return Measured(results, gpus)
+    return results, gpus
 
 
 def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:

@@ -72,8 +72,42 @@ class OpCase:
         }
 
     def build(self, operands: Operands, candidate: Candidate) -> Program:
-        """The program: see `build`."""
-        return build(self, operands, candidate)
+        """The program of a candidate.
+
+        Forward it maps (xs, weights) to results, one for each repetition. Forward and backward it
+        maps (xs, weights, cotangents) to (results, gradients of xs, gradients of weights).
+        """
+        communication = candidate.communication
+        op = _repetition(self, operands, communication)
+        weights = [
+            tuple(
+                operands.weight(op.w_spec, self.layer.contracted, n, seed)
+                for n in self.layer.columns
+            )
+            for seed in range(self.repetitions)
+        ]
+
+        def forward(xs, weights):
+            results: list[Any] = []
+            for x, ws in zip(xs, weights, strict=True):
+                if results:
+                    x, ended = lax.optimization_barrier((x, results[-1]))
+                    # A barrier's result is not known to be replicated; a backward needs it.
+                    results[-1] = results[-1] if self.op == "matmul_all_reduce" else ended
+                results.append(op.call(x, ws))
+            return results
+
+        def forward_backward(xs, weights, cotangents):
+            results, vjp = jax.vjp(forward, xs, weights)
+            x_gradients, weight_gradients = vjp(cotangents)
+            return results, [op.gradient(x) for x in x_gradients], weight_gradients
+
+        arguments = ([op.x] * self.repetitions, weights)
+        if self.direction == "forward":
+            return make_program(communication, forward, arguments, op.y_spec)
+        cotangents = [op.y] * self.repetitions
+        out_specs = (op.y_spec, op.x_spec, op.w_spec)
+        return make_program(communication, forward_backward, (*arguments, cotangents), out_specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,44 +174,6 @@ def run(settings: Ops) -> Report:
     if settings.pytorch:
         runner.add_times(report, settings, cases)
     return report
-
-
-def build(case: OpCase, operands: Operands, candidate: Candidate) -> Program:
-    """The case as a candidate's program.
-
-    Forward it maps (xs, weights) to results, one for each repetition. Forward and backward it maps
-    (xs, weights, cotangents) to (results, gradients of xs, gradients of weights).
-    """
-    communication = candidate.communication
-    op = _repetition(case, operands, communication)
-    weights = [
-        tuple(
-            operands.weight(op.w_spec, case.layer.contracted, n, seed) for n in case.layer.columns
-        )
-        for seed in range(case.repetitions)
-    ]
-
-    def forward(xs, weights):
-        results: list[Any] = []
-        for x, ws in zip(xs, weights, strict=True):
-            if results:
-                x, ended = lax.optimization_barrier((x, results[-1]))
-                # A barrier's result is not known to be replicated. Only a backward needs it.
-                results[-1] = results[-1] if case.op == "matmul_all_reduce" else ended
-            results.append(op.call(x, ws))
-        return results
-
-    def forward_backward(xs, weights, cotangents):
-        results, vjp = jax.vjp(forward, xs, weights)
-        x_gradients, weight_gradients = vjp(cotangents)
-        return results, [op.gradient(x) for x in x_gradients], weight_gradients
-
-    arguments = ([op.x] * case.repetitions, weights)
-    if case.direction == "forward":
-        return make_program(communication, forward, arguments, op.y_spec)
-    cotangents = [op.y] * case.repetitions
-    out_specs = (op.y_spec, op.x_spec, op.w_spec)
-    return make_program(communication, forward_backward, (*arguments, cotangents), out_specs)
 
 
 class _Repetition(NamedTuple):

@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
-from benchmarks.communication import ROWS, Communication, Rewritten, Rows
-from benchmarks.operands import RandomArray
+from benchmarks.communication import Communication, Rewritten
 from collective_matmul import overlap
 
 Direction = Literal["forward", "forward_backward"]
@@ -48,45 +47,3 @@ def make_program(
     if isinstance(communication, Rewritten):
         fun = overlap(fun)
     return Program(fun, arguments)
-
-
-def layers_program(
-    communication: Communication,
-    direction: Direction,
-    forward: Callable[[Rows, Any], Rows],
-    weights: Any,
-    x: tuple[RandomArray, RandomArray],
-    cotangent: tuple[RandomArray, RandomArray],
-) -> Program:
-    """Layers that map rows to rows.
-
-    Forward it maps (x, weights) to the result. Forward and backward it maps (x, weights, cotangent
-    of the result) to (result, gradient of x, gradients of weights).
-
-    Args:
-      communication: the methods that `forward` calls.
-      direction: whether there are gradients.
-      forward: (rows, weights) -> rows.
-      weights: a pytree.
-      x: see `Operands.both`.
-      cotangent: likewise.
-    """
-
-    def without_gradients(x, weights):
-        return communication.shard(forward(x, weights))
-
-    def with_gradients(x, weights, cotangent):
-        result, vjp = jax.vjp(forward, x, weights)
-        x_gradient, weight_gradients = vjp(cotangent)
-        return communication.shard(result), communication.shard(x_gradient), weight_gradients
-
-    arguments = (communication.rows(*x), weights)
-    if direction == "forward":
-        return make_program(communication, without_gradients, arguments, ROWS)
-    weight_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
-    return make_program(
-        communication,
-        with_gradients,
-        (*arguments, communication.rows(*cotangent)),
-        (ROWS, ROWS, weight_specs),
-    )

@@ -151,7 +151,6 @@ def _of_candidates(content: dict[str, Any]) -> list[Section]:
             tables.over_compute_only,
             tables.memory,
             tables.profiles,
-            tables.compilation,
             tables.decisions,
         ]
     return [*own, tables.options_tried, tables.failures]

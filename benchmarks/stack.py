@@ -16,7 +16,7 @@ from benchmarks.candidates import Candidate
 from benchmarks.communication import COLUMNS, ROWS
 from benchmarks.comparison import Comparison
 from benchmarks.operands import Operands
-from benchmarks.programs import Direction, Program, layers_program
+from benchmarks.programs import Direction, Program, make_program
 from benchmarks.pytorch import runner
 from benchmarks.report import Report
 from benchmarks.settings import check_names
@@ -71,8 +71,39 @@ class StackCase:
         return {"direction": self.direction, "layers": self.layers, **sizes}
 
     def build(self, operands: Operands, candidate: Candidate) -> Program:
-        """The program: see `build`."""
-        return build(self, operands, candidate)
+        """The program of a candidate.
+
+        Forward it maps (x, weights) to the result. Forward and backward it maps (x, weights,
+        cotangent of the result) to (result, gradient of x, gradients of weights).
+        """
+        communication, shape = candidate.communication, self.shape
+        m, k, f = shape.rows, shape.features, shape.hidden_features
+
+        def through_layers(x, weights):
+            for up, down in weights:
+                (hidden,) = communication.all_gather_matmul(x, (up,))
+                scattered = communication.matmul_reduce_scatter(jax.nn.gelu(hidden), down)
+                x = communication.add(x, scattered)
+            return x
+
+        def forward(x, weights):
+            return communication.shard(through_layers(x, weights))
+
+        def forward_backward(x, weights, cotangent):
+            result, vjp = jax.vjp(through_layers, x, weights)
+            dx, dweights = vjp(cotangent)
+            return communication.shard(result), communication.shard(dx), dweights
+
+        weights = [
+            (operands.weight(COLUMNS, k, f, seed), operands.weight(ROWS, f, k, seed))
+            for seed in range(self.layers)
+        ]
+        x = communication.rows(*operands.both(m, k))
+        if self.direction == "forward":
+            return make_program(communication, forward, (x, weights), ROWS)
+        arguments = x, weights, communication.rows(*operands.both(m, k, seed=1))
+        out_specs = ROWS, ROWS, [(COLUMNS, ROWS)] * self.layers
+        return make_program(communication, forward_backward, arguments, out_specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,32 +149,3 @@ def run(settings: Stack) -> Report:
     if settings.pytorch:
         runner.add_times(report, settings, cases)
     return report
-
-
-def build(case: StackCase, operands: Operands, candidate: Candidate) -> Program:
-    """The case as a candidate's program: see `layers_program`."""
-    communication, shape = candidate.communication, case.shape
-    m, k, f = shape.rows, shape.features, shape.hidden_features
-
-    def forward(x, weights):
-        for up, down in weights:
-            (hidden,) = communication.all_gather_matmul(x, (up,))
-            scattered = communication.matmul_reduce_scatter(jax.nn.gelu(hidden), down)
-            x = communication.add(x, scattered)
-        return x
-
-    weights = [
-        (
-            operands.weight(COLUMNS, k, f, seed=layer),
-            operands.weight(ROWS, f, k, seed=layer),
-        )
-        for layer in range(case.layers)
-    ]
-    return layers_program(
-        communication,
-        case.direction,
-        forward,
-        weights,
-        x=operands.both(m, k),
-        cotangent=operands.both(m, k, seed=1),
-    )

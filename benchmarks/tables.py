@@ -90,8 +90,6 @@ def times(content: Content) -> str:
         times_baseline = "" if ratio is None or name == "baseline" else f", {ratio:.2f}×"
         return f"{1e3 * result['median']:.3f} [{low:.3f}, {high:.3f}]{times_baseline}"
 
-    if not _timed(content):
-        return ""
     return "## Time\n\nms, [least, most], and how many times as fast as the baseline.\n\n" + _grid(
         content, cell
     )
@@ -123,7 +121,7 @@ def over_compute_only(content: Content) -> str:
         ratio = speed_up(case, COMPUTE_ONLY, name)
         return "" if ratio is None else f"{ratio:.3f}"
 
-    if COMPUTE_ONLY not in candidate_names(content) or not _timed(content):
+    if COMPUTE_ONLY not in candidate_names(content):
         return ""
     return "## Time over the compute-only bound\n\nThe bound is the same program without" + (
         " communication.\n\n" + _grid(content, cell, without=COMPUTE_ONLY)
@@ -169,21 +167,6 @@ def profiles(content: Content) -> str:
     )
 
 
-def compilation(content: Content) -> str:
-    """Seconds to trace and to compile."""
-
-    def cell(case: Content, name: str) -> str:
-        result = case["candidates"].get(name, {})
-        if result.get("compile_seconds") is None:
-            return ""
-        return f"{result['trace_seconds']:.1f} + {result['compile_seconds']:.1f}"
-
-    beside = f"beside others in {content['settings']['compile_threads']} threads"
-    return f"## Compilation\n\nSeconds to trace, and to compile, {beside}.\n\n" + _grid(
-        content, cell
-    )
-
-
 def options_tried(content: Content) -> str:
     """Every way to run PyTorch that was tried."""
     lines = []
@@ -219,10 +202,6 @@ def failures(content: Content) -> str:
         if result["failure"]
     ]
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
-
-
-def _timed(content: Content) -> bool:
-    return any("median" in r for case in content["cases"] for r in case["candidates"].values())
 
 
 def _grid(content: Content, cell: Callable[[Content, str], str], without: str = "") -> str:

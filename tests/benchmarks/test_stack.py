@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import jax
@@ -24,8 +23,7 @@ def mesh(make_mesh):
 
 
 def building(direction, layers=2):
-    case = stack.StackCase(stack.FeedForward("test", 16, 8, 64), direction, layers)
-    return functools.partial(stack.build, case)
+    return stack.StackCase(stack.FeedForward("test", 16, 8, 64), direction, layers).build
 
 
 def reference(x, weights, cotangent):

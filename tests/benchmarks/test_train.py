@@ -26,7 +26,7 @@ def test_candidates_take_turns_with_one_state(make_mesh):
         return program._replace(make=lambda: made.append(make()) or made[-1])
 
     (compiled,) = compile_cases(taking_part, [build], threads=2)
-    results = measure_case(compiled, Timed(groups=2, seconds=1e-6)).results
+    results, _ = measure_case(compiled, Timed(groups=2, seconds=1e-6))
     assert {name: result.failure for name, result in results.items()} == dict.fromkeys(names)
     (training,) = made
     # Each warms up three times and counts calls once, then runs once in each group.
