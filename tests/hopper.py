@@ -1,4 +1,4 @@
-"""What the tests of kernels share."""
+"""What tests of kernels share: programs are lowered for Hopper GPUs on any machine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jax.experimental.mosaic import gpu as mosaic
 
 from collective_matmul.mosaic_gpu import device, symmetric_workspace
 
-#: Of an H100 or H200.
+#: The number of multiprocessors of an H100 or H200.
 MULTIPROCESSORS = 132
 
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
-    reason="unsupported_reason says that this JAX has no kernels that address peers",
+    reason="kernels that access the memory of peers need jax 0.11",
 )
 
 
 @pytest.fixture
 def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has programs traced for Hopper GPUs, wherever they are. They never run: workspaces are small.
+    """Makes programs be traced for Hopper GPUs. They never run, so workspaces are small.
 
-    Kernels must find their peers by themselves.
+    Kernels that ask XLA for the address of a peer's array fail.
     """
     monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
     monkeypatch.setattr(symmetric_workspace, "workspace_bytes", lambda devices: 4)
@@ -36,9 +36,9 @@ def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_an_ordinary_kernel(text: str) -> None:
-    """That a program's one kernel is like any other for the host, though it addresses peers.
+    """Asserts that a program's one kernel is an ordinary one for XLA, though it accesses peers.
 
-    Its launches need no preparation, and none holds the devices before it.
+    So its launches need no preparation by the host, and do not synchronise the devices.
     """
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "uses_xla_collective_metadata = false" in text

@@ -1,4 +1,4 @@
-"""The peers of a simulated kernel's blocks, which these meet as by `rendezvous.Rendezvous`."""
+"""A simulated `Rendezvous`, and the resources that a kernel requests, without running it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mosaic_gpu.simulation import AXIS, Simulation
 
 
 class SimulatedRendezvous:
-    """What all actors of a block have of its peers: arrays, when they have come."""
+    """The rendezvous of a simulated block: it returns peer buffers after all peers published."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class SimulatedRendezvous:
         arrays: Sequence[list[np.ndarray]],
         scope: ThreadScope,
     ):
-        """A block's; `others` has those of all blocks by their places, and gets this.
+        """Adds the rendezvous of a block.
 
         Args:
-          simulation: that the block's actors act in.
+          simulation: the simulation of the block's actors.
           place: of the block.
-          others: by their places.
-          arrays: each of all devices.
-          scope: of the actors.
+          others: the rendezvous of all blocks, by place. This one is added.
+          arrays: the arrays that peers store to; each a list with one array for each device.
+          scope: the threads that call this: a warp or a warpgroup.
         """
         self.simulation = simulation
         self.axis_index, *self.block = place.values()
@@ -42,7 +42,7 @@ class SimulatedRendezvous:
         others[self.axis_index, *self.block] = self
         self.arrays = arrays
         self.scope = scope
-        self.published = self.have_come = False
+        self.published = self.peers_published = False
 
     def peer_index(self, offset: int) -> int:
         return (self.axis_index + offset) % len(self.arrays[0])
@@ -56,57 +56,63 @@ class SimulatedRendezvous:
         assert scope == self.scope and self.published
         places = [(self.peer_index(offset), *self.block) for offset in range(len(self.arrays[0]))]
         self.simulation.here().wait(lambda: all(self.others[p].published for p in places))
-        self.have_come = True
+        self.peers_published = True
 
     def peer_buffer(self, number: int, offset: int) -> PeerBuffer:
-        assert self.have_come
+        assert self.peers_published
         arrays = self.arrays[number]
         return PeerBuffer(arrays[self.axis_index], arrays[self.peer_index(offset)], self.scope)
 
 
 class PeerBuffer(NamedTuple):
-    """An array of a device, its peer_buffer on a peer, and who may store there."""
+    """An array of a device, the array of a peer in its place, and who may store there."""
 
     array: np.ndarray
-    other: np.ndarray
+    of_peer: np.ndarray
     scope: ThreadScope
 
     def part(self, place: Reference, scope: ThreadScope) -> Reference:
-        """What of the peer_buffer is such a part of the array."""
+        """Returns the part of the peer's array that is at a place of this device's array."""
         assert place.array is self.array and scope == self.scope
-        return Reference(self.other, place.starts, place.sizes, place.kept)
+        return Reference(self.of_peer, place.starts, place.sizes, place.kept)
 
 
 class RequestedResources(NamedTuple):
-    """What a kernel asks for.
+    """The resources that a kernel requests.
 
     Attributes:
-      scratch: memory that the warpgroups of a block share, by name.
-      arrived: semaphores.
-      reached: the names of the arrays that peers store to.
+      scratch: shared memory and barriers of a block, by name.
+      arrived: its semaphores.
+      peer_arrays: the names of the arrays that peers store to.
     """
 
     scratch: dict[str, Any]
     arrived: Any
-    reached: list[str]
+    peer_arrays: list[str]
 
 
 def requested_resources(
     module: ModuleType, run: Callable[..., None], names: Sequence[str]
 ) -> RequestedResources:
-    """What a kernel of a module asks for; its operands and results have names."""
+    """Returns the resources that a kernel requests.
+
+    Args:
+      module: of the kernel.
+      run: its body.
+      names: of its operands and results.
+    """
     requested = RequestedResources({}, [], [])
 
     def get_global(kind: Any) -> Named:
         requested.arrived.append(kind)
         return Named("arrived")
 
-    def meet(words: Any, devices: int, block: int, arrays: Sequence[Named]) -> None:
-        requested.reached.extend(array.name for array in arrays)
+    def note_arrays(words: Any, devices: int, block: int, arrays: Sequence[Named]) -> None:
+        requested.peer_arrays.extend(array.name for array in arrays)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "block_index_and_count", lambda: (0, 1))
-        patch.setattr(module, "Rendezvous", meet)
+        patch.setattr(module, "Rendezvous", note_arrays)
         patch.setattr(module.pl, "get_global", get_global)
         patch.setattr(module.pl, "run_scoped", lambda _, **memory: requested.scratch.update(memory))
         run(None, *map(Named, names))
@@ -115,7 +121,7 @@ def requested_resources(
 
 
 class Named(SimpleNamespace):
-    """An array that has a name and a dtype, and no elements."""
+    """A stand-in for an array: it has a name and a dtype."""
 
     def __init__(self, name: str):
         super().__init__(name=name, dtype=jnp.bfloat16)

@@ -1,7 +1,8 @@
-"""How blocks meet, simulated: launch after launch in the same workspaces, in any order.
+"""The rendezvous protocol, simulated: launch after launch in the same workspaces, in any order.
 
-Every launch has its arrays elsewhere. Blocks that have had their peers come must find those of this
-launch until they end, and find them in use when they store something there.
+Every launch has its arrays at other addresses. After `wait_for_peers`, and until the block ends,
+`peer_buffer` must return the addresses of this launch. And a peer's arrays must be in use by the
+same launch when a block stores to them.
 """
 
 from __future__ import annotations
@@ -26,31 +27,37 @@ BLOCKS = 3
 
 
 class Launch(NamedTuple):
-    """A kernel in which blocks meet.
+    """A kernel that uses a rendezvous.
 
     Attributes:
-      arrays: that peers store to.
-      announcing: so many of the blocks, the first, tell where the arrays are.
-      awaiting: so many of these wait for their peers, and store to them.
+      arrays: number of arrays that peers store to.
+      publishing: number of blocks, the first ones, that publish.
+      waiting: number of these that wait for their peers, and store to them.
     """
 
     arrays: int
-    announcing: int = BLOCKS
-    awaiting: int = BLOCKS
+    publishing: int = BLOCKS
+    waiting: int = BLOCKS
 
 
 class RendezvousSimulation(WorkspaceSimulation):
-    """Devices whose blocks look for each other's arrays.
-
-    Of the epoch, words have so many bits as given. Two are enough: one is the slot's.
-    """
+    """Devices whose blocks find each other's arrays."""
 
     def __init__(self, devices: int, launches: Sequence[Launch], seed: int, bits: int):
+        """Describes the launches.
+
+        Args:
+          devices: number of devices.
+          launches: the kernels that each of them launches.
+          seed: of the order of threads.
+          bits: how many bits of the epoch a published word has. Two are enough: the lowest one
+            selects the phase.
+        """
         super().__init__(devices, BLOCKS, launches, seed, 0)
         self.address_bits = 64 - bits
-        # How often something has come, by the launch and the device.
-        self.came: Counter[tuple[int, int]] = Counter()
-        # Words that a multiprocessor may have kept.
+        # Number of stores that have arrived, by launch and device.
+        self.arrived: Counter[tuple[int, int]] = Counter()
+        # Words that may be in the L1 cache.
         self.cached: dict[tuple[Actor, int, Address], int] = {}
 
     def start_after(self, epoch: int) -> None:
@@ -72,9 +79,9 @@ class RendezvousSimulation(WorkspaceSimulation):
         launch = self.launches[number]
         arrays = [address_of(number, device, which) for which in range(launch.arrays)]
         mine = Rendezvous(words, self.devices, (block, BLOCKS), arrays)
-        if block < launch.announcing:
+        if block < launch.publishing:
             mine.publish()
-        if block < launch.awaiting:
+        if block < launch.waiting:
             mine.wait_for_peers()
             for offset in range(1, self.devices):
                 self.assert_found(mine, number, offset)
@@ -82,10 +89,10 @@ class RendezvousSimulation(WorkspaceSimulation):
             self.random.shuffle(offsets := list(range(self.devices)))
             for offset in offsets:
                 self.assert_found(mine, number, offset)
-        # A kernel waits for all that comes, at least in one of its blocks.
+        # A kernel waits for everything that is stored to it, at least in one of its blocks.
         if block == 0:
-            all_blocks = (self.devices - 1) * launch.awaiting
-            self.here().wait(lambda: self.came[number, device] == all_blocks)
+            all_blocks = (self.devices - 1) * launch.waiting
+            self.here().wait(lambda: self.arrived[number, device] == all_blocks)
 
     def assert_found(self, mine: Rendezvous, number: int, offset: int) -> None:
         """Asserts that a block finds the arrays of a launch on another device."""
@@ -96,9 +103,9 @@ class RendezvousSimulation(WorkspaceSimulation):
             )
 
     def store(self, number: int, device: int) -> None:
-        """A block stores something in an array of a launch, which is its own while it runs."""
+        """Stores something in an array of a launch. It is the launch's own while it runs."""
         assert self.ended[device] // BLOCKS == number
-        self.came[number, device] += 1
+        self.arrived[number, device] += 1
 
     # The primitives.
 
@@ -111,33 +118,33 @@ class RendezvousSimulation(WorkspaceSimulation):
         return array | epoch << self.address_bits & (1 << 64) - 1
 
     def publish_pointers(
-        self, value: int, arrays: Sequence[int], addresses: Sequence[Address], scope: ThreadScope
+        self, epoch: int, arrays: Sequence[int], mailboxes: Sequence[Address], scope: ThreadScope
     ) -> None:
         self.here().wait()
         before = self.sent()
-        for address, (number, array) in itertools.product(addresses, enumerate(arrays)):
-            word = np.array([self.word_with(value, array)], np.uint64)
-            self.send(address.plus(number * POINTER_BYTES), word, before)
+        for mailbox, (number, array) in itertools.product(mailboxes, enumerate(arrays)):
+            word = np.array([self.word_with(epoch, array)], np.uint64)
+            self.send(mailbox.plus(number * POINTER_BYTES), word, before)
 
     def poll_pointers(
-        self, value: int, first: Address, between: int, count: int, arrays: int, scope: ThreadScope
+        self, epoch: int, first: Address, stride: int, sources: int, arrays: int, scope: ThreadScope
     ) -> None:
-        """Each lane polls its own word until that has arrived."""
+        """Waits for all words. Each lane polls one word, and not again after that has arrived."""
         missing = {
-            first.plus(who * between + which * POINTER_BYTES)
-            for who, which in itertools.product(range(count), range(arrays))
+            first.plus(source * stride + array * POINTER_BYTES)
+            for source, array in itertools.product(range(sources), range(arrays))
         }
 
         def arrived() -> bool:
-            found = {a for a in missing if self.word_with(value, 0) == self.epoch_at(a)}
+            found = {a for a in missing if self.word_with(epoch, 0) == self.epoch_at(a)}
             missing.difference_update(found)
             return not missing
 
         self.here().wait(arrived)
 
-    def load_peer_pointer(self, place: Address) -> int:
+    def load_peer_pointer(self, mailbox: Address) -> int:
         self.here().wait()
-        return self.word_at(place) % (1 << self.address_bits)
+        return self.word_at(mailbox) % (1 << self.address_bits)
 
     def epoch_at(self, address: Address) -> int:
         """The epoch of the word at an address, in the bits of the word."""
@@ -166,7 +173,7 @@ class RendezvousSimulation(WorkspaceSimulation):
 
 
 def address_of(launch: int, device: int, which: int) -> int:
-    """Arrays are elsewhere in every launch, on every device."""
+    """Returns the address of an array: another one in every launch, on every device."""
     return 0x7F00_0000_0000 + ((launch * 16 + device) * MAX_BUFFERS + which) * 256
 
 
@@ -179,13 +186,13 @@ def _few_blocks(monkeypatch: Patch) -> None:
 LAUNCHES = [
     Launch(2),
     Launch(3),
-    Launch(3, awaiting=2),
-    Launch(2, announcing=2, awaiting=2),
-    Launch(2, announcing=1, awaiting=1),
-    Launch(3, awaiting=1),
+    Launch(3, waiting=2),
+    Launch(2, publishing=2, waiting=2),
+    Launch(2, publishing=1, waiting=1),
+    Launch(3, waiting=1),
     Launch(2),
     Launch(3),
-    Launch(2, announcing=2, awaiting=2),
+    Launch(2, publishing=2, waiting=2),
     Launch(2),
     Launch(3),
 ]
@@ -208,7 +215,9 @@ def test_blocks_find_their_peers_arrays(
 @pytest.mark.parametrize(
     "epoch", [2**16 - 4, 2**16 - 3, 2**16 - 2, 2**31 - 4, 2**31 - 3, 2**31 - 2, -4, -3, -2]
 )
-def test_epochs_wrap_around(epoch: int, bits: int, monkeypatch: Patch) -> None:
+def test_blocks_find_their_peers_arrays_when_epochs_wrap_around(
+    epoch: int, bits: int, monkeypatch: Patch
+) -> None:
     simulation = RendezvousSimulation(3, LAUNCHES, 0, bits)
     simulation.start_after(epoch)
     simulation.play(monkeypatch)
@@ -234,9 +243,9 @@ def equal_arrays_are_published_once(monkeypatch: Patch) -> None:
     publish_pointers = rendezvous.publish_pointers
 
     def publish_each_once(
-        value: int, arrays: list[int], addresses: list[Address], scope: ThreadScope
+        epoch: int, arrays: list[int], mailboxes: list[Address], scope: ThreadScope
     ) -> None:
-        publish_pointers(value, sorted(set(arrays)), addresses, scope)
+        publish_pointers(epoch, sorted(set(arrays)), mailboxes, scope)
 
     monkeypatch.setattr(rendezvous, "publish_pointers", publish_each_once)
 
@@ -251,34 +260,34 @@ def words_are_published_in_halves(monkeypatch: Patch) -> None:
     monkeypatch.setattr(RendezvousSimulation, "send", send_halves)
 
 
-def nobody_is_awaited(monkeypatch: Patch) -> None:
+def no_peer_is_waited_for(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "poll_pointers", lambda *args: None)
 
 
-def the_previous_epoch_is_awaited(monkeypatch: Patch) -> None:
+def the_previous_epoch_is_waited_for(monkeypatch: Patch) -> None:
     wait_for_peers = Rendezvous.wait_for_peers
 
-    def await_before(mine: Rendezvous) -> None:
+    def wait_for_previous_epoch(mine: Rendezvous) -> None:
         mine._epoch -= 1
         wait_for_peers(mine)
 
-    monkeypatch.setattr(Rendezvous, "wait_for_peers", await_before)
+    monkeypatch.setattr(Rendezvous, "wait_for_peers", wait_for_previous_epoch)
 
 
-def some_peers_are_awaited(monkeypatch: Patch) -> None:
+def only_some_peers_are_waited_for(monkeypatch: Patch) -> None:
     poll_pointers: Any = rendezvous.poll_pointers
 
-    def poll_some(value: int, first: Address, between: int, count: int, *rest: Any) -> None:
-        poll_pointers(value, first, between, count - 1, *rest)
+    def poll_some(epoch: int, first: Address, stride: int, sources: int, *rest: Any) -> None:
+        poll_pointers(epoch, first, stride, sources - 1, *rest)
 
     monkeypatch.setattr(rendezvous, "poll_pointers", poll_some)
 
 
-def some_arrays_are_awaited(monkeypatch: Patch) -> None:
+def only_some_arrays_are_waited_for(monkeypatch: Patch) -> None:
     poll_pointers: Any = rendezvous.poll_pointers
 
-    def poll_some(*facts: Any) -> None:
-        *others, arrays, scope = facts
+    def poll_some(*arguments: Any) -> None:
+        *others, arrays, scope = arguments
         poll_pointers(*others, arrays - 1, scope)
 
     monkeypatch.setattr(rendezvous, "poll_pointers", poll_some)
@@ -301,11 +310,11 @@ def share(monkeypatch: Patch, **same: int) -> None:
     monkeypatch.setattr(symmetric_workspace, "mailbox_offset", shared)
 
 
-def sources_share_a_line(monkeypatch: Patch) -> None:
+def sources_share_a_mailbox(monkeypatch: Patch) -> None:
     share(monkeypatch, source=0)
 
 
-def blocks_share_a_line(monkeypatch: Patch) -> None:
+def blocks_share_a_mailbox(monkeypatch: Patch) -> None:
     share(monkeypatch, block=0)
 
 
@@ -317,14 +326,14 @@ def blocks_share_a_line(monkeypatch: Patch) -> None:
         epochs_are_counted_from_cached_words,
         equal_arrays_are_published_once,
         words_are_published_in_halves,
-        nobody_is_awaited,
-        the_previous_epoch_is_awaited,
-        some_peers_are_awaited,
-        some_arrays_are_awaited,
+        no_peer_is_waited_for,
+        the_previous_epoch_is_waited_for,
+        only_some_peers_are_waited_for,
+        only_some_arrays_are_waited_for,
         peers_are_looked_for_in_the_wrong_direction,
-        sources_share_a_line,
-        blocks_share_a_line,
+        sources_share_a_mailbox,
+        blocks_share_a_mailbox,
     ],
 )
-def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_planted_mistakes_are_found(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
     assert_it_shows(mistake, lambda seed: RendezvousSimulation(3, LAUNCHES, seed, 2), monkeypatch)

@@ -57,7 +57,7 @@ class GatherSimulation(Simulation):
         others: dict[tuple[int, ...], SimulatedRendezvous] = {}
         shared = {"gathered": self.gathered, "arrived": self.semaphores}
         for place in self.places():
-            arrays = [shared[name] for name in self.requested.reached]
+            arrays = [shared[name] for name in self.requested.peer_arrays]
             rendezvous = SimulatedRendezvous(self, place, others, arrays, WARP)
             self.add(place, self.sender(rendezvous))
             self.add(place, self.producer(rendezvous))

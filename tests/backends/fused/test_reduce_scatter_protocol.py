@@ -88,7 +88,7 @@ class ScatterSimulation(Simulation):
         others: dict[tuple[int, ...], SimulatedRendezvous] = {}
         shared = {"y": self.ys, "partials": self.partials, "arrived": self.semaphores}
         for place in self.places():
-            arrays = [shared[name] for name in self.requested.reached]
+            arrays = [shared[name] for name in self.requested.peer_arrays]
             rendezvous = SimulatedRendezvous(self, place, others, arrays, WARPGROUP)
             self.add_block(place, empty[place[AXIS], place["cluster"]], rendezvous)
 
