@@ -1,4 +1,4 @@
-"""Memory as simulated kernels see it: regions of NumPy arrays, barriers, and copies under way."""
+"""The memory of simulated kernels: references to NumPy arrays, barriers, and copies under way."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 
 class Reference:
-    """A region of memory. It may reach beyond the end of the array, as what is copied may."""
+    """A reference to a region of an array. The region may reach beyond the end of the array."""
 
     def __init__(self, array: np.ndarray, starts: tuple, sizes: tuple, kept: tuple):
         self.array, self.starts, self.sizes, self.kept = array, starts, sizes, kept
 
     @classmethod
     def to(cls, array: np.ndarray) -> Reference:
-        """All of an array."""
+        """Returns the reference to all of an array."""
         return cls(array, (0,) * array.ndim, array.shape, tuple(range(array.ndim)))
 
     @property
@@ -54,14 +54,14 @@ class Reference:
         return self.array.dtype
 
     def is_within(self) -> bool:
-        """Whether it ends within the array."""
+        """Returns whether the region ends within the array."""
         ends = (start + size for start, size in zip(self.starts, self.sizes, strict=True))
         return all(end <= size for end, size in zip(ends, self.array.shape, strict=True))
 
     def is_one_piece(self) -> bool:
-        """Whether it is one piece of the array, and what is copied by its address can be it.
+        """Returns whether the region is contiguous, and aligned for a plain bulk copy.
 
-        That is copied 16 bytes at a time; elements have 2 bytes, as on GPUs.
+        Such a copy moves 16 bytes at a time. Elements have 2 bytes, as on GPUs.
         """
         if not self.is_within():
             return False
@@ -73,7 +73,7 @@ class Reference:
         )
 
     def _within(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of the region is in the array: there, and in a value of the region."""
+        """Returns the part of the region in the array, as slices of the array and of the region."""
         bounds = [
             (start, max(start, min(start + size, end)))
             for start, size, end in zip(self.starts, self.sizes, self.array.shape, strict=True)
@@ -83,7 +83,7 @@ class Reference:
         return there, tuple(slice(0, end - start) for start, end in bounds)
 
     def read(self) -> np.ndarray:
-        """Its value: zeros beyond the end."""
+        """Returns the value of the region, with zeros beyond the end of the array."""
         value = np.zeros(self.sizes, self.dtype)
         there, here = self._within()
         value[here] = self.array[there]
@@ -92,7 +92,7 @@ class Reference:
         return np.squeeze(value, dropped).transpose(order)
 
     def write(self, value: np.ndarray) -> None:
-        """Sets it, as far as it is in the array."""
+        """Writes the part of the region that is in the array."""
         dropped = tuple(d for d in range(self.array.ndim) if d not in self.kept)
         there, here = self._within()
         self.array[there] = np.expand_dims(value, dropped)[here]
@@ -104,26 +104,26 @@ class Reference:
         (self if index is ... else self.region(index)).write(value)
 
 
-class Image(Reference):
-    """Slices of swizzled shared memory as they lie there; elements have 2 bytes, as on GPUs.
+class RawReference(Reference):
+    """A raw view of swizzled shared memory; elements have 2 bytes, as on GPUs.
 
-    Groups of 8 rows are cut into tiles of `swizzle` bytes across. There, units of 16 bytes change
-    places by the bits of their address that tell apart what lies 128 bytes apart.
+    Groups of 8 rows are divided into tiles that are `swizzle` bytes wide. In a tile, units of 16
+    bytes change places within their row: bits 7 to 9 of the address are XORed into bits 4 to 6.
     """
 
     swizzle: int
 
     @classmethod
-    def of(cls, slices: Reference, swizzle: int) -> Image:
-        image = cls(slices.array, slices.starts, slices.sizes, slices.kept)
-        image.swizzle = swizzle
-        return image
+    def view(cls, tiles: Reference, swizzle: int) -> RawReference:
+        raw = cls(tiles.array, tiles.starts, tiles.sizes, tiles.kept)
+        raw.swizzle = swizzle
+        return raw
 
-    def region(self, index: Any) -> Image:
-        return Image.of(super().region(index), self.swizzle)
+    def region(self, index: Any) -> RawReference:
+        return RawReference.view(super().region(index), self.swizzle)
 
     def _order(self) -> np.ndarray:
-        """Which element of a group of rows is at each place of its memory."""
+        """Returns which element of a group of rows is stored at each place of its memory."""
         width = self.array.shape[-1]
         assert self.starts[-2] % 8 == self.sizes[-2] % 8 == 0 and self.sizes[-1] == width
         address = np.arange(8 * width) * 2
@@ -142,12 +142,12 @@ class Image(Reference):
 
 
 class Barriers:
-    """Barriers in shared memory; those of a cluster are the same object for all its blocks."""
+    """Barriers in shared memory. The blocks of a cluster have one object in common."""
 
     def __init__(self, count: int, num_arrivals: int = 1):
         self.num_arrivals = num_arrivals
         self.arrivals = [0] * count
-        # How often each actor has waited at each.
+        # How often each actor has waited for each barrier.
         self.waits: dict[tuple[Any, int], int] = {}
 
     @property
@@ -168,7 +168,7 @@ class _At:
 
 @dataclass(eq=False)
 class Copy:
-    """A copy under way: it reads its source, and later writes its destination."""
+    """A copy under way: it reads its source first, and writes its destination later."""
 
     source: Reference
     destination: Reference

@@ -1,7 +1,8 @@
-"""Workspaces as simulated kernels use them, launch after launch, in any order.
+"""Simulated kernels that use symmetric workspaces, launch after launch, in any order.
 
-A device begins its next launch when its own blocks have ended, however far its peers are. What is
-stored in a peer's memory is seen there late, and in any order but behind what is announced.
+A device starts its next launch when its own blocks have ended, however far its peers are. A store
+to a peer's memory is seen there late, and in any order, except that a signal is seen after the
+stores before it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from collective_matmul.mosaic_gpu.peer_memory import Address
 from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-#: Of every other device the lower half of the address is a negative word.
+#: Of every other address the lower word is negative.
 _FIRST_ADDRESS, _BETWEEN_ADDRESSES = 0x7FFF_0000_0000, 1 << 31
 
 
 @dataclass(eq=False)
 class Message:
-    """What was stored in a peer's memory, and is not seen there yet; some is seen before it."""
+    """A store to a peer's memory that is not seen there yet; it is seen after those in `after`."""
 
     place: np.ndarray
     value: np.ndarray
@@ -43,7 +44,7 @@ class WorkspaceSimulation(Simulation):
     """Devices that run the same launches, each with one actor for each of its blocks."""
 
     def __init__(self, devices: int, blocks: int, launches: Sequence[Any], seed: int, byte: int):
-        """Workspaces begin with the same byte everywhere."""
+        """Adds the actors. All bytes of the workspaces are `byte` at first."""
         super().__init__(devices, 1, Tiling(), seed)
         self.copies: list[Any]
         self.devices, self.blocks, self.launches = devices, blocks, launches
@@ -56,7 +57,7 @@ class WorkspaceSimulation(Simulation):
             self.add(place, lambda device=device, block=block: self.serve(device, block))
 
     def serve(self, device: int, block: int) -> None:
-        """All of a block's part, launch by launch."""
+        """Executes a block's part of all launches."""
         indices = [(device + n) % self.devices for n in range(self.devices)]
         bases = _FIRST_ADDRESS + _BETWEEN_ADDRESSES * np.array(indices, np.uint64)
         words = [*map(int, bases.view(np.int32)), device]
@@ -72,14 +73,14 @@ class WorkspaceSimulation(Simulation):
         raise NotImplementedError
 
     def choose(self, ready: list[Actor]) -> Actor:
-        """Mostly of one device for some time, so that it gets ahead of the others."""
+        """Prefers one device for some time, so that it gets ahead of the others."""
         if self.random.random() < 0.02:
             self.leader = self.random.randrange(self.devices)
         leaders = [actor for actor in ready if actor.place[AXIS] == self.leader]
         return super().choose(leaders if leaders and self.random.random() < 0.9 else ready)
 
     def end(self, device: int) -> None:
-        """What nobody has waited for is seen at some time."""
+        """Makes the device's stores that nobody has waited for visible, in random order."""
         while late := [copy for copy in self.copies if copy.sender.place[AXIS] == device]:
             self.advance(self.random.choice(late))
 
@@ -89,7 +90,7 @@ class WorkspaceSimulation(Simulation):
     # The primitives.
 
     def bytes_at(self, address: Address, count: int) -> tuple[int, np.ndarray]:
-        """Whose they are, and they themselves."""
+        """Returns the device that an address is on, and the bytes at the address."""
         low, high, offset = address
         assert 0 <= offset < 1 << 31
         where = (low % (1 << 32)) + (high % (1 << 32) << 32) - _FIRST_ADDRESS
@@ -101,12 +102,12 @@ class WorkspaceSimulation(Simulation):
         device, place = self.bytes_at(address, value.nbytes)
         message = Message(place, value, self.here(), after)
         if device == self.here().place[AXIS]:
-            place[...] = value.view(np.uint8)  # Its own memory a block sees as it left it.
+            place[...] = value.view(np.uint8)  # A block sees its own stores at once.
         else:
             self.copies.append(message)
 
     def sent(self) -> list[Message]:
-        """What a block has stored in peers' memory that is not seen there yet."""
+        """Returns the stores of this block that peers do not see yet."""
         return [message for message in self.copies if message.sender is self.here()]
 
     def word(self, address: Address) -> int:
@@ -117,12 +118,12 @@ class WorkspaceSimulation(Simulation):
         return self.word(address)
 
 
-def assert_it_shows(
+def assert_mistake_is_found(
     mistake: Callable[[pytest.MonkeyPatch], None],
     simulate: Callable[[int], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That simulations, one for each seed, fail when a mistake has been made."""
+    """Asserts that one of the simulations, one for each seed, fails after a mistake was planted."""
     with pytest.raises(AssertionError):
         for seed in range(3):
             with monkeypatch.context() as patch:
@@ -134,5 +135,5 @@ def assert_it_shows(
 
 
 def as_int32(value: int) -> np.ndarray:
-    """As it wraps around."""
+    """Returns a value as an int32 that has wrapped around."""
     return np.array([value], np.int64).view(np.int32)[:1]

@@ -1,12 +1,12 @@
 """A simulator of Mosaic GPU kernels: the threads of several devices, in any order, on NumPy arrays.
 
-A kernel's own code runs here, on Python numbers: only the primitives are played. A thread is a warp
-or a warpgroup; one acts at a time, drawn at random after each primitive. A copy takes place at any
-moment from when it was issued to when it was waited for. So a wait that is missing, or counts too
-little, shows as a wrong value; one that counts too much, as a deadlock.
+The kernel's own code runs here, on Python numbers. Only the primitives of Pallas are replaced. An
+actor is a warp or a warpgroup. One actor runs at a time; the next one is drawn at random at each
+primitive. A copy happens at any moment between its start and the wait for it. So a wait that is
+missing, or waits for too little, shows as a wrong value. A wait for too much shows as a deadlock.
 
-Devices begin their kernels at different times. Before that, and when it has ended, nobody may touch
-the memory that a kernel has.
+Devices start their kernels at different times. Before the start and after the end of a kernel,
+nobody may touch its memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ AXIS = "ring"
 
 @dataclass(eq=False)
 class Actor(threading.Thread):
-    """A warp or a warpgroup: it acts when it is its turn, and goes on when it is `ready`.
+    """A warp or a warpgroup. It runs when the simulation chooses it, which it may if it is `ready`.
 
     Attributes:
+      simulation: that it is part of.
       place: the device, the cluster and the block, as indices along their axes.
-      act: what it runs.
+      act: the code that it executes.
+      ready: whether it can go on.
       groups: its copies to global memory; the last group is not committed yet.
+      failure: the exception that ended it.
     """
 
     simulation: Simulation
@@ -49,11 +52,11 @@ class Actor(threading.Thread):
 
     def __post_init__(self):
         super().__init__(daemon=True)
-        self.turn = threading.Semaphore(0)
+        self.chosen = threading.Semaphore(0)
         self.ended = False
 
     def run(self) -> None:
-        self.turn.acquire()
+        self.chosen.acquire()
         try:
             self.act()
         except BaseException as error:
@@ -62,29 +65,29 @@ class Actor(threading.Thread):
         self.simulation.scheduler.release()
 
     def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Hands over; goes on at some time when `ready()`."""
+        """Lets others run. Goes on at some time when `ready()` holds."""
         self.ready = ready
         self.simulation.scheduler.release()
-        self.turn.acquire()
+        self.chosen.acquire()
 
 
 class Simulation:
-    """Devices along `AXIS`, each with some clusters of blocks, whose actors are to be added."""
+    """Devices along `AXIS`, each with some clusters of blocks. Subclasses add the actors."""
 
     def __init__(self, devices: int, clusters: int, tiling: Tiling, seed: int):
-        down, across = tiling.cluster
         axes = AXIS, "cluster", *BLOCK_AXES
-        self.sizes: dict[str, int] = dict(zip(axes, (devices, clusters, down, across), strict=True))
+        sizes = devices, clusters, *tiling.cluster
+        self.sizes: dict[str, int] = dict(zip(axes, sizes, strict=True))
         self.random = random.Random(seed)
-        # Of copies: low, and they take place as late as waits allow.
+        # Probability of a copy at each step. If it is low, copies are as late as waits allow.
         self.eagerness = (0.5, 0.1, 0.0)[seed]
-        # Of devices: low, and they begin when nobody else can go on.
+        # Probability of a start at each step. If it is low, devices start when nobody can go on.
         self.haste = (0.0, 0.02, 0.2)[seed]
         self.scheduler = threading.Semaphore(0)
         self.copies: list[Copy] = []
         self.actors: list[Actor] = []
-        self.begun: set[int] = set()
-        # The arrays of all devices, and what they hold while no kernel has them.
+        self.started: set[int] = set()
+        # The arrays of all devices, and their value before and after the kernels.
         self.allocated: list[tuple[list[np.ndarray], Any]] = []
 
     def add(self, place: dict[str, int], act: Callable[[], None]) -> None:
@@ -97,77 +100,77 @@ class Simulation:
         return [dict(zip(self.sizes, map(int, index), strict=True)) for index in indices]
 
     def allocate(self, value: Any, *shape: int, dtype: type = float) -> list[np.ndarray]:
-        """An array of every device, which is its kernel's while that runs, and first of a value."""
+        """Returns an array for each device, filled with a value. It belongs to the kernel."""
         arrays = [np.full(shape, value, dtype) for _ in range(self.sizes[AXIS])]
         self.allocated.append((arrays, value))
         return arrays
 
-    def begin(self, device: int) -> None:
-        """A device's kernel begins."""
+    def start_kernel(self, device: int) -> None:
+        """Starts a device's kernel."""
         self.assert_untouched(device)
-        self.begun.add(device)
+        self.started.add(device)
 
     def end(self, device: int) -> None:
-        """What comes after a device's kernel: its memory is used for something else."""
+        """Ends a device's kernel: its memory is used for something else."""
         for arrays, value in self.allocated:
             arrays[device][...] = value
 
     def assert_untouched(self, device: int) -> None:
-        """That nobody has written to the memory of a device's kernel, which does not run."""
+        """Asserts that nobody has written to a device's arrays while no kernel has them."""
         for arrays, value in self.allocated:
             np.testing.assert_array_equal(arrays[device], value)
 
     def run(self) -> None:
-        """Lets actors act and copies take place until all have ended."""
+        """Runs actors and copies until all have ended."""
         for actor in self.actors:
             actor.start()
         late = list(range(self.sizes[AXIS]))
         while running := [actor for actor in self.actors if not actor.ended]:
-            ready = [a for a in running if a.place[AXIS] in self.begun and a.ready()]
+            ready = [a for a in running if a.place[AXIS] in self.started and a.ready()]
             assert ready or self.copies or late, "deadlock"
             if late and (not (ready or self.copies) or self.random.random() < self.haste):
-                self.begin(late.pop(self.random.randrange(len(late))))
+                self.start_kernel(late.pop(self.random.randrange(len(late))))
                 continue
             if self.copies and (not ready or self.random.random() < self.eagerness):
                 self.advance(self.random.choice(self.copies))
                 continue
-            chosen = self.choose(ready)
-            chosen.turn.release()
+            actor = self.choose(ready)
+            actor.chosen.release()
             self.scheduler.acquire()
-            if chosen.failure is not None:
-                raise chosen.failure
-            device = chosen.place[AXIS]
+            if actor.failure is not None:
+                raise actor.failure
+            device = actor.place[AXIS]
             if all(actor.ended for actor in self.actors if actor.place[AXIS] == device):
                 self.end(device)
         assert not self.copies, "a kernel ended before its copies"
-        for device in self.begun:
+        for device in self.started:
             self.assert_untouched(device)
 
     def choose(self, ready: list[Actor]) -> Actor:
-        """Who acts next."""
+        """Returns the actor that runs next."""
         return self.random.choice(ready)
 
     def advance(self, copy: Copy) -> None:
-        """Has a copy read, or else write."""
+        """Makes a copy read its source, or else write its destination."""
         copy.advance()
         if copy.written:
             self.copies.remove(copy)
 
     def here(self) -> Actor:
-        """Whose turn it is."""
+        """Returns the actor that is running."""
         actor = threading.current_thread()
         assert isinstance(actor, Actor)
         return actor
 
-    # The primitives, in the order in which kernels come to them.
+    # The primitives.
 
-    def walk(self, grid: tuple[int], *, collective_axes: str) -> Callable:
+    def nd_loop(self, grid: tuple[int], *, collective_axes: str) -> Callable:
         first, step = self.here().place[collective_axes], self.sizes[collective_axes]
-        turns = [
-            SimpleNamespace(index=(index,), local_index=turn)
-            for turn, index in enumerate(range(first, *grid, step))
+        infos = [
+            SimpleNamespace(index=(index,), local_index=local_index)
+            for local_index, index in enumerate(range(first, *grid, step))
         ]
-        return lambda body: _each(body, turns)
+        return lambda body: _for_each(body, infos)
 
     def load(
         self,
@@ -177,13 +180,13 @@ class Simulation:
         collective_axes: str | None = None,
         oob_mode: Any = None,
     ) -> None:
-        # Every block loads all that it needs, and regions end where their arrays do.
+        # In the simulation every block loads all that it needs; nothing is out of bounds.
         del oob_mode
         if collective_axes is not None:
-            # In truth each loads a part for all of them, of whole swizzles.
+            # On a GPU each block loads a part for all of them, which consists of whole swizzles.
             assert box.shape[0] % (8 * self.sizes[collective_axes]) == 0
         self.here().wait()
-        self.copies.append(Copy(source, box, functools.partial(_count, *barrier)))
+        self.copies.append(Copy(source, box, functools.partial(_arrive, *barrier)))
 
     def store(
         self, box: Reference, place: Reference, predicate: bool = True, commit_group: bool = True
@@ -193,10 +196,10 @@ class Simulation:
             self.commit()
 
     def start(self, box: Reference, place: Reference, predicate: bool) -> None:
-        """Starts to copy a box to a place of global memory, if it is to be copied."""
+        """Starts to copy a box to a place in global memory, if the predicate holds."""
         self.here().wait()
         if predicate:
-            # The copy engine may not see an end of the columns.
+            # TMA may not know the end of the columns.
             assert place.starts[-1] < place.array.shape[-1]
             copy = Copy(box, place)
             self.copies.append(copy)
@@ -214,28 +217,28 @@ class Simulation:
             self.here().wait(lambda: all(copy.written for copy in copies))
 
     def barrier_wait(self, barrier: tuple[Barriers, int]) -> None:
-        barriers, slot = barrier
-        key = self.here(), slot
+        barriers, index = barrier
+        key = self.here(), index
         barriers.waits[key] = phase = barriers.waits.get(key, 0) + 1
-        self.here().wait(lambda: barriers.arrivals[slot] >= phase * barriers.num_arrivals)
+        self.here().wait(lambda: barriers.arrivals[index] >= phase * barriers.num_arrivals)
 
     def barrier_arrive(self, barrier: tuple[Barriers, int]) -> None:
         self.here().wait()
-        _count(*barrier)
+        _arrive(*barrier)
 
     def async_remote_store(
-        self, box: Reference, place: Reference, peer_buffer: Any, *wanted: bool, scope: Any
+        self, box: Reference, place: Reference, peer_buffer: Any, *conditions: bool, scope: Any
     ) -> None:
         there = peer_buffer.part(place, scope)
         assert box.shape == there.shape
-        # There is no copy engine that knows where arrays end.
-        assert not all(wanted) or (box.is_one_piece() and there.is_one_piece())
-        self.start(box, there, all(wanted))
+        # A plain bulk copy does not know where arrays end.
+        assert not all(conditions) or (box.is_one_piece() and there.is_one_piece())
+        self.start(box, there, all(conditions))
 
-    def signal_peers(self, word: Reference, peer_buffers: Sequence[Any], scope: Any) -> None:
+    def signal_peers(self, semaphore: Reference, peer_buffers: Sequence[Any], scope: Any) -> None:
         self.here().wait()
         for peer_buffer in peer_buffers:
-            there = peer_buffer.part(word, scope)
+            there = peer_buffer.part(semaphore, scope)
             there.array[there.starts] += 1
 
     def await_semaphore(self, semaphore: Reference, count: int, decrement: bool) -> None:
@@ -247,20 +250,20 @@ class Simulation:
         return self.here().place[axis]
 
     def play(self, monkeypatch: pytest.MonkeyPatch, modules: Sequence[ModuleType]) -> None:
-        """Puts what actors do in the place of the primitives of a kernel's modules."""
+        """Replaces the primitives in the modules of a kernel by those of the simulation."""
         primitives = {
             "pl": {
                 "ds": lambda start, size: slice(start, start + size),
                 "cdiv": lambda a, b: -(-a // b),
                 "when": lambda condition: lambda body: body() if condition else None,
-                "loop": lambda start, stop: functools.partial(_each, values=range(start, stop)),
+                "loop": lambda start, stop: functools.partial(_for_each, values=range(start, stop)),
                 "run_scoped": lambda body, accumulator: body(accumulator),
                 "semaphore_wait": self.await_semaphore,
             },
             "plgpu": {
                 "OOBFillMode": SimpleNamespace(PROMISE_IN_BOUNDS=None),
                 "ACC": lambda shape, dtype: Reference.to(np.zeros(shape, dtype)),
-                "nd_loop": self.walk,
+                "nd_loop": self.nd_loop,
                 "planar_snake": _snake,
                 "copy_gmem_to_smem": self.load,
                 "copy_smem_to_gmem": self.store,
@@ -300,13 +303,13 @@ class Simulation:
                 monkeypatch.setattr(module, name, played, raising=False)
 
 
-def _each(body: Callable, values: Sequence[Any]) -> None:
+def _for_each(body: Callable, values: Sequence[Any]) -> None:
     for value in values:
         body(value)
 
 
-def _count(barriers: Barriers, slot: int) -> None:
-    barriers.arrivals[slot] += 1
+def _arrive(barriers: Barriers, index: int) -> None:
+    barriers.arrivals[index] += 1
 
 
 def _wgmma(accumulator: Reference, x: Reference, w: Reference) -> None:

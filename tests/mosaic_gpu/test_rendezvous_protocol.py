@@ -18,7 +18,11 @@ import pytest
 from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, Address, ThreadScope
 from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
-from tests.mosaic_gpu.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
+from tests.mosaic_gpu.simulated_workspaces import (
+    WorkspaceSimulation,
+    as_int32,
+    assert_mistake_is_found,
+)
 from tests.mosaic_gpu.simulation import Actor
 
 Patch = pytest.MonkeyPatch
@@ -336,4 +340,6 @@ def blocks_share_a_mailbox(monkeypatch: Patch) -> None:
     ],
 )
 def test_planted_mistakes_are_found(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    assert_it_shows(mistake, lambda seed: RendezvousSimulation(3, LAUNCHES, seed, 2), monkeypatch)
+    assert_mistake_is_found(
+        mistake, lambda seed: RendezvousSimulation(3, LAUNCHES, seed, 2), monkeypatch
+    )

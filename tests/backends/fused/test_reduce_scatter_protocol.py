@@ -32,7 +32,7 @@ from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
 from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
-from tests.mosaic_gpu.simulated_memory import Barriers, Image, Reference
+from tests.mosaic_gpu.simulated_memory import Barriers, RawReference, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
@@ -116,7 +116,7 @@ class ScatterSimulation(Simulation):
         store_tiles = memory(
             CONSUMERS, tiling.epilogue_stages, tiling.warpgroup_tile[0], tiling.epilogue_tile_n
         )
-        store_tiles = EpilogueTiles(store_tiles, Image.of(store_tiles, tiling.swizzle))
+        store_tiles = EpilogueTiles(store_tiles, RawReference.view(store_tiles, tiling.swizzle))
         xs, ws = ([Reference.to(a) for a in arrays[device]] for arrays in (self.xs, self.ws))
         results = self.ys, self.partials, self.semaphores
         arrays = ReducedArrays(*(Reference.to(arrays[device]) for arrays in results))
@@ -126,7 +126,7 @@ class ScatterSimulation(Simulation):
         def gemm() -> GemmReduceScatter:
             made = self.gemm(device)
             # Set in `run`.
-            made.incoming = EpilogueTiles(incoming, Image.of(incoming, tiling.swizzle))
+            made.incoming = EpilogueTiles(incoming, RawReference.view(incoming, tiling.swizzle))
             made.rendezvous, made.peers_ready = rendezvous, peers_ready
             return made
 
@@ -262,7 +262,9 @@ def test_products_are_added_in_the_order_of_the_devices_after_the_owner(
     simulation.run()
     for device in range(devices):
         blocks = np.empty_like(simulation.received[device])
-        Image.of(Reference.to(blocks), config.tiling.swizzle).write(simulation.received[device])
+        RawReference.view(Reference.to(blocks), config.tiling.swizzle).write(
+            simulation.received[device]
+        )
         received = blocks.swapaxes(1, 2).reshape(config.sources, rows, config.problem.n)
         mine = slice(device * rows, (device + 1) * rows)
         for source in range(config.sources):

@@ -14,7 +14,11 @@ from collective_matmul.backends.one_shot.exchange_kernel import Exchange, Kind
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
 from tests.mosaic_gpu.simulated_memory import Reference
-from tests.mosaic_gpu.simulated_workspaces import WorkspaceSimulation, as_int32, assert_it_shows
+from tests.mosaic_gpu.simulated_workspaces import (
+    WorkspaceSimulation,
+    as_int32,
+    assert_mistake_is_found,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -233,4 +237,6 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
     ],
 )
 def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    assert_it_shows(mistake, lambda seed: ExchangeSimulation(3, LAUNCHES, seed), monkeypatch)
+    assert_mistake_is_found(
+        mistake, lambda seed: ExchangeSimulation(3, LAUNCHES, seed), monkeypatch
+    )
