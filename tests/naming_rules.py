@@ -71,6 +71,8 @@ NAMES: dict[str, dict[str, str]] = {
         "announce": "publish",
         "peers.py": "peer_memory",
         "plan.py": "config",
+        "twins.py": "remote_store",
+        "workspace.py": "symmetric_workspace",
         "source.py": "source_location",
         "Plan": "a name that says what is planned",
         "Call": "OpParams",
@@ -100,20 +102,18 @@ NAMES: dict[str, dict[str, str]] = {
     "benchmarks": {"peers": "a name that says who they are: peers are GPUs"},
 }
 
-#: Names that keep such a word, and why: (path, name). A path may be a folder.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-
-#: Backends' names that are compared outside their folder because they mean something else there.
-COMPARED_NAMES: dict[tuple[str, str], str] = {
-    ("collective_matmul/backends/fused/", "one_shot"): (
+#: What may break a convention, and why: (check, path or folder, name).
+EXCEPTIONS: dict[tuple[str, str, str], str] = {
+    ("compared_backend_names", "collective_matmul/backends/fused/", "one_shot"): (
         "the kind of all-reduce in which every device computes the whole sum"
     ),
-    ("collective_matmul/compiler.py", "fused"): "the old name of the argument peer_kernels",
-    ("collective_matmul/explain.py", "fused"): "the old name of the argument peer_kernels",
-    ("collective_matmul/mosaic_gpu/tiling.py", "xla"): "XLA's matmul in a table of matmuls",
-}
-
-#: Names that several files of a package have, and why.
-REPEATED_NAMES: dict[tuple[str, str], str] = {
-    ("collective_matmul", "module backend"): "each folder below backends/ keeps its backend there",
+    ("compared_backend_names", "collective_matmul/compiler.py", "fused"): (
+        "the old name of the argument peer_kernels"
+    ),
+    ("compared_backend_names", "collective_matmul/mosaic_gpu/tiling.py", "xla"): (
+        "XLA's matmul in a table of matmuls"
+    ),
+    ("repeated_names", "collective_matmul/backends/", "backend"): (
+        "each folder below backends/ keeps its backend there"
+    ),
 }
