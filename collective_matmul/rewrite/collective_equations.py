@@ -8,8 +8,8 @@ from typing import Literal
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-Kind = Literal["all_gather", "reduce_scatter", "psum"]
-_KINDS: dict[str, Kind] = {
+CollectiveKind = Literal["all_gather", "reduce_scatter", "psum"]
+_KINDS: dict[str, CollectiveKind] = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -31,14 +31,14 @@ class Collective:
         has one index of it.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axis_name: str
     devices: int
     dimension: int | None = None
     tiled: bool = True
 
 
-def kind_of(equation: JaxprEqn) -> Kind | None:
+def kind_of(equation: JaxprEqn) -> CollectiveKind | None:
     """The kind of a collective that a matmul may hide; None for any other equation."""
     return _KINDS.get(equation.primitive.name)
 

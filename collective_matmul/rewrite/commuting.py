@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
 
-Shape = tuple[int, ...]
 #: Elementwise operations without other operands.
 _ELEMENTWISE = frozenset({"pvary", "name", "copy", "copy_p", "neg", "optimization_barrier"})
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})

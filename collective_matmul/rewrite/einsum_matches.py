@@ -16,8 +16,8 @@ from collective_matmul.equation import Equation
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import ShardOp
 from collective_matmul.rewrite.gathers import follow
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.matmuls import Shape, result_of, unsupported_dot
+from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
+from collective_matmul.rewrite.matmuls import result_of, unsupported_dot
 from collective_matmul.rewrite.sums import back_to_dot
 
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import CommutingOp, Shape, ShardOp, commuting_op, divided
-from collective_matmul.rewrite.graph import Graph, type_of
+from collective_matmul.rewrite.commuting import CommutingOp, ShardOp, commuting_op, divided
+from collective_matmul.rewrite.graph import Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
 
 #: Why a gather does not move into equations that may hold its matmuls.

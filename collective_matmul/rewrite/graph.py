@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+Shape = tuple[int, ...]
 #: An operand of an equation: a variable or a literal.
 Atom = Any
 

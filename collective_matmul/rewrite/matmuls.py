@@ -15,9 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.checks import DTYPES
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
-
-Shape = tuple[int, ...]
+from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, record
-from collective_matmul.rewrite.collective_equations import Kind, axes_of, kind_of
+from collective_matmul.rewrite.collective_equations import CollectiveKind, axes_of, kind_of
 from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library
 
@@ -44,7 +44,7 @@ class FoundSite:
       reason: why that was chosen, or why the site is left alone.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     source: SourceLocation | None
     shapes: str
     matmuls: int

@@ -17,8 +17,8 @@ from collective_matmul.rewrite.commuting import (
     divided,
     same_blocks,
 )
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.matmuls import Matmul, Shape, matmul_of
+from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
+from collective_matmul.rewrite.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"
 
