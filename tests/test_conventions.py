@@ -283,13 +283,7 @@ def exception(check: str, finding: Finding) -> tuple[str, str, str] | None:
     return None
 
 
-_UNDER_WAY = pytest.mark.xfail(strict=False, reason="benchmarks are still being shortened")
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(name, marks=[_UNDER_WAY] if name == "sizes" else []) for name in CHECKS],
-)
+@pytest.mark.parametrize("check", CHECKS)
 def test_no_file_breaks_a_convention(check: str) -> None:
     found = [f for f in CHECKS[check](REPOSITORY) if exception(check, f) is None]
     assert not found, "\n".join(map(str, ["", *found]))
