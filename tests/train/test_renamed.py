@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from train.checkpoint import Checkpoints, differences
 from train.command_line import main, parse
 from train.dry_run import dry_run
 from train.renamed import current_arguments, current_configuration
@@ -59,12 +62,32 @@ def test_a_saved_configuration_has_todays_names() -> None:
     }
 
 
+EARLIER_NAMES = {"max_to_keep": "keep", "gradient_accumulation_steps": "accumulate"}
+
+
+def as_in_an_earlier_release(configuration: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run with the xla backend, with the names of an earlier release."""
+    renamed = {EARLIER_NAMES.get(name, name): value for name, value in configuration.items()}
+    return renamed | {"overlap": "bulk"}
+
+
+def test_a_configuration_in_an_old_checkpoint_does_not_differ_from_the_same_one_today(
+    tmp_path: Path,
+) -> None:
+    today = parse([*TINY, "--overlap", "xla"]).to_json()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(2)}, {}, as_in_an_earlier_release(today))
+        assert differences(checkpoints.configuration(), today) == {}
+
+
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_an_earlier_release_resumes_without_a_difference(
     capsys, tmp_path: Path
 ) -> None:
     saved = ["--checkpoint-dir", str(tmp_path), "--overlap", "xla"]
     main([*TINY, *saved])
-    rename_to_earlier_release(tmp_path / "step_2")
+    (path,) = (tmp_path / "step_2" / "configuration").glob("metadata")
+    path.write_text(json.dumps(as_in_an_earlier_release(json.loads(path.read_text()))))
     capsys.readouterr()
     main([*TINY, *saved, "--resume", "--steps", "3"])
     output = capsys.readouterr().out
@@ -72,17 +95,7 @@ def test_a_checkpoint_of_an_earlier_release_resumes_without_a_difference(
     assert "changed since: steps was 2, is 3\n" in output
 
 
-def rename_to_earlier_release(checkpoint: Path) -> None:
-    """Rewrites the configuration in a checkpoint to the names of an earlier release."""
-    (path,) = (checkpoint / "configuration").glob("metadata")
-    configuration = json.loads(path.read_text())
-    configuration["keep"] = configuration.pop("max_to_keep")
-    configuration["accumulate"] = configuration.pop("gradient_accumulation_steps")
-    configuration["overlap"] = "bulk"
-    path.write_text(json.dumps(configuration))
-
-
 def test_several_backends_may_be_named_for_the_first_that_can() -> None:
-    assert parse(["--overlap", "fused,xla"]).overlap == "fused,xla"
-    console = Console(quiet=True)
-    dry_run(parse([*TINY, "--overlap", "fused,xla"]), 2, 2, console)
+    config = parse([*TINY, "--overlap", "fused,xla"])
+    assert config.overlap == "fused,xla"
+    dry_run(config, 2, 2, Console(quiet=True))
