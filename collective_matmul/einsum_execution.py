@@ -1,4 +1,4 @@
-"""Einsums on a backend: by its op where the equation is a matmul, else by its own einsum.
+"""Einsums on a backend: with its op if the equation is a matmul, else with its own einsum.
 
 Shapes are local to one device. Along the label, a whole array has D times as much as a shard.
 """
@@ -31,12 +31,12 @@ def gather_einsum(
     """Gathers a along the label, for its einsum with b.
 
     Args:
-      backend: what executes it.
+      backend: the backend.
       equation: labels of a, b and the result.
       a: a shard along the label.
       b: whole along the label, if it has it.
       axis_name: the mesh axis to gather over.
-      keep_gathered: whether the gathered a, as `contract` takes it, is a result too, else None.
+      keep_gathered: whether the gathered a, in a form that `contract` takes, is a result too.
     """
     if not equation.is_matmul:
         assert isinstance(backend, EinsumBackend)
@@ -67,7 +67,7 @@ def scatter_einsum(
     """Sums the einsum over the axis and scatters it along the label.
 
     Args:
-      backend: what executes it.
+      backend: the backend.
       equation: labels of a, b and the result.
       a: whole along the label; its einsum with b is this device's term of the sum.
       b: whole along the label, if it has it.
@@ -123,7 +123,7 @@ def _columns(equation: Equation, b: jax.Array) -> Sequence[int]:
 
 
 def _join_from(dimension: int, array: jax.Array) -> jax.Array:
-    """All dimensions from this one on become one."""
+    """Joins all dimensions from this one on."""
     return array.reshape(*array.shape[:dimension], math.prod(array.shape[dimension:]))
 
 

@@ -1,4 +1,4 @@
-"""The device that is traced for, and the rates of the GPUs that costs are predicted for.
+"""The device of a traced program, and the rates of known GPUs for predictions.
 
 The rates are those of Hopper GPUs joined by NVLink and NVSwitch, measured inside compiled stacks of
 bfloat16 layers on two and on four H200. There the chip is limited by its power: whatever lets the
@@ -16,24 +16,25 @@ import jax
 
 @dataclass(frozen=True)
 class Rates:
-    """What a kind of GPU does in a second, and what it spends around that.
+    """Rates and overheads of a kind of GPU. Rates are per second.
 
     Attributes:
       multiprocessors: SMs of one GPU.
       tiles: (rows, columns, share of the peak rate) of the tiles that matmuls are computed in.
-      peak_flops: of one full wave of tiles in half precision, per second.
-      sustained_flops: of long matmuls in half precision, per second.
-      operand_bytes: read and written by a matmul, per second.
-      kernel_seconds: to start and end one kernel.
-      unaligned_slowdown: of matmuls whose rows the copy engine cannot load.
-      link_bytes: sent by one GPU in one direction, per second, by copies and collectives alike.
-      collective_seconds: to start and end one collective.
-      copy_seconds: to start and end one copy between peers.
-      pass_bytes: of a pass over memory inside a program, per second.
-      host_seconds: of the host for one op, however it is executed.
-      host_seconds_per_permute: on top for each permute, at which the threads that drive the devices
-        meet.
-      host_seconds_per_operand: on top in each step of a ring for each x and w but the first.
+      peak_flops: rate of one full wave of tiles in half precision.
+      sustained_flops: rate of long matmuls in half precision.
+      operand_bytes: rate at which a matmul reads and writes memory.
+      kernel_seconds: time to start and end one kernel.
+      unaligned_slowdown: factor for matmuls whose rows the TMA engine cannot load.
+      link_bytes: rate at which one GPU sends in one direction, by copies or collectives.
+      collective_seconds: time to start and end one collective.
+      copy_seconds: time to start and end one copy between peers.
+      pass_bytes: rate of a pass over memory inside a program.
+      host_seconds: host time for one op with any backend.
+      host_seconds_per_permute: additional host time for each permute, where the threads of the
+        devices synchronize.
+      host_seconds_per_operand: additional host time in each step of a ring for each x and w but the
+        first.
     """
 
     multiprocessors: int
@@ -69,17 +70,17 @@ HOPPER = Rates(
     host_seconds_per_operand=12e-6,
 )
 
-#: The kinds of device, as JAX names them, that the rates are true of.
+#: JAX's names of the kinds of device with these rates.
 _KNOWN_KINDS = frozenset({"NVIDIA H200", "NVIDIA H100 80GB HBM3"})
 
 
 def has_known_rates() -> bool:
-    """Whether `HOPPER` describes the device that is traced for."""
+    """Whether `HOPPER` describes the device of the traced program."""
     return traced_device().device_kind in _KNOWN_KINDS
 
 
 def traced_device() -> jax.sharding.AbstractDevice:
-    """The kind of device that is traced for: the mesh's if it says so, else the default one."""
+    """The kind of device of the traced program: that of its mesh if known, else the default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device

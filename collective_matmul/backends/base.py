@@ -1,4 +1,4 @@
-"""The contract of a backend: one way to execute the ops, and all that there is to know of it.
+"""The contract of a backend: it executes the ops, and answers questions about them.
 
 Every backend executes the three ops on matrices; an `EinsumBackend` also executes the fourth,
 einsums that are not matmuls. Shapes are local to one device: D devices are on the axis, K is
@@ -39,12 +39,13 @@ GatherResidual = jax.Array | ChunkedArray | None
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a backend expects a site to take.
+    """A backend's prediction for a site.
 
     Attributes:
-      seconds: on one device, the matmul of a weight gradient included where the site has one.
-      relative_error: the gain over the reference, as a fraction, from which on it is believed.
-      basis: what the seconds rest on, in words.
+      seconds: time on one device, including the matmul of a weight gradient if the site has one.
+      relative_error: the prediction is believed if its gain over the reference exceeds this
+        fraction.
+      basis: source of the prediction, in words.
     """
 
     seconds: float
@@ -56,7 +57,7 @@ class Configuration(Protocol):
     """One way to configure a backend for a site, such as the tiling of its kernel."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that distinguishes it from other configurations of the same site."""
+        """The configuration as JSON values, which identify it among those of the same site."""
         ...
 
 
@@ -64,7 +65,7 @@ class Backend(Protocol):
     """One way to execute the ops. Subclasses inherit the answers below that suit most backends.
 
     Attributes:
-      name: what `implementation=` calls it.
+      name: name for the argument `implementation`.
       uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
         compiled by ``overlap_jit(..., peer_kernels=True)`` may have them.
       predicts_precisely: whether its prediction may be compared with measurements of other
@@ -91,7 +92,7 @@ class Backend(Protocol):
           x: [..., m, ..., K], this device's shard along `dimension`.
           ws: each [K, N], or [N, K] if `transpose_w`.
           axis_name: the mesh axis to gather over.
-          dimension: of x, to gather.
+          dimension: dimension of x to gather.
           transpose_w: whether each w is contracted along its last dimension.
           keep_gathered: whether to return x whole too.
 
@@ -116,7 +117,7 @@ class Backend(Protocol):
           xs: each [..., M, ..., K].
           ws: each [K, N], or [N, K] if `transpose_w`.
           axis_name: the mesh axis to sum and scatter over.
-          dimension: of each x, to scatter.
+          dimension: dimension of each x to scatter.
           transpose_w: whether each w is contracted along its last dimension.
           co_gathered: [..., m, ..., R], a shard to gather along `dimension` in the same loop.
 
@@ -132,7 +133,7 @@ class Backend(Protocol):
     def unsupported_reason(self, site: Site) -> str | None:
         """Why it cannot execute a site, as part of a sentence; None if it can.
 
-        For a site that is being traced, called inside its `jax.shard_map`.
+        While the site is being traced, call this inside its `jax.shard_map`.
         """
         ...
 
@@ -141,16 +142,16 @@ class Backend(Protocol):
         del site
 
     def predict(self, site: Site) -> Prediction | None:
-        """What a site should take on the devices that are traced for; None if that is unknown."""
+        """The predicted time of a site on the devices of the traced program; None if unknown."""
         ...
 
     def configurations(self, site: Site) -> Sequence[Configuration]:
-        """All that it can be tuned over at a site, the likeliest to be fastest first."""
+        """The configurations to tune a site over, the likeliest to be fastest first."""
         del site
         return ()
 
     def configured(self, configuration: Configuration) -> Self:
-        """The same backend, held to one configuration."""
+        """The same backend with one fixed configuration."""
         raise ValueError(f"{self.name} has no configurations, and {configuration} was given")
 
     def configuration_record(

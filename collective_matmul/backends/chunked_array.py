@@ -45,11 +45,11 @@ def multiply_chunks(
 @jax.tree_util.register_dataclass
 @dataclass
 class ChunkedArray:
-    """A gathered array, still in the chunks it arrived in.
+    """A gathered array as the chunks that arrived.
 
     Attributes:
       chunks: arrays [..., size, ..., columns]; together they are the whole.
-      starts: where each begins in the whole.
+      starts: the first row of each chunk in the whole array.
     """
 
     chunks: list[jax.Array]

@@ -9,7 +9,7 @@ import numpy as np
 from collective_matmul.hardware import HOPPER
 from collective_matmul.site import Site
 
-#: The basis of predictions that rest on rates and no measurement of the site.
+#: The basis of predictions from rates, without a measurement of the site.
 COST_MODEL = "cost model"
 
 
@@ -53,9 +53,9 @@ def weight_gradient_seconds(site: Site) -> float:
 
 
 def slowdown(site: Site) -> float:
-    """How many times as long matmuls take as aligned ones in half precision.
+    """Time of matmuls relative to aligned ones in half precision.
 
-    Wider numbers take longer in proportion to their width, or more.
+    Wider numbers take longer at least in proportion to their width.
     """
     return (
         np.dtype(site.dtype).itemsize / 2 * (1.0 if site.is_aligned else HOPPER.unaligned_slowdown)

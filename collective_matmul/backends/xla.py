@@ -1,4 +1,4 @@
-"""One collective and one matmul, one after the other: with XLA's collectives, the reference."""
+"""`Xla`, the reference: XLA's collective and XLA's matmul, one after the other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SequentialBackend(Backend, Protocol):
 
 
 class Xla(SequentialBackend, EinsumBackend):
-    """XLA's own collectives: what others must beat."""
+    """XLA's own collectives. Other backends must be faster."""
 
     name = "xla"
 
@@ -129,14 +129,14 @@ class Xla(SequentialBackend, EinsumBackend):
         return None
 
     def predict(self, site: Site) -> Prediction | None:
-        """The collectives and the matmuls one after the other, or the host's launches."""
+        """The time of collectives and matmuls in sequence, or of the host's launches if longer."""
         if not has_known_rates():
             return None
         return Prediction(xla_seconds(site), 0.0, COST_MODEL)
 
 
 def xla_seconds(site: Site) -> float:
-    """Predicted seconds on Hopper GPUs, whichever device is traced for."""
+    """Predicted seconds on Hopper GPUs, whatever the device of the traced program is."""
     collectives = 1 if site.co_gathered is None else 2
     communication = (
         collectives * HOPPER.collective_seconds + site.bytes_communicated / HOPPER.link_bytes

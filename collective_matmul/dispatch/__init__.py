@@ -1,1 +1,1 @@
-"""Which backend executes a site: tables and predictions compared, and a record of decisions."""
+"""The choice of a backend for each site, by tables and predictions, and a record of decisions."""

@@ -1,4 +1,4 @@
-"""What all backends answer about a site, collected once."""
+"""The answers of all backends about a site, collected once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from collective_matmul.site import Site
 
 @dataclass(frozen=True)
 class Assessment:
-    """One backend at one site.
+    """The answers of one backend about a site.
 
     Attributes:
-      backend: whose answers these are.
+      backend: the backend.
       unsupported: why it cannot execute the site, or None.
       comparison: its time beside that of the reference; None if unknown, and for the reference.
       withheld: whether it makes a prediction that is not compared with measurements of others.
@@ -33,13 +33,13 @@ class Assessment:
 
 @dataclass(frozen=True)
 class Assessments:
-    """All backends at one site.
+    """The answers of all backends about a site.
 
     Attributes:
-      site: what is assessed.
+      site: the site.
       by_name: one for each backend that the program may use.
-      reference_seconds: of the reference; None if unknown.
-      basis: what `reference_seconds` rest on, in words.
+      reference_seconds: time of the reference; None if unknown.
+      basis: source of `reference_seconds`, in words.
     """
 
     site: Site

@@ -17,12 +17,12 @@ class Line:
     """An op, or a gather or sum over devices in a plain program.
 
     Attributes:
-      source: where in the user's program.
+      source: location in the user's program.
       direction: which pass of an op that the program calls; empty where that is unknown.
       op: its name, or the collective's.
       shapes: the local arrays, to be read.
       chosen: the backend that executes it.
-      reason: in words.
+      reason: the reason, in words.
       seconds, reference_seconds: predicted for what was chosen, and for XLA; None if unknown.
     """
 

@@ -1,4 +1,4 @@
-"""What tables say of a backend at a site: its own entry, or those of sites nearly the same."""
+"""Looks up a backend at a site in tables: the site's own entry, or entries of similar sites."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Comparison:
     """A backend beside the reference, both by one measurement or one model.
 
     Attributes:
-      seconds: of the backend.
-      reference_seconds: of the reference.
-      relative_error: the gain over the reference, as a fraction, from which on it is believed.
-      basis: what both rest on, in words.
+      seconds: time of the backend.
+      reference_seconds: time of the reference.
+      relative_error: the comparison is believed if the gain exceeds this fraction.
+      basis: source of both times, in words.
     """
 
     seconds: float
@@ -42,12 +42,12 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """How many times as long the reference takes."""
+        """Time of the reference divided by that of the backend."""
         return self.reference_seconds / self.seconds
 
     @property
     def is_believed(self) -> bool:
-        """Whether the backend gains more than the measurement or the model may be wrong by."""
+        """Whether the gain exceeds the error of the measurement or the model."""
         return self.gain - 1 >= self.relative_error
 
     def with_reference(self, reference_seconds: float) -> Comparison:
@@ -59,17 +59,17 @@ class Comparison:
 def look_up(
     site: Site, backend: str, tables: Sequence[tuple[str, Table]], usable: Collection[str]
 ) -> Comparison | None:
-    """What measurements say of a backend at a site, or None.
+    """A backend beside the reference according to measurements, or None.
 
-    The site's own entry counts if there is one. Else two near entries must agree, one of no less
-    work and one of no more: the gain may turn into a loss between them. With the smaller alone its
-    gain is believed, since what pays there pays above; with the larger alone only that no backend
-    pays.
+    The site's own entry is used if there is one. Otherwise two near entries must agree, one with
+    less work and one with more, because a gain may turn into a loss between them. If only the
+    smaller exists, its gain is used: a backend that is faster there is faster above. If only the
+    larger exists, it is used only if no backend is faster there.
 
     Args:
-      site: what is to be predicted.
-      backend: its name.
-      tables: each with where it is from, best first.
+      site: the site.
+      backend: the name of the backend.
+      tables: (origin, table) pairs, best first.
       usable: names of all backends that the program may use.
     """
     own = _own_entry(site.flat, backend, tables)
@@ -117,7 +117,7 @@ def _best_gain(entry: Entry, usable: Collection[str]) -> float:
 
 
 def _doublings(site: Site, other: Site) -> float:
-    """How far two flat sites of one kind are apart."""
+    """The distance between two flat sites of one kind, in doublings of the rows."""
     rows = math.log2(site.rows / other.rows)
     contracted = math.log2(site.contracted / other.contracted)
     columns = math.log2(site.columns / other.columns)

@@ -1,4 +1,4 @@
-"""Decisions, and a record of those that are taken while a program is traced."""
+"""Decisions, and a record of the decisions while a program is traced."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Decision:
     """The backend that executes a site, and why.
 
     Attributes:
-      site: what is executed.
-      implementation: the name of the backend.
-      reason: in words.
-      seconds: predicted for the backend, a weight gradient included; None if unknown.
-      reference_seconds: the same for the reference, XLA's collectives.
+      site: the site.
+      implementation: name of the backend.
+      reason: the reason, in words.
+      seconds: predicted time of the backend, including a weight gradient; None if unknown.
+      reference_seconds: predicted time of the reference, XLA's collectives; None if unknown.
     """
 
     site: Site
@@ -38,7 +38,7 @@ _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.Con
 )
 
 
-# JAX traces again what it has traced before only if something that it looks at has changed.
+# JAX traces a function again only if something in its cache key has changed, such as this number.
 _trace_number = jax.make_user_context(0)
 _trace_numbers = itertools.count(1)
 
@@ -63,18 +63,18 @@ def record_decisions(*, hidden: bool = False) -> Iterator[list[Decision]]:
 
 
 def record(decision: Decision) -> None:
-    """Adds a decision to all records that are being taken."""
+    """Adds a decision to all active records."""
     for decisions in _recorders.get():
         decisions.append(decision)
 
 
 def force_retrace() -> contextlib.AbstractContextManager:
-    """A block in which `jax.jit` traces again what it has traced before it."""
+    """A context in which `jax.jit` traces functions again that it has already traced."""
     return _trace_number(next(_trace_numbers))
 
 
 def decisions_of(fun: Callable, *args: Any, **kwargs: Any) -> list[Decision]:
-    """All decisions for a function, which is traced for these arguments and not compiled."""
+    """The decisions for a function. It is traced for these arguments, and not compiled."""
     with force_retrace(), record_decisions() as decisions:
         jax.eval_shape(fun, *args, **kwargs)
     return decisions

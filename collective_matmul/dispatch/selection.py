@@ -1,7 +1,7 @@
 """The decision for one site: which backend executes it.
 
-XLA's collectives are the default. Another backend must win by more than its measurement or its
-model may be wrong by.
+XLA's collectives are the default. Another backend must win by more than the error of its
+measurement or its model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class UnsupportedSiteError(ValueError):
     """None of the backends that were requested by name can execute a site.
 
     Attributes:
-      reason: why not, without the advice of the message.
+      reason: the reasons, without the advice in the message.
     """
 
     def __init__(self, message: str, reason: str):
@@ -31,14 +31,14 @@ class UnsupportedSiteError(ValueError):
 
 
 def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
-    """The backend for `site`: the first requested that can execute it, else the fastest.
+    """The backend for `site`: the first requested one that can execute it, or the fastest.
 
-    The fastest by measurement on this kind of device, or on one whose table speaks for it too; by
-    the backends' own models where nothing near was measured.
+    The fastest according to measurements on this kind of device, or on a kind whose table it uses
+    too. Where nothing similar was measured, according to the backends' own models.
 
     Args:
-      site: what is to be executed; while it is being traced, called inside its `jax.shard_map`.
-      requested: names, best first; None chooses.
+      site: the site; while it is being traced, call this inside its `jax.shard_map`.
+      requested: names of backends, best first; None for the fastest.
 
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
@@ -58,7 +58,7 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
 
 
 class _Choice(NamedTuple):
-    """A backend, the reason for it, and why it is not a better one if that is to be reported."""
+    """A backend, the reason for it, and the reason to report against a better one, if any."""
 
     backend: Backend
     reason: str
@@ -128,7 +128,7 @@ def _least_seconds(believed: Iterable[Assessment]) -> Backend:
 
 
 def _reason_against(site: Site, assessment: Assessment, overlaps: bool) -> str | None:
-    """Why a backend that should be faster is not chosen, as a sentence; None if it may be."""
+    """Why a backend that should be faster may not be chosen, as a sentence; None if it may."""
     name = assessment.backend.name
     if assessment.unsupported:
         return _cannot(name, assessment.unsupported)
@@ -146,7 +146,7 @@ def _cannot(name: str, reason: str) -> str:
 
 
 def _unmeasured(assessments: Assessments) -> list[str]:
-    """Which backends could be faster for all that is known, but were not measured."""
+    """Remarks about backends that could be faster but were not measured."""
     return [
         f"{name} was not measured here"
         for name, each in assessments.by_name.items()

@@ -1,1 +1,1 @@
-"""What kernels for Hopper GPUs share: the matmul, its tiling, and memory of peer GPUs."""
+"""Building blocks of kernels for Hopper GPUs: the matmul, its tiling, memory of peer GPUs."""

@@ -1,4 +1,4 @@
-"""Where kernels that access the memory of peers can run."""
+"""Requirements of kernels that access the memory of peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the all-gather matmul kernel runs: its tiling, and in which pieces a device sends its shard.
+"""Configurations of the all-gather matmul kernel: its tiling, and the pieces of a shard it sends.
 
 A *box* is the region that one bulk copy moves, as in CUDA's tensor maps: some rows of a slab.
 """
@@ -27,9 +27,9 @@ _POLL_MICROSECONDS = 0.2
 # Some block sends later than the others. Its part of all rows may be late by this share of the
 # whole time, or of one slab's.
 _LATE = 0.02
-# What arrives while several peers send at once: more than in XLA's all-gathers, less than from one.
+# Arrival rate while several peers send at once: above that of XLA's all-gathers, below one peer's.
 _CROWDED_LINK_BYTES_PER_MICROSECOND = 3.0e5
-# Tiles that span shards begin with rows of every peer: each peer adds to how late the last one is.
+# Tiles that span shards need rows of every peer: each peer delays the last arrival further.
 _SPANNING_MICROSECONDS = 4.0
 
 
@@ -38,8 +38,8 @@ class AllGatherProblem:
     """The shapes of ``all_gather(x) @ w``.
 
     Attributes:
-      devices: D, on the axis.
-      planes: of a shard: the product of the dimensions before the gathered one.
+      devices: number of devices on the axis, D.
+      planes: number of planes of a shard: the product of the dimensions before the gathered one.
       m: rows of a shard in each plane.
       k: the contracted size.
       n: the columns of each result.
@@ -72,7 +72,7 @@ class AllGatherConfig:
 
     Attributes:
       problem: the shapes.
-      tiling: of the matmul.
+      tiling: tiling of the matmul.
       tiles_span_shards: whether a tile may have rows of several shards.
       rows_per_group: rows of a shard, in each plane, that are multiplied at about the same time.
         The last group of a plane may have fewer.
@@ -156,7 +156,7 @@ class AllGatherConfig:
         return self.matmul.batch * self.grid_m * self.grid_n
 
     def to_json(self) -> dict[str, Any]:
-        """What distinguishes it from other configurations for the same call, as JSON has it."""
+        """The configuration as JSON values, without its problem."""
         return {
             "tiling": asdict(self.tiling),
             "tiles_span_shards": self.tiles_span_shards,
@@ -185,7 +185,7 @@ class AllGatherConfig:
 def _cluster_microseconds(
     config: AllGatherConfig, compute: float, cluster: int, clusters: int
 ) -> float:
-    """When a cluster ends, if all together take `compute` microseconds and each awaits slabs."""
+    """The time at which a cluster ends, if all clusters take `compute` and wait for slabs."""
     problem, spans = config.problem, config.tiles_span_shards
     peers = problem.devices - 1
     crowded = max(config.peers_per_pass) > 1

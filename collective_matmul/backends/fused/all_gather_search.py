@@ -1,4 +1,4 @@
-"""Which configurations the all-gather matmul kernel can run, and the best of them."""
+"""Candidate configurations of the all-gather matmul kernel, and the best of them."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _box(config: AllGatherConfig, most_bytes: int) -> tuple[int, int]:
 
 
 def _rows_of_all_groups(config: AllGatherConfig) -> int:
-    """What the rows of every group are a multiple of, a smaller last group's too."""
+    """The greatest common divisor of the groups' rows, including a smaller last group."""
     return math.gcd(config.problem.m, config.rows_per_group)
 
 

@@ -54,10 +54,10 @@ def semaphore_index(config: AllGatherConfig, plane: Scalar, group: Scalar, slab:
     """Returns the index of a slab's semaphore.
 
     Args:
-      config: of the kernel.
-      plane: of `gathered`, which has one for each plane of each shard.
-      group: of the plane; or of a plane further on, if it exceeds the groups of one.
-      slab: of the group.
+      config: configuration of the kernel.
+      plane: index of a plane of `gathered`, which has one for each plane of each shard.
+      group: index of a group of the plane; from the number of groups on, of the following planes.
+      slab: index of a slab of the group.
     """
     return (plane * config.groups + group) * config.slabs + slab
 

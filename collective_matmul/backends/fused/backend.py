@@ -1,4 +1,4 @@
-"""One kernel per op: it communicates while it multiplies, and no host stands between chunks."""
+"""`Fused`: one kernel per op, which communicates while it multiplies, without its host."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Fused(Backend):
 
 
 def _seconds(site: Site) -> float:
-    """What is gathered beside a sum is gathered by a collective before it."""
+    """Predicted seconds of a site. A co-gathered array is gathered by a collective first."""
     co_gathering = 0.0
     if site.co_gathered is not None:
         co_gathering = HOPPER.collective_seconds + site.co_gathered_bytes / HOPPER.link_bytes
@@ -167,7 +167,7 @@ def _of_op(
     reduce_scatter: Callable[..., T],
     all_reduce: Callable[..., T],
 ) -> T:
-    """What the function for the site's op answers about its arrays, as they are on one device."""
+    """The result of the function for the site's op, called with its local shapes."""
     xs = [jax.ShapeDtypeStruct(x, site.dtype) for x, _ in site.operands]
     ws = [
         jax.ShapeDtypeStruct(w[::-1] if site.transpose_w else w, site.dtype)

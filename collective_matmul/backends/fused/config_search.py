@@ -104,7 +104,7 @@ def other_tile_orders(tiling: Tiling, width: int, length: int) -> list[Tiling]:
     """The same tiling with each other `grid_tile_width` that makes a difference.
 
     Args:
-      tiling: of a configuration.
+      tiling: tiling of a configuration.
       width: tiles on the side that the width of a stripe is counted along.
       length: tiles on the other side.
     """
@@ -163,14 +163,14 @@ def ranked(
     sizes: Callable[[C], Hashable],
     variations: Callable[[C], Iterable[C]],
 ) -> tuple[C, ...]:
-    """Configurations and variations that the model cannot tell apart, the likeliest fastest first.
+    """Configurations and variations with equal predictions, the likeliest to be fastest first.
 
     Args:
-      configs: in any order.
+      configs: configurations in any order.
       predicted: the predicted microseconds of each.
       sizes: the choice that matters most. The best configuration of each comes early, because the
         model errs most about it.
-      variations: of a configuration.
+      variations: returns the variations of a configuration.
     """
     alike: dict[Hashable, list[C]] = {}
     for config in sorted(configs, key=predicted):
@@ -185,12 +185,12 @@ def ranked(
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What a configuration is wanted for.
+    """A call of a kernel, to be configured.
 
     Attributes:
-      op: its name.
+      op: name of the op.
       problem: a dataclass of numbers and tuples of numbers, among them `m`.
-      multiprocessors: of each GPU.
+      multiprocessors: number of multiprocessors of each GPU.
     """
 
     op: Op

@@ -145,15 +145,15 @@ class OwnerTileScheduler(PersistentGemm):
     def regions_for(
         self, tile: EpilogueTiles, plane: Ref, owner: Scalar, row: Scalar, column: Scalar
     ) -> Iterator[tuple[Ref, Ref, Scalar]]:
-        """Yields what of an epilogue tile an owner gets.
+        """Yields the regions of an epilogue tile that may belong to an owner.
 
-        The size of a copy is static. So there is one copy for each number of rows that an owner may
-        get: all of the epilogue tile, or the rest that whole epilogue tiles leave of its rows.
+        The size of a copy is static, so there is one region for each number of rows that an owner
+        may get: all rows of the tile, or the remainder of its own rows.
 
         Args:
           tile: the epilogue tile.
-          plane: to store it in, [n / epilogue_tile_n, m, epilogue_tile_n].
-          owner: of rows of it.
+          plane: the plane to store it in, [n / epilogue_tile_n, m, epilogue_tile_n].
+          owner: the device that owns the rows.
           row: first row of the epilogue tile in the product.
           column: first column.
 
@@ -174,11 +174,11 @@ class OwnerTileScheduler(PersistentGemm):
     def local_region(
         self, tile: Ref, plane: Ref, row: Scalar, column: Scalar
     ) -> tuple[Ref, Ref, Scalar]:
-        """Returns what of an epilogue tile this device owns.
+        """Returns the region of an epilogue tile that this device owns.
 
         Args:
           tile: the epilogue tile, swizzled.
-          plane: to store it in, [m, n].
+          plane: the plane to store it in, [m, n].
           row: first row of the epilogue tile in the product.
           column: first column.
 

@@ -1,4 +1,4 @@
-"""How the reduce-scatter matmul kernel runs: its tiling, and which device owns which tiles."""
+"""Configurations of the reduce-scatter matmul kernel: its tiling, and the owners of tiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ReductionKind = Literal["scatter", "two_shot", "one_shot"]
 _NARROW_EPILOGUE_TILES = 1.2
 # What the blocks of a cluster wait for each other.
 _CLUSTER_MICROSECONDS = 4.0
-# What TMA of one multiprocessor reads of partial products.
+# Rate at which TMA of one multiprocessor reads partial products.
 _PARTIAL_BYTES_PER_MICROSECOND = 1.2e5
 
 
@@ -37,8 +37,8 @@ class ReduceScatterProblem:
     """The shapes of ``reduce_scatter(sum over p of xs[p] @ ws[p])``, or of its ``all_reduce``.
 
     Attributes:
-      kind: where the sums are made.
-      devices: D, on the axis.
+      kind: the devices that compute the sums.
+      devices: number of devices on the axis, D.
       planes: the product of the dimensions before the scattered one.
       m: rows of each plane that a device owns, a multiple of 8. For "one_shot", all rows.
       k: the local contracted size of each term.
@@ -115,7 +115,7 @@ class ReduceScatterConfig:
 
     @property
     def sent_copies(self) -> float:
-        """How many peers get a partial product, on average over all of a device's."""
+        """Number of peers that get a partial product, averaged over those of a device."""
         devices = self.problem.devices
         return devices - 1 if self.problem.kind == "one_shot" else 1 - 1 / devices
 
@@ -149,7 +149,7 @@ class ReduceScatterConfig:
         return self.problem.planes * self.row_tiles * self.column_tiles
 
     def to_json(self) -> dict[str, Any]:
-        """What distinguishes it from other configurations for the same call, as JSON has it."""
+        """The configuration as JSON values, without its problem."""
         return {
             "tiling": asdict(self.tiling),
             "kind": self.problem.kind,
@@ -221,7 +221,7 @@ def _arrival_microseconds(config: ReduceScatterConfig, wave: float, clusters: in
 
 
 def _return_microseconds(config: ReduceScatterConfig, clusters: int) -> float:
-    """What the sums of the last wave take to reach all peers."""
+    """The time in which the sums of the last wave reach all peers."""
     problem = config.problem
     last = 1 + (problem.planes * config.local_grid_m * config.grid_n - 1) % clusters
     sums_bytes = last * config.cluster_bytes(min(problem.m, config.cluster_tile_m))

@@ -1,4 +1,4 @@
-"""Which configurations the reduce-scatter matmul kernel can run, and the best of them."""
+"""Candidate configurations of the reduce-scatter matmul kernel, and the best of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def choose_reduce_scatter_config(
     """The configuration measured or predicted to be fastest; None if the kernel cannot do it.
 
     Args:
-      problem: with any number of rows; the rows of the configuration's problem are padded. The
-        problem of an all-reduce is a "one_shot", and the configuration chooses how it is done.
-      multiprocessors: of each GPU.
+      problem: the shapes, with any number of rows; the rows of the configuration's problem are
+        padded. An all-reduce has the kind "one_shot", and the configuration may have another kind.
+      multiprocessors: number of multiprocessors of each GPU.
     """
     if problem.kind == "one_shot":
         call = KernelCall("matmul_all_reduce", problem, multiprocessors)
@@ -77,7 +77,7 @@ def _configs(problem: ReduceScatterProblem) -> list[ReduceScatterConfig]:
 
 
 def padded_rows(rows: int) -> list[int]:
-    """What the rows of a device may be padded to, so that tiles and owners divide each other."""
+    """The numbers of rows that a device's rows may be padded to, so that tiles fit the owners."""
     if rows <= 64:
         return [max(ROW_MULTIPLE, 1 << (rows - 1).bit_length())]
     return sorted({-(-rows // height) * height for height in (64, 128, 256)})

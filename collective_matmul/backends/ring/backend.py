@@ -24,7 +24,7 @@ from collective_matmul.site import Site
 
 
 class RingBackend(EinsumBackend):
-    """One pattern of schedule. The shapes are those of `collective_matmul.backends.base`."""
+    """A ring with one pattern of schedule; see `Backend` for shapes."""
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name
@@ -144,7 +144,7 @@ class RingBackend(EinsumBackend):
         return None if reason is None else f"would hide nothing: {reason}"
 
     def predict(self, site: Site) -> Prediction | None:
-        """The cost model, which is of the one-way ring alone."""
+        """The cost model, which exists for the one-way ring only."""
         return cost.predict(site) if self.pattern == "one_way" else None
 
     def _co_gather(self, shard: jax.Array | None, axis_name: str, dimension: int) -> Gather | None:
@@ -153,7 +153,7 @@ class RingBackend(EinsumBackend):
         return Gather(shard, self.pattern, axis_name, dimension, co_gathered=True)
 
 
-#: By name.
+#: The rings by name.
 RINGS: dict[str, RingBackend] = {
     "ring": RingBackend("ring", "one_way"),
     "ring_two_way": RingBackend("ring_two_way", "two_way"),

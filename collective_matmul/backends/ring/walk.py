@@ -63,7 +63,7 @@ class Ring:
         return stop - start
 
     def start(self, chunk: Chunk) -> jax.Array:
-        """Where a chunk begins in a whole array."""
+        """The first row of a chunk in a whole array."""
         owner = (self.device + chunk.offset) % self.devices
         return owner * self.rows + self.bounds[chunk.part][0]
 
