@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,3 @@ def make(name: str) -> Candidate:
     if name == "auto_fused" or (name in BACKENDS and BACKENDS[name].uses_peer_kernels):
         return Candidate(name, communication, "overlap_jit(peer_kernels=True)")
     return Candidate(name, communication, "overlap_jit")
-
-
-def in_order(chosen: Sequence[str]) -> tuple[str, ...]:
-    """The names chosen, in the order of tables."""
-    return tuple(name for name in names() if name in chosen)

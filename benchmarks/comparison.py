@@ -67,7 +67,7 @@ def run(
       benchmark: its name.
       settings: what to time, and how.
       cases: in the order to measure them in.
-      names: the candidates that may take part.
+      names: the candidates that may take part, in the order of tables.
 
     Raises:
       ValueError: for settings that do not fit together or to the devices.
@@ -78,8 +78,7 @@ def run(
     for case in cases:
         _check_divisible(case, mesh)
     report = Report(benchmark, settings)
-    taking_part = candidates.in_order(settings.candidates or names)
-    chosen = [candidates.make(name) for name in taking_part]
+    chosen = [candidates.make(n) for n in names if n in (settings.candidates or names)]
     operands = Operands(mesh, settings.array_dtype)
     for first in range(0, len(cases), settings.compile_cases):
         if report.out_of_time():

@@ -21,14 +21,7 @@ from typing import Any, get_args
 
 from benchmarks import environment
 from benchmarks.config_trial import ConfigTrial, first_line
-from benchmarks.internals import (
-    BACKENDS,
-    LAYERS,
-    MeasuredData,
-    Record,
-    Site,
-    shipped,
-)
+from benchmarks.internals import BACKENDS, LAYERS, MeasuredData, Record, Site, shipped
 from benchmarks.isolated import Message, run_isolated
 from benchmarks.ops import Op
 from benchmarks.report import Report
@@ -174,6 +167,22 @@ def run(settings: Configs) -> Report:
     return report
 
 
+@dataclass
+class Steps:
+    """Sends the steps of a site: configurations by their JSON, and "" for everything else."""
+
+    name: str
+    connection: Connection
+    current: str = ""
+
+    def begin(self, step: str) -> None:
+        self.current = step
+        self.connection.send(Message(self.name, step))
+
+    def end(self, result: Any) -> None:
+        self.connection.send(Message(self.name, self.current, result))
+
+
 def work(
     sites: dict[str, Site],
     failed: frozenset[str],
@@ -187,27 +196,28 @@ def work(
     for name, site in sites.items():
         if time.time() > ends:
             return
-        connection.send(Message(name, ""))
+        steps = Steps(name, connection)
         try:
-            connection.send(
-                Message(name, "", measure_site(name, site, devices, failed, settings, connection))
-            )
+            steps.begin("")
+            steps.end(measure_site(site, devices, failed, settings, steps))
         except Exception as error:
             traceback.print_exc(limit=3)
-            connection.send(Message(name, "", first_line(error)))
+            steps.end(first_line(error))
             # After an error on a device nothing works in this process, maybe not even its end.
             os._exit(1)
 
 
 def measure_site(
-    name: str,
     site: Site,
     devices: Sequence[Any],
     failed: frozenset[str],
     settings: Configs,
-    connection: Connection,
+    steps: Steps,
 ) -> str | tuple[str, dict[str, list[float]], Record]:
-    """The best configuration, all times, and the best one's record; or why there are none."""
+    """The best configuration, all times, and the best one's record; or why there are none.
+
+    Each check is a step of its own.
+    """
     backend = BACKENDS[settings.backend]
     if reason := backend.unsupported_reason(site):
         return reason
@@ -217,13 +227,13 @@ def measure_site(
     trial = ConfigTrial(site, devices, backend, configs, settings.compile_threads)
     right = []
     for text in configs:
-        connection.send(Message(name, text))
+        steps.begin(text)
         wrong = trial.wrong(text)
-        connection.send(Message(name, text, wrong))
+        steps.end(wrong)
         right += [text] if wrong == 0 else []
     if not right:
         return f"none of {len(configs)} configurations works"
-    connection.send(Message(name, ""))
+    steps.begin("")
     times = trial.times(right, settings.lead_seconds, settings.groups, settings.group_seconds)
     best = min(right, key=lambda text: times[text][1])
     return best, times, backend.configuration_record(site, configs[best], times[best][1])

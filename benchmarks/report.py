@@ -51,7 +51,8 @@ class Report:
         devices: Sequence[str] | None = None,
         sections: Sequence[Section] | None = None,
     ):
-        self.folder = settings.output or default_folder(benchmark)
+        now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        self.folder = settings.output or Path(__file__).parent / "reports" / f"{now}-{benchmark}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sections = sections
         self._started = time.monotonic()
@@ -161,12 +162,6 @@ def _sentence(name: str, result: dict[str, Any]) -> str:
         return f"{name}: {result['failure']}"
     same = f" (same program as {result['same_program_as']})" if result["same_program_as"] else ""
     return f"{name} {1e3 * result['median']:.3f} ms{same}"
-
-
-def default_folder(benchmark: str) -> Path:
-    """Where a report is written by default."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    return Path(__file__).parent / "reports" / f"{now}-{benchmark}"
 
 
 def _plain(value: Any) -> Any:

@@ -96,7 +96,7 @@ def time_pytorch(
 
     Returns:
       Results; and why that is not everything, if so. Each result has the case's description, and
-      candidate, devices, dtype, versions; options (the variant that was fastest), tried (seconds
+      candidate, devices, versions; options (the variant that was fastest), tried (seconds
       per call of each in a short trial), samples (seconds per call, one for each group) and
       relative_error (of results and gradients, the largest over arrays and devices); or failure.
     """

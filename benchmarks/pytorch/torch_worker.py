@@ -130,13 +130,8 @@ class Worker:
 
     def describe(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
         nccl = torch.cuda.nccl.version() if self.job.platform == "gpu" else ()
-        versions = {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, nccl)),
-        }
-        ran = {"devices": self.job.devices, "dtype": self.job.dtype, "versions": versions}
-        return {"candidate": name, **case, **ran}
+        versions = {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
+        return {"candidate": name, **case, "devices": self.job.devices, "versions": versions}
 
     def communications(self, name: str, program: TorchProgram) -> dict[str, TorchCommunication]:
         """The ways to communicate that are tried, by what distinguishes them."""
