@@ -1,7 +1,7 @@
-"""The kernel's numbers, on the CPU: Mosaic's interpreter plays its threads, copies and barriers.
+"""Numbers of the chunk matmul, on the CPU: Mosaic's interpreter runs threads, copies and barriers.
 
-It also finds memory that two of them touch at once. What surrounds a chunk that is read is NaN, and
-results begin as random numbers: an element read from elsewhere, or not written, shows.
+It also detects races. The chunks around those that are read are NaN, and results are random numbers
+at first: so an element that is read from another chunk, or is not written, shows.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ Draw = Callable[..., np.ndarray]
 
 @pytest.fixture
 def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
-    """Runs the kernel in the interpreter, with the tiling that is asked for.
+    """Makes the kernel run in the interpreter, with a given tiling.
 
-    By two blocks or one cluster, so that each visits several tiles and its stages go round.
+    There are two blocks or one cluster, so that each block visits several tiles and uses its stages
+    several times.
     """
 
     def use(tiling: Tiling) -> None:
@@ -58,25 +59,25 @@ def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
 
 
 def interpreter() -> Any:
-    """That finds races. It has no registers, and so leaves out the fences that order them."""
+    """Returns an interpreter that detects races. It has no registers, so it ignores their fences."""
     return INTERPRETER(detect_races=True, inline_mgpu="ignore")
 
 
 def drawing(dtype: str) -> Draw:
-    """A function that draws an array of a shape."""
+    """Returns a function that draws an array of a shape."""
     generator = np.random.default_rng(0)
     return lambda *shape: generator.standard_normal(shape).astype(jnp.dtype(dtype))
 
 
 def among_nans(value: np.ndarray, number: int, count: int, dimension: int) -> Rows:
-    """`value` as chunk `number` of `count`."""
+    """Returns `value` as chunk `number` of `count`; the other chunks are NaN."""
     parts = [np.full_like(value, math.nan)] * count
     parts[number] = value
     return rows_of(np.concatenate(parts, dimension), number, count, dimension)
 
 
 def rows_of(array: Any, number: int, count: int, dimension: int) -> Rows:
-    """Chunk `number` of `count` of an array. As in rings, only the device knows where it starts."""
+    """Returns chunk `number` of `count` of an array. As in rings, its start is traced."""
     size = array.shape[dimension] // count
     return Rows(jnp.asarray(array), jnp.int32(number * size), size)
 
@@ -86,7 +87,7 @@ def assert_sum_of_products(
     pairs: Iterable[tuple[np.ndarray, np.ndarray]],
     roundings: int = 1,
 ) -> None:
-    """``actual = sum of x @ w over pairs``, as closely as can be told.
+    """Asserts ``actual = sum of x @ w over pairs``, up to the rounding of float32 sums.
 
     A sum of n terms in float32 is off by at most γ = n u / (1 - n u) of the sum of magnitudes, with
     u = 2⁻²⁴ (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Each rounding to
@@ -112,8 +113,8 @@ class Multiply:
       columns: N of each result.
       read: which chunk of the xs, and of how many.
       written: which chunk of the results, and of how many.
-      lead: sizes of the dimensions before that of the chunks.
-      trail: sizes of those between it and the columns.
+      lead: sizes of the dimensions before the chunks' dimension.
+      trail: sizes of the dimensions between it and the columns.
     """
 
     size: int
@@ -203,12 +204,12 @@ class Contract:
     """A call of `contract_chunks`: one side is one array, the other an array for each chunk.
 
     Attributes:
-      gathered: the side that is in several arrays.
+      gathered: the side that consists of several arrays.
       size: rows of a chunk.
       rows: K.
       columns: N of each result.
-      lead: sizes of the dimensions before that of the chunks.
-      trail: sizes of those between it and the columns.
+      lead: sizes of the dimensions before the chunks' dimension.
+      trail: sizes of the dimensions between it and the columns.
     """
 
     gathered: Literal["x", "y"]

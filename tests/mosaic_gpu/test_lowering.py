@@ -1,7 +1,7 @@
-"""Every form of the kernel lowers for CUDA, on machines without GPUs too, and what then is left.
+"""Every form of the chunk matmul lowers for CUDA, on machines without GPUs too.
 
-Where the kernel works, a ring is its launches and its permutes: nothing multiplies, copies or adds
-chunks beside them.
+With the kernel, a ring consists of launches and permutes. Nothing else multiplies, copies or adds
+chunks.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def lowered(fun: Callable, *arguments: Any) -> str:
 
 
 def case_of(op: str, ring: str, devices: int = DEVICES) -> Case:
-    """All global arrays are square."""
+    """Returns a case in which all global arrays are square."""
     size = 64 * devices
     return Case(op, ring, devices, (size,), size, ((size,),), dtype="bfloat16")
 
 
 def shapes(case: Case) -> tuple[Any, Any, Any]:
-    """Shapes of the arrays that `Case.arrays` draws."""
+    """Returns the shapes of the arrays that `Case.arrays` draws."""
 
     def shape(*sizes: int) -> ShapeDtypeStruct:
         return ShapeDtypeStruct(sizes, case.dtype)
@@ -65,7 +65,7 @@ def shapes(case: Case) -> tuple[Any, Any, Any]:
 
 
 def forward_and_backward(case: Case, mesh: Mesh) -> str:
-    """The program that `Case.run` would compile."""
+    """Returns the program that `Case.run` would compile."""
 
     def lower(fun: Callable) -> Callable:
         return functools.partial(lowered, fun)
@@ -80,14 +80,14 @@ def multiplies(use: Use, ring: str) -> int:
 
 
 def launches(op: str, ring: str) -> int:
-    """One for each chunk, and one for the weights' gradients."""
+    """Returns the expected launches: one for each chunk, and one for the weight gradients."""
     if op == "matmul_all_reduce":
         return multiplies("scatter", ring)
     return multiplies("gather", ring) + multiplies("scatter", ring) + 1
 
 
 def kernels(text: str) -> list[str]:
-    """The kernels in a program, each once: all their launches call one function."""
+    """Returns the kernels in a program. All launches of a kernel call one function."""
     return [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
 
 
@@ -100,7 +100,7 @@ def count(text: str, name: str) -> int:
 
 
 def assert_nothing_but_kernels(text: str, op: str, ring: str) -> None:
-    """And each overwrites, for every result, an operand."""
+    """Asserts that kernels do all the work, and each overwrites an operand for every result."""
     assert calls(text) == launches(op, ring)
     # The backward of an all-reduce has nothing to hide, and is left to XLA.
     assert count(text, "dot_general") == (2 if op == "matmul_all_reduce" else 0)
@@ -119,7 +119,7 @@ def test_ring(op: str, ring: str, mesh: Mesh) -> None:
 @every_op
 @every_ring
 def test_ring_with_more_dimensions_and_weights(op: str, ring: str, mesh: Mesh) -> None:
-    """Before the chunks' and behind it; one gather for several weights; untracked axes; float16."""
+    """Before the chunks' dimension and after it; several weights; untracked axes; float16."""
     columns = (96 * DEVICES,), (DEVICES, 32)
     case = replace(
         case_of(op, ring),
@@ -184,7 +184,7 @@ def layers(number: int, mesh: Mesh) -> str:
 
 
 def test_layers_share_their_kernels(mesh: Mesh) -> None:
-    """Each takes long to compile."""
+    """A kernel takes long to compile."""
     one, three = layers(1, mesh), layers(3, mesh)
     assert calls(three) == 3 * calls(one)
     assert len(kernels(three)) == len(kernels(one))
@@ -205,8 +205,8 @@ def test_what_the_kernel_cannot_do_is_left_to_xla(
     assert count(text, "dot_general") == 2 + 2 + 1
 
 
-def test_where_the_compiler_shards_too_it_gets_no_kernels(make_mesh: MeshFactory) -> None:
-    """It cannot divide one, and would gather its operands."""
+def test_no_kernels_over_automatic_mesh_axes(make_mesh: MeshFactory) -> None:
+    """The compiler cannot shard a kernel, and would gather its operands."""
     case = case_of("all_gather_matmul", "ring", 2)
     x, ws, _ = shapes(case)
     x_spec, w_specs, y_specs = case.specs
@@ -227,9 +227,10 @@ def test_other_machines_get_no_kernels(monkeypatch: pytest.MonkeyPatch, mesh: Me
 
 
 def tuned_forms() -> list[tuple[MatmulProblem, Tiling]]:
-    """All measured tilings, each for the orientations it was measured for, in any tile order.
+    """Returns all measured tilings, with a problem of the orientation it was measured for.
 
-    A single term and result, since a kernel with more repeats the same for each of them.
+    Tilings that differ in the order of tiles only are returned once. Problems have one term and one
+    result: a kernel with more repeats the same for each of them.
     """
     forms = {}
     for problem, (found, *_) in tiling.measured_tilings().items():
@@ -258,7 +259,7 @@ FOUR_BLOCK_CLUSTERS = [
 
 
 def launch_of(problem: MatmulProblem, tiling_: Tiling) -> tuple[Callable, tuple]:
-    """A launch of one term and one result, and the shapes of its arguments."""
+    """Returns a launch of one term and one result, and the shapes of its arguments."""
     (contracted,), (columns,) = problem.k, problem.n
 
     def planes(*shape: int) -> ShapeDtypeStruct:
@@ -276,7 +277,7 @@ def launch_of(problem: MatmulProblem, tiling_: Tiling) -> tuple[Callable, tuple]
 
 
 @pytest.mark.parametrize(("problem", "tiling_"), [*tuned_forms(), *FOUR_BLOCK_CLUSTERS], ids=str)
-def test_tiles(problem: MatmulProblem, tiling_: Tiling) -> None:
+def test_every_measured_tiling_lowers(problem: MatmulProblem, tiling_: Tiling) -> None:
     assert problem.can_swizzle(tiling_)
     launch, arguments = launch_of(problem, tiling_)
     assert len(kernels(lowered(launch, *arguments))) == 1
@@ -289,7 +290,10 @@ def test_tiles(problem: MatmulProblem, tiling_: Tiling) -> None:
 def test_blocks_of_a_cluster_multicast(
     cluster_dimension: Literal["m", "n", "mn"] | None, x_axis: int | None, w_axis: int | None
 ) -> None:
-    """Neighbours along m multicast w, along n x. Interpreted, each block copies all it needs."""
+    """Blocks along m multicast w, blocks along n multicast x.
+
+    The interpreter does not show that: there each block copies all that it needs.
+    """
     launch, arguments = launch_of(
         MatmulProblem(1, 256, (64,), (512,)), Tiling(cluster_dimension=cluster_dimension)
     )

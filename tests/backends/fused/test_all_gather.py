@@ -1,7 +1,7 @@
-"""The kernel that gathers and multiplies: it lowers for CUDA, and multiplies what has arrived.
+"""The all-gather and matmul kernel: it lowers for CUDA, and multiplies the rows that have arrived.
 
-The interpreter knows neither semaphores nor other devices, so there it plays the last of two
-devices after all messages have come, and sends into its own gathered array.
+The interpreter has neither semaphores nor other devices. So it runs the last of two devices after
+all messages have arrived, and the device stores to its own gathered array.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Call:
     """A call of `all_gather_matmul`.
 
     Attributes:
-      mesh: sizes of its axes; the others replicate.
-      leading: x's dimensions but the last, whole.
+      mesh: sizes of its axes. The operands are replicated over all but one.
+      leading: global dimensions of x without the last.
       contracted: K.
-      columns: of each result, whole.
-      dimension: gathered.
+      columns: global columns of each result.
+      dimension: the gathered dimension.
     """
 
     mesh: tuple[tuple[str, int], ...] = ((AXIS, 4),)
@@ -108,7 +108,7 @@ CALLS = {
 @needs_kernels
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_it_lowers(call: Call, make_mesh: MeshFactory) -> None:
+def test_every_call_lowers_to_one_ordinary_kernel(call: Call, make_mesh: MeshFactory) -> None:
     text = call.lowered(make_mesh)
     assert_an_ordinary_kernel(text)
     assert "stablehlo.all_gather" not in text
@@ -167,7 +167,7 @@ CONFIGS = {
     "transposed": AllGatherConfig(
         AllGatherProblem(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)
     ),
-    "joins": AllGatherConfig(
+    "tiles span shards": AllGatherConfig(
         AllGatherProblem(2, 2, 36, 128, (192,)), LOW, True, 36, 2, (12, 64), 1, (1,)
     ),
 }
@@ -177,7 +177,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_it_multiplies_all_shards(config: AllGatherConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, matmul = config.problem, config.problem.matmul(config.tiles_span_shards)
-    play_the_last_device(monkeypatch, sends=not config.tiles_span_shards)
+    run_the_last_device_alone(monkeypatch, sends=not config.tiles_span_shards)
     generator = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
@@ -202,19 +202,19 @@ def test_it_multiplies_all_shards(config: AllGatherConfig, monkeypatch: pytest.M
         assert_sum_of_products(np.asarray(product).reshape(len(rows), -1), [(rows, w)])
 
 
-def play_the_last_device(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
-    """Simulates the second of two devices alone."""
-    monkeypatch.setattr(all_gather_kernel, "Rendezvous", Itself)
+def run_the_last_device_alone(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
+    """Replaces what connects devices, so that the second of two devices can run alone."""
+    monkeypatch.setattr(all_gather_kernel, "Rendezvous", NoPeers)
     monkeypatch.setattr(all_gather_sender, "async_remote_store", async_remote_store)
     monkeypatch.setattr(all_gather_sender, "signal_peers", lambda *arguments: None)
-    monkeypatch.setattr(pallas, "get_global", lambda kind: Anything())
+    monkeypatch.setattr(pallas, "get_global", lambda kind: UnusedSemaphores())
     monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
     if not sends:
         monkeypatch.setattr(Sender, "send", lambda *arguments: None)
 
 
-class Itself:
-    """The peer of a device that has no other one."""
+class NoPeers:
+    """The rendezvous of a device that runs alone."""
 
     axis_index = 1
 
@@ -235,8 +235,8 @@ def async_remote_store(box: Any, place: Any, peer_buffer: None, *, scope: Any) -
     mosaic_gpu.copy_smem_to_gmem(box, place, commit_group=False)
 
 
-class Anything:
-    """Semaphores that nobody looks at."""
+class UnusedSemaphores:
+    """Semaphores that nobody reads."""
 
     @property
     def at(self) -> Any:

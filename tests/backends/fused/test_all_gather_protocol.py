@@ -1,8 +1,8 @@
-"""The protocol of the kernel that gathers and multiplies, played by threads in any order.
+"""The protocol of the all-gather and matmul kernel, simulated: threads run in any order.
 
-Its senders and producers are simulated. What they send too late, or overwrite too early, shows as
-rows that have not arrived when they are to be multiplied; what they send too early, or to a device
-whose kernel has ended, as memory that another touches.
+The senders and producers of several devices execute the kernel's own code on NumPy arrays. What is
+sent too late, or overwritten too early, shows as rows that have not arrived when they are loaded.
+What is sent before a peer's kernel starts, or after it ended, shows as memory that was touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEVER = np.nan
 
 
 class GatherSimulation(Simulation):
-    """Blocks of a sender and a producer, and what is multiplied where."""
+    """Blocks of a sender and a producer. Loads are compared with the gathered x, and counted."""
 
     def __init__(self, config: AllGatherConfig, keep: bool, blocks: int, seed: int):
         problem, matmul = config.problem, config.problem.matmul(config.tiles_span_shards)
@@ -123,7 +123,7 @@ class GatherSimulation(Simulation):
         super().end(device)
 
     def receivers(self, actor: Actor) -> list[int]:
-        """The devices that an actor has stored to, in this order."""
+        """Returns the devices that an actor has stored to, in this order."""
         stores = (copy.destination.array for group in actor.groups for copy in group)
         return [
             next(device for device, mine in enumerate(self.gathered) if mine is array)
@@ -201,16 +201,16 @@ CONFIGS = {
     "slabs, clusters, groups smaller than tiles": AllGatherConfig(
         AllGatherProblem(2, 1, 104, 128, (64,)), HIGH, False, 40, 2, (8, 64), 1, (1,)
     ),
-    "joins": AllGatherConfig(
+    "tiles span shards": AllGatherConfig(
         AllGatherProblem(4, 2, 4, 64, (128,)), LOW, True, 4, 1, (1, 32), 2, (3,)
     ),
-    "joins, several tiles": AllGatherConfig(
+    "tiles span shards, several tiles": AllGatherConfig(
         AllGatherProblem(3, 1, 48, 64, (64,)), LOW, True, 48, 1, (16, 64), 1, (2,)
     ),
-    "joins, slabs": AllGatherConfig(
+    "tiles span shards, slabs": AllGatherConfig(
         AllGatherProblem(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1, (2,)
     ),
-    "joins, clusters": AllGatherConfig(
+    "tiles span shards, clusters": AllGatherConfig(
         AllGatherProblem(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1, (2,)
     ),
 }
@@ -249,13 +249,13 @@ def test_every_row_is_here_when_it_is_multiplied(
         "clusters along the columns",
         "clusters along the columns, in two passes",
         "slabs, in two passes, the first to several",
-        "joins",
+        "tiles span shards",
     ],
 )
 def test_the_device_that_needs_a_shard_first_gets_it_first(
     name: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those of a pass get each box together."""
+    """All devices of a pass get each box before the next box is sent."""
     config = CONFIGS[name]
     simulation = GatherSimulation(config, keep, 2, 0)
     simulation.play(monkeypatch, MODULES)

@@ -1,4 +1,4 @@
-"""The kernels that multiply and sum over devices: they lower for CUDA, one launch for each op."""
+"""The matmul and reduce-scatter kernel, which also all-reduces: every op lowers to one launch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Call:
     """A call of a kernel; shapes are local.
 
     Attributes:
-      mesh: sizes of its axes; the others replicate.
-      leading: x's dimensions but the last.
+      mesh: sizes of its axes. The operands are replicated over all but one.
+      leading: dimensions of x without the last.
       contracted: K of each term.
-      dimension: scattered; None reduces all.
+      dimension: the scattered dimension; None all-reduces.
     """
 
     mesh: tuple[tuple[str, int], ...] = ((AXIS, 4),)
@@ -50,7 +50,7 @@ class Call:
     check_vma: bool = True
 
     def lowered(self, make_mesh: MeshFactory) -> tuple[str, Any]:
-        """The program, and its result's type."""
+        """Returns the lowered program and the type of its result."""
         devices = dict(self.mesh)[AXIS]
         sizes = [k * devices for k in self.contracted]
         xs = [ShapeDtypeStruct((*self.leading, k), self.dtype) for k in sizes]
@@ -121,11 +121,13 @@ def test_lowers_to_one_launch(call: Call, make_mesh: MeshFactory, _for_hopper: N
 @pytest.mark.parametrize("kind", ["scatter", "two_shot", "one_shot"])
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("rows", [1, 8, 24, 64, 72, 192, 1000, 2048])
-def test_configs(kind: ReductionKind, devices: int, rows: int) -> None:
-    """All rows are owned, clusters of two at most fit on a GPU together, and its memory is enough.
+def test_every_config_fits_and_covers_all_rows(
+    kind: ReductionKind, devices: int, rows: int
+) -> None:
+    """All rows are owned, all blocks are resident, and shared memory is large enough.
 
-    Blocks that wait for each other must all be resident. Four blocks of a cluster do not fit into
-    what pairs leave of an odd number of pairs.
+    Blocks that wait for each other must all be resident. Clusters of two fit everywhere. Clusters
+    of four do not where a part of the GPU has an odd number of pairs of multiprocessors.
     """
     configs = candidate_reduce_scatter_configs(
         ReduceScatterProblem(kind, devices, 2, rows, (512, 96), 4096)
@@ -141,7 +143,7 @@ def test_configs(kind: ReductionKind, devices: int, rows: int) -> None:
 
 
 def test_owners_share_all_their_tiles_or_none() -> None:
-    """Where devices share some tiles but not all of theirs, they could wait for each other."""
+    """If devices shared some of their tiles and not all, they could wait for each other."""
     problem = ReduceScatterProblem("scatter", 4, 1, 192, (512,), 4096)
     (config, *_) = (
         config for config in candidate_reduce_scatter_configs(problem) if config.problem == problem

@@ -1,4 +1,4 @@
-"""Collectives along any dimension, made of one-shot ones: these are played by XLA's here."""
+"""Collectives along any dimension, built from one-shot ones; XLA's collectives simulate these."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ both_vma = pytest.mark.parametrize("check_vma", [False, True])
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often each was called."""
-    called: Counter[str] = Counter()
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Replaces the one-shot collectives by XLA's, and counts their calls."""
+    counted: Counter[str] = Counter()
 
     def all_gather(x: jax.Array, axis_name: str, *, replicated: bool = False) -> jax.Array:
-        called["all_gather"] += 1
+        counted["all_gather"] += 1
         gathered = lax.all_gather(x, axis_name)
         if replicated and tracks_varying_axes(axis_name):
             # All are the same, and so any of them is the largest.
@@ -36,16 +36,16 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return gathered
 
     def reduce_scatter(x: jax.Array, axis_name: str) -> jax.Array:
-        called["reduce_scatter"] += 1
+        counted["reduce_scatter"] += 1
         return lax.psum_scatter(x, axis_name)
 
     def all_reduce(x: jax.Array, axis_name: str) -> jax.Array:
-        called["all_reduce"] += 1
+        counted["all_reduce"] += 1
         return lax.psum(x, axis_name)
 
     for function in (all_gather, reduce_scatter, all_reduce):
         monkeypatch.setattr(exchange_kernel, function.__name__, function)
-    yield called
+    yield counted
 
 
 def on_devices(
@@ -63,7 +63,7 @@ def on_devices(
 
 
 def numbers(*shape: int) -> np.ndarray:
-    """Whole ones, which sum up exactly."""
+    """Returns random integers as floats: their sums are exact."""
     return np.random.default_rng(0).integers(-100, 100, shape).astype(np.float32)
 
 
@@ -71,7 +71,7 @@ def numbers(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_along_any_dimension(
-    name: str, dimension: int, check_vma: bool, make_mesh: MeshFactory, played: Counter[str]
+    name: str, dimension: int, check_vma: bool, make_mesh: MeshFactory, calls: Counter[str]
 ) -> None:
     mesh, x = make_mesh({AXIS: 3}), numbers(3, 6, 3, 9)
     ours, expected = (
@@ -81,7 +81,7 @@ def test_along_any_dimension(
         for by in (OneShot(), Xla())
     )
     np.testing.assert_array_equal(ours, expected)
-    assert played == {name: 1}
+    assert calls == {name: 1}
 
 
 @both_vma
@@ -92,7 +92,7 @@ def test_all_reduces(
     shape: tuple[int, ...],
     check_vma: bool,
     make_mesh: MeshFactory,
-    played: Counter[str],
+    calls: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -109,4 +109,4 @@ def test_all_reduces(
     np.testing.assert_array_equal(sums, x.sum(0))
     assert asked == [(x[0].nbytes, 3)]
     two = {"reduce_scatter": 1, "all_gather": 1}
-    assert played == ({"all_reduce": 1} if steps == 1 else two)
+    assert calls == ({"all_reduce": 1} if steps == 1 else two)

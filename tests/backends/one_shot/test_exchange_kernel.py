@@ -1,4 +1,4 @@
-"""One-shot collectives lower for CUDA, as kernels that are ordinary ones for XLA and the host."""
+"""One-shot collectives lower for CUDA, to kernels that are ordinary ones for XLA and the host."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ CALLS = {
 @needs_kernels
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_it_lowers(kind: str, call: tuple, make_mesh: MeshFactory) -> None:
+def test_every_call_lowers_to_one_ordinary_kernel(
+    kind: str, call: tuple, make_mesh: MeshFactory
+) -> None:
     shape, facts = call
     collective = Call(kind, shape, **facts)
     traced = collective.traced(make_mesh)
@@ -116,7 +118,7 @@ def assert_no_other_collective(text: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_launches_alike_share_their_kernel(kind: str, make_mesh: MeshFactory) -> None:
+def test_equal_launches_share_their_kernel(kind: str, make_mesh: MeshFactory) -> None:
     text = lowered(Call(kind, (40,), devices=3, repeats=4).traced(make_mesh))
     assert text.count("custom_call @mosaic_gpu") == 1
     assert len(re.findall(r"call @launch", text)) == 4
@@ -127,7 +129,7 @@ def test_launches_alike_share_their_kernel(kind: str, make_mesh: MeshFactory) ->
 def test_all_reduces_are_typed_as_replicated(
     steps: int, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two steps what is gathered is the same on all devices too."""
+    """In two shots, the gathered sums are the same on all devices too."""
     monkeypatch.setattr(exchange_kernel, "is_two_shot", lambda size, devices: steps == 2)
     sharded = jax.shard_map(
         lambda x: OneShot().all_reduce(x, AXIS),
@@ -143,8 +145,9 @@ def test_all_reduces_are_typed_as_replicated(
 @needs_kernels
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
-    """One exchange after the other."""
+def test_vmap_executes_one_exchange_after_the_other(
+    kind: str, check_vma: bool, make_mesh: MeshFactory
+) -> None:
     shape = (5, 2, 8) if kind == "scatter" else (5, 8)
     sharded = jax.shard_map(
         jax.vmap(lambda x: COLLECTIVES[kind](x, AXIS)),
@@ -176,14 +179,16 @@ def test_vmap(kind: str, check_vma: bool, make_mesh: MeshFactory) -> None:
     ],
     ids=str,
 )
-def test_unsupported_reason(x: ShapeDtypeStruct, devices: int, reason: str | None) -> None:
+def test_unsupported_reason_names_what_is_wrong(
+    x: ShapeDtypeStruct, devices: int, reason: str | None
+) -> None:
     found = exchange_kernel.unsupported_reason(x, devices)
     assert found == reason or (reason and found and found.startswith(reason))
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
-    """It would reach into regions of others."""
+    """Larger messages would be stored in the regions of others."""
     shape = 3, MOST_ELEMENTS // 3 + 1
     sentence = (
         f"({shape[0]}, {shape[1]}) are {exchange_kernel.MOST_BYTES + 2} bytes for each peer,"
@@ -195,14 +200,14 @@ def test_too_much_is_refused(kind: str, make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 0)])
-def test_only_newer_versions(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_jax_0_11(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "__version_info__", version)
     found = exchange_kernel.unsupported_reason(struct(8), 2)
     assert (found is None) == (version >= (0, 11))
     assert found is None or "these kernels need 0.11 or newer" in found
 
 
-def test_an_all_reduce_takes_two_steps_where_that_sends_less() -> None:
+def test_an_all_reduce_is_two_shot_where_that_sends_less() -> None:
     for devices in (2, 4, 8):
         sizes = [1 << bits for bits in range(4, 24)]
         steps = [exchange_kernel.is_two_shot(size, devices) for size in sizes]

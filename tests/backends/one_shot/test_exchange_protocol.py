@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 
 BLOCKS = 3
 BOX = exchange_kernel._LARGEST_BOX // 2
-#: Of the values that are summed: in another order their sum is another.
+#: Values to sum. Their float32 sum depends on the order of the terms.
 VALUES = np.array([8192, -8192, 2.0**-14, 1, 3], np.float16)
 
 
@@ -44,7 +44,7 @@ class ExchangeSimulation(WorkspaceSimulation):
     """Devices that exchange boxes."""
 
     def __init__(self, devices: int, launches: Sequence[Launch], seed: int, epoch: int = 0):
-        # Bytes of what is no number.
+        # Bytes of NaNs.
         super().__init__(devices, BLOCKS, launches, seed, 0xFF)
         for memory in self.memory:
             words = memory[: symmetric_workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
@@ -154,12 +154,14 @@ def run(monkeypatch: Patch, devices: int, seed: int, epoch: int = 0) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_results(devices: int, seed: int, monkeypatch: Patch) -> None:
+def test_results_are_right_in_any_order_of_threads(
+    devices: int, seed: int, monkeypatch: Patch
+) -> None:
     run(monkeypatch, devices, seed)
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**31 - 2, 2**31 - 1, -2])
-def test_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
+def test_results_are_right_when_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
     run(monkeypatch, 3, 0, epoch)
 
 
@@ -174,19 +176,19 @@ def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
     )
 
 
-def flags_are_raised_while_it_is_stored(monkeypatch: Patch) -> None:
+def signals_are_not_ordered_after_stores(monkeypatch: Patch) -> None:
     send = ExchangeSimulation.send
     monkeypatch.setattr(ExchangeSimulation, "send", lambda *args: send(*args[:3]))
 
 
-def awaits_the_exchange_before(monkeypatch: Patch) -> None:
+def the_previous_epoch_is_waited_for(monkeypatch: Patch) -> None:
     wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
         exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value - 1, at)
     )
 
 
-def awaits_some_peers(monkeypatch: Patch) -> None:
+def only_some_peers_are_waited_for(monkeypatch: Patch) -> None:
     wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
         exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value, at[1:])
@@ -199,14 +201,14 @@ def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
     )
 
 
-def sources_share_a_flag(monkeypatch: Patch) -> None:
+def sources_share_a_signal(monkeypatch: Patch) -> None:
     signal_offset = symmetric_workspace.signal_offset
     monkeypatch.setattr(
         symmetric_workspace, "signal_offset", lambda source, block: signal_offset(1, block)
     )
 
 
-def blocks_share_a_flag(monkeypatch: Patch) -> None:
+def blocks_share_a_signal(monkeypatch: Patch) -> None:
     signal_offset = symmetric_workspace.signal_offset
     monkeypatch.setattr(
         symmetric_workspace, "signal_offset", lambda source, block: signal_offset(source, 0)
@@ -216,10 +218,10 @@ def blocks_share_a_flag(monkeypatch: Patch) -> None:
 def blocks_share_a_region(monkeypatch: Patch) -> None:
     region_offset = symmetric_workspace.region_offset
 
-    def of_the_first(devices: int, phase: int, source: int, block: int) -> int:
+    def shared(devices: int, phase: int, source: int, block: int) -> int:
         return region_offset(devices, phase, source, 0)
 
-    monkeypatch.setattr(symmetric_workspace, "region_offset", of_the_first)
+    monkeypatch.setattr(symmetric_workspace, "region_offset", shared)
 
 
 @pytest.mark.parametrize(
@@ -227,16 +229,16 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
     [
         one_phase,
         own_exchanges_are_not_counted,
-        flags_are_raised_while_it_is_stored,
-        awaits_the_exchange_before,
-        awaits_some_peers,
+        signals_are_not_ordered_after_stores,
+        the_previous_epoch_is_waited_for,
+        only_some_peers_are_waited_for,
         devices_in_the_wrong_direction,
-        sources_share_a_flag,
-        blocks_share_a_flag,
+        sources_share_a_signal,
+        blocks_share_a_signal,
         blocks_share_a_region,
     ],
 )
-def test_mistakes_would_show(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_planted_mistakes_are_found(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
     assert_mistake_is_found(
         mistake, lambda seed: ExchangeSimulation(3, LAUNCHES, seed), monkeypatch
     )
