@@ -59,7 +59,7 @@ def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
 
 
 def interpreter() -> Any:
-    """Returns an interpreter that detects races. It has no registers, so it ignores their fences."""
+    """Returns an interpreter that detects races. Without registers, it ignores fences."""
     return INTERPRETER(detect_races=True, inline_mgpu="ignore")
 
 
