@@ -1,5 +1,4 @@
-"""References and comparisons for the tests of the layers, and the contexts that they run a model
-in.
+"""References, comparisons and sharding contexts for the tests of the layers.
 
 Arrays are compared within 1e-5 of their largest value. A sum of up to 64 float32 terms in another
 order is off by at most 64 · 2⁻²⁴ = 4e-6 of them. A chunk that is lost, doubled or misplaced is off

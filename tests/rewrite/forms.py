@@ -1,5 +1,4 @@
-"""Every form of program that `overlap` rewrites, and a similar one of each that it must not
-rewrite."""
+"""Forms of programs that `overlap` rewrites, each with a similar one that it leaves alone."""
 
 from __future__ import annotations
 
@@ -220,8 +219,7 @@ def _contracted_and_used_whole(x, w):
 
 
 def _weight_gradient(x, w):
-    """Only uses the gathered array for a weight gradient, as a backward with saved products
-    does."""
+    """Uses the gathered array for a weight gradient only, like a backward with saved products."""
     whole = gather(x)
     return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
 

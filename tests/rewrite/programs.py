@@ -80,8 +80,7 @@ def gathering(body: Callable, *weights: tuple[int, int], out_specs: Any = None, 
 
 
 def scattering(body: Callable, out_specs: Any = ROWS_OF_PRODUCT, **kw) -> Program:
-    """A program with a body of h [2, 4, 6], with sharded columns, and w [6, 4], with sharded
-    rows."""
+    """A program with a body of h [2, 4, 6], sharded columns, and w [6, 4], sharded rows."""
     return Program(body, [(2, 4, 6), (6, 4)], [COLUMNS_OF_PRODUCT, CONTRACTED], out_specs, **kw)
 
 
@@ -128,8 +127,7 @@ def assert_same(actual: Any, expected: Any, rounds: str = "float32") -> None:
 
 
 def counts(fun: Callable, *arguments: Any) -> Counter[str]:
-    """The number of times that each primitive occurs in a jaxpr, at any depth; calls not
-    counted."""
+    """The number of times that each primitive but the call occurs in a jaxpr, at any depth."""
     counter: Counter[str] = Counter()
 
     def walk(jaxpr: Any) -> None:

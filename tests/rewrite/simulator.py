@@ -40,8 +40,10 @@ def simulated(fun: Callable) -> Callable:
 
 
 def _execute(jaxpr: Jaxpr, consts: Values, arguments: Values, devices: int | None) -> list[Any]:
-    """Executes a jaxpr. With `devices`, it is the jaxpr of a shard, and values are stacked over
-    devices."""
+    """Executes a jaxpr.
+
+    With `devices`, it is the jaxpr of a shard, and values are stacked over the devices.
+    """
 
     def everywhere(value: Any) -> np.ndarray:
         value = np.asarray(value)

@@ -184,7 +184,9 @@ def test_a_site_that_would_only_gain_transposes_is_left_alone(make_mesh: MeshFac
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
 
-def test_a_gathered_dimension_that_is_contracted_is_left_alone(make_mesh: MeshFactory) -> None:
+def test_contracting_the_gathered_dimension_after_a_reshape_is_left_alone(
+    make_mesh: MeshFactory,
+) -> None:
     """Also if a reshape merges dimensions and appends one of size 1."""
     program = gathering(
         lambda x, w: jax.numpy.einsum(
@@ -198,7 +200,9 @@ def test_a_gathered_dimension_that_is_contracted_is_left_alone(make_mesh: MeshFa
     assert site.reason == "its matmul contracts the gathered dimension"
 
 
-def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(make_mesh: MeshFactory) -> None:
+def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(
+    make_mesh: MeshFactory,
+) -> None:
     program = Program(
         lambda x, w: lax.psum(x @ w, AXIS), [(3, 4), (4, 6)], [P(None, AXIS), P(AXIS)], P()
     )
@@ -237,8 +241,7 @@ def test_collectives_over_several_axes_or_groups_are_left_alone(make_mesh: MeshF
 def test_arrays_that_vary_over_another_axis_are_replaced(
     check_vma: bool, make_mesh: MeshFactory
 ) -> None:
-    """Gathered and summed arrays are the same for all data groups until they are typed as
-    varying."""
+    """Arrays are the same for all data groups until they are typed as varying."""
 
     def body(x: jax.Array, up: jax.Array, down: jax.Array, bias: jax.Array) -> jax.Array:
         whole, other = (lax.all_gather(y, AXIS, axis=1, tiled=True) for y in (x, -x))

@@ -135,7 +135,7 @@ def test_dry_run_says_how_to_make_a_model_fit(capsys):
         (None, "how much memory JAX may use of NVIDIA X is not known"),
     ],
 )  # fmt: skip
-def test_the_verdict_is_about_the_devices_that_are_there(statistics, sentence):
+def test_the_verdict_is_about_the_memory_of_the_device(statistics, sentence):
     class Device:
         device_kind = "NVIDIA X"
 

@@ -51,8 +51,7 @@ def train_tokenizer(path: Path, end: str | None = "<|endoftext|>", max_length: i
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>"])
 def test_a_tokenizer_file_tokenizes_whole_documents(tmp_path: Path, end: str):
-    """The file asks to truncate to 4 tokens, pad to 64 and begin with <bos>; none of this
-    happens."""
+    """The file asks to truncate, to pad and to begin with <bos>; none of this happens."""
     path = train_tokenizer(tmp_path / "tokenizer.json", end, max_length=4)
     model = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
     contents = ["the ring turns and turns", "and the ring returns: ü"]

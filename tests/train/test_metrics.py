@@ -1,5 +1,4 @@
-"""Metrics equal numbers computed by hand; the log file is complete, strict JSON, never
-overwritten."""
+"""Metrics equal numbers computed by hand; the log is complete and never overwritten."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_command_line_accepts_old_flags_and_warns_once_for_each(capsys):
     assert printed.err.count("the old name will be removed") == 3
 
 
-def test_a_saved_configuration_has_todays_names() -> None:
+def test_a_saved_configuration_is_read_with_current_names() -> None:
     saved = {"steps": 6, "keep": 3, "accumulate": 2, "overlap": "bulk", "mesh": {"data": 1}}
     assert current_configuration(saved) == {
         "steps": 6,
@@ -71,7 +71,7 @@ def as_in_an_earlier_release(configuration: dict[str, Any]) -> dict[str, Any]:
     return renamed | {"overlap": "bulk"}
 
 
-def test_a_configuration_in_an_old_checkpoint_does_not_differ_from_the_same_one_today(
+def test_a_configuration_in_an_old_checkpoint_equals_the_current_one(
     tmp_path: Path,
 ) -> None:
     today = parse([*TINY, "--overlap", "xla"]).to_json()
