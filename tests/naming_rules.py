@@ -87,7 +87,7 @@ NAMES: dict[str, dict[str, str]] = {
         "worlds": "ShardingContext",
         "World": "ShardingContext",
         "Placed": "PlacedMatch",
-        "Passage": "OpView",
+        "Passage": "CommutingOp",
         "Launch": "GroupedWgrad",
         "Crossing": "cross-call residual forwarding",
         "Work": "PersistentGemm",
@@ -97,7 +97,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "collective_matmul/mosaic_gpu": _KERNEL_NAMES,
     "collective_matmul/backends": _KERNEL_NAMES,
-    "collective_matmul/rewrite": {"Step": "CommutingOp", "crossing": "residual forwarding"},
+    "collective_matmul/rewrite": {"Step": "ShardOp", "crossing": "residual forwarding"},
     "train": {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"},
     "benchmarks": {"peers": "a name that says who they are: peers are GPUs"},
 }
