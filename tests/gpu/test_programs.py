@@ -23,18 +23,10 @@ LARGE = [*large_problems(4), *large_problems(2)]
 
 
 @dataclass(frozen=True)
-class Forward:
-    """An op by an implementation, without gradients."""
+class Forward(Call):
+    """An op with one backend, without gradients."""
 
     problem: OpProblem
-    implementation: str
-
-    def __str__(self) -> str:
-        return f"{self.problem}-{self.implementation}"
-
-    @property
-    def devices(self) -> int:
-        return self.problem.devices
 
     @property
     def needs(self) -> tuple[Forward]:
