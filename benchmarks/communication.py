@@ -1,4 +1,4 @@
-"""How candidates communicate: how shards come together before a matmul, and sums are formed after.
+"""Communication of candidates: the gather before a matmul, and the sum after one.
 
 Legend: D devices on the axis, m = M/D rows of a shard, K features, N columns over all devices.
 

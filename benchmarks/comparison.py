@@ -38,7 +38,7 @@ class Comparison(Settings):
 
 
 class ComparedCase(Protocol):
-    """One program that every candidate writes its own way."""
+    """A program that each candidate implements in its own way."""
 
     @property
     def name(self) -> str: ...

@@ -61,7 +61,7 @@ class Executable:
 
 @dataclass
 class Compiled:
-    """One case, ready to be measured.
+    """A compiled case.
 
     Attributes:
       candidates: their names, in order.

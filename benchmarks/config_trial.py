@@ -130,7 +130,7 @@ class ConfigTrial:
 
 
 def first_line(error: Exception) -> str:
-    """One line about an error."""
+    """The error in one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: hardware, its power and clocks, and versions."""
+"""The environment of a measurement: hardware, its power and clocks, and versions."""
 
 from __future__ import annotations
 

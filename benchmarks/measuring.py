@@ -47,7 +47,7 @@ Results = dict[str, Result]
 
 @dataclass(frozen=True)
 class Timed:
-    """How to time.
+    """Settings for timing.
 
     Attributes:
       groups: samples for each candidate.
@@ -95,7 +95,7 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
 
 
 def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
-    """What these executables say about their candidates, before anything runs."""
+    """Facts from the executables of candidates, before anything runs."""
     results = {name: Result(failure=case.failures.get(name)) for name in case.candidates}
     for executable in executables:
         for program in executable.programs:

@@ -1,4 +1,4 @@
-"""What the programs of all benchmarks have in common."""
+"""Parts that the programs of all benchmarks share."""
 
 from __future__ import annotations
 

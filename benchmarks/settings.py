@@ -1,4 +1,4 @@
-"""What every benchmark is told on the command line."""
+"""Settings of every benchmark on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIMULATED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every benchmark is told."""
+    """Settings of every benchmark."""
 
     platform: Literal["gpu", "cpu"] = "gpu"
     """cpu simulates the devices: it shows that a benchmark runs, its times mean nothing."""

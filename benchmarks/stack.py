@@ -46,7 +46,7 @@ LAYERS: dict[Direction, int] = {"forward": 8, "forward_backward": 4}
 
 @dataclass(frozen=True)
 class StackCase:
-    """One program that every candidate writes its own way."""
+    """A program that each candidate implements in its own way."""
 
     shape: FeedForward
     direction: Direction

@@ -19,7 +19,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def speed_up(case: Content, name: str, over: str) -> float | None:
-    """How many times as fast as another candidate, or None where either has no times."""
+    """The speed-up over another candidate, or None if either has no times."""
     try:
         return case["candidates"][over]["median"] / case["candidates"][name]["median"]
     except KeyError:
@@ -185,7 +185,7 @@ def options_tried(content: Content) -> str:
 
 
 def decisions(content: Content) -> str:
-    """What auto chose and why."""
+    """The choices of auto and their reasons."""
     lines = []
     for case in content["cases"]:
         for text, count in case["candidates"].get("auto", {}).get("decisions", {}).items():

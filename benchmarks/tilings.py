@@ -181,7 +181,7 @@ class TilingTrial:
         return self.outs
 
     def _wrong(self, compiled: Any) -> str | None:
-        """What is wrong with a tiling's results, if anything."""
+        """The error of a tiling's results, in words, or None."""
         self.outs = [jnp.full_like(out, jnp.nan) for out in self.outs]
         for out, exact in zip(self._call(compiled), self._exact, strict=True):
             error = jnp.max(jnp.abs(out[0] - exact)) / jnp.max(jnp.abs(exact))

@@ -155,7 +155,7 @@ class Train(Comparison):
     group_seconds: float = 0.5
 
     def cases(self) -> list[TrainCase]:
-        """One for each length."""
+        """One candidate for each length."""
         return [
             TrainCase(self.preset, self.layers, tokens, self.sequences, self.remat)
             for tokens in self.sequence_lengths

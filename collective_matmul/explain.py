@@ -41,7 +41,7 @@ class Explanation:
 def explain(
     fun: Callable, *, peer_kernels: bool = False, fused: bool | None = None
 ) -> Callable[..., Explanation]:
-    """Which backend executes every collective matmul of a function, and why.
+    """Explains which backend executes each collective matmul of a function, and why.
 
     ``explain(fun)(*args)`` traces the function for the shapes of its arguments; it neither compiles
     nor runs it. The function may be jitted, differentiate, and enter `jax.shard_map`. The result

@@ -67,7 +67,7 @@ class TorchLayers(TorchProgram):
         return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
 
     def reference(self, layers: int) -> list[Tensor]:
-        """What this device must compute, from the whole arrays in float32."""
+        """The expected result on this device, computed from the whole arrays in float32."""
         ranks = range(self.place.devices)
         whole: list[tuple[Tensor, Tensor]] = []
         for layer in range(layers):

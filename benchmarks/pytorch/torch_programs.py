@@ -1,4 +1,4 @@
-"""One device's part of a case: random arrays, what is done with them, and the expected result."""
+"""One device's part of a case: random arrays, the program, and the expected result."""
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
@@ -61,7 +61,7 @@ class TorchProgram(ABC):
 
     @abstractmethod
     def reference(self, layers: int) -> list[Tensor]:
-        """What `run` must return on this device, from the whole arrays in float32."""
+        """The expected result of `run` on this device, from the whole arrays in float32."""
 
     def normal(self, number: int, rank: int, *size: int) -> Tensor:
         """A standard normal array: a device's shard of one of the case's arrays."""

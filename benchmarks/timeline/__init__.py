@@ -1,1 +1,1 @@
-"""Where the time of a profile went: `python -m benchmarks.timeline TRACE_DIRECTORY`."""
+"""Shows how the time of a profile was spent: `python -m benchmarks.timeline TRACE_DIRECTORY`."""

@@ -1,4 +1,4 @@
-"""What each GPU was busy with in the last executions of a program, and what hid what."""
+"""How each GPU spent the last executions of a program, and which work hid which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.timeline.trace import Event, Trace, TraceError
 
 
 class Kind(StrEnum):
-    """What a GPU can be busy with. A matmul that communicates itself counts as a matmul."""
+    """Kinds of work of a GPU. A matmul kernel that communicates counts as a matmul."""
 
     MATMUL = "matmul"
     KERNEL = "other kernel"
@@ -151,7 +151,7 @@ class Row:
 
 
 def rows(timelines: list[DeviceTimeline]) -> list[Row]:
-    """What the time went to, longest first. Idle time counts for the kernel that ended it."""
+    """Time by kernel, the longest first. Idle time counts for the kernel that ended it."""
     events: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     covered: dict[tuple[str, str, str], float] = defaultdict(float)
     for timeline in timelines:

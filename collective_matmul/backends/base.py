@@ -54,7 +54,7 @@ class Prediction:
 
 
 class Configuration(Protocol):
-    """One way to configure a backend for a site, such as the tiling of its kernel."""
+    """A configuration of a backend for a site, such as the tiling of its kernel."""
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values, which identify it among those of the same site."""
@@ -62,7 +62,7 @@ class Configuration(Protocol):
 
 
 class Backend(Protocol):
-    """One way to execute the ops. Subclasses inherit the answers below that suit most backends.
+    """A way to execute the ops. Subclasses inherit the answers below that suit most backends.
 
     Attributes:
       name: name for the argument `implementation`.

@@ -1,4 +1,4 @@
-"""How a kernel tiles a matmul, and which tiling is best for a problem.
+"""Tilings of the matmul kernel, and the best one for a problem.
 
 Tuning parameters are named as in JAX's Hopper matmul (`jax.experimental.pallas.ops.gpu`), with one
 difference: `tile_m` and `tile_n` are the tile of a whole block, both of its consumers together.
@@ -27,7 +27,7 @@ SHARED_MEMORY_BYTES = 232_448 - 2_048
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one matmul is tiled: x [m, k] @ w [k, n].
+    """The tiling of a matmul x [m, k] @ w [k, n].
 
     Attributes:
       tile_m: rows of a block's tile of the result.

@@ -152,7 +152,7 @@ def _describe(devices: Sequence[Any]) -> Run:
 
 @dataclass(frozen=True)
 class _Tuner:
-    """How and where to measure sites; see `tune`."""
+    """Measures sites with the arguments of `tune`."""
 
     devices: Sequence[Any]
     implementations: tuple[str, ...]

@@ -68,7 +68,7 @@ class AllGatherProblem:
 
 @dataclass(frozen=True)
 class AllGatherConfig:
-    """One way to run the kernel on a problem. Grids count tiles of clusters, not of blocks.
+    """A configuration of the kernel for a problem. Grids count tiles of clusters, not of blocks.
 
     Attributes:
       problem: the shapes.

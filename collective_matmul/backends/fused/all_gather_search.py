@@ -92,7 +92,7 @@ def _configs(problem: AllGatherProblem, multiprocessors: int) -> list[AllGatherC
         return tiling.shared_memory_bytes <= _TILE_BYTES and _can_swizzle(matmul, tiling)
 
     def in_order_of_arrival(spans: bool) -> list[Tiling]:
-        """All tiles of some rows are multiplied before those of the next rows."""
+        """Tilings that multiply all tiles of some rows before those of the next rows."""
         found = feasible_tilings(functools.partial(fits, problem.matmul(spans)))
         return [replace(tiling, grid_minor_dim="n") for tiling in found]
 

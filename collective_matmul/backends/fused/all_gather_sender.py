@@ -63,7 +63,7 @@ def semaphore_index(config: AllGatherConfig, plane: Scalar, group: Scalar, slab:
 
 
 class BoxCoord(NamedTuple):
-    """Where a box is in a shard: its plane, group and slab, and its first row and column."""
+    """The place of a box in a shard: its plane, group and slab, and its first row and column."""
 
     plane: Scalar
     group: Scalar

@@ -73,7 +73,7 @@ class ReduceScatterProblem:
 
 @dataclass(frozen=True)
 class ReduceScatterConfig:
-    """One way to run the kernel on a problem. Grids count tiles of clusters, not of blocks."""
+    """A configuration of the kernel for a problem. Grids count tiles of clusters, not of blocks."""
 
     problem: ReduceScatterProblem
     tiling: Tiling

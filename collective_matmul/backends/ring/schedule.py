@@ -1,4 +1,4 @@
-"""Which chunk each device sends, receives and multiplies at each step. No JAX in here.
+"""Schedules: the chunk that each device sends, receives and multiplies at each step, without JAX.
 
 Every device runs the same program, so a schedule speaks relative to the device `d` that reads it.
 A chunk is named by `offset`, its owner being device ``(d + offset) % D``, and by `part`, which of
