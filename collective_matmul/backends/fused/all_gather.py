@@ -161,11 +161,11 @@ def _shared_launch(
             array = lax.empty((matmul.batch, matmul.m, columns), shard.dtype)
             return vary_over(array, axes)
 
-        def call(words: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
+        def call(pointers: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
             *products, gathered = outs
             gemm = AllGatherGemm(config, keep_gathered, race_delays, gathered, ws, products)
             kernel = gemm.kernel(outs, "all_gather_matmul", target.multiprocessors)
-            return kernel(words, shard, *ws)
+            return kernel(pointers, shard, *ws)
 
         outs = [empty(columns) for columns in (*matmul.n, config.problem.k)]
         return _traced_apart(call, workspace_pointers(axis_name), shard, list(ws), outs)

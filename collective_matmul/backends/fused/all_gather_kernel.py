@@ -159,8 +159,9 @@ class AllGatherGemm(PersistentGemm):
 
             @pl.when(warp == 1)
             def _() -> None:
+                shard, gathered, arrived = operands.xs
                 sender = Sender(self.config, self.keep_gathered, self.race_delays, self.rendezvous)
-                sender.send(*operands.xs, scratch["boxes"], scratch["loaded"])
+                sender.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
 
     def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
         """Returns the plane of each result that the tiles of a batch are stored in."""

@@ -5,7 +5,7 @@ shared memory as it is, still swizzled. It is contiguous, which a plain bulk cop
 `async_remote_store`), and is loaded to shared memory of the same swizzle by the owner.
 
 A remote tile is sent while the next tile is multiplied. All at once, the stores would fill the
-links, and the loads of the k-blocks would wait behind them.
+links, and the loads of the k-blocks would queue up after them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ class GatherSimulation(Simulation):
         arrays = self.shards[device], self.gathered[device], self.semaphores[device]
         return GatheredOperand(*map(Reference.to, arrays))
 
-    def sender(self, rendezvous: SimulatedRendezvous) -> Callable[[], None]:
+    def sender(self, rendezvous: Any) -> Callable[[], None]:
         def act() -> None:
             scratch = self.requested.scratch
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
@@ -97,7 +98,7 @@ class GatherSimulation(Simulation):
             tile_m, end = self.config.tiling.tile_m, self.expected.shape[1]
 
             def visit(tile: TileCoord) -> None:
-                def load(first, steps, read_x, read_w, stages, start, stop):
+                def load(first, steps_per_plane, read_x, read_w, stages, start, stop):
                     plane = gemm.out_plane(None, tile.batch)
                     # All rows of the tile that there are.
                     count = max(0, min(tile_m, end - tile.row))
@@ -112,7 +113,8 @@ class GatherSimulation(Simulation):
 
                 gemm.load_k_blocks = load
                 indices = [0] * (gemm.results + 2)
-                gemm.load_tile(Operands(indices, self.x(device), [ws]), None, tile)
+                stages: Any = None  # Not used: loads are replaced.
+                gemm.load_tile(Operands(indices, self.x(device), [ws]), stages, tile)
 
             gemm.for_each_tile(visit)
 

@@ -115,7 +115,7 @@ class ExchangeSimulation(WorkspaceSimulation):
         if kind == "gather":
             return xs
         if kind == "scatter":
-            # In the order of the devices behind this one.
+            # In the order of the devices from this one on.
             xs = np.roll(xs[:, device], -device, axis=0)
         total = xs[0].astype(np.float32)
         for x in xs[1:]:
