@@ -39,7 +39,7 @@ from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES, TileScheduler
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiling
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 #: Types of arguments of inline code, an int32 scalar and an `Address`; and of an int32 result.

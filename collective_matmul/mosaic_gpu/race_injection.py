@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # A delay is a random multiple of this, less than `_MAX_STEPS` times.

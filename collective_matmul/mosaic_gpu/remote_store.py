@@ -27,7 +27,7 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     synchronize,
 )
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 

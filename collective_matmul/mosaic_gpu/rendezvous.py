@@ -54,7 +54,7 @@ from collective_matmul.mosaic_gpu.peer_memory import (
 )
 from collective_matmul.mosaic_gpu.remote_store import PeerBuffer
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # A pointer and its epoch are one word: 48 bits of address, and above them the low 16 bits of the

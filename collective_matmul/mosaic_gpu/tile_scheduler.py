@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul.mosaic_gpu.kernel_types import Scalar, TileCoord
 from collective_matmul.mosaic_gpu.tiling import Tiling
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # The axes of a cluster. Blocks that differ along the first have the same columns of w in common,

@@ -56,7 +56,7 @@ from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # Bytes of its weights that a block prefetches to the L2 cache while it waits for its first rows.

@@ -37,7 +37,7 @@ from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # Peer buffers by number: the order in which `AllGatherGemm.run` gives the arrays to `Rendezvous`.

@@ -27,7 +27,7 @@ from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 

@@ -24,7 +24,7 @@ from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_de
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 # Peer buffers by number: the order of `ReducedArrays`.

@@ -48,7 +48,7 @@ from collective_matmul.mosaic_gpu.peer_memory import (
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.requirements import Array
 
-# Its annotations are narrower than what it takes and exports.
+# Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
 Kind = Literal["gather", "scatter", "reduce"]
