@@ -110,8 +110,8 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     )
     assert table.splitlines()[-1] == (
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
-        f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×), each counted as often as it"
-        " was traced, not as it runs"
+        f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×), each counted as often as"
+        " it was traced, not as it runs"
     )
 
 
