@@ -150,7 +150,7 @@ def _fill(described: SiteOperands) -> SiteOperands:
 
 @functools.cache
 def _whole_numbers(leaf: jax.ShapeDtypeStruct, contracted: int) -> Any:
-    """What makes an array of -1, 0 and 1 from a seed.
+    """A function that makes an array of -1, 0 and 1 from a seed.
 
     So few are not zero that every partial sum of `contracted` products is exact in bfloat16.
     """
@@ -169,4 +169,4 @@ def _whole_numbers(leaf: jax.ShapeDtypeStruct, contracted: int) -> Any:
 def _count_differences(results: Any, expected: Any) -> jax.Array:
     """The number of elements that differ. A NaN differs from everything."""
     counts = jax.tree.map(lambda a, b: jnp.sum(a != b, dtype=jnp.int32), results, expected)
-    return sum(jax.tree.leaves(counts), jnp.int32(0))
+    return jnp.sum(jnp.stack(jax.tree.leaves(counts)))

@@ -29,8 +29,8 @@ def describe(command: str, devices: Sequence[str] | None = None) -> dict[str, An
     """The machine, the versions, and the command that was given.
 
     Args:
-      command: the one.
-      devices: their kinds; of all that JAX finds if not given, which has it take their memory.
+      command: the command line.
+      devices: their kinds; default: all that JAX finds, for which it takes their memory.
     """
     return {
         "command": command,

@@ -40,8 +40,9 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
     sizes = x.shape[0], x.shape[1], w.shape[1]
     if reason := unsupported_reason(*sizes, x.dtype, lax.axis_size(axis_name)):
         raise ValueError(f"JAX's Mosaic example: {reason}")
-    kernel = _example().all_gather_lhs_matmul
-    return kernel(x, w, axis_name, config=tuning_config(*sizes), dtype=x.dtype)
+    config = tuning_config(*sizes)
+    assert config is not None
+    return _example().all_gather_lhs_matmul(x, w, axis_name, config=config, dtype=x.dtype)
 
 
 def unsupported_reason(m: int, k: int, n: int, dtype: Any, devices: int) -> str | None:

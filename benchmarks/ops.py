@@ -61,7 +61,7 @@ class OpCase:
         """See `benchmarks.pytorch.runner.PytorchCase`."""
         if self.direction != "forward" or len(self.layer.columns) > 1:
             return None
-        sizes = self.layer.contracted, self.layer.columns[0]
+        sizes = self.layer.contracted, *self.layer.columns
         features, hidden = sizes if self.layer.kind == "gather" else sizes[::-1]
         return {
             "op": self.op,

@@ -21,7 +21,7 @@ ANNOTATION = "profiled"
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profile shows, for each device.
+    """The numbers of a profile, for each device.
 
     Attributes:
       folder: name of the folder of the trace and its picture.
@@ -39,7 +39,7 @@ class Profile:
 
 
 def record(run: Callable[[], Any], folder: Path) -> Profile | None:
-    """Profiles a warm program; where that fails, says why and returns None."""
+    """Profiles a warm program. If that fails, prints why and returns None."""
     try:
         with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(ANNOTATION):
             for _ in range(EXECUTIONS - 1):

@@ -24,7 +24,7 @@ class Settings:
     """Settings of every benchmark."""
 
     platform: Literal["gpu", "cpu"] = "gpu"
-    """cpu simulates the devices: it shows that a benchmark runs, its times mean nothing."""
+    """cpu simulates the devices. It shows that a benchmark runs; its times mean nothing."""
     devices: int = 0
     """Devices on the axis; 0 takes all there are, and simulates 4 where no number was given."""
     output: Path | None = None
@@ -34,7 +34,7 @@ class Settings:
     group_seconds: float = 0.05
     """How long each candidate runs in each group."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of all arrays."""
+    """The dtype of all arrays."""
     limit_seconds: float = math.inf
     """No further case begins after this many seconds."""
 
@@ -67,7 +67,7 @@ def check_positive(settings: object, *names: str) -> None:
 
 
 def choose_platform(settings: Settings) -> None:
-    """Tells JAX which devices there are to be; must come before it looks for them."""
+    """Tells JAX which devices to use. Must be called before JAX looks for devices."""
     if settings.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         simulated = jax.config.values["jax_num_cpu_devices"]  # -1 where it was not given.

@@ -1,4 +1,4 @@
-"""How each GPU spent the last executions of a program, and which work hid which."""
+"""How each GPU spent a profile, and how much of its communication other work hid."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _idle(timeline: DeviceTimeline) -> Iterable[tuple[Interval, Event]]:
 
 
 def kernel_name(name: str) -> str:
-    """The kernel's name without what only varies: parameters, template arguments, a number.
+    """The kernel's name without parameters, template arguments and number.
 
     A template argument that is one plain word stays: CUTLASS keeps the kernel's real name there.
     """
