@@ -28,7 +28,7 @@ from collective_matmul import (
 )
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
-from tests.gpu.problems import mesh_of
+from tests.gpu.problems import mesh_of, or_xla
 
 pytestmark = pytest.mark.gpu
 
@@ -109,16 +109,13 @@ class Case:
 
 
 def op_of(case: Case) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The op by name, on local x [1, M, K] and w."""
+    """The op by name, on local x [1, M, K] and w; on simulated devices XLA executes it."""
+    keywords: dict[str, Any] = {"implementation": or_xla("fused")}
     if case.op == "gather":
-        return lambda x, w: all_gather_matmul(
-            x, w, AXIS, gather_dimension=1, implementation="fused"
-        )
+        return lambda x, w: all_gather_matmul(x, w, AXIS, gather_dimension=1, **keywords)
     if case.op == "scatter":
-        return lambda x, w: matmul_reduce_scatter(
-            x, w, AXIS, scatter_dimension=1, implementation="fused"
-        )
-    return lambda x, w: matmul_all_reduce(x, w, AXIS, implementation="fused")
+        return lambda x, w: matmul_reduce_scatter(x, w, AXIS, scatter_dimension=1, **keywords)
+    return lambda x, w: matmul_all_reduce(x, w, AXIS, **keywords)
 
 
 def kernel_of(case: Case, **options: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
