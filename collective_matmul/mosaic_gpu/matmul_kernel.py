@@ -254,11 +254,9 @@ class PersistentGemm(TileScheduler):
             def _() -> None:
                 plgpu.barrier_wait(stages.empty.at[stage])
 
-            plane, within = (
-                (0, step)
-                if self.contracted_planes == 1
-                else (lax.div(step, steps_per_plane), lax.rem(step, steps_per_plane))
-            )
+            plane, within = 0, step
+            if self.contracted_planes > 1:
+                plane, within = lax.div(step, steps_per_plane), lax.rem(step, steps_per_plane)
             k_block = pl.ds(within * tiling.tile_k, tiling.tile_k)
             # Each block loads a part of what is multicast, and receives all of it.
             w_axis, x_axis = (
