@@ -17,6 +17,8 @@ import jax
 import numpy as np
 import pytest
 
+from collective_matmul.backends import BACKENDS, unregister
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], key=lambda page: page.relative_to(ROOT).parts
@@ -51,8 +53,17 @@ def run_examples(page: Path) -> dict[str, Any]:
     """Runs the Python blocks of a page in order, in one namespace, which is returned.
 
     A text block right after a Python block that prints is compared with what it printed; ``...``
-    stands for anything.
+    stands for anything. Backends that the page registers are gone afterwards.
     """
+    registered = set(BACKENDS)
+    try:
+        return _run_blocks(page)
+    finally:
+        for name in BACKENDS.keys() - registered:
+            unregister(name)
+
+
+def _run_blocks(page: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     blocks = list(blocks_of(page))
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
@@ -168,7 +179,7 @@ def test_workflow_runs_what_contributors_run():
     assert re.search(r"^ +run: \.ci/run$", workflow, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("benchmarks/reports/*.md")], ids=name_of)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
         path, _, heading = target.partition("#")
