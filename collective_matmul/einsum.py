@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul import checks
+from collective_matmul import checks, einsum_checks
 from collective_matmul.backends.base import Backend
 from collective_matmul.checks import Implementation
 from collective_matmul.dispatch.selection import choose
@@ -91,14 +91,17 @@ def collective_einsum(
     requested = checks.implementation(implementation)
     checks.arrays(x, (w,))
     labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
-    label = _label(gather, scatter, labels_x, labels_w, labels_y)
-    sizes_x, sizes_w = _sizes("x", labels_x, x), _sizes("w", labels_w, w)
-    _check_sizes(sizes_x, sizes_w, gather)
+    label = einsum_checks.communicated_label(gather, scatter, labels_x, labels_w, labels_y)
+    sizes_x, sizes_w = (
+        einsum_checks.label_sizes("x", labels_x, x),
+        einsum_checks.label_sizes("w", labels_w, w),
+    )
+    einsum_checks.check_equal_sizes(sizes_x, sizes_w, gather)
     if gather is not None:
-        from_w = _gathers_w(label, sizes_x, sizes_w, axis_name)
+        from_w = einsum_checks.gathers_w(label, sizes_x, sizes_w, axis_name)
     else:
         from_w = label not in sizes_x
-        _check_scatter(label, (sizes_x | sizes_w)[label], axis_name)
+        einsum_checks.check_divisible(label, (sizes_x | sizes_w)[label], axis_name)
     x, w = pvary_all(axis_name, x, w)
     x, labels_x = _without_sums(x, labels_x, labels_w + labels_y)
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
@@ -227,42 +230,6 @@ def _work(
     return (*rows, contracted), (contracted, columns)
 
 
-# Arguments.
-
-
-def _label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> str:
-    """The label that is gathered or scattered.
-
-    Raises:
-      ValueError: unless exactly one argument is given and names a label that can be.
-    """
-    if (gather is None) == (scatter is None):
-        raise ValueError(
-            f"gather={gather!r}, scatter={scatter!r}: expected one of them, and not the other, to"
-            " name a label; an einsum that communicates nothing is jax.numpy.einsum"
-        )
-    argument, label = ("gather", gather) if scatter is None else ("scatter", scatter)
-    equation = f"{x},{w}->{y}"
-    if not isinstance(label, str) or len(label) != 1 or label not in x + w:
-        raise ValueError(f"{argument}={label!r}: expected one of the labels of {equation!r}")
-    if argument == "scatter" and label not in y:
-        raise ValueError(
-            f"scatter={label!r}: the result of {equation!r} does not have it; expected a label of"
-            " the result"
-        )
-    if argument == "gather" and max(x.count(label), w.count(label)) > 1:
-        raise ValueError(
-            f"gather={label!r}: an operand of {equation!r} has it twice, so that its shards lack"
-            " parts of the diagonal; gather the operand with jax.lax.all_gather"
-        )
-    if argument == "gather" and (x + w + y).count(label) == 1:
-        raise ValueError(
-            f"gather={label!r}: {equation!r} sums one operand alone over it; use jax.numpy.sum,"
-            " and jax.lax.psum over the axis, which communicate less"
-        )
-    return label
-
-
 def _without_sums(array: jax.Array, labels: str, others: str) -> tuple[jax.Array, str]:
     """The diagonal along labels that occur twice, summed over labels that occur nowhere else."""
     diagonal = "".join(dict.fromkeys(labels))
@@ -272,63 +239,3 @@ def _without_sums(array: jax.Array, labels: str, others: str) -> tuple[jax.Array
     # jnp.sum accumulates in float32; jnp.einsum does not promise it for one operand.
     array = jnp.sum(array, own) if own else array
     return array, "".join(label for label in diagonal if label in others)
-
-
-def _sizes(name: str, labels: str, array: jax.Array) -> dict[str, int]:
-    """The size of every label.
-
-    Raises:
-      ValueError: if a label occurs twice and has two sizes.
-    """
-    sizes = dict(zip(labels, array.shape, strict=True))
-    if tuple(sizes[label] for label in labels) != array.shape:
-        raise ValueError(
-            f"{name}: shape {array.shape} with labels {labels!r}, one of which has two sizes;"
-            " expected the same wherever a label occurs"
-        )
-    return sizes
-
-
-def _check_sizes(x: dict[str, int], w: dict[str, int], gather: str | None) -> None:
-    """Raises ValueError unless both operands agree on sizes, except that of the gathered label."""
-    for label in x:
-        if label != gather and x[label] != w.get(label, x[label]):
-            raise ValueError(
-                f"w: label {label!r} of {''.join(w)!r} has size {w[label]}, and in x"
-                f" ({''.join(x)!r}) {x[label]}; expected the same"
-            )
-
-
-def _gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str) -> bool:
-    """Whether w is the operand to gather, by the sizes of the labels of both.
-
-    Raises:
-      ValueError: if the label is empty, or if both have it and neither has 1/D of it.
-    """
-    devices = lax.axis_size(axis_name)
-    sizes = [operand[label] for operand in (x, w) if label in operand]
-    if 0 in sizes:
-        raise ValueError(f"gather={label!r}: size 0; expected at least 1 on every device")
-    if len(sizes) == 1:
-        return label in w
-    if x[label] * devices == w[label]:
-        return False
-    if w[label] * devices == x[label]:
-        return True
-    raise ValueError(
-        f"gather={label!r}: size {x[label]} in x and {w[label]} in w; expected one to be a shard of"
-        f" the other, 1/{devices} of it by axis {axis_name!r}; if both are shards, call"
-        " jax.numpy.einsum first, and then jax.lax.psum or all_gather"
-    )
-
-
-def _check_scatter(label: str, size: int, axis_name: str) -> None:
-    """Raises ValueError unless the axis divides the size of the label, and the size is not 0."""
-    devices = lax.axis_size(axis_name)
-    if size == 0:
-        raise ValueError(f"scatter={label!r}: size 0; expected at least {devices}")
-    if size % devices:
-        raise ValueError(
-            f"scatter={label!r}: size {size} is not divisible by axis {axis_name!r} of size"
-            f" {devices}; pad it to {-(-size // devices) * devices}"
-        )

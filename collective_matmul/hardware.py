@@ -31,10 +31,6 @@ class Rates:
       copy_seconds: time to start and end one copy between peers.
       pass_bytes: rate of a pass over memory inside a program.
       host_seconds: host time for one op with any backend.
-      host_seconds_per_permute: additional host time for each permute, where the threads of the
-        devices synchronize.
-      host_seconds_per_operand: additional host time in each step of a ring for each x and w but the
-        first.
     """
 
     multiprocessors: int
@@ -49,8 +45,6 @@ class Rates:
     copy_seconds: float
     pass_bytes: float
     host_seconds: float
-    host_seconds_per_permute: float
-    host_seconds_per_operand: float
 
 
 HOPPER = Rates(
@@ -66,8 +60,6 @@ HOPPER = Rates(
     copy_seconds=10e-6,
     pass_bytes=6.5e12,
     host_seconds=40e-6,
-    host_seconds_per_permute=50e-6,
-    host_seconds_per_operand=12e-6,
 )
 
 #: JAX's names of the kinds of device with these rates.

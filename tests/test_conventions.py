@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mosaic_gpu": ("mosaic_gpu",),
     "backends": ("backends",),
     "dispatch": ("dispatch",),
-    "ops": ("checks", "einsum", "einsum_execution", "gradients", "ops"),
+    "ops": ("checks", "einsum", "einsum_execution", "einsum_checks", "gradients", "ops"),
     "users": ("__main__", "compiler", "explain", "layers", "rewrite", "tuning"),
 }
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import parallel_styles as styles
+from collective_matmul.layers import path_patterns
 from collective_matmul.layers.functions import column_parallel, row_parallel
 from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 from collective_matmul.layers.sharding_context import current_context
@@ -100,7 +100,7 @@ class ParallelModule:
 
         def spec(keys: Any, leaf: Any) -> P:
             collection, *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            pattern = styles.matches(self.plan, ".".join(path))
+            pattern = path_patterns.matches(self.plan, ".".join(path))
             if collection != "params" or pattern is None:
                 return P()
             names = {"kernel": (None, self.axis_name), "bias": (self.axis_name,)}[name]
@@ -123,10 +123,10 @@ class ParallelModule:
             path = ".".join(module.path)
             if type(module) is linen.Dense:
                 dense_paths.add(path)
-            pattern = styles.matches(self.plan, path)
+            pattern = path_patterns.matches(self.plan, path)
             if pattern is None:
                 return call(*args, **kwargs)
-            styles.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
+            path_patterns.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
             # The layer itself makes its parameters, and reports missing ones.
             if module.is_initializing() or not module.has_variable("params", "kernel"):
                 return call(*args, **kwargs)
@@ -172,7 +172,7 @@ class ParallelModule:
             *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
             if name == "kernel":
                 paths.add(".".join(path))
-        styles.check_all_match(self.plan, paths, "linen.Dense")
+        path_patterns.check_all_match(self.plan, paths, "linen.Dense")
 
 
 def _unboxed(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
-from collective_matmul.layers import parallel_styles as styles
+from collective_matmul.layers import path_patterns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
 
@@ -40,9 +40,9 @@ def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     entries: dict[int, tuple[str, Any, Column | Row]] = {}
     nodes = list(_nodes(model))
     for path, node in nodes:
-        if (pattern := styles.matches(plan, path)) is None:
+        if (pattern := path_patterns.matches(plan, path)) is None:
             continue
-        styles.check_layer(plan, pattern, path, node, nnx.Linear, PLAIN_OPTIONS)
+        path_patterns.check_layer(plan, pattern, path, node, nnx.Linear, PLAIN_OPTIONS)
         first, _, entry = entries.setdefault(id(node), (path, node, plan[pattern]))
         if entry != plan[pattern]:
             raise ValueError(
@@ -50,7 +50,7 @@ def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
                 f" {plan[pattern]} for it; drop one entry"
             )
     linears = [path for path, node in nodes if type(node) is nnx.Linear]
-    styles.check_all_match(plan, linears, "nnx.Linear")
+    path_patterns.check_all_match(plan, linears, "nnx.Linear")
     collective = {
         key: _collective_layer(path, linear, entry, options)
         for key, (path, linear, entry) in entries.items()

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import parallel_styles as styles
+from collective_matmul.layers import path_patterns
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_nnx import replace_linears
 from collective_matmul.layers.parallel_styles import ParallelStyles
@@ -76,7 +76,7 @@ def parallelize(
         for sizes that the axis does not divide. For nnx it is raised at once, before anything is
         changed; for linen by the first `init` or `apply`, since its layers exist only there.
     """
-    styles.check(plan)
+    path_patterns.check(plan)
     requested = check_implementation(implementation)
     known_axis_size(axis_name, mesh)
     if isinstance(model, linen.Module):

@@ -6,11 +6,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+#: A candidate is timed no further if its first group took this many times as long as the fastest.
+HOPELESS = 1.25
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,37 @@ def measure(
             _seconds_per_call(run, math.ceil(calls[name] / 2))
             samples[name].append(_seconds_per_call(run, calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def measure_finalists(
+    measure: Callable[..., Mapping[str, Timing]],
+    candidates: Mapping[str, Callable[[], Any]],
+    *,
+    groups: int,
+    bounds: Collection[str] = (),
+    always: Collection[str] = (),
+) -> dict[str, Timing]:
+    """Times all candidates in one group, and then those that are not hopeless in `groups` more.
+
+    Args:
+      measure: `measure`, or a function that is called like it.
+      candidates: functions by name.
+      groups: number of groups for the finalists.
+      bounds: names of candidates that the others are not compared with.
+      always: names of candidates that are always timed in all groups.
+
+    Returns:
+      The timing of every candidate: of one group for the hopeless ones.
+    """
+    timings = dict(measure(candidates, groups=1))
+    compared = [timing.median for name, timing in timings.items() if name not in bounds]
+    limit = HOPELESS * min(compared, default=0.0)
+    finalists = {
+        name: run
+        for name, run in candidates.items()
+        if name in always or timings[name].median < limit
+    }
+    return timings | dict(measure(finalists, groups=groups))
 
 
 def _seconds_per_call(run: Callable[[], Any], calls: int) -> float:

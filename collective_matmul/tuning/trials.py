@@ -17,13 +17,10 @@ from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 from collective_matmul.tuning.repeated_site import Stack, StackOperands, filler
-from collective_matmul.tuning.timing import Timing
+from collective_matmul.tuning.timing import Timing, measure_finalists
 
 #: Programs compiled at the same time, at most.
 _THREADS = 32
-
-#: A candidate that takes this many times as long as the fastest in one group is not timed again.
-_HOPELESS = 1.25
 
 
 #: `measure` with a fixed time for a group: takes candidates and `groups`.
@@ -92,14 +89,9 @@ class Trial:
         runs: dict[str, Callable[[], Any]] = {}
         for name in self._compiling:
             self._attempt(name, self._start, gathered if name == COMPUTE_ONLY else operands, runs)
-        timings = dict(measure(runs, groups=1))
-        fastest = min(
-            (t.median for name, t in timings.items() if name != COMPUTE_ONLY), default=0.0
-        )
-        close = {n: run for n, run in runs.items() if timings[n].median < _HOPELESS * fastest}
         # Gains are relative to the reference, so it is always timed.
-        timings |= measure(
-            close | {n: runs[n] for n in (REFERENCE.name,) if n in runs}, groups=groups
+        timings = measure_finalists(
+            measure, runs, groups=groups, bounds=[COMPUTE_ONLY], always=[REFERENCE.name]
         )
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
 

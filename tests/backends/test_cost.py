@@ -55,7 +55,7 @@ def choice(site: Site) -> str:
 
 def host_seconds(devices: int) -> float:
     """What the host takes for a ring of one matmul."""
-    return HOPPER.host_seconds + (devices - 1) * HOPPER.host_seconds_per_permute
+    return HOPPER.host_seconds + (devices - 1) * cost.HOST_SECONDS_PER_PERMUTE
 
 
 class Layer(NamedTuple):
@@ -264,7 +264,7 @@ def test_co_gathered_arrays_and_operands_cost_the_host_too() -> None:
     co_gathering = replace(site, co_gathered=(8, 32))
     assert ring_of(co_gathering) == pytest.approx(host_seconds(1 + 6))
     several = replace(site, operands=site.operands * 3)
-    more = 3 * 2 * HOPPER.host_seconds_per_operand
+    more = 3 * 2 * cost.HOST_SECONDS_PER_OPERAND
     assert ring_of(several) == pytest.approx(host_seconds(4) + more)
 
 
@@ -272,7 +272,7 @@ def test_co_gathered_arrays_and_operands_cost_the_host_too() -> None:
 def test_a_ring_that_waits_for_its_host_must_gain_more(
     host: float, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "HOPPER", replace(HOPPER, host_seconds_per_permute=host))
+    monkeypatch.setattr(cost, "HOST_SECONDS_PER_PERMUTE", host)
     prediction = predict(site_of("all_gather_matmul", 8192, 4096, 14336))
     assert prediction.relative_error == pytest.approx(error)
 
@@ -281,8 +281,8 @@ def test_between_the_errors_there_is_no_step(monkeypatch: pytest.MonkeyPatch) ->
     """A host that takes a little less than the GPU may yet be waited for."""
     site = site_of("all_gather_matmul", 8192, 4096, 14336)
     on_device = ring_of(site)
-    host = {"host_seconds": 0.9 * on_device, "host_seconds_per_permute": 0.0}
-    monkeypatch.setattr(cost, "HOPPER", replace(HOPPER, **host))
+    monkeypatch.setattr(cost, "HOPPER", replace(HOPPER, host_seconds=0.9 * on_device))
+    monkeypatch.setattr(cost, "HOST_SECONDS_PER_PERMUTE", 0.0)
     prediction = predict(site)
     assert prediction.seconds == on_device
     assert prediction.relative_error == pytest.approx(0.9 * (1 + cost.UNSURE_ERROR) - 1)

@@ -59,11 +59,6 @@ _SMALLEST_BOX, _LARGEST_BOX = WARPGROUP_LANES * VECTOR_BYTES, 8 * WARPGROUP_LANE
 #: The largest message of a device to each of its peers, in bytes.
 MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BYTES
 
-# Measured in a program on H200 GPUs: the launch with its signals, and the bandwidth from one device
-# to all of its peers together.
-_SECONDS = 7e-6
-_BYTES_PER_SECOND = 2.4e11
-
 
 def all_gather(
     x: jax.Array, axis_name: str, *, replicated: bool = False, race_delays: bool = False
@@ -133,20 +128,6 @@ def all_reduce(x: jax.Array, axis_name: str, *, race_delays: bool = False) -> ja
 def unsupported_reason(message: Array, devices: int) -> str | None:
     """Returns why devices cannot send such an array to each of their peers; None if they can."""
     return requirements.unsupported_reason(devices, message) or _too_large_reason(message)
-
-
-def predicted_seconds(size: int, devices: int) -> float:
-    """Returns the modelled time in which each of D devices sends `size` bytes to each other one."""
-    return _SECONDS + (devices - 1) * size / _BYTES_PER_SECOND
-
-
-def is_two_shot(size: int, devices: int) -> bool:
-    """Returns whether an all-reduce of `size` bytes is a reduce-scatter and an all-gather.
-
-    That is two exchanges of less data each, which is faster from some size on.
-    """
-    two_shot = 2 * predicted_seconds(-(-size // devices), devices)
-    return size > MOST_BYTES or two_shot < predicted_seconds(size, devices)
 
 
 def _too_large_reason(message: Array) -> str | None:

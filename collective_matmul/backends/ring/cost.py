@@ -33,6 +33,11 @@ ERROR = 0.08
 #: measured: wide numbers, and unaligned matmuls, which XLA executes in ways that vary by shape.
 UNSURE_ERROR = 0.25
 
+#: Host time of each permute, at which the threads that drive the devices wait for each other, and
+#: in each step of the ring for each x and w but the first. With few rows they exceed the matmuls.
+HOST_SECONDS_PER_PERMUTE = 50e-6
+HOST_SECONDS_PER_OPERAND = 12e-6
+
 
 def predict(site: Site) -> Prediction | None:
     """The seconds of the ring, which is limited by its GPU or by its host.
@@ -64,7 +69,7 @@ def _on_device(site: Site) -> float:
 def _on_host(site: Site) -> float:
     permutes = 1 if site.co_gathered is None else 2
     operands = len(site.operands) - 1
-    step = permutes * HOPPER.host_seconds_per_permute + operands * HOPPER.host_seconds_per_operand
+    step = permutes * HOST_SECONDS_PER_PERMUTE + operands * HOST_SECONDS_PER_OPERAND
     return HOPPER.host_seconds + (site.axis_size - 1) * step
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import tracks_varying_axes
-from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot import backend, exchange_kernel
 from collective_matmul.backends.one_shot.backend import OneShot
 from collective_matmul.backends.xla import Xla
 from tests.conftest import MeshFactory
@@ -101,7 +101,7 @@ def test_all_reduces(
         asked.append((size, devices))
         return steps == 2
 
-    monkeypatch.setattr(exchange_kernel, "is_two_shot", is_two_shot)
+    monkeypatch.setattr(backend, "is_two_shot", is_two_shot)
     x = numbers(3, *shape)
     sums = on_devices(
         lambda x: OneShot().all_reduce(x, AXIS), make_mesh({AXIS: 3}), P(), x, check_vma

@@ -15,7 +15,7 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.backends.one_shot import exchange_kernel
+from collective_matmul.backends.one_shot import backend, exchange_kernel
 from collective_matmul.backends.one_shot.backend import OneShot
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from tests.conftest import MeshFactory
@@ -130,7 +130,7 @@ def test_all_reduces_are_typed_as_replicated(
     steps: int, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two shots, the gathered sums are the same on all devices too."""
-    monkeypatch.setattr(exchange_kernel, "is_two_shot", lambda size, devices: steps == 2)
+    monkeypatch.setattr(backend, "is_two_shot", lambda size, devices: steps == 2)
     sharded = jax.shard_map(
         lambda x: OneShot().all_reduce(x, AXIS),
         mesh=make_mesh({AXIS: 4}),
@@ -210,12 +210,12 @@ def test_kernels_need_jax_0_11(version: tuple[int, ...], monkeypatch: pytest.Mon
 def test_an_all_reduce_is_two_shot_where_that_sends_less() -> None:
     for devices in (2, 4, 8):
         sizes = [1 << bits for bits in range(4, 24)]
-        steps = [exchange_kernel.is_two_shot(size, devices) for size in sizes]
+        steps = [backend.is_two_shot(size, devices) for size in sizes]
         assert not steps[0] and steps == sorted(steps)
         assert steps[-1]  # Too much for one shot.
         for size, two in zip(sizes, steps, strict=True):
-            parts = 2 * exchange_kernel.predicted_seconds(-(-size // devices), devices)
-            faster = parts < exchange_kernel.predicted_seconds(size, devices)
+            parts = 2 * backend.exchange_seconds(-(-size // devices), devices)
+            faster = parts < backend.exchange_seconds(size, devices)
             assert two == (faster or size > exchange_kernel.MOST_BYTES)
 
 

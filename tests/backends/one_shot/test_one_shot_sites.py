@@ -122,7 +122,7 @@ def test_the_model_is_not_of_other_gpus(monkeypatch: Patch) -> None:
 
 
 def one_exchange(elements: int, devices: int = 4) -> float:
-    return exchange_kernel.predicted_seconds(2 * elements, devices)
+    return one_shot.exchange_seconds(2 * elements, devices)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def one_exchange(elements: int, devices: int = 4) -> float:
 )
 def test_every_exchange_takes_its_time(site: Site, exchanges: list[int]) -> None:
     expected = sum(map(one_exchange, exchanges))
-    assert one_shot._exchange_seconds(site) == pytest.approx(expected)
+    assert one_shot._site_seconds(site) == pytest.approx(expected)
     predicted = BACKENDS["one_shot"].predict(site)
     assert predicted is not None
     multiplication = matmul_seconds(site.product_rows, *site.operands[0][1])
