@@ -97,14 +97,18 @@ def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     Each pytest worker has a folder of its own, since JAX does not write entries atomically. A
     folder that the environment names is kept: `JAX_COMPILATION_CACHE_DIR` speeds up repeated runs.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        settings = {
-            "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-            "jax_persistent_cache_min_compile_time_secs": 0,
-        }
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            os.environ[name.upper()] = str(value)
+    if jax.default_backend() != "cpu":
+        return  # Programs for GPUs may hold addresses of peers.
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    folder = os.path.join(kept, worker) if kept else str(tmp_path_factory.mktemp("compiled"))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def pytest_report_header() -> str:

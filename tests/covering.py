@@ -18,7 +18,6 @@ def cover(
     cases: Sequence[Any],
     factors: Callable[[Any], Mapping[str, Hashable]],
     *,
-    strength: int = 2,
     ids: Callable[[Any], str] | None = None,
 ) -> list[Any]:
     """All cases as parameters for pytest; those that a covering subset leaves out are exhaustive.
@@ -27,13 +26,12 @@ def cover(
       cases: from which the subset is chosen, each valid by itself.
       factors: the values of a case, by factor. Each pair of values that any case holds is held by
         a case of the subset.
-      strength: how many values are combined: 2 for pairs, 1 for every value by itself.
       ids: names a case.
 
     Returns:
       A `pytest.param` for each case, in the order given.
     """
-    chosen = _covering(cases, factors, strength)
+    chosen = _covering(cases, factors)
     return [
         pytest.param(
             case,
@@ -44,7 +42,7 @@ def cover(
     ]
 
 
-def pairwise(*, strength: int = 2, **factors: Sequence[Any]) -> pytest.MarkDecorator:
+def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by the product of all factors, of which a covering subset is default.
 
     Example:
@@ -54,7 +52,7 @@ def pairwise(*, strength: int = 2, **factors: Sequence[Any]) -> pytest.MarkDecor
     names = list(factors)
     # Values need not be hashable: their positions stand for them.
     positions = list(itertools.product(*(range(len(values)) for values in factors.values())))
-    marks = cover(positions, lambda case: dict(zip(names, case, strict=True)), strength=strength)
+    marks = cover(positions, lambda case: dict(zip(names, case, strict=True)))
     rows = [
         pytest.param(
             *(factors[name][position] for name, position in zip(names, case, strict=True)),
@@ -65,14 +63,12 @@ def pairwise(*, strength: int = 2, **factors: Sequence[Any]) -> pytest.MarkDecor
     return pytest.mark.parametrize(names, rows)
 
 
-def _covering(
-    cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]], strength: int
-) -> set[int]:
+def _covering(cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]]) -> set[int]:
     """Indices of the cases chosen: greedily, the one that holds most of what no other holds yet.
 
     Of cases that hold as much the first is taken, so that every process chooses the same.
     """
-    held = [set(itertools.combinations(sorted(factors(case).items()), strength)) for case in cases]
+    held = [set(itertools.combinations(sorted(factors(case).items()), 2)) for case in cases]
     missing = set().union(*held)
     chosen: set[int] = set()
     while missing:

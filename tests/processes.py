@@ -139,19 +139,21 @@ def cases(devices: int, implementations: Sequence[str | None]) -> list[Case]:
 def report(case: Case, mesh: Mesh) -> Report:
     # On CPUs nothing runs under a matmul, so that nothing is given up, and nothing reported.
     # Kernels that address peers cannot run across processes: XLA takes their place.
-    request = (case.implementation, "xla") if case.implementation in PEER_KERNELS else None
+    name = case.implementation
+    assert name is None or isinstance(name, str)
+    request = (name, "xla") if name in PEER_KERNELS else name
     with (
         contextlib.ExitStack() as devices,
         warnings_of_the_library() as warnings,
         record_decisions() as decisions,
     ):
-        if case.implementation is None:
+        if name is None:
             for module in (assessment, selection, hardware):
                 patch = mock.patch.object(module, "traced_device", lambda: H200)
                 devices.enter_context(patch)
-        error = relative_error(replace(case, implementation=request or case.implementation), mesh)
+        error = relative_error(replace(case, implementation=request), mesh)
     chosen = sorted({taken.implementation for taken in decisions})
-    return Report(mesh.devices.shape, case.op, case.implementation, error, chosen, warnings)
+    return Report(mesh.devices.shape, case.op, name, error, chosen, warnings)
 
 
 def relative_error(case: Case, mesh: Mesh) -> float:
