@@ -12,7 +12,7 @@ from tests.rewrite.fuzz import mismatches
 
 BLOCK = 25
 #: Numbers of programs.
-SHORT_SEARCH, LONG_SEARCH = 25, 1000
+SHORT_SEARCH, LONG_SEARCH = 25, 2000
 
 
 @pytest.mark.parametrize(
