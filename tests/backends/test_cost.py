@@ -172,7 +172,7 @@ MISSED = site_of("all_gather_matmul", 1024, 8192, 28672).flat
 
 
 def test_the_table_that_ships() -> None:
-    """No ring that it has slower than bulk is chosen, and of what rings gain little is missed."""
+    """No ring that it has slower than xla is chosen, and of what rings gain little is missed."""
     ((_, table),) = table_files.known("NVIDIA H200")
     gained, possible = 0.0, 0.0
     for site, entry in table.entries.items():

@@ -268,7 +268,7 @@ def test_nothing_gathered_is_kept_for_the_backward(
 @gather_and_scatter
 @every_ring
 def test_a_ring_needs_no_more_memory_than_xla(op: str, ring: str, mesh: Mesh) -> None:
-    """Bulk holds the whole gathered x, or the whole product. A ring may hold two chunks besides."""
+    """XLA holds the whole gathered x, or the whole product. A ring may hold two chunks besides."""
     rows, contracted, columns = 64 * DEVICES, 256, 256
 
     def temporary_bytes(implementation: str) -> int:
