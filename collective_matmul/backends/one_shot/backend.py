@@ -66,7 +66,7 @@ class OneShot(SequentialBackend):
 
     def predict(self, site: Site) -> Prediction | None:
         """XLA's matmuls, and the exchanges, which start and end faster than collectives."""
-        if not has_known_rates():
+        if not has_known_rates() or self.unsupported_reason(site):
             return None
         seconds = multiplication_seconds(site) + _site_seconds(site)
         return Prediction(seconds, ERROR, COST_MODEL)

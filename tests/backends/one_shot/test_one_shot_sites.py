@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import pytest
 
 from collective_matmul.backends import BACKENDS
@@ -105,6 +107,18 @@ def test_few_rows_where_programs_may_have_kernels(
     assert chosen(1024, "one_shot") == "one_shot"
     monkeypatch.setattr(one_shot, "ERROR", 10.0)
     assert chosen(64) != "one_shot"
+
+
+@every_op
+def test_floats_of_few_rows_warn_of_nothing(
+    op: Op, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a request, or a measurement, makes one_shot a backend that is missed."""
+    measure_as(monkeypatch, {})
+    site = dataclasses.replace(site_of(op, 64, 4096, 4096), dtype=np.dtype("float32"))
+    assert BACKENDS["one_shot"].predict(site) is None
+    assert choose(site) == "xla"
+    assert not caplog.records
 
 
 def test_the_basis_of_a_modelled_backend_is_the_model(monkeypatch: Patch) -> None:
