@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import no_peer_access_reason, peer_kernels_allowed
+from collective_matmul.source_location import warn_deprecated
 from collective_matmul.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
 
 
@@ -68,11 +68,9 @@ def overlap_jit(
 
 def renamed_fused(function: str, value: bool) -> bool:
     """Warns that the argument `fused` is called `peer_kernels` now, and returns its value."""
-    warnings.warn(
+    warn_deprecated(
         f"{function}: fused={value} is now called peer_kernels={value}; the old name will be"
-        " removed",
-        DeprecationWarning,
-        stacklevel=3,
+        " removed"
     )
     return value
 

@@ -6,6 +6,8 @@ import functools
 import inspect
 import os
 import traceback
+import types
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,24 @@ def calling_location() -> SourceLocation | None:
         if not is_library(frame.f_code.co_filename):
             return SourceLocation(frame.f_code.co_filename, line, frame.f_code.co_qualname)
     return None
+
+
+def warn_deprecated(message: str) -> None:
+    """A DeprecationWarning at the user's line, as Python shows it by default for `__main__` only.
+
+    The number of library frames above that line differs between ops, layers and `overlap`.
+    """
+    stack = traceback.walk_stack(inspect.currentframe())
+    level = next((n for n, (frame, _) in enumerate(stack, 1) if _is_users(frame)), 1)
+    warnings.warn(message, DeprecationWarning, stacklevel=level)
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to no library, or to the command that runs."""
+    module = frame.f_globals.get("__name__", "")
+    # The `__init__` of a dataclass has no file.
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    return module == "__main__" or not (ours or is_library(frame.f_code.co_filename))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, checks, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul import (
+    all_gather_matmul,
+    checks,
+    layers,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    overlap,
+    overlap_jit,
+    tune,
+)
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.recording import record_decisions
 from tests.conftest import MeshFactory
@@ -92,6 +103,23 @@ def test_the_name_of_an_earlier_release_is_still_accepted(op: Callable, make_mes
     ):
         jax.eval_shape(mapped, zeros(4, 2), zeros(2, 3))
     assert [decision.implementation for decision in decisions] == ["xla"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: overlap(jnp.sin, implementation="bulk"),
+        lambda: overlap_jit(jnp.sin, fused=False),
+        lambda: layers.ColumnParallelLinear(2, 3, implementation="bulk", rngs=nnx.Rngs(0)),
+        lambda: layers.ParallelModule(linen.Dense(3), {}, implementation="bulk"),
+        lambda: tune([], implementations=["bulk"], groups=1, devices=[]),
+    ],
+    ids=["overlap", "overlap_jit", "nnx", "linen", "tune"],
+)
+def test_the_warning_about_a_name_shows_the_line_of_the_user(call: Callable[[], Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="is now called") as found, suppress(ValueError):
+        call()
+    assert [warning.filename for warning in found] == [__file__]
 
 
 @every_op

@@ -17,7 +17,6 @@ name              what it does
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -26,6 +25,7 @@ from collective_matmul.backends.fused.backend import Fused
 from collective_matmul.backends.one_shot.backend import OneShot
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.xla import Xla
+from collective_matmul.source_location import warn_deprecated
 
 _backends: dict[str, Backend] = {}
 #: All backends by name, in the order in which they are listed.
@@ -61,10 +61,8 @@ def current_name(name: str) -> str:
     """Today's name of a backend, with a DeprecationWarning for a name of an earlier release."""
     if name not in _RENAMED:
         return name
-    warnings.warn(
-        f"implementation={name!r} is now called {_RENAMED[name]!r}; the old name will be removed",
-        DeprecationWarning,
-        stacklevel=3,
+    warn_deprecated(
+        f"implementation={name!r} is now called {_RENAMED[name]!r}; the old name will be removed"
     )
     return _RENAMED[name]
 
