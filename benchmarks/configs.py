@@ -208,11 +208,7 @@ def work(
 
 
 def measure_site(
-    site: Site,
-    devices: Sequence[Any],
-    failed: frozenset[str],
-    settings: Configs,
-    steps: Steps,
+    site: Site, devices: Sequence[Any], failed: frozenset[str], settings: Configs, steps: Steps
 ) -> str | tuple[str, dict[str, list[float]], Record]:
     """The best configuration, all times, and the best one's record; or why there are none.
 

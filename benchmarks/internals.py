@@ -5,6 +5,9 @@ sites and the shapes of models are those of `collective_matmul.tune`: benchmarks
 measurements mean the same.
 """
 
+# Unused here: other modules import these names from this one.
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from collective_matmul.backends import BACKENDS, REFERENCE
@@ -27,30 +30,3 @@ from collective_matmul.tuning.repeated_site import Stack as SiteProgram
 from collective_matmul.tuning.repeated_site import StackOperands as SiteOperands
 from collective_matmul.tuning.repeated_site import filler
 from collective_matmul.tuning.timing import Timing, measure
-
-__all__ = [
-    "BACKENDS",
-    "COMPUTE_ONLY",
-    "LAYERS",
-    "REFERENCE",
-    "Backend",
-    "Configuration",
-    "Decision",
-    "Layer",
-    "MatmulProblem",
-    "MeasuredData",
-    "MeasuredTiling",
-    "Record",
-    "Site",
-    "SiteOperands",
-    "SiteProgram",
-    "Tiling",
-    "Timing",
-    "candidate_tilings",
-    "filler",
-    "kernel_target",
-    "measure",
-    "predicted_microseconds",
-    "shared_launch",
-    "shipped",
-]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 
 from benchmarks.timeline.analysis import analyze
-from benchmarks.timeline.picture import save_picture
 from benchmarks.timeline.trace import read_trace
 
 #: Executions of a program in its profile, and the annotation around them.
@@ -24,7 +22,7 @@ class Profile:
     """The numbers of a profile, for each device.
 
     Attributes:
-      folder: name of the folder of the trace and its picture.
+      folder: name of the folder of the trace.
       microseconds: of one execution.
       communication: of that, the microseconds in which something was communicated.
       hidden_share: of those, the share in which other work ran too; None for no communication.
@@ -46,8 +44,6 @@ def record(run: Callable[[], Any], folder: Path) -> Profile | None:
                 run()
             jax.block_until_ready(run())
         timelines = analyze(read_trace(folder), executions=EXECUTIONS, since=ANNOTATION)
-        if importlib.util.find_spec("matplotlib"):
-            save_picture(timelines, folder / "timeline.png", title=folder.name)
     except Exception as error:
         # Profilers fail in many ways, and what was timed before is worth more.
         print(f"no profile in {folder}: {error}", flush=True)

@@ -70,14 +70,7 @@ def add_times(report: Report, settings: Settings, cases: Sequence[PytorchCase]) 
 
 
 def time_pytorch(
-    cases: Sequence[dict[str, Any]],
-    *,
-    devices: int,
-    platform: str,
-    dtype: str,
-    groups: int,
-    group_seconds: float,
-    limit_seconds: float,
+    cases: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Times stacks of layers or of single ops, in a process for each device.
 
@@ -87,6 +80,7 @@ def time_pytorch(
     Args:
       cases: each with name; rows, features and hidden_features, global, which the devices divide;
         layers, their number; and op, or direction for whole layers.
+      settings: the fields of `torch_worker.Job` below.
       devices: processes, each with its own GPU, or CPU cores.
       platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.
       dtype: of all arrays.
@@ -104,19 +98,9 @@ def time_pytorch(
         return [], "PyTorch is not installed"
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder, "job.json"), Path(folder, "results.json")
-        settings = {
-            "cases": list(cases),
-            "devices": devices,
-            "platform": platform,
-            "dtype": dtype,
-            "groups": groups,
-            "group_seconds": group_seconds,
-            "limit_seconds": limit_seconds,
-            "output": str(output),
-        }
-        job.write_text(json.dumps(settings))
+        job.write_text(json.dumps({"cases": list(cases), "output": str(output), **settings}))
         command = [sys.executable, "-m", "benchmarks.pytorch.torch_worker", str(job)]
-        reason = _run(command, limit_seconds + _GRACE_SECONDS)
+        reason = _run(command, settings["limit_seconds"] + _GRACE_SECONDS)
         return json.loads(output.read_text()) if output.exists() else [], reason
 
 

@@ -15,25 +15,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Wait = Callable[[], Any]
-
-
-class TorchCommunication(Protocol):
-    """See the module."""
-
-    def all_gather_matmul(
-        self, x: Tensor, w: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def matmul_reduce_scatter(self, x: Tensor, w: Tensor) -> tuple[Tensor, Wait]: ...
-
-    def matmul_all_reduce(self, x: Tensor, w: Tensor) -> Tensor: ...
 
 
 class Collectives:
@@ -46,18 +34,18 @@ class Collectives:
     def __init__(self, *, overlap: bool = False):
         self.overlap = overlap
 
-    def all_gather_matmul(self, x, w, keep):
+    def all_gather_matmul(self, x: Tensor, w: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
         gathered = x.new_empty(x.shape[0] * dist.get_world_size(), x.shape[1])
         dist.all_gather_into_tensor(gathered, x.contiguous())
         return gathered @ w, gathered if keep else None
 
-    def matmul_reduce_scatter(self, x, w):
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor) -> tuple[Tensor, Wait]:
         product = x @ w
         scattered = product.new_empty(product.shape[0] // dist.get_world_size(), product.shape[1])
         work = dist.reduce_scatter_tensor(scattered, product, async_op=self.overlap)
         return scattered, work.wait if self.overlap and work is not None else _nothing
 
-    def matmul_all_reduce(self, x, w):
+    def matmul_all_reduce(self, x: Tensor, w: Tensor) -> Tensor:
         product = x @ w
         dist.all_reduce(product)
         return product
@@ -84,18 +72,21 @@ class AsyncTensorParallel:
             warnings.simplefilter("ignore", FutureWarning)
             _symmetric_memory.enable_symm_mem_for_group(self.group)
 
-    def all_gather_matmul(self, x, w, keep):
+    def all_gather_matmul(self, x: Tensor, w: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
         gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
             x.contiguous(), [w], 0, self.group, return_A=keep
         )
         return product, gathered
 
-    def matmul_reduce_scatter(self, x, w):
+    def matmul_reduce_scatter(self, x: Tensor, w: Tensor) -> tuple[Tensor, Wait]:
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         return fused(x.contiguous(), w, "sum", 0, self.group), _nothing
 
-    def matmul_all_reduce(self, x, w):
+    def matmul_all_reduce(self, x: Tensor, w: Tensor) -> Tensor:
         raise NotImplementedError("PyTorch's async tensor parallelism has no matmul_all_reduce")
+
+
+TorchCommunication = Collectives | AsyncTensorParallel
 
 
 def _has_multicast(device: torch.device) -> bool:

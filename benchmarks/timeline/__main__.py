@@ -12,7 +12,6 @@ from rich.table import Table
 
 from benchmarks.profiling import ANNOTATION, EXECUTIONS
 from benchmarks.timeline.analysis import DeviceTimeline, Kind, Row, analyze, rows
-from benchmarks.timeline.picture import save_picture
 from benchmarks.timeline.trace import TraceError, read_trace
 
 WIDTH_OF_A_FILE = 150
@@ -24,7 +23,6 @@ def main(
     executions: int = EXECUTIONS,
     since: str = ANNOTATION,
     top: int = 25,
-    picture: Path | None = None,
 ) -> None:
     """Breaks down what the GPUs did; the defaults are for what `--profile` of a benchmark writes.
 
@@ -33,7 +31,6 @@ def main(
         executions: How many executions to average.
         since: The name of an annotation on the host; all that started after the last one counts.
         top: How many rows of the table by kernel to print.
-        picture: Where to write the timeline, as .png, .svg or .pdf.
     """
     try:
         timelines = analyze(read_trace(trace), executions=executions, since=since)
@@ -42,8 +39,6 @@ def main(
     table = rows(timelines)
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     console.print(device_table(timelines), kernel_table(table, timelines, top))
-    if picture is not None:
-        save_picture(timelines, picture, title=trace.name)
 
 
 def device_table(timelines: list[DeviceTimeline]) -> Table:

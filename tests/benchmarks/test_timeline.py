@@ -19,7 +19,6 @@ from benchmarks.timeline.analysis import (
     rows,
 )
 from benchmarks.timeline.intervals import gaps, intersection, length, union
-from benchmarks.timeline.picture import save_picture
 from benchmarks.timeline.trace import Event, TraceError, read_trace
 
 GPU = "/device:GPU:0"
@@ -217,13 +216,6 @@ def test_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     output = capsys.readouterr().out
     for text in ("GPU:0", "75.0%", GEMM, "collective-permute-start"):
         assert text in output
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra `plot`) is not installed")
-    timeline = timeline_of(tmp_path, execution(0))
-    save_picture([timeline], tmp_path / "picture.svg", title="two matmuls")
-    assert "</svg>" in (tmp_path / "picture.svg").read_text()
 
 
 def test_intervals() -> None:
