@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from benchmarks.baseline_xla_options import BASELINE, DEFAULT, WINDOWED_EINSUM, OptionSets, known
 from benchmarks.communication import (
     CollectiveMatmul,
     Communication,
     MosaicExample,
     NoCommunication,
+    Partitioned,
     PlainJax,
     Rewritten,
 )
@@ -33,16 +36,18 @@ COMPILERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to communicate, and one of `COMPILERS`."""
+    """A way to communicate, one of `COMPILERS`, and XLA options: the fastest set counts."""
 
     name: str
     communication: Communication
     compiler: str
+    option_sets: OptionSets = field(default_factory=lambda: DEFAULT)
 
 
 def names() -> tuple[str, ...]:
     """All candidates, in the order of tables."""
-    return ("baseline", "mosaic_example", *BACKENDS, *AUTO, "rewrite", COMPUTE_ONLY)
+    xla = ("baseline", "windowed_einsum")
+    return (*xla, "mosaic_example", *BACKENDS, *AUTO, "rewrite", COMPUTE_ONLY)
 
 
 def layer_names() -> tuple[str, ...]:
@@ -50,11 +55,14 @@ def layer_names() -> tuple[str, ...]:
     return tuple(name for name in names() if name != "mosaic_example")
 
 
-def make(name: str) -> Candidate:
-    """The candidate of a name: one of `names`."""
+def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
+    """The candidate of a name of `names`, with all of its option sets, or the first one only."""
+    tried = None if try_options else 1
     match name:
         case "baseline":
-            return Candidate(name, PlainJax(), "jit")
+            return Candidate(name, PlainJax(), "jit", known(BASELINE, tried))
+        case "windowed_einsum":
+            return Candidate(name, Partitioned(mesh), "jit", known(WINDOWED_EINSUM, tried))
         case "mosaic_example":
             return Candidate(name, MosaicExample(), "jit")
         case "rewrite":

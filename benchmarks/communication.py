@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import mosaic_example
@@ -35,12 +36,14 @@ Rows = Any
 
 
 class Communication:
-    """See the module; all is called inside `shard_map`. By default, rows are a shard.
+    """See the module. By default, rows are a shard.
 
     Attributes:
+      inside_shard_map: whether a program runs inside `shard_map`. Otherwise all arrays are global.
       all_reduce_spec: how the result of `matmul_all_reduce` is sharded.
     """
 
+    inside_shard_map = True
     all_reduce_spec = REPLICATED
 
     def rows(self, shard: Any, whole: Any) -> Rows:
@@ -79,6 +82,27 @@ class PlainJax(Communication):
 
     def matmul_all_reduce(self, x, w):
         return lax.psum(x @ w, AXIS)
+
+
+class Partitioned(Communication):
+    """Sharding constraints on global arrays: XLA's partitioner places the collectives."""
+
+    inside_shard_map = False
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def all_gather_matmul(self, rows, ws):
+        return tuple(self._constrained(rows @ w, COLUMNS) for w in ws)
+
+    def matmul_reduce_scatter(self, x, w):
+        return self._constrained(x @ w, ROWS)
+
+    def matmul_all_reduce(self, x, w):
+        return self._constrained(x @ w, REPLICATED)
+
+    def _constrained(self, array: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
 
 
 class Rewritten(PlainJax):

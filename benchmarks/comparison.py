@@ -27,6 +27,8 @@ class Comparison(Settings):
 
     candidates: tuple[str, ...] = ()
     """What to time; default: everything."""
+    try_options: bool = True
+    """Whether XLA's own programs are tried with many sets of XLA options; the fastest counts."""
     compile_cases: int = 1
     """Cases compiled at the same time, before they are measured."""
     compile_threads: int = 16
@@ -56,10 +58,7 @@ class ComparedCase(Protocol):
 
 
 def run(
-    benchmark: str,
-    settings: Comparison,
-    cases: Sequence[ComparedCase],
-    names: Sequence[str],
+    benchmark: str, settings: Comparison, cases: Sequence[ComparedCase], names: Sequence[str]
 ) -> Report:
     """Measures the cases; returns the report.
 
@@ -78,7 +77,11 @@ def run(
     for case in cases:
         _check_divisible(case, mesh)
     report = Report(benchmark, settings)
-    chosen = [candidates.make(n) for n in names if n in (settings.candidates or names)]
+    chosen = [
+        candidates.make(name, mesh, settings.try_options)
+        for name in names
+        if name in (settings.candidates or names)
+    ]
     operands = Operands(mesh, settings.array_dtype)
     for first in range(0, len(cases), settings.compile_cases):
         if report.out_of_time():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import operands
+from benchmarks.baseline_xla_options import XlaOptions
 from benchmarks.candidates import COMPILERS, Candidate
 from benchmarks.internals import Decision
 from benchmarks.programs import Made, Program
@@ -37,11 +38,13 @@ class Executable:
 
     Attributes:
       programs: all that are the same to XLA; it is measured under the name of the first.
+      options: the name of its set of XLA options.
       compiled: JAX's executable.
       seconds: what compiling took.
     """
 
     programs: tuple[Traced, ...]
+    options: str
     compiled: Any
     seconds: float
 
@@ -66,7 +69,7 @@ class Compiled:
     Attributes:
       candidates: their names, in order.
       executables: in no order.
-      failures: by candidate, what went wrong.
+      failures: by candidate, the last thing that went wrong.
     """
 
     candidates: tuple[str, ...]
@@ -112,7 +115,9 @@ def compile_cases(
             for candidate in candidates:
                 with case.noting_failure(candidate):
                     traced.append(trace(candidate, build(candidate)))
-            jobs += [pool.submit(_compile, case, same) for same in _same_programs(traced)]
+            for same in _same_programs(traced):
+                for name, options in same[0].candidate.option_sets.items():
+                    jobs.append(pool.submit(_compile, case, same, name, options))
             jobs.append(pool.submit(_compile_maker, case, traced))
     for job in jobs:
         job.result()
@@ -131,18 +136,20 @@ def trace(candidate: Candidate, program: Program) -> Traced:
 
 def _same_programs(traced: Sequence[Traced]) -> list[tuple[Traced, ...]]:
     """Groups of programs that compile to the same executable."""
-    groups: dict[tuple[str, str], tuple[Traced, ...]] = {}
+    groups: dict[tuple[str, ...], tuple[Traced, ...]] = {}
     for program in traced:
-        key = program.candidate.compiler, program.lowered.as_text()
+        candidate = program.candidate
+        key = program.lowered.as_text(), candidate.compiler, *candidate.option_sets
         groups[key] = (*groups.get(key, ()), program)
     return list(groups.values())
 
 
-def _compile(case: Compiled, programs: tuple[Traced, ...]) -> None:
+def _compile(case: Compiled, programs: tuple[Traced, ...], name: str, options: XlaOptions) -> None:
     with case.noting_failure(*(program.candidate for program in programs)):
         started = time.perf_counter()
-        compiled = programs[0].lowered.compile()
-        case.executables.append(Executable(programs, compiled, time.perf_counter() - started))
+        compiled = programs[0].lowered.compile(compiler_options=dict(options) or None)
+        seconds = time.perf_counter() - started
+        case.executables.append(Executable(programs, name, compiled, seconds))
 
 
 def _compile_maker(case: Compiled, traced: Sequence[Traced]) -> None:

@@ -1,4 +1,4 @@
-"""Times the executables of a case, in turns."""
+"""Finds the fastest options of each candidate of a case, then times all candidates in turns."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from benchmarks.environment import gpu_state
 from benchmarks.internals import measure
 from benchmarks.profiling import Profile, record
 
+#: Groups that decide between sets of options.
+PILOT_GROUPS = 3
+
 Run = Callable[[], Any]
 
 
@@ -26,9 +29,9 @@ class Result:
     samples: tuple[float, ...] = ()
     """Seconds per call, one number for each group."""
     options: str = ""
-    """The fastest way to run PyTorch."""
+    """The fastest set of XLA options, or way to run PyTorch."""
     tried: dict[str, float] = field(default_factory=dict)
-    """Median seconds per call in a short trial of each way to run PyTorch."""
+    """Median seconds per call in a short trial of each of them, where there are several."""
     same_program_as: str | None = None
     """Another candidate whose program is the same, and whose samples these are."""
     temporary_bytes: int | None = None
@@ -71,7 +74,9 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
     Returns:
       The results; and the state of every GPU under load, if it was asked for and can be known.
     """
-    executables = _warm_up(case)
+    warm = _warm_up(case)
+    tried = _try_options(warm)
+    executables = {executable: warm[executable] for executable in tried}
     runs = {executable.candidate: run for executable, run in executables.items()}
     again = f"{timed.again} again"
     if timed.again in runs:
@@ -83,11 +88,10 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
         for program in executable.programs:
             result = results[program.candidate.name]
             result.samples, result.profile = timings[executable.candidate].samples, profile
+            result.tried = tried[executable]
     if again in runs:
         results[again] = replace(
-            results[str(timed.again)],
-            samples=timings[again].samples,
-            same_program_as=timed.again,
+            results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again
         )
     gpus = _watch(list(runs.values())[-1]) if timed.watch and runs else []
     case.executables.clear()
@@ -96,12 +100,14 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
 
 def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
     """Facts from the executables of candidates, before anything runs."""
-    results = {name: Result(failure=case.failures.get(name)) for name in case.candidates}
+    refused = "XLA refuses its options"
+    results = {name: Result(failure=case.failures.get(name, refused)) for name in case.candidates}
     for executable in executables:
         for program in executable.programs:
             is_first = program is executable.programs[0]
             decided = (f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
             results[program.candidate.name] = Result(
+                options=executable.options,
                 same_program_as=None if is_first else executable.candidate,
                 temporary_bytes=executable.compiled.memory_analysis().temp_size_in_bytes,
                 trace_seconds=program.seconds,
@@ -122,6 +128,20 @@ def _warm_up(case: Compiled) -> dict[Executable, Run]:
             jax.block_until_ready(run())
             runs[executable] = run
     return runs
+
+
+def _try_options(runs: dict[Executable, Run]) -> dict[Executable, dict[str, float]]:
+    """The fastest executable of each candidate, and the medians of its sets of options."""
+    fastest: dict[Executable, dict[str, float]] = {}
+    for candidate in dict.fromkeys(executable.candidate for executable in runs):
+        sets = {e.options: e for e in runs if e.candidate == candidate}
+        if len(sets) == 1:
+            fastest[sets.popitem()[1]] = {}
+            continue
+        timings = measure({name: runs[e] for name, e in sets.items()}, groups=PILOT_GROUPS)
+        medians = {name: timing.median for name, timing in timings.items()}
+        fastest[sets[min(medians, key=medians.__getitem__)]] = medians
+    return fastest
 
 
 def _watch(run: Run) -> list[dict[str, str]]:

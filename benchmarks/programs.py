@@ -40,10 +40,11 @@ class Made(Protocol):
 def make_program(
     communication: Communication, fun: Callable, arguments: tuple[Any, ...], out_specs: Any
 ) -> Program:
-    """The program that calls `fun` inside `shard_map`."""
-    in_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
-    mesh = jax.tree.leaves(arguments)[0].sharding.mesh
-    fun = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    """The program that calls `fun`, inside `shard_map` where the communication needs that."""
+    if communication.inside_shard_map:
+        in_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+        mesh = jax.tree.leaves(arguments)[0].sharding.mesh
+        fun = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     if isinstance(communication, Rewritten):
         fun = overlap(fun)
     return Program(fun, arguments)

@@ -168,7 +168,7 @@ def profiles(content: Content) -> str:
 
 
 def options_tried(content: Content) -> str:
-    """Every way to run PyTorch that was tried."""
+    """Every set of XLA options and every way to run PyTorch that was tried."""
     lines = []
     for case in content["cases"]:
         for name, result in case["candidates"].items():
@@ -179,7 +179,7 @@ def options_tried(content: Content) -> str:
     if not lines:
         return ""
     return (
-        "## How PyTorch ran\n\nms in a short trial; the first is the one that was timed.\n\n"
+        "## Options tried\n\nms in a short trial; the first is the one that was timed.\n\n"
         + "\n".join(lines)
     )
 

@@ -15,14 +15,14 @@ from benchmarks.operands import Operands, compile_maker
 from benchmarks.programs import Program
 
 #: One of each way to write a program whose numbers mean something.
-COMPUTING = ("baseline", "ring", "rewrite")
+COMPUTING = ("baseline", "windowed_einsum", "ring", "rewrite")
 
 
 def compiled(
     build: Callable[[Operands, Candidate], Program], mesh: Mesh, name: str
 ) -> tuple[Any, tuple[Any, ...]]:
     """A candidate's executable in float32, and arrays for its arguments."""
-    candidate = candidates.make(name)
+    candidate = candidates.make(name, mesh, try_options=False)
     program = build(Operands(mesh, np.dtype("float32")), candidate)
     executable = trace(candidate, program).lowered.compile()
     return executable, compile_maker([program.arguments])().fill(program.arguments)

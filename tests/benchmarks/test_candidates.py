@@ -7,14 +7,16 @@ import pytest
 
 from benchmarks import candidates
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
 
 
 @pytest.mark.parametrize("name", ["auto", "auto_fused", "xla", "fused", "ring", "rewrite"])
 def test_fused_kernels_may_be_in_programs_that_are_named_for_them(
-    name: str,
+    name: str, make_mesh: MeshFactory
 ) -> None:
     traced: list[str | None] = []
-    compiler = candidates.COMPILERS[candidates.make(name).compiler]
+    compiler = candidates.COMPILERS[candidates.make(name, make_mesh({AXIS: 2})).compiler]
     compiler(lambda x: traced.append(peer_kernels_disallowed_reason()) or x).lower(
         jax.ShapeDtypeStruct((), "float32")
     )

@@ -16,7 +16,7 @@ def test_candidates_take_turns_with_one_state(make_mesh):
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(mesh, np.dtype("float32"))
     names = ("xla", "rewrite")
-    taking_part = [candidates.make(name) for name in names]
+    taking_part = [candidates.make(name, mesh) for name in names]
     made = []
 
     def build(candidate):
@@ -43,7 +43,7 @@ def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
     for name, times in (("xla", 0), ("auto", 0), ("rewrite", 1)):
         made.clear()
-        candidate = candidates.make(name)
+        candidate = candidates.make(name, operands.mesh)
         trace(candidate, case.build(operands, candidate))
         assert len(made) == times
 
