@@ -267,22 +267,13 @@ def _weight_gradients_forward(x, ys, dimension: int | None):
 
 def _weight_gradients_backward(dimension: int | None, operands, dws):
     def contract(x, ys):
-        x, *ys = (whole_of(array, dimension) for array in (x, *ys))
+        x, *ys = (chunked_array.whole_of(array, dimension) for array in (x, *ys))
         return tuple(contract_rows(x, y) for y in ys)
 
     return jax.vjp(contract, *operands)[1](dws)
 
 
 weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
-
-
-def whole_of(gathered: GatherResidual, dimension: int | None) -> jax.Array:
-    """The gathered array as one array; its chunks, if any, are joined along `dimension`."""
-    assert gathered is not None
-    if not isinstance(gathered, ChunkedArray):
-        return gathered
-    assert dimension is not None
-    return gathered.whole(dimension)
 
 
 def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:

@@ -85,11 +85,13 @@ def weight_gradients(
         products = chunk_matmul.contract_chunks(xs, list(terms), dimension=dimension)
         if products is not None:
             return products
-    x, *ys = (_whole(array, dimension) for array in (x, *ys))
+    x, *ys = (whole_of(array, dimension) for array in (x, *ys))
     return tuple(contract_rows(x, y) for y in ys)
 
 
-def _whole(array: jax.Array | ChunkedArray, dimension: int | None) -> jax.Array:
+def whole_of(array: jax.Array | ChunkedArray | None, dimension: int | None) -> jax.Array:
+    """An array, whole: chunks, if it is in chunks, are joined along `dimension`."""
+    assert array is not None
     if not isinstance(array, ChunkedArray):
         return array
     assert dimension is not None

@@ -10,9 +10,10 @@ import jax
 from jax import lax
 from jax.extend.core import Var
 
+from collective_matmul.backends.base import GatherResidual
+from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.einsum import einsum_of_gathered, einsum_scattered
 from collective_matmul.gradients import (
-    GatherResidual,
     OpParams,
     gather_matmul,
     matmul_all_reduce,
@@ -20,7 +21,6 @@ from collective_matmul.gradients import (
     pvary_all,
     tie_with_barrier,
     weight_gradients,
-    whole_of,
 )
 from collective_matmul.rewrite.commuting import ShardOp, divided
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
