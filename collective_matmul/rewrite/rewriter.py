@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.dispatch.selection import UnsupportedSiteError
+from collective_matmul.log import warn_once
 from collective_matmul.rewrite.collective_equations import collective_of, collectives_in, kind_of
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
@@ -245,6 +246,8 @@ class Rewriter:
             try:
                 self._traced[key] = trace(replacements)
             except UnsupportedSiteError as error:
+                # Who requests a backend by name expects it, and may not call `explain`.
+                warn_once(f"overlap leaves {match.collective.kind} alone: {error.reason}")
                 return error.reason
         site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import collective_matmul
 from collective_matmul import all_gather_matmul, overlap
-from collective_matmul.rewrite import find_sites
+from collective_matmul.log import warn_once
+from collective_matmul.rewrite import find_sites, rewriter
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite.blocks import mlp, programs
@@ -201,8 +203,9 @@ def test_contracting_the_gathered_dimension_after_a_reshape_is_left_alone(
 
 
 def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(
-    make_mesh: MeshFactory,
+    make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(rewriter, "warn_once", functools.cache(warn_once.__wrapped__))
     program = Program(
         lambda x, w: lax.psum(x @ w, AXIS), [(3, 4), (4, 6)], [P(None, AXIS), P(AXIS)], P()
     )
@@ -210,6 +213,7 @@ def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(
     (site,) = sites(fun, *arguments)
     reason = "ring is not possible: 3 rows are not divisible by axis 'tensor' of size 2"
     assert not site.replaced and site.reason == reason
+    assert [record.message for record in caplog.records] == [f"overlap leaves psum alone: {reason}"]
     for implementation in (None, "xla", ("ring", "xla")):
         (site,) = find_sites(fun, implementation=implementation)(*arguments)
         assert site.replaced
