@@ -91,6 +91,12 @@ def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> No
         refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence.format(wrong))
 
 
+def test_requested_names_become_a_tuple_that_can_be_hashed() -> None:
+    assert checks.implementation(None) is None
+    for value in ("ring", ["ring"], ("ring",)):
+        assert checks.implementation(value) == ("ring",)
+
+
 @every_op
 def test_the_name_of_an_earlier_release_is_still_accepted(op: Callable, make_mesh) -> None:
     fun = partial(op, axis_name=AXIS, implementation=["bulk", "ring"])

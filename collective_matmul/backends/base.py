@@ -142,7 +142,10 @@ class Backend(Protocol):
         del site
 
     def predict(self, site: Site) -> Prediction | None:
-        """The predicted time of a site on the devices of the traced program; None if unknown."""
+        """The predicted time of a site on the devices of the traced program; None if unknown.
+
+        If it is the fastest at a site that it cannot execute, a warning says what is missed.
+        """
         ...
 
     def configurations(self, site: Site) -> Sequence[Configuration]:

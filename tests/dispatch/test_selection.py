@@ -226,6 +226,23 @@ def test_where_fused_alone_was_measured_a_ring_may_gain(
     assert "fused was not measured" not in taken.reason
 
 
+def test_times_are_relative_to_the_sites_own_measurement(
+    on_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gain of a ring comes from a near entry, whose reference took longer."""
+    measured = table_of(
+        (layer(4096), entry(xla=100.0, fused=95.0)), (layer(3072), entry(xla=400.0, ring=200.0))
+    )
+    monkeypatch.setattr(table_files, "known", lambda kind: [("here", measured)])
+    monkeypatch.setattr(assessment, "unsupported_reason", lambda site, name: None)
+    monkeypatch.setattr(BACKENDS["one_shot"], "predict", lambda site: None)
+    with peer_kernels_allowed(True):
+        taken = decide(layer(4096))
+    assert taken.implementation == "ring"
+    assert (taken.seconds, taken.reference_seconds) == pytest.approx((50e-6, 100e-6))
+    assert taken.reason.startswith("measured (here): 100 µs xla, 50 µs ring (near what was")
+
+
 def test_a_request_knows_the_predicted_times(on_gpus: None, untuned: None) -> None:
     site = site_of("all_gather_matmul", 8192, 8192, 28672)
     taken = decide(site, "ring")

@@ -19,9 +19,13 @@ from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter,
 from collective_matmul.backends import BACKENDS, register, unregister
 from collective_matmul.backends.base import Backend, Prediction
 from collective_matmul.dispatch import table_files
-from collective_matmul.site import Site
+from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.dispatch.selection import choose
+from collective_matmul.site import Op, Site
 from tests.conftest import MeshFactory
-from tests.reference import AXIS
+from tests.dispatch.sites import H200, site_of, tracing_for
+from tests.dispatch.tables import measure_as
+from tests.reference import AXIS, OPS
 
 
 class Toy(Backend):
@@ -115,6 +119,17 @@ def test_it_is_chosen_and_explained_where_it_should_win(
     (decision,) = explanation.decisions
     assert (decision.implementation, decision.seconds) == ("toy", pytest.approx(1e-6))
     assert "2 µs xla, 1 µs toy" in str(explanation)
+
+
+@pytest.mark.parametrize(("op", "named"), [(OPS[0], True), ("matmul_reduce_scatter", False)])
+def test_an_imprecise_prediction_is_named_beside_measurements_where_it_can(
+    op: Op, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "predicts_precisely", False)
+    measure_as(monkeypatch, {"xla": 2e-6, "ring": 3e-6})
+    with tracing_for(H200), record_decisions() as decisions:
+        assert choose(site_of(op, 1024, 4096, 4096)).name == "xla"
+    assert ("toy was not measured here" in decisions[0].reason) == named
 
 
 def test_it_is_tuned(gather: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

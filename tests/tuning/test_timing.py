@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from collective_matmul.tuning.timing import Timing, measure
+from collective_matmul.tuning.timing import HOPELESS, Timing, measure, measure_finalists
 
 
 class Clock:
@@ -69,6 +69,22 @@ def test_a_turn_begins_untimed(clock: Clock) -> None:
     timings = measure({"a": clock.candidate("a", *seconds)}, groups=3, seconds_per_group=2.0)
     assert timings["a"].samples == (1.0, 1.0, 1.0)
     assert len(clock.calls) == 3 + 3 * (1 + 2)
+
+
+def test_the_hopeless_are_timed_in_one_group(clock: Clock) -> None:
+    """Compared with the fastest that is not a bound; the reference is timed in all groups."""
+    seconds = {"bound": 0.1, "fast": 1.0, "close": HOPELESS - 0.01, "slow": 2.0, "reference": 3.0}
+    candidates = {name: clock.candidate(name, value) for name, value in seconds.items()}
+    timings = measure_finalists(
+        measure, candidates, groups=3, bounds=["bound"], always=["reference"]
+    )
+    assert {name: len(timing.samples) for name, timing in timings.items()} == {
+        "bound": 3,
+        "fast": 3,
+        "close": 3,
+        "slow": 1,
+        "reference": 3,
+    }
 
 
 def test_medians_and_quartiles() -> None:

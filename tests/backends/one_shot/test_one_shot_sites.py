@@ -168,5 +168,11 @@ def test_every_exchange_takes_its_time(site: Site, exchanges: list[int]) -> None
     assert predicted.relative_error == one_shot.ERROR
 
 
+def test_two_devices_take_two_shots_only_where_one_is_too_small() -> None:
+    """Two exchanges of half the data send as much between two devices, and start twice."""
+    assert not one_shot.is_two_shot(exchange_kernel.MOST_BYTES, devices=2)
+    assert one_shot.is_two_shot(exchange_kernel.MOST_BYTES + 1, devices=2)
+
+
 def test_more_devices_and_more_bytes_take_longer() -> None:
     assert one_exchange(1 << 10) < one_exchange(1 << 20) < one_exchange(1 << 20, devices=8)

@@ -144,6 +144,17 @@ def test_an_all_reduce_rings_once_and_its_backward_is_silent(ring: str, mesh: Me
     assert compiled_operations(*backward(case, mesh)) == {"dot": 2}
 
 
+def test_an_all_reduce_has_few_chunks_at_once(mesh: Mesh) -> None:
+    """The direct pattern would end with a chunk of every peer in memory."""
+
+    def permutations(ring: str) -> list:
+        jaxpr = local_jaxpr(*forward(case_of("matmul_all_reduce", ring), mesh))
+        found = [e for e in equations(jaxpr) if e.primitive.name == "ppermute"]
+        return [equation.params["perm"] for equation in found]
+
+    assert permutations("ring_direct") == permutations("ring")
+
+
 @pytest.mark.parametrize(
     ("op", "collective", "backward_collectives"),
     [
