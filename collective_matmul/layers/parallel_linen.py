@@ -52,7 +52,7 @@ class ParallelModule:
     implementation: Implementation = None
 
     def __post_init__(self) -> None:
-        # A tuple, so that the module is hashable.
+        # Checked here, once, and not by every op.
         object.__setattr__(self, "implementation", check_implementation(self.implementation))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:

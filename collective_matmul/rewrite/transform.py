@@ -53,7 +53,8 @@ def overlap(
         them.
       require: the minimum number of gathers and sums that must be replaced.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
-        site. See `collective_matmul.backends`.
+        site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
+        and a warning says why, once.
 
     Returns:
       A function with the same arguments and results. It traces `fun` whenever it is called;
