@@ -62,7 +62,7 @@ def read_users(path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warn_once(f"{path} is ignored, since it is no table that can be read: {error}")
+        warn_once(f"{path} is ignored, since it cannot be read as a table: {error}")
         return None
 
 
