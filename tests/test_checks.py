@@ -28,6 +28,7 @@ from collective_matmul import (
     overlap_jit,
     tune,
 )
+from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.recording import record_decisions
 from tests.conftest import MeshFactory
@@ -83,8 +84,8 @@ def test_outside_shard_map(op: Callable) -> None:
 @every_op
 def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
-        "implementation={!r}: expected None (choose per shape), or one or several of xla, ring,"
-        " ring_two_way, ring_direct, one_shot, fused"
+        "implementation={!r}: expected None (choose per shape), or one or several of "
+        + ", ".join(BACKENDS)
     )
     for wrong in ("rings", ("ring", "rings"), (), 3, (None,)):
         fun = partial(op, axis_name=AXIS, implementation=wrong)

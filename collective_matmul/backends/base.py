@@ -138,7 +138,11 @@ class Backend(Protocol):
         ...
 
     def unprofitable_reason(self, site: Site) -> str | None:
-        """Why it should not be chosen for a site that it can execute; None if nothing is wrong."""
+        """Why it should not be chosen for a site that it can execute; None if nothing is wrong.
+
+        The reason continues a sentence that begins with the backend's name, as "would hide
+        nothing". Users are warned once where the backend would be the fastest otherwise.
+        """
         del site
 
     def predict(self, site: Site) -> Prediction | None:

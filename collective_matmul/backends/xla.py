@@ -125,7 +125,7 @@ class Xla(SequentialBackend, EinsumBackend):
         It would first gather what such an axis shards, such as the batch. All-reduces it can split.
         """
         if site.op != "matmul_all_reduce" and partly_automatic():
-            return "XLA's collective would gather what the automatic mesh axes shard"
+            return "would gather what the automatic mesh axes shard"
         return None
 
     def predict(self, site: Site) -> Prediction | None:

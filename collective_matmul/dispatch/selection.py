@@ -92,7 +92,7 @@ def _fastest(assessments: Assessments) -> _Choice:
         return _Choice(REFERENCE, "an empty array: nothing to multiply")
     choice = _fastest_known(assessments)
     if choice.backend is REFERENCE and (reason := REFERENCE.unprofitable_reason(site)):
-        return choice._replace(backend=SUBSTITUTE, reason=reason)
+        return choice._replace(backend=SUBSTITUTE, reason=f"{REFERENCE.name} {reason}")
     return choice
 
 

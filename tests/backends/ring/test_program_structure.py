@@ -31,6 +31,11 @@ from tests.reference import AXIS, OPS, PORTABLE, Case
 DEVICES = 4
 USES: dict[str, Use] = {"all_gather_matmul": "gather", "matmul_reduce_scatter": "scatter"}
 
+#: Primitives that communicate, of any backend.
+COMMUNICATION = frozenset(
+    {"ppermute", "all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all"}
+)
+
 every_op = pytest.mark.parametrize("op", OPS)
 gather_and_scatter = pytest.mark.parametrize("op", USES)
 every_ring = pytest.mark.parametrize("ring", RINGS)
@@ -268,9 +273,7 @@ def test_nothing_gathered_is_kept_for_the_backward(
     waits_for = ancestors(jaxpr)
     # The forward stands inside one equation; what stands beside it is the backward.
     communication = [
-        i
-        for i, equation in enumerate(jaxpr.eqns)
-        if equation.primitive.name in ("ppermute", "all_gather", "reduce_scatter")
+        i for i, equation in enumerate(jaxpr.eqns) if equation.primitive.name in COMMUNICATION
     ]
     assert communication
     assert all(cotangent in waits_for[i] for i in communication)
