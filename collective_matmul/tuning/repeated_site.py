@@ -22,10 +22,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.arithmetic import add, matmul
-from collective_matmul.backends.base import Backend, GatherResidual, Prediction
+from collective_matmul.backends.base import Backend, Prediction
 from collective_matmul.backends.chunked_array import weight_gradients
-from collective_matmul.backends.xla import xla_seconds
+from collective_matmul.backends.xla import SequentialBackend, xla_seconds
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
 
@@ -154,7 +153,7 @@ def _repetition(
     return products, weight_gradients(arrays[0], arrays[1:], dimension=0)
 
 
-class _ComputeOnly(Backend):
+class _ComputeOnly(SequentialBackend):
     """The matmuls of a site without its communication: a bound for every backend.
 
     Arrays to gather are gathered already, and of a sum each device keeps its own part.
@@ -162,36 +161,17 @@ class _ComputeOnly(Backend):
 
     name = COMPUTE_ONLY
 
-    def all_gather_matmul(
-        self,
-        x: jax.Array,
-        ws: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+    def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         del axis_name, dimension
-        return tuple(matmul(x, w, transpose_w) for w in ws), x if keep_gathered else None
+        return x
 
-    def matmul_reduce_scatter(
-        self,
-        xs: Sequence[jax.Array],
-        ws: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
+    def reduce_scatter(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         del axis_name, dimension
-        products = (matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True))
-        return add(*products), co_gathered
+        return x
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axis_name: str) -> jax.Array:
         del axis_name
-        return matmul(x, w)
+        return x
 
     def unsupported_reason(self, site: Site) -> str | None:
         del site
