@@ -105,7 +105,7 @@ def _measured(site: Site, backends: list[Backend]) -> dict[str, Comparison]:
     usable = [backend.name for backend in backends if backend is not REFERENCE]
     found = {name: lookup.look_up(site, name, tables, usable) for name in usable}
     known = {name: comparison for name, comparison in found.items() if comparison is not None}
-    return dict(sorted(known.items(), key=lambda item: not item[1].basis.startswith("measured")))
+    return dict(sorted(known.items(), key=lambda item: not item[1].is_own))
 
 
 def _predicted(site: Site, backends: list[Backend]) -> dict[str, Comparison]:

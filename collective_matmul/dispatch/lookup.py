@@ -33,12 +33,14 @@ class Comparison:
       reference_seconds: time of the reference.
       relative_error: the comparison is believed if the gain exceeds this fraction.
       basis: source of both times, in words.
+      is_own: whether both were measured at this very site.
     """
 
     seconds: float
     reference_seconds: float
     relative_error: float
     basis: str
+    is_own: bool = False
 
     @property
     def gain(self) -> float:
@@ -81,7 +83,7 @@ def _own_entry(site: Site, backend: str, tables: Sequence[tuple[str, Table]]) ->
         entry = table.entries.get(site)
         if entry is not None and backend in entry.seconds:
             seconds, reference = entry.seconds[backend], entry.seconds[REFERENCE.name]
-            return Comparison(seconds, reference, ERROR, f"measured ({origin})")
+            return Comparison(seconds, reference, ERROR, f"measured ({origin})", is_own=True)
     return None
 
 

@@ -43,11 +43,10 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
     """
+    assessments = assess(site, requested or ())
     if requested is None:
-        assessments = assess(site)
         choice = _fastest(assessments)
     else:
-        assessments = assess(site, requested)
         choice = _first_supported(assessments, requested)
     name, reason, missed = choice.backend.name, choice.reason, choice.missed
     if missed:
@@ -91,8 +90,8 @@ def _fastest(assessments: Assessments) -> _Choice:
     if site.flops == 0:
         return _Choice(REFERENCE, "an empty array: nothing to multiply")
     choice = _fastest_known(assessments)
-    if choice.backend is REFERENCE and (reason := REFERENCE.unprofitable_reason(site)):
-        return choice._replace(backend=SUBSTITUTE, reason=f"{REFERENCE.name} {reason}")
+    if choice.backend is REFERENCE and (reason := _unprofitable(REFERENCE, site)):
+        return choice._replace(backend=SUBSTITUTE, reason=reason)
     return choice
 
 
@@ -104,7 +103,7 @@ def _fastest_known(assessments: Assessments) -> _Choice:
         if not overlaps:
             return _Choice(REFERENCE, f"on {device.platform} nothing runs under a matmul")
         unknown = f"{device.device_kind} was not measured; collective_matmul.tune can"
-        return _Choice(REFERENCE, "", _reason_against_substitute(site) or unknown)
+        return _Choice(REFERENCE, "", _unprofitable(SUBSTITUTE, site) or unknown)
     believed = [
         each
         for each in assessments.by_name.values()
@@ -129,16 +128,14 @@ def _least_seconds(believed: Iterable[Assessment]) -> Backend:
 
 def _reason_against(site: Site, assessment: Assessment, overlaps: bool) -> str | None:
     """Why a backend that should be faster may not be chosen, as a sentence; None if it may."""
-    name = assessment.backend.name
     if assessment.unsupported:
-        return _cannot(name, assessment.unsupported)
-    unprofitable = assessment.backend.unprofitable_reason(site) if overlaps else None
-    return f"{name} {unprofitable}" if unprofitable else None
+        return _cannot(assessment.backend.name, assessment.unsupported)
+    return _unprofitable(assessment.backend, site) if overlaps else None
 
 
-def _reason_against_substitute(site: Site) -> str | None:
-    reason = SUBSTITUTE.unprofitable_reason(site)
-    return f"{SUBSTITUTE.name} {reason}" if reason else None
+def _unprofitable(backend: Backend, site: Site) -> str | None:
+    reason = backend.unprofitable_reason(site)
+    return f"{backend.name} {reason}" if reason else None
 
 
 def _cannot(name: str, reason: str) -> str:
