@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 from orbax.checkpoint import checkpoint_managers
 
-from train.renamed import current_configuration
+from train.renamed import trained_configuration
 
 _PREFIX = "step"
 _ITEMS = {"state", "data_position", "configuration"}
@@ -159,7 +159,7 @@ class Checkpoints:
         with self._reading(step):
             items = ocp.args.Composite(configuration=ocp.args.JsonRestore())
             saved = self._manager.restore(step, args=items)["configuration"]
-        return current_configuration(saved)
+        return trained_configuration(saved)
 
     def check_same_model(self, configuration: Mapping[str, Any], step: int | None = None) -> None:
         """Compares the ``"model"`` part of a configuration with the saved one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from train.config import PRESETS, Config
+from train.config import PRESETS, Config, OptimizerConfig
 from train.dry_run import dry_run
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
@@ -100,8 +101,25 @@ def announce(setup: Setup, console: Console) -> None:
         f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+        describe_schedule(config.optimizer, config.steps),
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def describe_schedule(config: OptimizerConfig, steps: int) -> str:
+    """The learning rate of a run in one sentence."""
+    config = config.with_schedule_of(steps)
+    final = config.learning_rate * config.final_learning_rate_fraction
+    line = (
+        f"learning rate: up to {config.learning_rate:g} in {config.warmup_steps} steps, down to"
+        f" {final:g} at step {config.decay_steps}"
+    )
+    assert config.decay_steps is not None
+    if config.decay_steps >= steps:
+        return line
+    if final == 0:
+        return f"{line}; later steps train nothing: give a longer --optimizer.decay-steps"
+    return f"{line}, then constant (--optimizer.decay-steps)"
 
 
 def conclude(
@@ -117,8 +135,13 @@ def conclude(
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
         lines.append("to be able to continue a run, give it --checkpoint-dir DIR")
-    shared = _without(plain, "--overlap", "--checkpoint-dir", "--log-file")
+    shared = _without(
+        plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps"
+    )
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    schedule = dataclasses.replace(config.optimizer, decay_steps=None)
+    if config.optimizer != schedule.with_schedule_of(config.steps):
+        compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -37,6 +37,10 @@ class OptimizerConfig:
     final_learning_rate_fraction: float = 0.1
     """Learning rate at the end of the cosine decay, as a fraction of the peak."""
     warmup_steps: int = 100
+    decay_steps: int | None = None
+    """Step at which the decay ends, counted from the first step; from there on the learning rate
+    is constant. Default: the number of steps of the run; a resumed run keeps the schedule that its
+    checkpoint was trained with."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to matrices but not to norms."""
     b1: float = 0.9
@@ -45,6 +49,12 @@ class OptimizerConfig:
     """Decay rate of the mean of squared gradients."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradient; larger gradients are scaled down."""
+
+    def with_schedule_of(self, steps: int) -> OptimizerConfig:
+        """The same with a length of the schedule: its own, or else that of a run of `steps`."""
+        if self.decay_steps is not None:
+            return self
+        return dataclasses.replace(self, decay_steps=max(steps, self.warmup_steps + 1))
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,11 @@ def _check_optimizer(config: OptimizerConfig) -> None:
         ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
         ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
         ("warmup_steps", config.warmup_steps >= 0, "at least 0"),
+        (
+            "decay_steps",
+            config.decay_steps is None or config.decay_steps > config.warmup_steps,
+            f"more than optimizer.warmup_steps={config.warmup_steps}",
+        ),
         ("weight_decay", 0 <= config.weight_decay < math.inf, "at least 0"),
         ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),
         ("b2", 0 <= config.b2 < 1, "at least 0 and less than 1"),

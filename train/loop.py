@@ -112,7 +112,7 @@ class _StepEnd:
         interval_ends = number % self.setup.config.log_interval == 0
         first_or_last = not self.reporter.records or number == self.setup.config.steps
         if interval_ends or first_or_last or not finite:
-            record = self.meter.record(number, loss, grad_norm)
+            record = self.meter.record(number, loss, grad_norm, float(metrics["learning_rate"]))
             self.reporter.report(record)
             if self.listener is not None:
                 self.listener(record)
@@ -174,7 +174,6 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
         if name not in _WITHOUT_INFLUENCE
     ]
     if listed:
-        # Other numbers of steps change the learning rate too, which decays over all steps.
         console.print(f"changed since: {', '.join(listed)}", highlight=False, soft_wrap=True)
     return restored.state, restored.step
 

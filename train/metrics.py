@@ -95,6 +95,8 @@ class Record:
     """Mean cross-entropy per token, in nats."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
+    learning_rate: float
+    """Learning rate of the step."""
     tokens_per_second: float
     """Tokens per second and device."""
     tflops: float
@@ -148,7 +150,7 @@ class Meter:
         """Counts a step whose result has arrived."""
         self._steps += 1
 
-    def record(self, step: int, loss: float, grad_norm: float) -> Record:
+    def record(self, step: int, loss: float, grad_norm: float, learning_rate: float) -> Record:
         """The record of the interval that ends with `step`. Starts the next interval."""
         seconds = (self._clock() - self._started) / self._steps
         data_seconds = self._data_seconds / self._steps
@@ -160,6 +162,7 @@ class Meter:
             step=step,
             loss=loss,
             grad_norm=grad_norm,
+            learning_rate=learning_rate,
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
             mfu=None if peak is None else flops / peak,
@@ -207,6 +210,7 @@ class Reporter:
         ("step", 7, lambda r: f"{r.step}"),
         ("loss", 8, lambda r: f"{r.loss:.4f}"),
         ("grad norm", 9, lambda r: f"{r.grad_norm:.3f}"),
+        ("learning rate", 13, lambda r: f"{r.learning_rate:.3e}"),
         ("tokens/s/device", 15, lambda r: f"{r.tokens_per_second:,.0f}"),
         ("TFLOP/s/device", 14, lambda r: f"{r.tflops:.4g}"),
         ("MFU", 6, lambda r: "n/a" if r.mfu is None else f"{r.mfu:.1%}"),

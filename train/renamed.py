@@ -39,6 +39,19 @@ def current_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
+def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that was saved with a checkpoint: current names, and the schedule's length.
+
+    In earlier releases the schedule had no length of its own: it was as long as the run.
+    """
+    current = current_configuration(saved)
+    optimizer = current.get("optimizer")
+    if isinstance(optimizer, Mapping) and "decay_steps" not in optimizer and "steps" in current:
+        warmup = optimizer.get("warmup_steps", 0)
+        current["optimizer"] = {**optimizer, "decay_steps": max(current["steps"], warmup + 1)}
+    return current
+
+
 def _current_flag(flag: str) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     if name not in FIELDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,14 +73,26 @@ def prepare(config: Config) -> Setup:
             f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
             f" {text.vocabulary_size} tokens of the tokenizer"
         )
+    checkpoints = _open_checkpoints(config, text)
+    config = _with_schedule(config, checkpoints)
     return Setup(
         config=config,
         mesh=make_mesh(data, tensor),
         text=text,
         model=ModelFunctions(config),
         optimizer=make_optimizer(config.optimizer, config.steps),
-        checkpoints=_open_checkpoints(config, text),
+        checkpoints=checkpoints,
     )
+
+
+def _with_schedule(config: Config, checkpoints: Checkpoints | None) -> Config:
+    """The configuration with a length of the schedule. A resumed run keeps that of its checkpoint
+    unless it names one, so that more steps do not raise the learning rate again."""
+    optimizer = config.optimizer
+    if checkpoints is not None and config.resume and optimizer.decay_steps is None:
+        saved = checkpoints.configuration().get("optimizer", {}).get("decay_steps")
+        optimizer = dataclasses.replace(optimizer, decay_steps=saved)
+    return dataclasses.replace(config, optimizer=optimizer.with_schedule_of(config.steps))
 
 
 def _configuration(config: Config, text: TextData) -> dict[str, Any]:

@@ -80,17 +80,27 @@ class ModelFunctions:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay, and weight decay on matrices. It does not clip."""
-    schedule = optax.warmup_cosine_decay_schedule(
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the number of steps done: warm-up, then cosine decay.
+
+    `steps` is the length of the run, which is that of the schedule unless the configuration has
+    one.
+    """
+    decay_steps = config.with_schedule_of(steps).decay_steps
+    assert decay_steps is not None
+    return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
+        decay_steps=decay_steps,
         end_value=config.learning_rate * config.final_learning_rate_fraction,
     )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with `make_schedule`, and weight decay on matrices. It does not clip."""
     return optax.adamw(
-        schedule,
+        make_schedule(config, steps),
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,

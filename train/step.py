@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
 from train.config import Config
-from train.state import ModelFunctions, Params, TrainState, state_specs
+from train.state import ModelFunctions, Params, TrainState, make_schedule, state_specs
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -39,7 +39,8 @@ def make_step(
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
     The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data.
-    Metrics are float32 scalars: "loss", in nats per token, and "grad_norm", before clipping.
+    Metrics are float32 scalars: "loss", in nats per token, "grad_norm", before clipping, and
+    "learning_rate", which the step was made with.
     """
     return overlap_jit(sharded_step(config, model, optimizer, mesh), donate_argnums=0)
 
@@ -57,6 +58,7 @@ def sharded_step(
         replaced.
     """
     specs = state_specs(model, optimizer)
+    schedule = make_schedule(config.optimizer, config.steps)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = _loss_and_grads(config, model, state["params"], batch)
@@ -66,7 +68,8 @@ def sharded_step(
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-        return new_state, {"loss": loss, "grad_norm": grad_norm}
+        learning_rate = jnp.asarray(schedule(state["step"]), jnp.float32)
+        return new_state, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True

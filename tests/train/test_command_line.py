@@ -38,7 +38,10 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     assert "mesh: data=2 × tensor=2 of cpu devices" in output
     assert re.search(r"data: Python .* manual .* sha256 [0-9a-f]{64}", output)
     assert "ring (requested)" in output
-    columns = "step loss grad norm tokens/s/device TFLOP/s/device MFU memory step time data wait"
+    columns = (
+        "step loss grad norm learning rate tokens/s/device TFLOP/s/device MFU memory step time"
+        " data wait"
+    )
     assert columns in re.sub(" +", " ", output)
     assert re.findall(r"^ +(\d+) +\d\.\d{4} .*n/a", output, re.MULTILINE) == ["1", "2", "4", "6"]
     resume = re.search(r"^to go on: +\S+ -m train (.*)$", output, re.MULTILINE)
@@ -49,8 +52,8 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 4, 6]
     assert list(records[0]) == [
-        "step", "loss", "grad_norm", "tokens_per_second", "tflops", "mfu", "memory_bytes",
-        "step_seconds", "data_seconds",
+        "step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "tflops", "mfu",
+        "memory_bytes", "step_seconds", "data_seconds",
     ]  # fmt: skip
     # The printed command continues the run.
     main(shlex.split(resume[1]))
@@ -176,6 +179,7 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--mesh.data 8", "mesh.data=8 × mesh.tensor=2 needs 16 devices and there are 8"),
         ("--mesh.data 16 --mesh.tensor 0", "mesh.data=16 × mesh.tensor=1 needs 16 devices"),
         ("--optimizer.clip-norm 0", "optimizer.clip_norm=0.0: expected a positive number"),
+        ("--optimizer.decay-steps 10", "optimizer.decay_steps=10: expected more than"),
         ("--optimizer.b2 1", "optimizer.b2=1.0: expected at least 0 and less than 1"),
         ("--checkpoint-dir ''", "checkpoint_dir='': expected the name of a folder"),
         ("--profile 5:7", "profile='5:7': the run has 6 steps"),

@@ -28,6 +28,7 @@ KEYS = [
     "step",
     "loss",
     "grad_norm",
+    "learning_rate",
     "tokens_per_second",
     "tflops",
     "mfu",
@@ -39,6 +40,7 @@ RECORD = Record(
     step=10,
     loss=2.5,
     grad_norm=0.75,
+    learning_rate=3e-4,
     tokens_per_second=12345.6,
     tflops=412.5,
     mfu=0.417,
@@ -142,11 +144,12 @@ def test_the_record_is_the_mean_over_its_interval() -> None:
         assert meter.read(reading) == "batch"
         clock.now += 1.0
         meter.step_done()
-    record = meter.record(2, 3.0, 0.5)
+    record = meter.record(2, 3.0, 0.5, 1e-3)
     assert record == Record(
         step=2,
         loss=3.0,
         grad_norm=0.5,
+        learning_rate=1e-3,
         tokens_per_second=200 / 1.375,
         tflops=pytest.approx(200 / 1.375 * 2e9 / 1e12),  # type: ignore[arg-type]
         mfu=pytest.approx(200 / 1.375 * 2e9 / 989.4e12),  # type: ignore[arg-type]
@@ -157,7 +160,7 @@ def test_the_record_is_the_mean_over_its_interval() -> None:
     meter.read(reading)
     clock.now += 0.5
     meter.step_done()
-    record = meter.record(3, 2.0, 0.5)
+    record = meter.record(3, 2.0, 0.5, 1e-3)
     assert (record.step_seconds, record.data_seconds) == (0.5, 0.0)
     assert record.tokens_per_second == 400
 
@@ -171,7 +174,7 @@ def test_time_before_the_start_does_not_count() -> None:
     meter.start()
     clock.now += 2
     meter.step_done()
-    record = meter.record(1, 1.0, 1.0)
+    record = meter.record(1, 1.0, 1.0, 1e-3)
     assert record.step_seconds == 2
     assert record.mfu is None
     assert record.memory_bytes is None
@@ -255,7 +258,16 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_the_table_is_aligned_under_one_heading() -> None:
     unknown = dataclasses.replace(RECORD, step=100000, loss=0.5, mfu=None, memory_bytes=None)
     heading, *lines = run([RECORD, unknown, RECORD]).splitlines()
-    for name in ("step", "loss", "grad norm", "tokens/s/device", "TFLOP/s/device", "MFU", "memory"):
+    for name in (
+        "step",
+        "loss",
+        "grad norm",
+        "learning rate",
+        "tokens/s/device",
+        "TFLOP/s/device",
+        "MFU",
+        "memory",
+    ):
         assert heading.count(name) >= 1
     assert len(lines) == 3
     assert {len(line) for line in lines} == {len(heading)}
