@@ -86,7 +86,10 @@ class Config:
     seed: int = 0
     """Random seed of the initial weights and of the order of the data."""
     data: str | None = None
-    """File or glob of text, or of JSON lines with a "text" field; default: the Python manual."""
+    """File or glob: .parquet, .jsonl or .json, with a document in each row or line, or text, with
+    one in each file; all but .parquet also as .gz; default: the Python manual."""
+    text_column: str = "text"
+    """Column of Parquet, or key of JSON lines, that has the text."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer.json; default: bytes."""
     checkpoint_dir: str | None = None

@@ -5,28 +5,33 @@ stream is cut into windows of ``sequence_length + 1`` tokens; each begins with t
 previous one. The inputs are all tokens of a window but the last, the targets all but the first.
 grain shuffles the windows anew in every epoch.
 
+Where documents are kept apart, an end-of-document token belongs to the document that it ends as a
+target, and to the next one as an input. So the first token of a document is predicted from the
+separator alone, and every token of the stream remains a target. Documents are also cut at the ends
+of windows.
+
 The batches are a pure function of the seed and of the number of sequences read so far. That number
 is the whole state of an iterator, so a restored iterator continues bit for bit.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
-import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pydoc_data.topics import topics
-from typing import IO
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-END_OF_DOCUMENT_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
-TOKENIZATION_GROUP_BYTES = 2**24
+from train.text_files import find_files, read_documents
+from train.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +46,14 @@ class TextData:
     vocabulary_size: int
     """Every token is in ``[0, vocabulary_size)``."""
     tokens: np.ndarray
-    """The stream, [token_count], in the smallest unsigned type that holds the vocabulary."""
+    """The stream, [token_count], in the smallest unsigned type that holds the vocabulary. It is in
+    a temporary file, mapped into memory."""
+    document_ends: np.ndarray
+    """Positions of the end-of-document tokens in the stream, ascending: int64 [documents]."""
     sequence_length: int
     batch_size: int
     seed: int
+    separate_documents: bool
 
     @property
     def token_count(self) -> int:
@@ -62,12 +71,18 @@ class TextData:
     def iterator(self) -> grain.DatasetIterator[dict[str, np.ndarray]]:
         """An endless iterator over batches, checkpointable with ``grain.checkpoint``.
 
-        Each batch is ``{"inputs", "targets"}``, both int32 [batch_size, sequence_length]. Every
-        sequence comes once per epoch; the last batch of an epoch is filled from the next epoch. The
-        state counts sequences, not batches, so it stays valid with another batch size.
+        Each batch is ``{"inputs", "targets"}``, both int32 [batch_size, sequence_length], and where
+        documents are kept apart ``"document_lengths"``, int32 [batch_size, documents]: the lengths
+        of the documents in each sequence, in order, and then zeros. Every sequence comes once per
+        epoch; the last batch of an epoch is filled from the next epoch. The state counts sequences,
+        not batches, so it stays valid with another batch size.
         """
-        windows = PackedWindows(self.tokens, self.sequence_length)
-        # The tokens are in memory: cutting windows costs less than passing them between threads.
+        windows = PackedWindows(
+            self.tokens,
+            self.sequence_length,
+            self.document_ends if self.separate_documents else None,
+        )
+        # Cutting windows of mapped memory costs less than passing them between threads.
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         sequences = grain.MapDataset.source(windows).seed(self.seed).shuffle().repeat()
         return iter(sequences.to_iter_dataset(in_this_thread).batch(self.batch_size))
@@ -75,19 +90,44 @@ class TextData:
 
 @dataclass(frozen=True, eq=False)
 class PackedWindows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]]):
-    """The windows of a stream of tokens, cut on access."""
+    """The windows of a stream of tokens, cut on access.
+
+    With `document_ends`, the positions of end-of-document tokens, windows say which documents they
+    hold.
+    """
 
     tokens: np.ndarray
     sequence_length: int
+    document_ends: np.ndarray | None = None
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def __getitem__(self, record_key: int) -> dict[str, np.ndarray]:
-        """``{"inputs", "targets"}``, both int32 [sequence_length]."""
+        """``{"inputs", "targets"}``, both int32 [sequence_length], and ``"document_lengths"``,
+        int32 [max_documents]."""
         start = record_key * self.sequence_length
         window = self.tokens[start : start + self.sequence_length + 1].astype(np.int32)
-        return {"inputs": window[:-1], "targets": window[1:]}
+        record = {"inputs": window[:-1], "targets": window[1:]}
+        if self.document_ends is not None:
+            record["document_lengths"] = self._document_lengths(self.document_ends, start)
+        return record
+
+    @cached_property
+    def max_documents(self) -> int:
+        """The largest number of documents in a window."""
+        assert self.document_ends is not None
+        # A separator that begins a window begins no document within it.
+        within = self.document_ends[self.document_ends % self.sequence_length > 0]
+        counts = np.bincount(within // self.sequence_length, minlength=len(self))[: len(self)]
+        return int(counts.max()) + 1
+
+    def _document_lengths(self, ends: np.ndarray, start: int) -> np.ndarray:
+        stop = start + self.sequence_length
+        first, last = np.searchsorted(ends, (start + 1, stop))
+        lengths = np.zeros(self.max_documents, np.int32)
+        lengths[: last - first + 1] = np.diff(ends[first:last], prepend=start, append=stop)
+        return lengths
 
 
 def open_dataset(
@@ -97,23 +137,26 @@ def open_dataset(
     sequence_length: int,
     batch_size: int,
     seed: int,
+    text_column: str = "text",
+    separate_documents: bool = False,
 ) -> TextData:
-    """Reads and tokenizes a whole text.
+    """Reads and tokenizes a whole text, one group of documents at a time.
 
     Args:
       data: a file or a glob, in which ``**`` matches any folders; None uses the manual of the
-        running Python. Files are read in sorted order. A file that ends in .jsonl or .json has one
-        JSON object per line, whose "text" is a document; any other file is one document in UTF-8.
+        running Python. Files are read in sorted order, as `read_documents` says.
       tokenizer: a Hugging Face tokenizer.json; None makes each byte of UTF-8 a token.
       sequence_length: tokens per sequence.
       batch_size: sequences per batch.
       seed: a non-negative number that determines the order of the sequences.
+      text_column: the column of Parquet, and the key of JSON lines, that has the text.
+      separate_documents: whether batches say where documents end.
 
     Raises:
-      ValueError: nothing matches ``data``; a file is empty, unreadable or not UTF-8; a line is not
-        an object with a text; the text is shorter than one sequence; the tokenizer cannot be read
-        or has no end-of-document token; a number is out of range.
-      ImportError: a tokenizer is given and the package tokenizers is not installed.
+      ValueError: nothing matches ``data``; a file is empty, unreadable, binary or not UTF-8; a line
+        or row has no text; the text is shorter than one sequence; the tokenizer cannot be read or
+        has no end-of-document token; a number is out of range; the disk is full.
+      ImportError: a tokenizer or Parquet is given and the package that reads it is not installed.
     """
     for argument, value, least in (
         ("sequence_length", sequence_length, 1),
@@ -126,15 +169,23 @@ def open_dataset(
         description = f"Python {platform.python_version()} manual (pydoc_data.topics)"
         documents = (topics[name].encode() for name in sorted(topics))
     else:
-        paths = _find_files(data)
+        paths = find_files(data)
         description = data if paths == [data] else f"{data} (files: {len(paths)})"
-        documents = (document for path in paths for document in _read_documents(path))
-    encoder = BYTES if tokenizer is None else _load_tokenizer(tokenizer)
-    tokens, sha256 = _pack(documents, encoder)
+        documents = (document for path in paths for document in read_documents(path, text_column))
+    encoder = BYTES if tokenizer is None else load_tokenizer(tokenizer)
+    stream = _pack(documents, encoder)
     source = "the Python manual" if data is None else f"data={data!r}"
-    _check_length(len(tokens), sequence_length, source)
+    _check_length(len(stream.tokens), sequence_length, source)
     return TextData(
-        description, sha256, encoder.vocabulary_size, tokens, sequence_length, batch_size, seed
+        description=description,
+        sha256=stream.sha256,
+        vocabulary_size=encoder.vocabulary_size,
+        tokens=stream.tokens,
+        document_ends=stream.document_ends,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        seed=seed,
+        separate_documents=separate_documents,
     )
 
 
@@ -150,169 +201,22 @@ def _check_length(token_count: int, sequence_length: int, source: str) -> None:
         )
 
 
-# Reading
-
-
-def _find_files(data: str) -> list[str]:
-    pattern = os.path.expanduser(data)
-    if os.path.isdir(pattern):
-        raise ValueError(
-            f"data={data!r}: this is a directory; give the files in it, "
-            f"such as {os.path.join(data, '**', '*.txt')!r}"
-        )
-    # A path that exists is not a pattern, even if its name has brackets.
-    matches = [pattern] if os.path.lexists(pattern) else set(glob.glob(pattern, recursive=True))
-    paths = sorted(path for path in matches if not os.path.isdir(path))
-    if not paths:
-        raise ValueError(
-            f"data={data!r}: no file matches; give a file that exists, or a quoted glob such as "
-            f"'texts/**/*.txt' (relative to {os.getcwd()})"
-        )
-    return paths
-
-
-def _read_documents(path: str) -> Iterator[bytes]:
-    """Yields the documents of one file, each as valid UTF-8."""
-    with _opened("data", path) as file:
-        if not path.lower().endswith((".jsonl", ".json")):
-            document = file.read()
-            _check_utf8(document, path, offset=0)
-            yield document
-            return
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            text = _check_utf8(line, path, offset)
-            if text.strip():
-                yield _json_document(text.strip(), f"data={path!r}: line {number}")
-            offset += len(line)
-
-
-@contextmanager
-def _opened(argument: str, path: str) -> Iterator[IO[bytes]]:
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise ValueError(
-            f"{argument}={path!r}: cannot be read ({error.strerror}); "
-            "give a file that exists and that you may read"
-        ) from error
-
-
-def _check_utf8(content: bytes, path: str, offset: int) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data={path!r}: not UTF-8: byte 0x{content[error.start]:02x} at offset "
-            f"{offset + error.start}; convert the file to UTF-8 or leave it out"
-        ) from error
-
-
-def _json_document(line: str, where: str) -> bytes:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError(
-            f'{where}: expected a JSON object with a "text" string, such as '
-            f'{{"text": "..."}}, found {_shortened(line)}; correct or remove the line'
-        )
-    try:
-        return record["text"].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: the text has half a surrogate pair, "
-            f"{record['text'][error.start]!r}, at character {error.start}, which no "
-            "UTF-8 text can hold; correct or remove the line"
-        ) from error
-
-
-def _shortened(line: str, limit: int = 80) -> str:
-    return repr(line if len(line) <= limit else line[:limit] + "…")
-
-
-# Tokenizing
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """Maps documents in UTF-8 to their tokens, in the same order."""
-
-    encode: Callable[[Iterable[bytes]], Iterable[Sequence[int] | np.ndarray]]
-    vocabulary_size: int
-    end_of_document: int
-
-
-# UTF-8 text has no byte 0xff, so it can mark the end of a document. The vocabulary stays a power
-# of two, which the usual numbers of devices divide.
-BYTES = Tokenizer(
-    encode=lambda documents: (np.frombuffer(document, np.uint8) for document in documents),
-    vocabulary_size=256,
-    end_of_document=0xFF,
-)
-
-
-def _load_tokenizer(path: str) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"tokenizer={path!r}: reading it needs the package tokenizers; "
-            "pip install 'collective_matmul[hf]', or leave tokenizer out to train on bytes"
-        ) from error
-    with _opened("tokenizer", path) as file:
-        content = file.read()
-    try:
-        model = tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise ValueError(
-            f"tokenizer={path!r}: not a Hugging Face tokenizer ({error}); give a tokenizer.json"
-        ) from error
-    # A file may configure both for single prompts; they would cut or pad documents.
-    model.no_truncation()
-    model.no_padding()
-
-    def encode(documents: Iterable[bytes]) -> Iterator[list[int]]:
-        for group in _grouped(documents, TOKENIZATION_GROUP_BYTES):
-            texts = [document.decode() for document in group]
-            for encoding in model.encode_batch_fast(texts, add_special_tokens=False):
-                yield encoding.ids
-
-    vocabulary = model.get_vocab()
-    return Tokenizer(encode, max(vocabulary.values()) + 1, _end_of_document(vocabulary, path))
-
-
-def _end_of_document(vocabulary: dict[str, int], path: str) -> int:
-    for name in END_OF_DOCUMENT_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
-    raise ValueError(
-        f"tokenizer={path!r}: has no end-of-document token; "
-        f"add one of {', '.join(END_OF_DOCUMENT_NAMES)} to its special tokens"
-    )
-
-
-def _grouped(documents: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
-    """Lists of about ``limit`` bytes each. The tokenizer encodes the documents of a list in
-    parallel."""
-    group, size = [], 0
-    for document in documents:
-        group.append(document)
-        size += len(document)
-        if size >= limit:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 # Packing
 
 
-def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """The stream of tokens, and the digest of the text. Empty documents are skipped."""
+class _Stream(NamedTuple):
+    tokens: np.ndarray
+    document_ends: np.ndarray
+    sha256: str
+
+
+def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> _Stream:
+    """The stream of tokens, its ends of documents, and the digest of the text. Empty documents are
+    skipped.
+
+    The tokens are in a temporary file, which is deleted with the last reference to them. The
+    operating system reads and evicts its pages as it needs.
+    """
     dtype = np.min_scalar_type(tokenizer.vocabulary_size - 1)
     end = np.array(tokenizer.end_of_document, dtype).tobytes()
     digest = hashlib.sha256()
@@ -322,8 +226,24 @@ def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray,
             digest.update(document)
             yield document
 
-    stream = bytearray()
-    for tokens in tokenizer.encode(digested()):
-        stream += np.asarray(tokens, dtype).tobytes()
-        stream += end
-    return np.frombuffer(stream, dtype), digest.hexdigest()
+    ends, count = array("q"), 0
+    with _disk_space(), tempfile.TemporaryFile(prefix="tokens") as file:
+        for document in tokenizer.encode(digested()):
+            file.write(np.asarray(document, dtype).tobytes() + end)
+            count += len(document) + 1
+            ends.append(count - 1)
+        file.flush()
+        # An empty file cannot be mapped.
+        tokens = np.memmap(file, dtype, mode="r") if count else np.empty(0, dtype)
+    return _Stream(tokens, np.asarray(ends, np.int64), digest.hexdigest())
+
+
+@contextmanager
+def _disk_space() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"TMPDIR={tempfile.gettempdir()!r}: the tokens of the text cannot be written there "
+            f"({error.strerror}); free some space, or set TMPDIR to a folder on a larger disk"
+        ) from error

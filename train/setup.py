@@ -67,6 +67,7 @@ def prepare(config: Config) -> Setup:
         sequence_length=config.sequence_length,
         batch_size=config.batch_size,
         seed=config.seed,
+        text_column=config.text_column,
     )
     if text.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from train import data as data_module
+from train import text_files
 from train.data import TextData, open_dataset
 
 Batch = dict[str, np.ndarray]
@@ -58,9 +59,9 @@ def assert_same(one: Iterable[Batch], other: Iterable[Batch]) -> None:
 
 @pytest.fixture
 def counting_file(tmp_path: Path) -> Path:
-    """A file of 128 distinct ASCII characters, so that every token tells its position."""
-    path = tmp_path / "counting.txt"
-    path.write_bytes(bytes(range(128)))
+    """A document of 128 distinct ASCII characters, so that every token tells its position."""
+    path = tmp_path / "counting.jsonl"
+    path.write_text(json.dumps({"text": bytes(range(128)).decode()}))
     return path
 
 
@@ -240,8 +241,8 @@ def test_a_file_without_permission_is_refused(counting_file: Path, monkeypatch: 
     def refuse(path: str, mode: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(data_module, "open", refuse, raising=False)
-    with pytest.raises(ValueError, match=r"counting.txt': cannot be read \(Permission denied\)"):
+    monkeypatch.setattr(text_files, "open", refuse, raising=False)
+    with pytest.raises(ValueError, match=r"counting.jsonl': cannot be read \(Permission denied\)"):
         open_text(counting_file)
 
 

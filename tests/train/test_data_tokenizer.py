@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train import data as data_module
+from train import tokenizer as tokenizer_module
 from train.data import TextData, open_dataset
 
 
@@ -77,7 +77,7 @@ def test_grouping_documents_for_the_tokenizer_changes_nothing(
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"text": f"ring {i}"}) + "\n" for i in range(20)))
     whole = open_text(lines, path)
-    monkeypatch.setattr(data_module, "TOKENIZATION_GROUP_BYTES", 15)
+    monkeypatch.setattr(tokenizer_module, "TOKENIZATION_GROUP_BYTES", 15)
     np.testing.assert_array_equal(open_text(lines, path).tokens, whole.tokens)
 
 

@@ -1,0 +1,229 @@
+"""Files of documents: Parquet, compressed JSON lines, and binary files, which are refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from train.data import TextData, open_dataset
+from train.text_files import read_documents
+
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+SHARDS = ["first", "zwei ü", ""], ["three\n" * 3000, "four"]
+
+
+def open_text(data: Path | str, sequence_length: int = 7, text_column: str = "text") -> TextData:
+    return open_dataset(
+        str(data),
+        None,
+        sequence_length=sequence_length,
+        batch_size=4,
+        seed=0,
+        text_column=text_column,
+    )
+
+
+def write_shards(folder: Path, column: str = "text") -> str:
+    """Writes two shards as the Hugging Face hub names them, and returns their glob."""
+    for i, texts in enumerate(SHARDS):
+        table = pyarrow.table({"id": list(range(len(texts))), column: texts})
+        parquet.write_table(table, folder / f"train-0000{i}-of-00002.parquet", row_group_size=2)
+    return str(folder / "train-*-of-00002.parquet")
+
+
+# Reading
+
+
+def test_shards_of_parquet_give_the_documents_of_json_lines(tmp_path: Path):
+    texts = list(itertools.chain(*SHARDS))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    expected, text = open_text(lines), open_text(write_shards(tmp_path))
+    np.testing.assert_array_equal(text.tokens, expected.tokens)
+    np.testing.assert_array_equal(text.document_ends, expected.document_ends)
+    assert text.sha256 == expected.sha256 == hashlib.sha256("".join(texts).encode()).hexdigest()
+    assert "files: 2" in text.description
+
+
+def test_the_order_of_parquet_is_seeded_and_resumes_exactly(tmp_path: Path):
+    pattern = write_shards(tmp_path)
+    iterator = open_text(pattern).iterator()
+    for _ in range(5):
+        next(iterator)
+    saved = json.dumps(iterator.get_state())
+    resumed = open_text(pattern).iterator()
+    resumed.set_state(json.loads(saved))
+    for actual, expected in zip(
+        itertools.islice(resumed, 40), itertools.islice(iterator, 40), strict=True
+    ):
+        np.testing.assert_array_equal(actual["inputs"], expected["inputs"])
+        np.testing.assert_array_equal(actual["targets"], expected["targets"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["large_string", "string_view", "dictionary<values=string, indices=int32>"]
+)
+def test_every_type_of_text_column_is_read(tmp_path: Path, kind: str):
+    types = {
+        "large_string": pyarrow.large_string(),
+        "string_view": pyarrow.string_view(),
+    }
+    array = pyarrow.array(["eins ü", "zwei", "eins ü"])
+    array = array.dictionary_encode() if kind.startswith("dict") else array.cast(types[kind])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": array}), path)
+    assert list(read_documents(str(path), "text")) == [
+        "eins ü".encode(),
+        b"zwei",
+        "eins ü".encode(),
+    ]
+
+
+def test_the_column_of_text_has_a_name(tmp_path: Path):
+    expected = open_text(write_shards(tmp_path)).sha256
+    assert open_text(write_shards(tmp_path, "body"), text_column="body").sha256 == expected
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"body": "first zweite", "text": 3}')
+    assert open_text(lines, text_column="body").tokens.tobytes() == b"first zweite\xff"
+
+
+def test_compressed_files_are_read(tmp_path: Path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "first"}\n{"text": "second"}\n'))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"third"))
+    assert open_text(tmp_path / "*.gz").tokens.tobytes() == b"first\xffsecond\xffthird\xff"
+
+
+def test_tokens_are_in_a_file_and_not_in_memory(tmp_path: Path):
+    assert isinstance(open_text(write_shards(tmp_path)).tokens, np.memmap)
+
+
+def test_parquet_is_read_in_parts(tmp_path: Path):
+    """The first documents of a file come without the last ones, here from a damaged end."""
+    path = tmp_path / "a.parquet"
+    texts = [f"{i} " + "x" * 100 for i in range(5000)]
+    parquet.write_table(
+        pyarrow.table({"text": texts}),
+        path,
+        row_group_size=1000,
+        compression=None,
+        use_dictionary=False,
+    )
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"4990 xxx") - 2000
+    content[place : place + 1500] = b"\xff" * 1500
+    path.write_bytes(content)
+    documents = read_documents(str(path), "text")
+    assert [next(documents) for _ in range(4000)] == [text.encode() for text in texts[:4000]]
+    with pytest.raises(ValueError, match=r"a.parquet'"):
+        list(documents)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", ["file.txt", "file.jsonl", "file.json"])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"text and a \0 byte", "a NUL byte at offset 11; "),
+        (b"PAR1\x15\x04\x15\xff", "at offset 0 it begins like a Parquet file: .*parquet"),
+        (gzip.compress(b"x"), "at offset 0 it begins like gzip data: .*gz"),
+        (lzma.compress(b"x"), "at offset 0 it begins like xz data"),
+        ("text".encode("utf-16"), "at offset 0 it begins like UTF-16: convert it to UTF-8"),
+        (b"%PDF-1.4 in ASCII", "at offset 0 it begins like a PDF"),
+    ],
+    ids=lambda value: value[:8] if isinstance(value, bytes) else "",
+)
+def test_binary_files_are_refused(tmp_path: Path, name: str, content: bytes, found: str):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"data='.*{name}': a binary file, not text: {found}"):
+        open_text(path)
+
+
+def test_binary_lines_after_text_are_refused_with_their_offset(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\0\0\n')
+    with pytest.raises(ValueError, match=r"a.jsonl': a binary file, .* a NUL byte at offset 16; "):
+        open_text(path)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one"}\n{"text": "' + gzip.compress(b"x"))
+    with pytest.raises(ValueError, match=r"b.jsonl': a binary file, .* a NUL byte at offset"):
+        open_text(tmp_path / "b.jsonl")
+
+
+def test_parquet_without_the_column_is_refused_with_those_it_has(tmp_path: Path):
+    pattern = write_shards(tmp_path, "body")
+    found = "text_column='text' is not a column of text; its columns of text are body; name one"
+    with pytest.raises(ValueError, match=rf"data='.*train-00000-of-00002.parquet': {found}"):
+        open_text(pattern)
+    with pytest.raises(ValueError, match=r"text_column='id' is not a column of text"):
+        open_text(pattern, text_column="id")
+    parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "n.parquet")
+    with pytest.raises(ValueError, match=r"it has no text"):
+        open_text(tmp_path / "n.parquet")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(None, "is null; correct"), (b"na\xefve", "is not UTF-8; correct")]
+)
+def test_rows_without_text_are_refused(tmp_path: Path, value: bytes | None, found: str):
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array([b"good", value]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    with pytest.raises(ValueError, match=rf"data='.*a.parquet': row 1 of 'text' {found}"):
+        open_text(path)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 300])
+def test_damaged_parquet_is_refused(tmp_path: Path, kept: int):
+    shard = sorted(tmp_path.glob(Path(write_shards(tmp_path)).name))[0]
+    shard.write_bytes(shard.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"00000-of-00002.parquet': cannot be read as Parquet \("):
+        open_text(shard)
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path):
+    whole = gzip.compress(b"text " * 1000)
+    for i, content in enumerate((whole[:-12], b"text", whole[:20] + b"\xff" * 10 + whole[30:])):
+        path = tmp_path / f"{i}.txt.gz"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{i}.txt.gz': not a whole gzip file \("):
+            open_text(path)
+
+
+def test_a_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pattern = write_shards(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'collective_matmul\[parquet\]'"):
+        open_text(pattern)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """/dev/full fails like a full disk."""
+
+    def full_disk(prefix: str) -> IO[bytes]:
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full_disk)
+    path = tmp_path / "a.txt"
+    path.write_text("text " * 10_000)
+    with pytest.raises(ValueError, match=r"TMPDIR='.*': .* \(No space left on device\); free"):
+        open_text(path)
+
+
+def test_text_that_begins_like_a_binary_file_is_read(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("GIF89 is the name of a format")
+    assert open_text(path).token_count == 30
