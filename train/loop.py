@@ -13,7 +13,10 @@ from rich.console import Console
 
 from collective_matmul import record_decisions
 from train.checkpoint import differences
-from train.metrics import Meter, Record, Reporter, model_flops_per_token
+from train.log_file import LogFile
+from train.metrics import Meter, Record, model_flops_per_token
+from train.reporter import Reporter, Writer
+from train.run_record import run_record
 from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
 from train.step import Metrics, make_parameter_norm, make_step
@@ -51,11 +54,9 @@ def train(
     profiler = _Profiler(config.profile_steps, config.profile_dir)
     try:
         state, first_step = _initial_state(setup, batches, console)
-        step = _compile(setup, state, console)
-        parameter_norm = make_parameter_norm(setup.model, setup.mesh)
-        with Reporter(
-            console, config.log_file, first_step=first_step, steps=config.steps
-        ) as reporter:
+        with _open_reporter(setup, console, first_step) as reporter:
+            step = _compile(setup, state, console)
+            parameter_norm = make_parameter_norm(setup.model, setup.mesh)
             ending = _StepEnd(setup, reporter, listener)
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
@@ -176,6 +177,19 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
     if listed:
         console.print(f"changed since: {', '.join(listed)}", highlight=False, soft_wrap=True)
     return restored.state, restored.step
+
+
+def _open_reporter(setup: Setup, console: Console, first_step: int) -> Reporter:
+    """A reporter to the console and to what the configuration names. Records the run first."""
+    config = setup.config
+    writers: list[Writer] = [] if config.log_file is None else [LogFile(config.log_file)]
+    description = run_record(setup.configuration, setup.mesh) if writers else {}
+    reporter = Reporter(console, writers, first_step=first_step, steps=config.steps)
+    if config.resume:
+        reporter.write("resume", {"step": first_step, **description})
+    else:
+        reporter.write("start", description)
+    return reporter
 
 
 def _compile(setup: Setup, state: TrainState, console: Console):

@@ -1,20 +1,11 @@
-"""Metrics of a run: model FLOPs, one record per logged step, the table on the console, the log."""
+"""Metrics of a run: model FLOPs, and one record per logged step."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Protocol, TextIO, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from typing import Protocol, TypeVar
 
 Batch = TypeVar("Batch")
 
@@ -97,10 +88,9 @@ class Record:
     """Global norm of the gradient before clipping."""
     learning_rate: float
     """Learning rate of the step."""
-    tokens_per_second: float
-    """Tokens per second and device."""
-    tflops: float
-    """Model TFLOP/s per device."""
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    """Model TFLOP/s, 10^12 FLOP/s."""
     mfu: float | None
     """Model FLOP/s over the device's peak, 0 to 1."""
     memory_bytes: int | None
@@ -163,127 +153,10 @@ class Meter:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            tokens_per_second=tokens_per_second,
-            tflops=flops / 1e12,
+            tokens_per_second_per_device=tokens_per_second,
+            tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             memory_bytes=peak_memory_bytes(self._device),
             step_seconds=seconds,
             data_seconds=data_seconds,
         )
-
-
-def check_log_file(log_file: str | None, resume: bool) -> None:
-    """Refuses a log file that cannot be written, or that holds anything a run must not change.
-
-    A resumed run appends to its log and repeats the steps after its checkpoint. The last line of a
-    step is the valid one.
-
-    Raises:
-        ValueError: the file cannot be written, or holds an earlier run's log and `resume` is False,
-          or holds something other than a log.
-    """
-    if log_file is None:
-        return
-    path = Path(log_file)
-    try:
-        path.open("a").close()
-        is_empty, is_log = path.stat().st_size == 0, _is_log(path)
-    except OSError as error:
-        raise ValueError(
-            f"log_file={log_file!r}: {error.strerror}; give a file to write, in a folder there is"
-        ) from None
-    if not is_log:
-        raise ValueError(
-            f"log_file={log_file!r}: holds something other than a run's log; give another name"
-        )
-    if not resume and not is_empty:
-        raise ValueError(
-            f"log_file={log_file!r}: holds an earlier run's log; give another name, or --resume to"
-            " append to it"
-        )
-
-
-class Reporter:
-    """Prints records, appends them to the log file, and shows a progress bar on a terminal."""
-
-    _COLUMNS: tuple[tuple[str, int, Callable[[Record], str]], ...] = (
-        ("step", 7, lambda r: f"{r.step}"),
-        ("loss", 8, lambda r: f"{r.loss:.4f}"),
-        ("grad norm", 9, lambda r: f"{r.grad_norm:.3f}"),
-        ("learning rate", 13, lambda r: f"{r.learning_rate:.3e}"),
-        ("tokens/s/device", 15, lambda r: f"{r.tokens_per_second:,.0f}"),
-        ("TFLOP/s/device", 14, lambda r: f"{r.tflops:.4g}"),
-        ("MFU", 6, lambda r: "n/a" if r.mfu is None else f"{r.mfu:.1%}"),
-        ("memory", 9, lambda r: "n/a" if r.memory_bytes is None else _gib(r.memory_bytes)),
-        ("step time", 9, lambda r: f"{r.step_seconds:.3f} s"),
-        ("data wait", 9, lambda r: f"{r.data_seconds:.3f} s"),
-    )
-
-    def __init__(self, console: Console, log_file: str | None, *, first_step: int, steps: int):
-        self.records: list[Record] = []
-        self._console = console
-        self._file = None if log_file is None else _open_log(Path(log_file))
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.file.isatty(),
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=first_step)
-
-    def __enter__(self) -> Reporter:
-        self._progress.start()
-        self._print(name.rjust(width) for name, width, _ in self._COLUMNS)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-        if self._file is not None:
-            self._file.close()
-
-    def advance(self, step: int) -> None:
-        """Moves the progress bar."""
-        self._progress.update(self._task, completed=step)
-
-    def report(self, record: Record) -> None:
-        """Prints and logs one record."""
-        self.records.append(record)
-        self._print(text(record).rjust(width) for _, width, text in self._COLUMNS)
-        if self._file is not None:
-            values = {
-                name: value if value is None or math.isfinite(value) else None
-                for name, value in dataclasses.asdict(record).items()
-            }
-            self._file.write(json.dumps(values, allow_nan=False) + "\n")
-            self._file.flush()
-
-    def _print(self, cells: Iterable[str]) -> None:
-        self._console.print("  ".join(cells), highlight=False, soft_wrap=True, markup=False)
-
-
-def _is_log(path: Path) -> bool:
-    """Whether the file is empty or starts like a record, which may be incomplete."""
-    beginning = b'{"step": '
-    with path.open("rb") as file:
-        return beginning.startswith(file.read(len(beginning)))
-
-
-def _open_log(path: Path) -> TextIO:
-    """Opens a log for appending. Removes an incomplete last line, which a killed run may leave."""
-    if path.exists():
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(path, whole)
-    return path.open("a", encoding="utf-8")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Names of earlier releases: flags that users type, and configurations that checkpoints hold."""
+"""Names of earlier releases: flags that users type, and what checkpoints and logs hold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
 #: Values by field and by the names that they had.
 VALUES = {"overlap": {"bulk": "xla"}}
+#: Fields of `train.metrics.Record` by the names that they had. Both were per device.
+RECORD_FIELDS = {"tokens_per_second": "tokens_per_second_per_device", "tflops": "tflops_per_device"}
 
 
 def current_arguments(arguments: Sequence[str]) -> list[str]:
@@ -50,6 +52,12 @@ def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
         warmup = optimizer.get("warmup_steps", 0)
         current["optimizer"] = {**optimizer, "decay_steps": max(current["steps"], warmup + 1)}
     return current
+
+
+def current_record(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a log with today's names. In earlier releases each line was a step."""
+    current = {RECORD_FIELDS.get(name, name): value for name, value in logged.items()}
+    return {"event": "step", **current}
 
 
 def _current_flag(flag: str) -> str:

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from train.checkpoint import Checkpoints, differences
 from train.config import Config, check
 from train.data import TextData, open_dataset
+from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
-from train.metrics import check_log_file
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 import re
@@ -15,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from train.log_file import read_log
 
 STEPS = 150
 LONGEST_LIFE = 12  # Maximum number of steps of a run before it is killed.
@@ -71,8 +72,7 @@ def log_path(directory: Path, name: str) -> Path:
 
 def curve(directory: Path, name: str) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step; the later line of a step that is logged twice."""
-    lines = log_path(directory, name).read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = (e for e in read_log(log_path(directory, name)) if e["event"] == "step")
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 

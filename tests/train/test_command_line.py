@@ -12,6 +12,7 @@ import pytest
 from train import compare
 from train.command_line import main, parse
 from train.dry_run import verdict_here
+from train.log_file import read_log
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
@@ -49,18 +50,24 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     assert resume[1].endswith("--steps 12 --resume")
     assert " -m train.compare" in output
 
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    start, *records = read_log(log)
+    assert (start["event"], start["configuration"]["steps"]) == ("start", 6)
+    assert start["configuration"]["text"]["sha256"] in output
+    assert start["hardware"]["mesh"] == {"data": 2, "tensor": 2}
     assert [record["step"] for record in records] == [1, 2, 4, 6]
     assert list(records[0]) == [
-        "step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "tflops", "mfu",
-        "memory_bytes", "step_seconds", "data_seconds",
+        "event", "step", "loss", "grad_norm", "learning_rate", "tokens_per_second_per_device",
+        "tflops_per_device", "mfu", "memory_bytes", "step_seconds", "data_seconds",
     ]  # fmt: skip
     # The printed command continues the run.
     main(shlex.split(resume[1]))
     output = capsys.readouterr().out
     assert "resumed from the checkpoint of step 6" in output
     assert "changed since: steps was 6, is 12\n" in output
-    assert json.loads(log.read_text().splitlines()[-1])["step"] == 12
+    events = read_log(log)
+    (mark,) = (event for event in events if event["event"] == "resume")
+    assert (mark["step"], mark["configuration"]["steps"]) == (6, 12)
+    assert [event["step"] for event in events[events.index(mark) :]] == [6, 7, 8, 10, 12]
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
@@ -75,7 +82,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
     printed(capsys, [*every, *saved, "--resume"])
 
     def curve(log: Path) -> dict[int, tuple[float, float]]:
-        records = [json.loads(line) for line in log.read_text().splitlines()]
+        records = (event for event in read_log(log) if event["event"] == "step")
         return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
     assert curve(halves) == curve(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from train.command_line import describe_schedule, main
 from train.config import OptimizerConfig
+from train.log_file import read_log
 from train.state import make_schedule
 
 RUN = shlex.split(
@@ -23,8 +23,8 @@ SCHEDULE = OptimizerConfig(learning_rate=0.01, warmup_steps=1)
 
 def logged(log: Path) -> dict[int, float]:
     """The learning rate of each step in the log."""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {r["step"]: r["learning_rate"] for r in records if "learning_rate" in r}
+    records = (event for event in read_log(log) if event["event"] == "step")
+    return {record["step"]: record["learning_rate"] for record in records}
 
 
 def scheduled(decay_steps: int, steps: int) -> dict[int, float]:
@@ -69,7 +69,7 @@ def test_a_run_interrupted_early_keeps_its_schedule_with_more_steps(capsys, tmp_
     assert logged(log) == {step: rate for step, rate in scheduled(6, 8).items() if step > 2}
 
 
-def test_the_schedule_is_said_in_a_sentence():
+def test_a_sentence_describes_the_schedule():
     assert describe_schedule(SCHEDULE, 4) == (
         "learning rate: up to 0.01 in 1 steps, down to 0.001 at step 4"
     )

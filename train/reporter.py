@@ -1,0 +1,112 @@
+"""Reports of a running training: the table on the console, a progress bar, and files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from train.metrics import Record
+
+
+class Writer(Protocol):
+    """A place that keeps what a run reports: the log file, or an experiment tracker."""
+
+    @property
+    def name(self) -> str:
+        """The flag that asks for it, with its value."""
+        ...
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        """Keeps an event; `train.log_file` lists the kinds."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        ...
+
+
+class Reporter:
+    """Prints records, hands them to writers, and shows a progress bar on a terminal.
+
+    A context manager, which closes the writers.
+    """
+
+    _COLUMNS: tuple[tuple[str, int, Callable[[Record], str]], ...] = (
+        ("step", 7, lambda r: f"{r.step}"),
+        ("loss", 8, lambda r: f"{r.loss:.4f}"),
+        ("grad norm", 9, lambda r: f"{r.grad_norm:.3f}"),
+        ("learning rate", 13, lambda r: f"{r.learning_rate:.3e}"),
+        ("tokens/s/device", 15, lambda r: f"{r.tokens_per_second_per_device:,.0f}"),
+        ("TFLOP/s/device", 14, lambda r: f"{r.tflops_per_device:.4g}"),
+        ("MFU", 6, lambda r: "n/a" if r.mfu is None else f"{r.mfu:.1%}"),
+        ("memory", 9, lambda r: "n/a" if r.memory_bytes is None else _gib(r.memory_bytes)),
+        ("step time", 9, lambda r: f"{r.step_seconds:.3f} s"),
+        ("data wait", 9, lambda r: f"{r.data_seconds:.3f} s"),
+    )
+
+    def __init__(self, console: Console, writers: Sequence[Writer], *, first_step: int, steps: int):
+        self.records: list[Record] = []
+        self._console = console
+        self._writers = writers
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.file.isatty(),
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=first_step)
+
+    def __enter__(self) -> Reporter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+        for writer in self._writers:
+            writer.close()
+
+    def advance(self, step: int) -> None:
+        """Moves the progress bar."""
+        self._progress.update(self._task, completed=step)
+
+    def report(self, record: Record) -> None:
+        """Prints and writes one record."""
+        if not self.records:
+            self._print(name.rjust(width) for name, width, _ in self._COLUMNS)
+        self.records.append(record)
+        self._print(text(record).rjust(width) for _, width, text in self._COLUMNS)
+        self.write("step", dataclasses.asdict(record))
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        """Hands an event to the writers. A full disk does not stop the training."""
+        for writer in self._writers:
+            try:
+                writer.write(event, values)
+            except OSError as error:
+                self._console.print(
+                    f"warning: {writer.name}: {event} {values.get('step', '')} is not in it"
+                    f" ({error.strerror or error}); the training goes on",
+                    style="yellow",
+                    highlight=False,
+                    soft_wrap=True,
+                    markup=False,
+                )
+
+    def _print(self, cells: Iterable[str]) -> None:
+        self._console.print("  ".join(cells), highlight=False, soft_wrap=True, markup=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
