@@ -5,7 +5,9 @@ Supported are jax 0.10.2 to 0.12. Each use names the versions that it is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +43,33 @@ def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Types `x` as varying over `axes` too. The transpose sums over the added axes."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a `scan`, by its parameters."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # Since 0.11.
+    return len(list(consts)), len(list(carry))
+
+
+# 0.10.2 to 0.12: where these functions trace branches and the bodies of loops.
+_CONTROL_FLOW = ("lax/control_flow/conditionals.py", "lax/control_flow/loops.py")
+
+
+def inside_branch_or_loop() -> bool:
+    """Whether JAX traces a branch, or a loop whose number of steps is computed, at the moment.
+
+    True inside `jax.lax.cond`, `switch` and `while_loop`, also where a function in between is
+    jitted; False inside `scan`, whose number of steps is fixed.
+    """
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        code = frame.f_code
+        if code.co_name in ("cond", "switch", "while_loop") and code.co_filename.endswith(
+            _CONTROL_FLOW
+        ):
+            return True
+    return False
 
 
 def partly_automatic() -> bool:

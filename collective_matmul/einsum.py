@@ -20,10 +20,9 @@ from collective_matmul.checks import Implementation
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
-from collective_matmul.gradients import OpParams, ReverseMode, pvary_all
+from collective_matmul.gradients import OpParams, ReverseMode, op_params, pvary_all
 from collective_matmul.ops import named
 from collective_matmul.site import Einsum, Op, Site
-from collective_matmul.source_location import calling_location
 
 
 def collective_einsum(
@@ -108,7 +107,7 @@ def collective_einsum(
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
     equation = Equation(labels_x, labels_w, labels_y, label)
-    call = OpParams(axis_name, None, requested, source=calling_location())
+    call = op_params(axis_name, None, requested)
     einsum = einsum_scattered if gather is None else einsum_of_gathered
     return named(einsum(x, w, equation, call))
 
@@ -199,6 +198,7 @@ def _chosen(
         dimension=equation.a.index(equation.label) if equation.is_matmul else None,
         transpose_w=equation.is_stored_transposed,
         transposed=tuple(dict.fromkeys(moved)),
+        divergent_axes=call.divergent_axes,
         source=call.source,
         replaces=call.replaces,
         **attributes,

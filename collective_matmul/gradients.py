@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
+from collective_matmul._compat import (
+    inside_branch_or_loop,
+    tracks_varying_axes,
+    vary_over,
+    varying_axes,
+)
 from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import add, contract_rows, matmul
 from collective_matmul.backends.base import Backend, GatherResidual
@@ -26,7 +31,7 @@ from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.site import Op, Site
-from collective_matmul.source_location import SourceLocation
+from collective_matmul.source_location import SourceLocation, calling_location
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class OpParams:
       implementation: names of the requested backends, best first, or None.
       transpose_w: whether weights are [N, K].
       keep_gathered: whether the gathered array is a result too.
+      divergent_axes: see `Site`.
       source: location of the call in the user's program.
       replaces: the user's collective that the op replaces, or None.
     """
@@ -49,6 +55,7 @@ class OpParams:
     implementation: tuple[str, ...] | None
     transpose_w: bool = False
     keep_gathered: bool = False
+    divergent_axes: tuple[str, ...] = ()
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
@@ -72,6 +79,7 @@ class OpParams:
             axis_size=lax.axis_size(self.axis_name),
             dimension=self.dimension,
             transpose_w=transpose_w,
+            divergent_axes=self.divergent_axes,
             source=self.source,
             replaces=self.replaces,
             **attributes,
@@ -81,6 +89,17 @@ class OpParams:
     def suppress_recording(self) -> contextlib.AbstractContextManager:
         """A context that hides decisions which were recorded when the op replaced a collective."""
         return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
+
+
+def op_params(
+    axis_name: str, dimension: int | None, implementation: tuple[str, ...] | None
+) -> OpParams:
+    """The parameters of an op that the user's program calls now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    further = [a for a in mesh.manual_axes if a != axis_name and mesh.shape[a] > 1]
+    divergent = tuple(further) if further and inside_branch_or_loop() else ()
+    source = calling_location()
+    return OpParams(axis_name, dimension, implementation, divergent_axes=divergent, source=source)
 
 
 class ReverseMode(jax.custom_vjp):

@@ -8,6 +8,13 @@ The backward pass of each op is the other op, so that gradients hide their commu
 gathered array is not stored between the passes: the backward pass gathers it again, in the loop
 that computes the other gradient. The weight gradient is then one undivided matmul.
 
+The rings need all devices of the program: a permute waits until each of them has come to it, also
+those of other groups along further mesh axes. XLA's collectives, "one_shot" and "fused" need the
+devices of the group only. Inside `jax.lax.cond`, `switch` or `while_loop`, on a mesh with further
+manual axes, the predicate may differ between groups, and a ring would wait for ever. There, rings
+are neither chosen nor taken from a sequence of names. Who requests one ring by its name states that
+all devices take the same branch and the same number of steps; a warning says so once.
+
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
 instead of communicating again.
@@ -24,8 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import checks, gradients
 from collective_matmul.checks import Implementation
-from collective_matmul.gradients import OpParams, gather_matmul, matmul_scatter, pvary_all
-from collective_matmul.source_location import calling_location
+from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.
 CHECKPOINT_NAME = "collective_matmul"
@@ -82,7 +88,7 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = pvary_all(axis_name, x, *map(_as_matrix, ws))
-    call = OpParams(axis_name, dimension, requested, source=calling_location())
+    call = op_params(axis_name, dimension, requested)
     ys, _ = gather_matmul(x, tuple(matrices), call)
     ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
@@ -130,7 +136,7 @@ def matmul_reduce_scatter(
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = OpParams(axis_name, dimension, requested, source=calling_location())
+    call = op_params(axis_name, dimension, requested)
     y = matmul_scatter((x,), (matrix,), call)
     return named(_split_columns(y / devices if mean else y, w))
 
@@ -167,7 +173,7 @@ def matmul_all_reduce(
     requested = checks.implementation(implementation)
     checks.operands(x, (w,))
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = OpParams(axis_name, None, requested, source=calling_location())
+    call = op_params(axis_name, None, requested)
     y = gradients.matmul_all_reduce(x, matrix, call)
     return named(_split_columns(y, w))
 

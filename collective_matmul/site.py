@@ -57,6 +57,8 @@ class Site:
       transpose_w: whether the weights are stored as [N, K].
       transposed: arrays that have to be transposed before or after the multiplication, named by
         their einsum labels.
+      divergent_axes: further mesh axes along which devices may execute the site a different number
+        of times, because it is inside a branch or a loop.
       direction: whether this is the forward or the backward pass of the op that the user called.
       source: where the user called it.
       replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
@@ -73,6 +75,7 @@ class Site:
     dimension: int | None = field(default=0, compare=False)
     transpose_w: bool = field(default=False, compare=False)
     transposed: tuple[str, ...] = field(default=(), compare=False)
+    divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     direction: Direction = field(default="forward", compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)

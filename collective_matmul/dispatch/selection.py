@@ -7,11 +7,17 @@ measurement or its model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from collective_matmul.backends import BACKENDS, REFERENCE, SUBSTITUTE
 from collective_matmul.backends.base import Backend
-from collective_matmul.dispatch.assessment import Assessment, Assessments, assess
+from collective_matmul.dispatch.assessment import (
+    Assessment,
+    Assessments,
+    assess,
+    unsupported_reason,
+)
 from collective_matmul.dispatch.recording import Decision, record
 from collective_matmul.hardware import traced_device
 from collective_matmul.log import warn_once
@@ -43,6 +49,7 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
     """
+    site = _with_vouched_predicate(site, requested)
     assessments = assess(site, requested or ())
     if requested is None:
         choice = _fastest(assessments)
@@ -54,6 +61,20 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
     record(Decision(site, name, reason, assessments.seconds(name), assessments.reference_seconds))
     return choice.backend
+
+
+def _with_vouched_predicate(site: Site, requested: Sequence[str] | None) -> Site:
+    """The site, executed equally often on all devices if its caller requests one backend by name.
+
+    `overlap` cannot know that, and does not request for the user.
+    """
+    if not site.divergent_axes or site.replaces or requested is None or len(requested) > 1:
+        return site
+    vouched = replace(site, divergent_axes=())
+    (name,) = requested
+    if (reason := unsupported_reason(site, name)) and not unsupported_reason(vouched, name):
+        warn_once(f"{site.op} hangs with {name!r} unless all devices agree: {reason}")
+    return vouched
 
 
 class _Choice(NamedTuple):
@@ -90,7 +111,8 @@ def _fastest(assessments: Assessments) -> _Choice:
     if site.flops == 0:
         return _Choice(REFERENCE, "an empty array: nothing to multiply")
     choice = _fastest_known(assessments)
-    if choice.backend is REFERENCE and (reason := _unprofitable(REFERENCE, site)):
+    substitutable = SUBSTITUTE.unsupported_reason(site) is None
+    if choice.backend is REFERENCE and substitutable and (reason := _unprofitable(REFERENCE, site)):
         return choice._replace(backend=SUBSTITUTE, reason=reason)
     return choice
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.site_selection import Match, PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
-from collective_matmul.source_location import SourceLocation
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Replacement:
 def gather_replacements(
     placed: PlacedMatch,
     shard: Atom,
-    implementation: tuple[str, ...] | None,
-    source: SourceLocation | None,
+    call: OpParams,
 ) -> list[Replacement]:
     """The gather with its matmuls, its later weight gradients, and the whole array if needed.
 
@@ -77,22 +75,18 @@ def gather_replacements(
     Args:
       placed: the site, a `GatherMatch`.
       shard: the array that the program gathers, [..., m, ...] per device.
-      implementation: as the ops take it.
-      source: the user's line that the gather comes from.
+      call: parameters of the op, without those that depend on the match.
     """
     match = placed.match
     assert isinstance(match, GatherMatch)
-    collective, dots = match.collective, match.dots
+    dots = match.dots
     view = dots[0].view
     keep = bool(placed.later_wgrads) or match.needs_root
-    call = OpParams(
-        collective.axis_name,
-        view.dimension,
-        implementation,
+    call = replace(
+        call,
+        dimension=view.dimension,
         transpose_w=all(dot.matmul.w_is_transposed for dot in dots),
         keep_gathered=keep or bool(placed.immediate_wgrads),
-        source=source,
-        replaces=collective.kind,
     )
     residual = ResidualRef(match.index)
     wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
@@ -197,18 +191,14 @@ def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Arr
 def sum_replacement(
     match: SumMatch,
     result: Var,
-    implementation: tuple[str, ...] | None,
-    source: SourceLocation | None,
+    call: OpParams,
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
     collective, terms, rows = match.collective, match.terms, match.rows
-    call = OpParams(
-        collective.axis_name,
-        match.dimension,
-        implementation,
+    call = replace(
+        call,
+        dimension=match.dimension,
         transpose_w=collective.kind != "psum" and all(term.w_is_transposed for term in terms),
-        source=source,
-        replaces=collective.kind,
     )
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
@@ -235,15 +225,11 @@ def sum_replacement(
 def einsum_replacement(
     match: EinsumMatch,
     shard: Atom,
-    implementation: tuple[str, ...] | None,
-    source: SourceLocation | None,
+    call: OpParams,
 ) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
     collective = match.collective
     gathers = collective.kind == "all_gather"
-    call = OpParams(
-        collective.axis_name, None, implementation, source=source, replaces=collective.kind
-    )
 
     def gather_einsum(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         a, b = apply_shard_ops(match.shard_ops, shard), lax.reshape(b, match.shape)

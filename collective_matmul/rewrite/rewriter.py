@@ -10,8 +10,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.dispatch.selection import UnsupportedSiteError
+from collective_matmul.gradients import OpParams
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.collective_equations import collective_of, collectives_in, kind_of
+from collective_matmul.rewrite.divergence import (
+    EVERYWHERE,
+    Axes,
+    Divergence,
+    Region,
+    Values,
+    axes_of_spec,
+)
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
 from collective_matmul.rewrite.graph import Graph
@@ -44,7 +53,6 @@ from collective_matmul.rewrite.splice import (
     trace,
 )
 from collective_matmul.rewrite.sums import SumMatch, match_sum
-from collective_matmul.source_location import SourceLocation
 
 #: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
 #: nothing but what these read and return.
@@ -74,6 +82,7 @@ class Rewriter:
         self.found: list[FoundSite] = []
         self._implementation = implementation
         self._axis_sizes = axis_sizes or {}
+        self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
         self._done: dict[tuple, tuple[Any, Any]] = {}
         self._traced: dict[tuple, TracedReplacements] = {}
@@ -81,14 +90,19 @@ class Rewriter:
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
 
-    def rewrite(self, jaxpr: Any) -> Any:
-        """A jaxpr, closed or not, with its sites replaced; the same object if it has none."""
-        key = id(jaxpr), self._shard_maps
+    def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
+        """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
+
+        Args:
+          jaxpr: the jaxpr.
+          region: how the devices execute it.
+        """
+        key = id(jaxpr), self._shard_maps, region
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             new, residuals = inner, []
             if any(collectives_in([inner])):
-                new, residuals = self._rewrite_jaxpr(inner)
+                new, residuals = self._rewrite_jaxpr(inner, region)
             if new is inner:
                 new = jaxpr
             elif inner is not jaxpr:
@@ -98,12 +112,14 @@ class Rewriter:
             self._residuals[id(new)] = residuals
         return self._done[key][1]
 
-    def _rewrite_jaxpr(self, original: Jaxpr) -> tuple[Jaxpr, list[ChunkedResidual]]:
+    def _rewrite_jaxpr(
+        self, original: Jaxpr, region: Region
+    ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
         if self._axis_sizes:
             graph = self._bring_together(graph)
-        equations = self._rewrite_inner(graph)
-        sites = self._select_sites(graph) if self._axis_sizes else []
+        equations = self._rewrite_inner(graph, region)
+        sites = self._select_sites(graph, region.divergent) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
             return graph.jaxpr, []
@@ -133,15 +149,17 @@ class Rewriter:
                 number += not isinstance(self._match(graph, index), str)
         return number
 
-    def _rewrite_inner(self, graph: Graph) -> list[JaxprEqn]:
+    def _rewrite_inner(self, graph: Graph, region: Region) -> list[JaxprEqn]:
         """The equations of a jaxpr, with the jaxprs that they execute rewritten."""
         forwarding = ResidualForwarding(graph, self._forwarded)
+        values = self._divergence.values(graph.jaxpr, region)
         equations = []
         calls = []
         for index, equation in enumerate(graph.equations):
             if _has_jaxprs(equation):
                 calls.append(index)
-                equation = self._rewrite_equation(forwarding.with_chunk_arguments(index, equation))
+                equation = forwarding.with_chunk_arguments(index, equation)
+                equation = self._rewrite_equation(equation, values)
                 inner = id(equation.params.get("jaxpr"))
                 forwarding.offer(index, equation, self._residuals.get(inner, ()))
             equations.append(equation)
@@ -149,13 +167,13 @@ class Rewriter:
             equations[index] = forwarding.with_chunk_results(index, equations[index])
         return equations
 
-    def _rewrite_equation(self, equation: JaxprEqn) -> JaxprEqn:
+    def _rewrite_equation(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         """The equation, with the jaxprs that it executes rewritten."""
         name = equation.primitive.name
         if name == "shard_map":
-            return self._rewrite_shard_map(equation)
+            return self._rewrite_shard_map(equation, values)
         if name in _ENTERED and not is_named(equation):
-            return self._rewrite_jaxprs(equation)
+            return self._rewrite_jaxprs(equation, values)
         if self._axis_sizes:
             reason = f"it is inside {name}, which is not entered"
             inside = collectives_in(jaxprs_in_params(equation.params))
@@ -163,41 +181,52 @@ class Rewriter:
             self.found += [left_alone(inner, reason) for inner in unseen]
         return equation
 
-    def _rewrite_jaxprs(self, equation: JaxprEqn) -> JaxprEqn:
+    def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         changed: dict[str, Any] = {}
-        for name, value in equation.params.items():
-            if _is_jaxpr(value):
-                new = self.rewrite(value)
-            elif isinstance(value, tuple) and value and all(map(_is_jaxpr, value)):
-                new = tuple(map(self.rewrite, value))
+        for name, regions in self._divergence.inside(equation, values).items():
+            value = equation.params[name]
+            if isinstance(value, tuple):
+                new = tuple(map(self.rewrite, value, regions))
                 new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
             else:
-                continue
+                new = self.rewrite(value, *regions)
             if new is not value:
                 changed[name] = new
         if equation.primitive.name == "custom_vjp_call":
-            changed |= rewritten_rules(equation, self._deferred_rewrite())
+            changed |= rewritten_rules(equation, self._deferred_rewrite(values.divergent))
         if not changed:
             return equation
         return equation.replace(params={**equation.params, **changed})
 
-    def _deferred_rewrite(self) -> Callable[[Any], Any]:
+    def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
         implementation, axis_sizes = self._implementation, dict(self._axis_sizes)
-        return lambda jaxpr: Rewriter(implementation, axis_sizes).rewrite(jaxpr)
 
-    def _rewrite_shard_map(self, equation: JaxprEqn) -> JaxprEqn:
+        def rewrite(jaxpr: Any) -> Any:
+            rewriter = Rewriter(implementation, axis_sizes)
+            return rewriter.rewrite(jaxpr, rewriter._divergence.unknown(jaxpr, divergent))
+
+        return rewrite
+
+    def _rewrite_shard_map(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         parameters = equation.params
         mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-        outside = self._axis_sizes, self._shard_maps
+        outside = self._axis_sizes, self._shard_maps, self._divergence
         self._axis_sizes = self._axis_sizes | {axis: mesh.shape[axis] for axis in sorted(manual)}
         self._shard_maps += ((mesh, manual, parameters["check_vma"]),)
+        self._divergence = Divergence(self._axis_sizes)
+        sharded = map(axes_of_spec, parameters["in_specs"])
+        arguments = [a | b for a, b in zip(values.of(equation), sharded, strict=True)]
+        region = self._divergence.region(parameters["jaxpr"], values.divergent, arguments)
         try:
-            return _inside_shard_map(parameters, lambda: self._rewrite_jaxprs(equation))
+            new = _inside_shard_map(parameters, lambda: self.rewrite(parameters["jaxpr"], region))
         finally:
-            self._axis_sizes, self._shard_maps = outside
+            self._axis_sizes, self._shard_maps, self._divergence = outside
+        if new is parameters["jaxpr"]:
+            return equation
+        return equation.replace(params={**parameters, "jaxpr": new})
 
-    def _select_sites(self, graph: Graph) -> list[TracedSite]:
+    def _select_sites(self, graph: Graph, divergent: Axes) -> list[TracedSite]:
         """Selects and traces the sites of a jaxpr inside shard_map. Reports every collective."""
         selection = SiteSelection(graph)
         reports: dict[int, FoundSite] = {}
@@ -213,7 +242,7 @@ class Rewriter:
         sites = []
         for match in sorted(matches, key=_priority):
             equation = graph.equations[match.index]
-            site = self._trace_site(selection, match)
+            site = self._trace_site(selection, match, divergent)
             if isinstance(site, str):
                 reports[match.index] = left_alone(equation, site)
             else:
@@ -233,15 +262,25 @@ class Rewriter:
             return match_einsum(graph, index, collective) or found
         return found
 
-    def _trace_site(self, selection: SiteSelection, match: Match) -> TracedSite | str:
+    def _trace_site(
+        self, selection: SiteSelection, match: Match, divergent: Axes
+    ) -> TracedSite | str:
         """Traces the replacement of a match, or says why the match is left alone."""
         placed = selection.place(match)
         if isinstance(placed, str):
             return placed
         equation = selection.graph.equations[match.index]
-        source = source_of(equation)
-        replacements = self._replacements(placed, equation, source)
-        key = self._shard_maps, source, signature(placed, replacements)
+        collective = match.collective
+        call = OpParams(
+            collective.axis_name,
+            None,
+            self._implementation,
+            divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
+            source=source_of(equation),
+            replaces=collective.kind,
+        )
+        replacements = _replacements(placed, equation, call)
+        key = self._shard_maps, call, call.source, signature(placed, replacements)
         if key not in self._traced:
             try:
                 self._traced[key] = trace(replacements)
@@ -255,16 +294,15 @@ class Rewriter:
             return f"arrays would be transposed without gain ({decision.reason})"
         return site
 
-    def _replacements(
-        self, placed: PlacedMatch, equation: JaxprEqn, source: SourceLocation | None
-    ) -> Sequence[Replacement]:
-        match = placed.match
-        if isinstance(match, GatherMatch):
-            (shard,) = equation.invars
-            return gather_replacements(placed, shard, self._implementation, source)
-        if isinstance(match, EinsumMatch):
-            return [einsum_replacement(match, equation.invars[0], self._implementation, source)]
-        return [sum_replacement(match, equation.outvars[0], self._implementation, source)]
+
+def _replacements(placed: PlacedMatch, equation: JaxprEqn, call: OpParams) -> Sequence[Replacement]:
+    match = placed.match
+    if isinstance(match, GatherMatch):
+        (shard,) = equation.invars
+        return gather_replacements(placed, shard, call)
+    if isinstance(match, EinsumMatch):
+        return [einsum_replacement(match, equation.invars[0], call)]
+    return [sum_replacement(match, equation.outvars[0], call)]
 
 
 def _priority(match: Match) -> tuple[int, bool]:
@@ -277,7 +315,7 @@ def _priority(match: Match) -> tuple[int, bool]:
     return kinds.index(type(match)), needs_transpose(match)
 
 
-def _inside_shard_map(parameters: dict[str, Any], fun: Callable[[], JaxprEqn]) -> JaxprEqn:
+def _inside_shard_map(parameters: dict[str, Any], fun: Callable[[], Any]) -> Any:
     """Calls a function as in the body of a shard_map with these parameters."""
     results = []
 

@@ -130,7 +130,13 @@ class RingBackend(EinsumBackend):
         return y, None if gather is None else gather.gathered()
 
     def unsupported_reason(self, site: Site) -> str | None:
-        """An all-reduce scatters rows first, so the axis must divide them."""
+        """Permutes meet on all devices; and an all-reduce scatters rows, which the axis divides."""
+        if site.divergent_axes:
+            axes = " and ".join(map(repr, site.divergent_axes))
+            return (
+                f"devices along {axes} may take different branches or numbers of steps around it,"
+                " and a permute waits for all devices of the program"
+            )
         if site.op == "matmul_all_reduce" and site.rows % site.axis_size:
             return (
                 f"{site.rows} rows are not divisible by axis {site.axis_name!r} of size"
