@@ -1,45 +1,47 @@
-"""Checkpoints of a run: train state, data position and configuration, saved by orbax.
+"""The checkpoints that a run writes: train state, data position and configuration, by orbax.
 
 A checkpoint is the folder ``step_N`` of the checkpoint directory, with one item for each of the
-three. orbax writes it under a temporary name and renames it when it is complete. A run killed at
-any time leaves earlier checkpoints unchanged. Only one run at a time may use a directory.
+three, and one for their checksums. orbax writes it under a temporary name and renames it when it is
+complete. A run killed at any time leaves earlier checkpoints unchanged. A lock keeps a second run
+out of the directory.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-import re
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import orbax.checkpoint as ocp
-from flax import traverse_util
 from orbax.checkpoint import checkpoint_managers
 
-from train.renamed import trained_configuration
+from train.checksums import json_checksum
+from train.run_lock import RunLock
+from train.saved_checkpoint import (
+    CHECKSUMS,
+    JSON_ITEMS,
+    PREFIX,
+    Restored,
+    SavedCheckpoint,
+    as_json,
+    failure_reason,
+    is_checkpoint,
+    named_checksums,
+    step_folders,
+    whole_steps,
+)
 
-_PREFIX = "step"
-_ITEMS = {"state", "data_position", "configuration"}
-# A folder without any of these is not a checkpoint. If orbax was killed while it deleted a
-# checkpoint, some of them are missing.
-_CONTENTS = _ITEMS | {"_CHECKPOINT_METADATA", "commit_success.txt"}
-_DIFFERENCES_SHOWN = 8
+_SUPERSEDED = "superseded"
+# Orbax gives up after 20 minutes, in which a slow disk takes 1 TB at most.
+_SAVE_TIMEOUT_SECONDS = 24 * 3600
 
 
-class Restored(NamedTuple):
-    """The contents of a checkpoint."""
-
-    step: int
-    """Number of optimizer steps before it was saved."""
-    state: Any
-    """The train state: a pytree of global arrays, sharded as requested."""
-    data_position: dict[str, Any]
-    """The state of the data iterator, for its ``set_state``."""
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved."""
 
 
 class Checkpoints:
@@ -53,43 +55,43 @@ class Checkpoints:
         directory: str | Path,
         *,
         resume: bool = False,
+        resume_step: int | None = None,
         max_to_keep: int = 3,
         save_interval: int = 50,
     ) -> None:
-        """Opens the directory and creates it if it is missing. Compiles nothing.
+        """Opens and locks the directory, and creates it if it is missing. Compiles nothing.
 
         Args:
             directory: a folder on a file system. Other files in it are left alone.
             resume: whether to continue from the checkpoints in the directory. Otherwise there must
               be none.
+            resume_step: the checkpoint to continue from, by default the newest. Later ones are
+              moved into the folder "superseded" when the first new checkpoint is saved.
             max_to_keep: number of checkpoints to keep; older ones are deleted once a newer one is
               complete.
             save_interval: ``should_save`` is True for multiples of this many steps.
 
         Raises:
-            ValueError: a number is not positive; the directory cannot be written; it holds
-              checkpoints and ``resume`` is False, or none and it is True; a ``step_N`` in it is not
-              a checkpoint.
+            ValueError: a number is not positive; the directory cannot be written, or another run
+              uses it; it holds checkpoints and ``resume`` is False, or none and it is True; it does
+              not hold ``resume_step``; a ``step_N`` in it is not a checkpoint.
         """
         for name, value in (("max_to_keep", max_to_keep), ("save_interval", save_interval)):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1; give a positive number")
-        self._directory = _open_directory(directory)
-        _check_intent(self._directory, resume)
-        handlers = ocp.handlers.create_default_handler_registry(
-            state=ocp.StandardCheckpointHandler(),
-            data_position=ocp.JsonCheckpointHandler(),
-            configuration=ocp.JsonCheckpointHandler(),
-        )
-        options = ocp.CheckpointManagerOptions(
-            step_prefix=_PREFIX,
-            save_decision_policy=checkpoint_managers.FixedIntervalPolicy(save_interval),
-            preservation_policy=checkpoint_managers.LatestN(max_to_keep),
-            cleanup_tmp_directories=True,
-        )
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=options, handler_registry=handlers
-        )
+        self._directory, self._lock = _open_directory(directory)
+        try:
+            _check_intent(self._directory, resume, resume_step)
+            self._manager = _make_manager(self._directory, max_to_keep)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._save_interval = save_interval
+        newest = float("inf") if resume_step is None else resume_step
+        # Moved out of the way by the first save.
+        self._superseded = {step for step in self._manager.all_steps() if step > newest}
+        self._pending: int | None = None
+        self._closed = False
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -103,12 +105,23 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for a pending save, raises its error, if any, and releases the directory."""
-        self._manager.close()
+        """Waits for a pending save and unlocks the directory.
+
+        Raises:
+            SaveError: the pending save failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait()
+            self._manager.close()
+        finally:
+            self._lock.release()
 
     def should_save(self, step: int) -> bool:
         """Whether ``step`` is a multiple of the interval and newer than every checkpoint."""
-        return self._manager.should_save(step)
+        return step % self._save_interval == 0 and step > max(self._steps(), default=-1)
 
     def save(
         self,
@@ -132,142 +145,127 @@ class Checkpoints:
 
         Raises:
             TypeError: the data position or the configuration is not JSON.
+            SaveError: the previous save failed, this one cannot start, or devices that should hold
+              the same data do not.
         """
-        if step in self._manager.all_steps():
+        if step in self._steps():
             return False
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            data_position=ocp.args.JsonSave(_as_json(data_position)),
-            configuration=ocp.args.JsonSave(_as_json(configuration)),
-        )
-        return self._manager.save(step, args=items, force=True)
+        self._wait()
+        texts = {
+            "data_position": as_json(data_position),
+            "configuration": as_json(configuration),
+        }
+        with self._saving(step):
+            texts[CHECKSUMS] = {
+                "arrays": named_checksums(state),
+                **{name: json_checksum(text) for name, text in texts.items()},
+            }
+            self._set_superseded_aside()
+            self._pending = step
+            items = {name: ocp.args.JsonSave(text) for name, text in texts.items()}
+            return self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), **items),
+                force=True,
+            )
 
     def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint, after waiting for a pending save; or None."""
-        self._manager.wait_until_finished()
-        return self._manager.latest_step()
+        """The step of the newest complete checkpoint, after waiting for a pending save; or None.
+
+        Raises:
+            SaveError: the pending save failed.
+        """
+        self._wait()
+        return max(self._steps(), default=None)
 
     def configuration(self, step: int | None = None) -> dict[str, Any]:
-        """The configuration that was saved with ``step``, by default the newest.
-
-        Fields and values that an earlier release named otherwise have their current names.
-
-        Raises:
-            ValueError: there is no such checkpoint, or it cannot be read.
-        """
-        step = self._saved_step(step)
-        with self._reading(step):
-            items = ocp.args.Composite(configuration=ocp.args.JsonRestore())
-            saved = self._manager.restore(step, args=items)["configuration"]
-        return trained_configuration(saved)
+        """`SavedCheckpoint.configuration` of ``step``, by default the newest."""
+        return self._saved(step).configuration()
 
     def check_same_model(self, configuration: Mapping[str, Any], step: int | None = None) -> None:
-        """Compares the ``"model"`` part of a configuration with the saved one.
-
-        Raises:
-            ValueError: they differ; the message lists the fields with both values.
-        """
-        step = self._saved_step(step)
-        saved = self.configuration(step).get("model", {})
-        differing = differences({"model": saved}, {"model": configuration.get("model", {})})
-        if differing:
-            raise ValueError(
-                f"{self._path(step)}: a checkpoint from another model: {_listed(differing)}; "
-                "resume with the model it was saved with, or give another directory"
-            )
+        """`SavedCheckpoint.check_same_model` of ``step``, by default the newest."""
+        self._saved(step).check_same_model(configuration)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Reads a checkpoint onto any mesh, bit for bit.
+        """`SavedCheckpoint.restore` of ``step``, by default the newest."""
+        return self._saved(step).restore(abstract_state)
 
-        Args:
-            abstract_state: the pytree of ``jax.ShapeDtypeStruct`` to fill: global shapes and the
-              requested shardings, which may differ from those of the run that saved.
-            step: the step of the checkpoint, by default the newest.
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints of this run, with a pending one."""
+        return [step for step in self._manager.all_steps() if step not in self._superseded]
 
-        Raises:
-            ValueError: there is no such checkpoint, its arrays differ in name, shape or dtype from
-              ``abstract_state``, or it cannot be read.
-        """
-        step = self._saved_step(step)
-        with self._reading(step):
-            saved = self._manager.item_metadata(step)["state"].tree
-        differing = differences(_signatures(saved), _signatures(abstract_state))
-        if differing:
-            raise ValueError(
-                f"{self._path(step)}: holds other arrays than this run's state: "
-                f"{_listed(differing)}; resume with the model and optimizer it was saved with"
-            )
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state),
-            data_position=ocp.args.JsonRestore(),
-        )
-        with self._reading(step):
-            restored = self._manager.restore(step, args=items)
-        return Restored(step, restored["state"], restored["data_position"])
-
-    def _path(self, step: int) -> Path:
-        return self._directory / f"{_PREFIX}_{step}"
-
-    def _saved_step(self, step: int | None) -> int:
+    def _saved(self, step: int | None) -> SavedCheckpoint:
         latest = self.latest_step()
         if latest is None:
             raise ValueError(
                 f"checkpoint_dir={str(self._directory)!r}: holds no checkpoint; "
                 "give the directory of the run to continue"
             )
-        steps = self._manager.all_steps()
-        if step is not None and step not in steps:
-            raise ValueError(
-                f"step={step}: not among the checkpoints of {str(self._directory)!r}; "
-                f"there are {', '.join(map(str, steps))}"
-            )
-        return latest if step is None else step
+        step = latest if step is None else step
+        if step not in self._steps():
+            raise _missing("step", step, self._directory, self._steps())
+        return SavedCheckpoint(self._directory / f"{PREFIX}_{step}")
+
+    def _wait(self) -> None:
+        """Waits for a pending save."""
+        if self._pending is not None:
+            with self._saving(self._pending):
+                self._manager.wait_until_finished()
+            self._pending = None
 
     @contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
-        """Turns errors of orbax on damaged files into one sentence."""
+    def _saving(self, step: int) -> Iterator[None]:
+        """Turns errors into a SaveError."""
         try:
             yield
-        except (ValueError, KeyError, OSError) as error:
-            reason = textwrap.shorten(str(error), 300)
-            raise ValueError(
-                f"{self._path(step)}: this checkpoint cannot be read ({reason}); "
-                "move it out of the directory to resume from the one before it"
+        except Exception as error:
+            self._pending = None
+            whole = [n for n in whole_steps(self._directory) if n not in self._superseded]
+            kept = (
+                f"the checkpoints of steps {', '.join(map(str, whole))} are whole; remove the cause"
+                " and give --resume"
+                if whole
+                else "there is no earlier checkpoint; remove the cause and start anew"
+            )
+            raise SaveError(
+                f"step {step}: its checkpoint could not be saved in {self._directory}"
+                f" ({failure_reason(error)}); {kept}"
             ) from error
 
-
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The fields of two JSON configurations that differ: dotted name -> (saved, current).
-
-    A field that only one side has is "not set" on the other.
-    """
-    before = traverse_util.flatten_dict(_as_json(saved), sep=".")
-    now = traverse_util.flatten_dict(_as_json(current), sep=".")
-    names = list(dict.fromkeys([*before, *now]))
-    pairs = {name: (before.get(name, "not set"), now.get(name, "not set")) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    lines = [f"{name} was {saved}, is {now}" for name, (saved, now) in differing.items()]
-    more = len(lines) - _DIFFERENCES_SHOWN
-    return ", ".join(lines[:_DIFFERENCES_SHOWN]) + (f", and {more} more" if more > 0 else "")
+    def _set_superseded_aside(self) -> None:
+        """Moves the checkpoints after the step to resume from out of the way."""
+        if not self._superseded:
+            return
+        aside = self._directory / _SUPERSEDED
+        aside.mkdir(exist_ok=True)
+        for step in sorted(self._superseded):
+            path = self._directory / f"{PREFIX}_{step}"
+            names = [path.name, *(f"{path.name}.{count}" for count in range(2, 10_000))]
+            path.rename(next(aside / name for name in names if not (aside / name).exists()))
+        self._superseded.clear()
+        self._manager.reload()
 
 
-def _as_json(value: Mapping[str, Any]) -> Any:
-    """A copy as JSON reads it back. The caller may change the original while orbax writes."""
-    return json.loads(json.dumps(value))
+def _make_manager(directory: Path, max_to_keep: int) -> ocp.CheckpointManager:
+    handlers = ocp.handlers.create_default_handler_registry(
+        state=ocp.StandardCheckpointHandler(),
+        **{name: ocp.JsonCheckpointHandler() for name in (*JSON_ITEMS, CHECKSUMS)},
+    )
+    options = ocp.CheckpointManagerOptions(
+        step_prefix=PREFIX,
+        preservation_policy=checkpoint_managers.LatestN(max_to_keep),
+        cleanup_tmp_directories=True,
+        async_options=ocp.AsyncOptions(
+            # Where a thread makes the folders, the threads that write wait for it for 20 minutes
+            # if it fails.
+            create_directories_asynchronously=False,
+            timeout_secs=_SAVE_TIMEOUT_SECONDS,
+        ),
+    )
+    return ocp.CheckpointManager(directory, options=options, handler_registry=handlers)
 
 
-def _signatures(tree: Any) -> dict[str, str]:
-    """Name -> dtype and shape of each array; orbax names tuple and field entries by key."""
-    return {
-        ".".join(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in ocp.tree.to_flat_dict(tree).items()
-    }
-
-
-def _open_directory(directory: str | Path) -> Path:
+def _open_directory(directory: str | Path) -> tuple[Path, RunLock]:
     if not str(directory):
         raise ValueError("checkpoint_dir='': expected the name of a folder; leave it out for none")
     if "://" in str(directory):
@@ -278,27 +276,22 @@ def _open_directory(directory: str | Path) -> Path:
     path = Path(directory).expanduser().resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(path, os.W_OK) else "Permission denied"
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return path, RunLock(path)
     except OSError as error:
-        reason = error.strerror
-    if reason:
         raise ValueError(
-            f"checkpoint_dir={str(directory)!r}: cannot be written ({reason}); "
+            f"checkpoint_dir={str(directory)!r}: cannot be written ({error.strerror}); "
             "give a directory that can"
-        )
-    return path
+        ) from None
 
 
-def _check_intent(directory: Path, resume: bool) -> None:
+def _check_intent(directory: Path, resume: bool, resume_step: int | None) -> None:
     """Refuses to overwrite files, and to resume without checkpoints."""
-    entries = {
-        int(match[1]): entry
-        for entry in directory.iterdir()
-        if (match := re.fullmatch(rf"{_PREFIX}_(0|[1-9]\d*)", entry.name))
-    }
+    entries = step_folders(directory)
     argument = f"checkpoint_dir={str(directory)!r}"
     for entry in entries.values():
-        if not _is_checkpoint(entry):
+        if not is_checkpoint(entry):
             raise ValueError(
                 f"{argument}: {entry.name} in it is not a checkpoint and would be overwritten "
                 "at that step; give another directory"
@@ -313,10 +306,12 @@ def _check_intent(directory: Path, resume: bool) -> None:
             f"resume=True: {argument} holds no checkpoint; leave out --resume to start anew, "
             "or give the directory of the earlier run"
         )
+    if resume_step is not None and resume_step not in entries:
+        raise _missing("resume_step", resume_step, directory, list(entries))
 
 
-def _is_checkpoint(entry: Path) -> bool:
-    if not entry.is_dir():
-        return False
-    contents = {child.name for child in entry.iterdir()}
-    return not contents or bool(contents & _CONTENTS)
+def _missing(argument: str, step: int, directory: Path, steps: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"{argument}={step}: not among the checkpoints of {str(directory)!r}; "
+        f"there are {', '.join(map(str, steps))}"
+    )

@@ -16,6 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from train.checkpoint import SaveError
 from train.config import PRESETS, Config, OptimizerConfig
 from train.dry_run import dry_run
 from train.loop import NonFiniteError, train
@@ -65,14 +66,15 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
 def refusing() -> Iterator[None]:
     """Reports invalid input in one sentence on stderr, and exits with status 2.
 
-    The status is 1 if a run stops because its loss is not finite, and 130 if it is interrupted.
+    The status is 1 if a run stops because its loss is not finite or a checkpoint cannot be saved,
+    and 130 if it is interrupted.
     """
     try:
         yield
-    except (ValueError, ImportError, NonFiniteError) as error:
+    except (ValueError, ImportError, NonFiniteError, SaveError) as error:
         console = Console(stderr=True)
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        raise SystemExit(1 if isinstance(error, NonFiniteError) else 2) from error
+        raise SystemExit(1 if isinstance(error, NonFiniteError | SaveError) else 2) from error
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
         raise SystemExit(130) from None
@@ -128,7 +130,9 @@ def conclude(
     """Prints the result, and the commands to continue and to compare."""
     config, last = setup.config, records[-1]
     lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
-    plain = _without(arguments, "--resume", "--steps", "--profile", "--profile-dir")
+    plain = _without(
+        arguments, "--resume", "--resume-step", "--steps", "--profile", "--profile-dir"
+    )
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
         resume = [_interpreter(), "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]

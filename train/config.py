@@ -100,6 +100,9 @@ class Config:
     """Number of checkpoints to keep; older ones are deleted."""
     resume: bool = False
     """Continue from the newest checkpoint in --checkpoint-dir."""
+    resume_step: int | None = None
+    """Continue from the checkpoint of this step; later ones are moved into the folder superseded
+    when the run first saves."""
     log_interval: int = 10
     """Steps between log lines."""
     log_file: str | None = None
@@ -114,6 +117,10 @@ class Config:
     """Print the configuration as JSON and stop."""
     dry_run: bool = False
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
+
+    def __post_init__(self) -> None:
+        if self.resume_step is not None:
+            object.__setattr__(self, "resume", True)
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:

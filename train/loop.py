@@ -12,11 +12,11 @@ import jax
 from rich.console import Console
 
 from collective_matmul import record_decisions
-from train.checkpoint import differences
 from train.log_file import LogFile
 from train.metrics import Meter, Record, model_flops_per_token
 from train.reporter import Reporter, Writer
 from train.run_record import run_record
+from train.saved_checkpoint import differences
 from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
 from train.step import Metrics, make_parameter_norm, make_step
@@ -24,7 +24,7 @@ from train.step import Metrics, make_parameter_norm, make_step
 # Fields that do not influence any number of a run.
 _WITHOUT_INFLUENCE = (
     "checkpoint_dir", "log_file", "log_interval", "max_to_keep", "profile", "profile_dir",
-    "resume", "save_interval",
+    "resume", "resume_step", "save_interval",
 )  # fmt: skip
 
 
@@ -168,6 +168,8 @@ def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState,
     restored = setup.checkpoints.restore(state_on_mesh(setup.model, setup.optimizer, setup.mesh))
     batches.set_state(restored.data_position)
     console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
+    if not restored.verified:
+        console.print("it is not verified: an earlier release saved it, without checksums")
     changed = differences(setup.checkpoints.configuration(restored.step), setup.configuration)
     listed = [
         f"{name} was {was}, is {now}"

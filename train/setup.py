@@ -11,11 +11,12 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from train.checkpoint import Checkpoints, differences
+from train.checkpoint import Checkpoints
 from train.config import Config, check
 from train.data import TextData, open_dataset
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
+from train.saved_checkpoint import differences
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
 
@@ -106,6 +107,7 @@ def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
     checkpoints = Checkpoints(
         config.checkpoint_dir,
         resume=config.resume,
+        resume_step=config.resume_step,
         max_to_keep=config.max_to_keep,
         save_interval=config.save_interval,
     )

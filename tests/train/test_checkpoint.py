@@ -19,7 +19,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from train.checkpoint import Checkpoints, differences
+from train.checkpoint import Checkpoints
+from train.run_lock import LOCK_FILE
+from train.saved_checkpoint import differences
 
 CONFIGURATION = {"model": {"layers": 2, "rope": {"theta": 10000.0}}, "seed": 0}
 POSITION = {"next_index": 3}
@@ -72,6 +74,10 @@ def save_steps(directory: Path, *steps: int, **options: Any) -> None:
     with Checkpoints(directory, **options) as checkpoints:
         for step in steps:
             assert checkpoints.save(step, make_state(step), POSITION, CONFIGURATION)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != LOCK_FILE)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -201,7 +207,7 @@ def test_a_save_killed_before_its_rename_leaves_the_previous_checkpoint(tmp_path
         assert checkpoints.save(20, make_state(20), POSITION, CONFIGURATION)
         assert checkpoints.latest_step() == 20
         assert_same_bits(checkpoints.restore(abstract(make_state())).state, make_state(20))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20"]
+    assert names(tmp_path) == ["step_10", "step_20"]
 
 
 def test_the_remains_of_a_killed_save_are_removed(tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def test_the_remains_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, resume=True) as checkpoints:
         assert checkpoints.latest_step() == 10
         checkpoints.save(30, make_state(30), POSITION, CONFIGURATION)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_30"]
+    assert names(tmp_path) == ["step_10", "step_30"]
 
 
 def test_a_run_killed_while_it_deleted_a_checkpoint_resumes(tmp_path: Path) -> None:
@@ -220,7 +226,7 @@ def test_a_run_killed_while_it_deleted_a_checkpoint_resumes(tmp_path: Path) -> N
     with Checkpoints(tmp_path, resume=True, max_to_keep=2) as checkpoints:
         assert checkpoints.restore(abstract(make_state())).step == 20
         checkpoints.save(30, make_state(30), POSITION, CONFIGURATION)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_20", "step_30"]
+    assert names(tmp_path) == ["step_20", "step_30"]
 
 
 def test_the_configuration_is_read_without_the_state(tmp_path: Path) -> None:
@@ -274,7 +280,7 @@ def test_damaged_files_are_named(tmp_path: Path, damaged: str) -> None:
         checkpoints.save(10, state, POSITION, CONFIGURATION)
     for path in (tmp_path / "step_10").glob(damaged):
         path.write_bytes(path.read_bytes()[:10])
-    message = r"step_10: this checkpoint cannot be read .{9,300}; move it out of the directory"
+    message = rf"step_10: this checkpoint is damaged: {tmp_path}/.* cannot be read \(.{{9,300}}\); "
     with (
         Checkpoints(tmp_path, resume=True) as checkpoints,
         pytest.raises(ValueError, match=message),

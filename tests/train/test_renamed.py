@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from train.checkpoint import Checkpoints, differences
+from train.checkpoint import Checkpoints
 from train.command_line import main, parse
 from train.dry_run import dry_run
 from train.renamed import current_arguments, current_configuration
+from train.saved_checkpoint import differences
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
