@@ -132,13 +132,16 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
         reasons += [_CONTRACTED] * len(dots)
         return " and ".join(dict.fromkeys(reasons)) or "nothing uses it"
     (chosen, _), *_ = Counter(dot.view for dot in products).most_common(1)
+    # A dot of two arrays that are computed from the gathered one is found from either.
+    wgrads = [dot for dot in dots if dot.contracts_rows]
+    alike = {dot.index: dot for dot in (*wgrads, *products) if dot.view == chosen}.values()
     return GatherMatch(
         index,
         collective,
         root,
         view,
-        dots=[dot for dot in products if dot.view == chosen],
-        wgrads=[dot for dot in dots if dot.view == chosen and dot.contracts_rows],
+        dots=[dot for dot in alike if not dot.contracts_rows],
+        wgrads=[dot for dot in alike if dot.contracts_rows],
         chain=chain,
         between=between,
         can_recover_root=all(

@@ -23,14 +23,12 @@ class GroupedWgrad:
       dots: the dots, the last in the program first: gradients are made in the reverse order of
         their weights. Exactly one unless `gathered_first`.
       gathered_first: whether the products are computed as [K, N], not [N, K].
-      deferred: indices of the equations that use the products and wait until they are ready.
       tied_sum: index of a sum over devices, or None. Neither its result nor the products are used
         before both are ready.
     """
 
     dots: tuple[GatheredDot, ...]
     gathered_first: bool
-    deferred: tuple[int, ...] = ()
     tied_sum: int | None = None
 
     @property
@@ -84,9 +82,8 @@ def tie_to_sum(graph: Graph, group: GroupedWgrad) -> GroupedWgrad:
         summed = _sum_of(graph, index)
         if summed is None or summed < group.position:
             continue
-        deferred = _waiting(graph, group.dots, summed, ())
-        if deferred is not None:
-            return replace(group, deferred=deferred, tied_sum=summed)
+        if _can_wait_for(graph, group.dots, summed, ()):
+            return replace(group, tied_sum=summed)
     return group
 
 
@@ -109,26 +106,25 @@ def _joined(
     graph: Graph, group: GroupedWgrad, dot: GatheredDot, fixed: Collection[int]
 ) -> GroupedWgrad | None:
     """The group with one more dot; None if users of its products cannot wait for that dot."""
-    deferred = _waiting(graph, group.dots, dot.index, fixed)
-    return None if deferred is None else GroupedWgrad((dot, *group.dots), True, deferred)
+    if not _can_wait_for(graph, group.dots, dot.index, fixed):
+        return None
+    return GroupedWgrad((dot, *group.dots), True)
 
 
-def _waiting(
+def _can_wait_for(
     graph: Graph, dots: Sequence[GatheredDot], last: int, fixed: Collection[int]
-) -> tuple[int, ...] | None:
-    """Equations before `last` that use the products and can wait; None if one cannot."""
+) -> bool:
+    """Whether the equations before `last` that use the products can wait until after it."""
     made = {dot.result for dot in dots}
     consumed = {index for dot in dots for index in (dot.index, *dot.casts)}
-    deferred = []
     for index in range(dots[-1].index + 1, last + 1):
         equation = graph.equations[index]
         if index in consumed or made.isdisjoint(variables(equation.invars)):
             continue
         if index == last or index in fixed or not _can_wait(graph, index):
-            return None
-        deferred.append(index)
+            return False
         made.update(equation.outvars)
-    return tuple(deferred)
+    return True
 
 
 def _can_wait(graph: Graph, index: int) -> bool:

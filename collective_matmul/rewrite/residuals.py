@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch, dots_of
-from collective_matmul.rewrite.graph import Graph, is_pure, type_of
+from collective_matmul.rewrite.graph import Graph, is_pure, type_of, variables
 from collective_matmul.rewrite.grouped_wgrad import group_wgrads, tie_to_sum
 from collective_matmul.rewrite.inlining import is_plain_call
 from collective_matmul.rewrite.replacements import ResidualRef, wgrad_replacements
@@ -188,7 +188,9 @@ def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) 
         if isinstance(dot, str) or not dot.contracts_rows or dot.view != match.dots[0].view:
             return None
         dots.append(dot)
-    if not dots:
+    needed = variables(dot.matmul.w for dot in dots)
+    derived = {whole, *(var for index in between for var in graph.equations[index].outvars)}
+    if not dots or not derived.isdisjoint(needed):
         return None
     first, *others = group_wgrads(graph, dots, fixed=())
     groups = tie_to_sum(graph, first), *others
@@ -196,7 +198,7 @@ def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) 
     residual_ref, types = ResidualRef(position), jax.tree.map(type_of, residual.chunks)
     chunks = jax.tree.map(Var, types)
     replacements = wgrad_replacements(groups, residual_ref, sums)
-    consumed = consumed_by(graph, between, dots)
+    consumed = consumed_by(graph, between, dots, needed)
     placed = PlacedMatch(match, consumed, first.position, later_wgrads=groups)
     tracing = trace(replacements, {residual_ref: types})
     like = graph.equations[first.position]

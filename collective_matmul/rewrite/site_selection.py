@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from jax.extend.core import Var
+
+from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch
 from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
@@ -13,16 +16,19 @@ from collective_matmul.rewrite.sums import SumMatch
 
 Match = GatherMatch | SumMatch | EinsumMatch
 
+_CYCLE = "the other operand of its matmul is computed from the gathered array"
+
 
 @dataclass(frozen=True)
 class PlacedMatch:
-    """A match with the position at which its replacement is inserted.
+    """A match with the position of its replacement.
 
     Attributes:
       match: the match.
       consumed: indices of the equations that it replaces.
-      position: index of the equation before which it is inserted.
-      moved: indices of later equations that must be moved before the position, in order.
+      position: index of the equation before which the replacement is inserted, or after it as soon
+        as its operands are available.
+      groups: the consumed equations, by the replacements that execute them.
       immediate_wgrads: weight gradients that are computed with the gather.
       later_wgrads: weight gradients that are computed later.
     """
@@ -30,7 +36,7 @@ class PlacedMatch:
     match: Match
     consumed: frozenset[int]
     position: int
-    moved: tuple[int, ...] = ()
+    groups: tuple[EquationGroup, ...] = ()
     immediate_wgrads: tuple[GroupedWgrad, ...] = ()
     later_wgrads: tuple[GroupedWgrad, ...] = ()
 
@@ -40,97 +46,117 @@ class SiteSelection:
 
     Attributes:
       graph: dataflow of the jaxpr.
-      placed: the accepted sites.
     """
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.placed: list[PlacedMatch] = []
         self._consumed: set[int] = set()
-        self._moved: set[int] = set()
-        #: Equations whose results sites need at their positions.
-        self._needed: set[int] = set()
-        #: Equations that wait for weight gradients, and the index before which each comes.
-        self._deferred: dict[int, int] = {}
+        self._dependencies = Dependencies(graph)
 
     def accept(self, placed: PlacedMatch) -> None:
         """Accepts a site. No other site may consume its equations."""
-        self.placed.append(placed)
         self._consumed |= placed.consumed
-        self._moved |= set(placed.moved)
-        atoms = [atom for index in placed.moved for atom in self.graph.equations[index].invars]
-        if isinstance(placed.match, GatherMatch):
-            atoms += [dot.matmul.w for dot in placed.match.dots]
-        atoms += [dot.matmul.w for group in placed.immediate_wgrads for dot in group.dots]
-        producers = map(self.graph.producer, atoms)
-        self._needed.update(index for index in producers if index is not None)
-        for group in placed.later_wgrads:
-            later = [*group.deferred, *(i for dot in group.dots for i in (dot.index, *dot.casts))]
-            self._deferred |= dict.fromkeys(later, group.ready_position + 1)
+        for group in placed.groups:
+            self._dependencies.add(group)
 
     def place(self, match: Match) -> PlacedMatch | str:
         """Places a match among the accepted sites, or says why it cannot be."""
         if isinstance(match, GatherMatch):
             return self._place_gather(match)
-        if self._taken(match.consumed):
+        if not self._consumed.isdisjoint(match.consumed):
             return "its matmul belongs to another site"
-        return PlacedMatch(match, match.consumed, max(match.consumed))
+        group = EquationGroup(match.consumed, self._inputs(match))
+        if not self._dependencies.allows(group):
+            return "its operands are computed by another site that needs its result"
+        return PlacedMatch(match, match.consumed, max(match.consumed), (group,))
 
     def _place_gather(self, match: GatherMatch) -> PlacedMatch | str:
         """Places a gather before the first use of its array.
 
         Its matmuls are those whose weights can be ready there.
         """
-        position = min(self.graph.users(match.root))
-        free = [dot for dot in match.dots if not self._taken({dot.index, *dot.casts})]
-        makers = {dot.index: self._makers_after(dot.matmul.w, position) for dot in free}
-        dots = [dot for dot in free if makers[dot.index] is not None]
-        if not dots:
-            if free:
-                return "its weight is made after something else needs the gathered array"
+        free = [dot for dot in match.dots if self._is_free(dot)]
+        if not free:
             return "its matmul belongs to another site"
-        wgrads = [dot for dot in match.wgrads if not self._taken({dot.index, *dot.casts})]
-        consumed = consumed_by(self.graph, match.between, [*dots, *wgrads]).union(match.chain)
-        if self._taken(consumed):
-            return "another site moves it"
-        root = match.root
-        needs_root = root in self.graph.results or not consumed.issuperset(self.graph.users(root))
+        position = min(self.graph.users(match.root))
+        early = [dot for dot in free if self._makers_after(dot.matmul.w, position) is not None]
+        alone = EquationGroup(frozenset(match.chain), self._inputs(match))
+        gather = self._joined(alone, early)
+        dots = [dot for dot in early if dot.index in gather.equations]
+        if not dots:
+            return _CYCLE if early else "its weight is made after the gathered array is used"
+        wgrads = [dot for dot in match.wgrads if self._is_free(dot)]
+        ready = [dot for dot in wgrads if self._makers_after(dot.matmul.w, position) == []]
+        gather = self._joined(gather, ready)
+        immediate = [dot for dot in ready if dot.index in gather.equations]
+        later = [dot for dot in wgrads if dot not in immediate]
+        inputs = variables([*gather.inputs, *(dot.matmul.w for dot in later)])
+        consumed = consumed_by(self.graph, match.between, [*dots, *wgrads], inputs)
+        consumed = consumed.union(match.chain)
+        root, users = match.root, self.graph.users(match.root)
+        used = root in inputs or root in self.graph.results
+        needs_root = used or not consumed.issuperset(users)
         if needs_root and not match.can_recover_root:
             return "the gathered array is also used elsewhere, in another dtype or layout"
-        moved = {index for dot in dots for index in makers[dot.index] or ()}
-        match = replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root)
-        immediate = [dot for dot in wgrads if self._makers_after(dot.matmul.w, position) == []]
-        fixed = self._consumed | self._moved | self._needed | moved | consumed
+        fixed = self._consumed | consumed
+        launches = self._launches(gather, group_wgrads(self.graph, later, fixed), root)
         return PlacedMatch(
-            match,
+            replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root),
             consumed,
             position,
-            tuple(sorted(moved)),
+            (gather, *launches.values()),
             tuple(group_immediate(self.graph, immediate)),
-            tuple(group_wgrads(self.graph, [dot for dot in wgrads if dot not in immediate], fixed)),
+            tuple(launches),
         )
 
-    def _taken(self, indices: Iterable[int]) -> bool:
-        return any(
-            index in taken
-            for index in indices
-            for taken in (self._consumed, self._moved, self._deferred)
-        )
+    def _inputs(self, match: Match) -> tuple[Atom, ...]:
+        """What the replacement of a match reads; of a gather, without its weights."""
+        if isinstance(match, SumMatch):
+            return tuple(atom for term in match.terms for atom in (term.x, term.w))
+        if match.collective.kind == "all_gather":
+            (shard,) = self.graph.equations[match.index].invars
+            return (shard,) if isinstance(match, GatherMatch) else (shard, match.operands[1])
+        assert isinstance(match, EinsumMatch)
+        return match.operands
+
+    def _is_free(self, dot: GatheredDot) -> bool:
+        return self._consumed.isdisjoint((dot.index, *dot.casts))
+
+    def _joined(self, group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:
+        """The group with those of the dots that can be executed together with it."""
+        for dot in dots:
+            more = _with_dots(group, [dot])
+            if self._dependencies.allows(more):
+                group = more
+        return group
+
+    def _launches(
+        self, gather: EquationGroup, wgrads: Sequence[GroupedWgrad], root: Atom
+    ) -> dict[GroupedWgrad, EquationGroup]:
+        """The launches, divided where an operand depends on another product of its launch."""
+        dependencies = self._dependencies.copy()
+        dependencies.add(gather)
+        start = EquationGroup(frozenset(), (root,))
+        found: dict[GroupedWgrad, EquationGroup] = {}
+        for launch in wgrads:
+            parts = [launch]
+            if not dependencies.allows(_with_dots(start, launch.dots)):
+                parts = [replace(launch, dots=(dot,)) for dot in reversed(launch.dots)]
+            for part in parts:
+                found[part] = _with_dots(start, part.dots)
+                dependencies.add(found[part])
+        return found
 
     def _makers_after(self, atom: Atom, position: int) -> list[int] | None:
-        """The makers of `atom` from `position` on; None if they cannot be moved before it."""
+        """The makers of `atom` from `position` on; None if the gather must not wait for them."""
         found: set[int] = set()
         waiting = variables([atom])
         while waiting:
             index = self.graph.producer(waiting.pop())
-            if index is None or index in found:
-                continue
-            if self._deferred.get(index, 0) > position:
-                return None
-            if index < position:
+            if index is None or index in found or index < position:
                 continue
             equation = self.graph.equations[index]
-            # Moving a matmul would delay the gather, and it may belong to another site.
+            # Waiting for a matmul would delay the gather, and it may belong to another site.
             if index in self._consumed or equation.primitive.name == "dot_general":
                 return None
             if not is_pure(equation):
@@ -140,13 +166,29 @@ class SiteSelection:
         return sorted(found)
 
 
+def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:
+    equations = group.equations.union(*((dot.index, *dot.casts) for dot in dots))
+    return EquationGroup(equations, (*group.inputs, *(dot.matmul.w for dot in dots)))
+
+
 def consumed_by(
-    graph: Graph, between: Sequence[int], dots: Sequence[GatheredDot]
+    graph: Graph,
+    between: Sequence[int],
+    dots: Sequence[GatheredDot],
+    needed: Collection[Var],
 ) -> frozenset[int]:
-    """Indices of the dots, and of equations between the root and them that have no other use."""
+    """Indices of the dots, and of equations between the root and them that have no other use.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      between: indices of the equations between the root and the dots, each after its producers.
+      dots: the dots.
+      needed: variables that the replacement reads.
+    """
     consumed = {index for dot in dots for index in (dot.index, *dot.casts)}
     for index in reversed(between):
         (var,) = graph.equations[index].outvars
-        if var not in graph.results and consumed.issuperset(graph.users(var)):
+        used = var in graph.results or var in needed
+        if not used and consumed.issuperset(graph.users(var)):
             consumed.add(index)
     return frozenset(consumed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.dispatch.recording import Decision, record_decisions
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.dependencies import Scheduled, in_order
+from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.replacements import Replacement, ResidualRef
 from collective_matmul.rewrite.report import NAME
 from collective_matmul.rewrite.site_selection import PlacedMatch
@@ -38,7 +38,7 @@ class TracedSite:
 
     Attributes:
       placed: the site.
-      equations: the new equations, by the index before which they are inserted.
+      equations: the new equations of each replacement, with the index before which they come.
       renamed: what the site's results are now.
       decisions: decisions recorded while tracing.
       kept: the gathered array as variables, in the pytree of a `GatherResidual`; None if it is not
@@ -46,7 +46,7 @@ class TracedSite:
     """
 
     placed: PlacedMatch
-    equations: dict[int, list[JaxprEqn]]
+    equations: list[tuple[int, list[JaxprEqn]]]
     renamed: dict[Var, Atom]
     decisions: tuple[Decision, ...]
     kept: Any
@@ -103,14 +103,14 @@ def instantiate(
     source = like.source_info.replace(name_stack=like.source_info.name_stack.extend(NAME))
     kept = {**(kept or {})}
     renamed: dict[Var, Atom] = {}
-    equations: dict[int, list[JaxprEqn]] = {}
+    equations: list[tuple[int, list[JaxprEqn]]] = []
     for replacement, jaxpr, trees in zip(replacements, tracing.jaxprs, tracing.trees, strict=True):
         atoms = [
             atom for item in replacement.inputs for atom in jax.tree.leaves(kept.get(item, item))
         ]
         new, results = _copied(jaxpr, atoms, source)
         position = placed.position if replacement.position is None else replacement.position
-        equations.setdefault(position, []).extend(new)
+        equations.append((position, new))
         made = iter(results)
         for item, tree in zip(replacement.outputs, trees, strict=True):
             leaves = [next(made) for _ in range(tree.num_leaves)]
@@ -137,55 +137,30 @@ def _copied(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[Jaxp
 def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
     """The jaxpr with `equations` in place of its own, and the sites' replacements inserted."""
     names: dict[Var, Atom] = {}
-    new: dict[int, list[JaxprEqn]] = defaultdict(list)
+    consumed: set[int] = set()
     for site in sites:
         names |= site.renamed
-        for position, made in site.equations.items():
-            new[position] += made
-    old = list(equations)
-    for index in {index for var in names for index in graph.users(var)}:
-        old[index] = _reading(old[index], names)
-    placed = [site.placed for site in sites]
-    moved, deferred = _moved(placed), _deferred(placed)
-    result: list[JaxprEqn] = []
-    done = {index for site in placed for index in site.consumed}.union(*deferred.values())
-    for index in range(len(old) + 1):
-        if index in moved:
-            before = [i for i in moved[index] if i not in done]
-            result += map(old.__getitem__, before)
-            done.update(before)
-        if index in new:
-            result += (_reading(made, names) for made in new[index])
-        if index in deferred:
-            result += map(old.__getitem__, deferred[index])
-        if index < len(old) and index not in done:
-            result.append(old[index])
+        consumed |= site.placed.consumed
+    scheduled = [
+        Scheduled((position, 0), [_reading(equation, names) for equation in made])
+        for site in sites
+        for position, made in site.equations
+    ]
+    scheduled += [
+        Scheduled((index, 1), [_reading(equation, names)])
+        for index, equation in enumerate(equations)
+        if index not in consumed
+    ]
+    result = in_order(scheduled)
     jaxpr = graph.jaxpr
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
 
 
-def _moved(placed: Sequence[PlacedMatch]) -> dict[int, list[int]]:
-    """By index, the equations to move before it and before the replacement inserted there."""
-    moved: dict[int, set[int]] = defaultdict(set)
-    for site in placed:
-        moved[site.position].update(site.moved)
-    return {index: sorted(found) for index, found in moved.items()}
-
-
-def _deferred(placed: Sequence[PlacedMatch]) -> dict[int, list[int]]:
-    """By index, the equations to move before it and after the replacement inserted there."""
-    last: dict[int, int] = {}
-    for group in (group for site in placed for group in site.later_wgrads):
-        for index in group.deferred:
-            last[index] = max(group.ready_position, last.get(index, 0))
-    deferred: dict[int, list[int]] = defaultdict(list)
-    for index in sorted(last):
-        deferred[last[index]].append(index)
-    return deferred
-
-
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:
+    """The equation, reading what its operands are now; the same object if nothing changes."""
+    if not any(map(names.__contains__, variables(equation.invars))):
+        return equation
     return equation.replace(invars=_rename(equation.invars, names))
 
 
