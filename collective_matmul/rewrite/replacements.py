@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.extend.core import Var
 
+from collective_matmul._compat import vary_over
 from collective_matmul.backends.base import GatherResidual
 from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.einsum import einsum_of_gathered, einsum_scattered
@@ -202,21 +203,22 @@ def sum_replacement(
     )
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
+        y = summed(*pvary_all(call.axis_name, *operands))
+        return (_typed_as(result, apply_shard_ops(match.path.shard_ops[::-1], y)),)
+
+    def summed(*operands: jax.Array) -> jax.Array:
         pairs = list(zip(terms, operands[::2], operands[1::2], strict=True))
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         if collective.kind == "psum":
             ((term, _, w),) = pairs
-            x, w = pvary_all(call.axis_name, xs[0], term.weight(w, False))
-            y = matmul_all_reduce(x, w, call)
-            return (apply_shard_ops(match.path.shard_ops[::-1], term.result(y, term.free_shape)),)
+            y = matmul_all_reduce(xs[0], term.weight(w, False), call)
+            return term.result(y, term.free_shape)
         assert match.dimension is not None and match.path.dimension is not None
         ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
         y = matmul_scatter(tuple(xs), tuple(ws), call)
         if match.path.shape is None:
-            y = terms[0].result(y, divided(rows, match.dimension, collective.devices))
-        else:
-            y = lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
-        return (apply_shard_ops(match.path.shard_ops[::-1], y),)
+            return terms[0].result(y, divided(rows, match.dimension, collective.devices))
+        return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
 
     inputs = [atom for term in terms for atom in (term.x, term.w)]
     return Replacement(None, inputs, [result], matmul_sum)
@@ -238,11 +240,16 @@ def einsum_replacement(
 
     def einsum_scatter(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         y = einsum_scattered(*pvary_all(call.axis_name, a, b), match.einsum, call)
-        return (apply_shard_ops(match.shard_ops, y),)
+        return (_typed_as(match.result, apply_shard_ops(match.shard_ops, y)),)
 
     a, b = match.operands
     inputs = [shard if gathers else a, b]
     return Replacement(None, inputs, [match.result], gather_einsum if gathers else einsum_scatter)
+
+
+def _typed_as(atom: Atom, array: jax.Array) -> jax.Array:
+    """The array, typed as varying over the mesh axes that `atom` varies over."""
+    return vary_over(array, type_of(atom).manual_axis_type.varying)
 
 
 def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array:

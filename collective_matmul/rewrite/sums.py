@@ -183,6 +183,8 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     op = commuting_op(graph, equation)
     if op is None:
         return f"the summed array comes from {name}, not from a matmul"
+    if name == "pvary":  # The replacement types its operands and its result.
+        return op.operand, path
     if name == "convert_element_type":
         if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
             return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"
