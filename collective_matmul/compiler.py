@@ -1,4 +1,4 @@
-"""`overlap_jit`: `jax.jit` with the compiler options that rings need on GPUs."""
+"""`overlap_jit`: `jax.jit`, or `nnx.jit`, with the compiler options that rings need on GPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from typing import Any
 
 import jax
 
+from collective_matmul.graph_functions import (
+    GraphJitted,
+    GraphNodesError,
+    StaticArguments,
+    holds_graph_nodes,
+    holds_state_sharding,
+    pure_function,
+)
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import no_peer_access_reason, peer_kernels_allowed
 from collective_matmul.source_location import warn_deprecated
@@ -31,6 +39,12 @@ def overlap_jit(
     function that JAX traces is refused. So is ``jax.grad(overlap_jit(loss))`` before jax 0.12;
     since 0.12 it compiles two programs, and is refused only inside `jax.jit`.
 
+    Flax nnx modules, optimizers, metrics, random bits and other nnx objects, anywhere among the
+    arguments, are treated as by `nnx.jit`: what the function changes in them is changed after the
+    call, and shared references stay shared. It may also create and return modules. An `nnx.State`
+    is passed by value, as by `jax.jit`. A function without such arguments and results is compiled
+    and called by `jax.jit` itself.
+
     If GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
     names the GPUs once. In programs of several processes, XLA chooses for each ring: copies between
     peers within a process, NCCL across processes.
@@ -43,11 +57,12 @@ def overlap_jit(
         at a time, because all devices must run them in the same order. Inference is faster with
         such kernels; training seldom is.
       compiler_options: further options; they override ours.
-      **kwargs: arguments of `jax.jit`.
+      **kwargs: arguments of `jax.jit`. Shardings may be `nnx.StateSharding`, as for `nnx.jit`.
 
     Returns:
-      An object with the public methods of a jitted function. It looks at the devices when it is
-      first used, so that decorating a function does not initialize JAX's backend.
+      An object with the public methods of a jitted function; what `lower` and `trace` return takes
+      nnx objects too. It looks at the devices when it is first used, so that decorating a function
+      does not initialize JAX's backend.
 
     Raises:
       RuntimeError: at compilation, from XLA, for an unknown option.
@@ -86,16 +101,42 @@ class OverlapJit:
     def __init__(
         self, fun: Callable, users: Mapping[str, Any], peer_kernels: bool, kwargs: Mapping[str, Any]
     ):
-        self._jit = functools.partial(jax.jit, fun, **kwargs)
+        functools.update_wrapper(self, fun, updated=())
+        static = StaticArguments.of(fun, kwargs)
+        self._jit = functools.partial(jax.jit, pure_function(fun, static), **kwargs)
+        self._graph_jit = functools.partial(GraphJitted, fun, static, **kwargs)
         self._users_options = users
         self._peer_kernels = peer_kernels
-        self._jit()  # Refuses bad arguments here, not at the first call.
-        functools.update_wrapper(self, fun, updated=())
+        # Whether the function is known to take or return nnx objects. nnx's shardings say so.
+        self._is_graph_function = holds_state_sharding(kwargs)
+        # Refuses bad arguments here, not at the first call.
+        self._graph_jit() if self._is_graph_function else self._jit()
 
     @functools.cached_property
     def _jitted(self) -> Any:
+        return self._jit(compiler_options=self._compiler_options())
+
+    @functools.cached_property
+    def _graph_jitted(self) -> GraphJitted:
+        return self._graph_jit(compiler_options=self._compiler_options())
+
+    def _compiler_options(self) -> dict[str, Any]:
         ours = PEER_KERNEL_OPTIONS if self._peer_kernels else {}
-        return self._jit(compiler_options=_options({**ours, **self._users_options}))
+        return _options({**ours, **self._users_options})
+
+    def _use(self, use: Callable[[Any], Any], *arguments: Any) -> Any:
+        """Uses what `jax.jit` makes of the function, or of its graph function if it needs one."""
+        if not self._is_graph_function:
+            try:
+                return use(self._jitted)
+            except GraphNodesError:
+                pass
+            except TypeError:
+                # `jax.jit` refuses modules that are no pytrees before it traces the function.
+                if not holds_graph_nodes(arguments):
+                    raise
+            self._is_graph_function = True
+        return use(self._graph_jitted)
 
     def _tracing(self) -> contextlib.AbstractContextManager:
         """A context in which traced ops know how they will be compiled."""
@@ -109,26 +150,27 @@ class OverlapJit:
         """Runs the function, compiled for these arguments."""
         order = _launching if self._peer_kernels else contextlib.nullcontext()
         with self._tracing(), _refusing_to_be_inside(), order:
-            return self._jitted(*args, **kwargs)
+            return self._use(lambda jitted: jitted(*args, **kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
         with self._tracing():
-            return self._jitted.lower(*args, **kwargs)
+            return self._use(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for these arguments, as `jax.jit` does."""
         with self._tracing():
-            return self._jitted.trace(*args, **kwargs)
+            return self._use(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as from `jax.jit`."""
         with self._tracing():
-            return self._jitted.eval_shape(*args, **kwargs)
+            return self._use(lambda jitted: jitted.eval_shape(*args, **kwargs), args, kwargs)
 
     def clear_cache(self) -> None:
         """Drops the compiled programs, as `jax.jit` does."""
         self._jitted.clear_cache()
+        self._graph_jitted.clear_cache()
 
 
 @contextlib.contextmanager

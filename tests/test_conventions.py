@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "backends": ("backends",),
     "dispatch": ("dispatch",),
     "ops": ("checks", "einsum", "einsum_execution", "einsum_checks", "gradients", "ops"),
-    "users": ("__main__", "compiler", "explain", "layers", "rewrite", "tuning"),
+    "users": ("__main__", "compiler", "explain", "graph_functions", "layers", "rewrite", "tuning"),
 }
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
 PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.layers"}
