@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# 0.10.2 to 0.12: `jax.nn.dot_product_attention` does not take offsets of packed sequences.
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
 # 0.10.2 to 0.12: lowered modules of these primitives are cached by device, not by mesh shape only.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
@@ -161,3 +164,44 @@ def _lower_device_constant(
 
 mlir.register_lowering(_device_constant, _lower_device_constant)
 prim_requires_devices_during_lowering.add(_device_constant)
+
+
+def packed_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Causal attention by cuDNN for documents that are packed into sequences. Needs Hopper GPUs.
+
+    Legend: B is batch, S sequence, N query heads, K key and value heads, H head size, M the largest
+    number of documents in a sequence.
+
+    Args:
+      query: [B, S, N, H], bfloat16 or float16.
+      key: [B, S, K, H].
+      value: [B, S, K, H].
+      lengths: int32 [B, M] with M > 1, the lengths of the documents in order, and then zeros. They
+        add up to S.
+
+    Returns:
+      [B, S, N, H].
+    """
+    lengths = vary_over(lengths, varying_axes(query))
+    used = lengths > 0
+    ends = jnp.cumsum(lengths, axis=1)
+    # The position where each document begins, and after the last one the end; then -1.
+    begin_or_end = jnp.pad(ends, ((0, 0), (1, 0)))
+    offsets = jnp.where(jnp.pad(used, ((0, 0), (1, 0)), constant_values=True), begin_or_end, -1)
+    lengths = jnp.where(used, lengths, -1)
+    if jax.__version_info__ < (0, 11):
+        # The offsets of keys are computed with the number of query heads.
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    return cudnn.dot_product_attention(
+        query,
+        key,
+        value,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )

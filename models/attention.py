@@ -1,18 +1,24 @@
 """Causal attention by the fastest kernel for the device.
 
-Legend of local shapes: B is batch, S sequence, N query heads, K key and value heads, H head size.
+Legend of local shapes: B is batch, S sequence, N query heads, K key and value heads, H head size,
+M the largest number of documents in a sequence.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from collective_matmul._compat import packed_attention
+from models.documents import Documents
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None = None,
+) -> jax.Array:
     """Grouped-query attention with a causal mask; K divides N.
 
     Uses cuDNN's kernel where it is supported: on GPUs, in half precision, for head sizes that are
@@ -22,6 +28,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
       query: [B, S, N, H].
       key: [B, S, K, H].
       value: [B, S, K, H].
+      documents: documents that attend to themselves only; None: a sequence is one document.
 
     Returns:
       [B, S, N, H].
@@ -29,10 +36,10 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     head_size = query.shape[-1]
     if not half or head_size % 8 or head_size > 128 or not _for_gpus():
-        return _attend(query, key, value, "xla")
+        return _attend(query, key, value, documents)
     if jax.default_backend() == "gpu":
-        return _attend(query, key, value, "cudnn")
-    return _with_residuals_of_cudnn(query, key, value)
+        return _attend_by_cudnn(query, key, value, documents)
+    return _with_residuals_of_cudnn(query, key, value, documents)
 
 
 def _for_gpus() -> bool:
@@ -41,32 +48,55 @@ def _for_gpus() -> bool:
     return jax.default_backend() == "gpu" or (device is not None and device.platform == "gpu")
 
 
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, implementation: Any) -> jax.Array:
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+) -> jax.Array:
+    """Attention by XLA, with all scores in memory."""
+    mask = None if documents is None else documents.mask
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, implementation=implementation
+        query, key, value, mask=mask, is_causal=True, implementation="xla"
+    )
+
+
+def _attend_by_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+) -> jax.Array:
+    mask = None
+    if documents is not None and documents.lengths.shape[1] > 1:
+        if float(jax.local_devices()[0].compute_capability) >= 9.0:
+            return packed_attention(query, key, value, documents.lengths)
+        mask = documents.mask
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation="cudnn"
     )
 
 
 @jax.custom_vjp
-def _with_residuals_of_cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _with_residuals_of_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+) -> jax.Array:
     """Attention for traces where cuDNN's kernel cannot be lowered, without CUDA.
 
     Saves as much for the backward as cuDNN's kernel, so that a dry run counts the right bytes.
     """
-    return _attend(query, key, value, "xla")
+    return _attend(query, key, value, documents)
 
 
-def _forward(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple]:
-    attended = _with_residuals_of_cudnn(query, key, value)
-    # Stands for the log-sum-exp of the scores, [B, N, S].
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+) -> tuple[jax.Array, tuple]:
+    attended = _with_residuals_of_cudnn(query, key, value, documents)
+    # Stands for the log-sum-exp of the scores, [B * M, N, S].
     log_sum_exp = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
-    return attended, (query, key, value, attended, log_sum_exp)
+    if documents is not None:
+        log_sum_exp = jnp.repeat(log_sum_exp, documents.lengths.shape[1], axis=0)
+    return attended, (query, key, value, documents, attended, log_sum_exp)
 
 
-def _backward(residuals: tuple, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    query, key, value, *_ = residuals
-    _, transpose = jax.vjp(functools.partial(_attend, implementation="xla"), query, key, value)
-    return transpose(cotangent)
+def _backward(residuals: tuple, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    query, key, value, documents, *_ = residuals
+    _, transpose = jax.vjp(lambda *heads: _attend(*heads, documents), query, key, value)
+    return *transpose(cotangent), None
 
 
 _with_residuals_of_cudnn.defvjp(_forward, _backward)

@@ -21,6 +21,7 @@ from collective_matmul import layers as collective
 from models import plain, rotary, vocabulary
 from models.attention import causal_attention
 from models.config import LlamaConfig
+from models.documents import Documents, locate_documents
 
 Remat = Literal["none", "dots", "full"]
 
@@ -66,12 +67,13 @@ class Attention(nnx.Module):
         )
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, s, features] -> [B, s, features]."""
+    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
+        """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
         query, key, value = self.projection(x)
         frequencies = rotary.frequencies(self.config)
-        query, key = (rotary.rotate(heads, frequencies) for heads in (query, key))
-        return self.output(causal_attention(query, key, value))
+        positions = None if documents is None else documents.positions
+        query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+        return self.output(causal_attention(query, key, value, documents))
 
 
 class Block(nnx.Module):
@@ -88,9 +90,9 @@ class Block(nnx.Module):
             config.features, config.hidden_features, **layer_options
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -153,19 +155,35 @@ class Llama(nnx.Module):
             else layers.ColumnParallelLinear(config.features, config.vocabulary_size, **options)
         )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 tokens [B, S] -> logits [B, S, V/D] in `dtype`."""
+    def __call__(self, tokens: jax.Array, document_lengths: jax.Array | None = None) -> jax.Array:
+        """The logits of the token after each token.
+
+        Args:
+          tokens: int32 [B, S].
+          document_lengths: int32 [B, M], the lengths of the documents in each sequence, in order,
+            and then zeros; they add up to S. Attention does not cross their ends, and positions
+            count from 0 in each. None: a sequence is one document.
+
+        Returns:
+          [B, S, V/D] in `dtype`.
+        """
+        documents = None
+        if document_lengths is not None:
+            documents = locate_documents(document_lengths, tokens.shape[1])
         table = self.embedding[...].astype(self.dtype)
         x = vocabulary.embed(tokens, table, self.axis_name)
         graph, _ = nnx.split(self.layers[0])
 
         # All blocks have the same graph, so one function is traced once for all of them.
         @jax.jit
-        def apply_block(state: nnx.State, x: jax.Array) -> jax.Array:
-            return _rematerialize(lambda state, x: nnx.merge(graph, state)(x), self.remat)(state, x)
+        def apply_block(state: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
+            def apply(state, x, documents):
+                return nnx.merge(graph, state)(x, documents)
+
+            return _rematerialize(apply, self.remat)(state, x, documents)
 
         for block in self.layers:
-            x = apply_block(nnx.state(block), x)
+            x = apply_block(nnx.state(block), x, documents)
         x = self.norm(x)
         if self.head is not None:
             return self.head(x)
@@ -175,9 +193,18 @@ class Llama(nnx.Module):
             x, table.T, self.axis_name, gather_dimension=1, implementation=self.implementation
         )
 
-    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S]."""
-        return vocabulary.cross_entropy(self(tokens), targets, self.axis_name)
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        document_lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S].
+
+        The other arguments are those of a call.
+        """
+        logits = self(tokens, document_lengths)
+        return vocabulary.cross_entropy(logits, targets, self.axis_name)
 
 
 def _rematerialize(fun, remat: Remat):

@@ -26,7 +26,7 @@ def _scale(radians: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     return kept * radians + (1 - kept) * radians / scaling.factor
 
 
-def rotate(x: jax.Array, frequencies: np.ndarray) -> jax.Array:
+def rotate(x: jax.Array, frequencies: np.ndarray, positions: jax.Array | None = None) -> jax.Array:
     """Rotates each pair of features by position × frequency.
 
     Feature i is paired with feature i + head_dim / 2, as in Hugging Face's weights. Computes in
@@ -35,13 +35,15 @@ def rotate(x: jax.Array, frequencies: np.ndarray) -> jax.Array:
     Args:
       x: [batch, sequence, heads, head_dim], the whole sequence.
       frequencies: radians per position, float32 [head_dim / 2].
+      positions: int32 [batch, sequence]; None counts from 0 to the end of the sequence.
 
     Returns:
       The rotated features, in the shape and dtype of x.
     """
-    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
-    angles = positions[:, None] * jnp.asarray(frequencies)[None, :]
-    cos, sin = (wave(angles)[None, :, None, :] for wave in (jnp.cos, jnp.sin))
+    if positions is None:
+        positions = jnp.arange(x.shape[1])[None]
+    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None, None, :]
+    cos, sin = (wave(angles)[:, :, None, :] for wave in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (jnp.broadcast_to(wave, first.shape) for wave in (cos, sin))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

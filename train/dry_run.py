@@ -18,7 +18,7 @@ from train.config import Config, check
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
-from train.step import BATCH_SPEC, sharded_step
+from train.step import BATCH_SPEC, batch_losses, sharded_step
 
 #: The GPU that decisions are made for on machines without GPUs.
 _ASSUMED_DEVICE = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -119,7 +119,7 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
         nonlocal saved
 
         def loss(params):
-            return jnp.sum(model.merge(params).loss(batch["inputs"], batch["targets"]))
+            return jnp.sum(batch_losses(model, params, batch))
 
         value, backward = jax.vjp(loss, params)
         residuals = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}

@@ -38,7 +38,8 @@ def make_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
-    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data.
+    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data,
+    and where documents are kept apart "document_lengths", as `Llama` takes them.
     Metrics are float32 scalars: "loss", in nats per token, "grad_norm", before clipping, and
     "learning_rate", which the step was made with.
     """
@@ -85,6 +86,12 @@ def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params],
     return jax.jit(jax.shard_map(_global_norm, mesh=mesh, in_specs=(model.specs,), out_specs=P()))
 
 
+def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Array:
+    """The loss of each target in nats, float32 [b, S]. Parameters and batch are local."""
+    documents = batch.get("document_lengths")
+    return model.merge(params).loss(batch["inputs"], batch["targets"], documents)
+
+
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
@@ -92,8 +99,7 @@ def _loss_and_grads(
     tokens = config.batch_size * config.sequence_length
 
     def loss(params: Params, microbatch: Batch) -> jax.Array:
-        losses = model.merge(params).loss(microbatch["inputs"], microbatch["targets"])
-        return jnp.sum(losses) / tokens
+        return jnp.sum(batch_losses(model, params, microbatch)) / tokens
 
     # Typed as varying over data, so that JAX does not sum their gradients over it.
     local_params = lax.pcast(params, "data", to="varying")

@@ -59,22 +59,22 @@ def random_tokens() -> tuple[np.ndarray, np.ndarray]:
 def sharded_loss_and_grads(functions: ModelFunctions, mesh):
     """A function that returns the mean loss and the gradients, global, from one shard_map."""
 
-    def local(params, tokens, targets):
+    def local(params, tokens, targets, *document_lengths):
         def loss(params):
-            total = jnp.sum(functions.merge(params).loss(tokens, targets))
+            losses = functions.merge(params).loss(tokens, targets, *document_lengths)
+            total = jnp.sum(losses)
             return jax.lax.psum(total, "data") / (BATCH * SEQUENCE)
 
         return jax.value_and_grad(loss)(params)
 
-    batch = P("data")
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(functions.specs, batch, batch),
-            out_specs=(P(), functions.specs),
+    @jax.jit
+    def sharded(params, *batch):
+        specs = functions.specs, *[P("data") for _ in batch]
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), functions.specs))(
+            params, *batch
         )
-    )
+
+    return sharded
 
 
 @pytest.mark.parametrize(

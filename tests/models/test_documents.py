@@ -1,0 +1,142 @@
+"""Documents in one sequence compute what each computes alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import attention
+from models.attention import causal_attention
+from models.documents import locate_documents
+from tests.models import reference
+from tests.models.test_attention import SHAPES
+from tests.models.test_llama import (
+    BATCH,
+    SEQUENCE,
+    TOLERANCE,
+    model_functions,
+    random_params,
+    random_tokens,
+    sharded_loss_and_grads,
+)
+
+# One document, and documents of one token at the begin, in the middle and at the end.
+LENGTHS = np.array([[8, 0, 0, 0], [3, 5, 0, 0], [1, 4, 1, 2], [5, 2, 1, 0]], np.int32)
+
+
+def test_tokens_know_their_document_and_their_position_in_it():
+    documents = locate_documents(jnp.asarray(LENGTHS), SEQUENCE)
+    np.testing.assert_array_equal(documents.lengths, LENGTHS)
+    np.testing.assert_array_equal(documents.ids[1], [0, 0, 0, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(documents.positions[1], [0, 1, 2, 0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(documents.ids[2], [0, 1, 1, 1, 1, 2, 3, 3])
+    np.testing.assert_array_equal(documents.positions[2], [0, 0, 1, 2, 3, 0, 0, 1])
+    np.testing.assert_array_equal(documents.positions[0], range(8))
+
+
+def losses_of_documents_alone(model, params, tokens, targets) -> jax.Array:
+    """The sum of the losses of all documents, each computed in a sequence of its own."""
+    total = jnp.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        ends = np.cumsum(lengths)
+        for start, end in zip(ends - lengths, ends, strict=True):
+            alone = np.s_[row : row + 1, start:end]
+            if end > start:
+                total += jnp.sum(reference.loss(model, params, tokens[alone], targets[alone]))
+    return total
+
+
+@pytest.fixture(scope="module")
+def expected():
+    model, _ = model_functions()
+
+    def mean_loss(params):
+        return losses_of_documents_alone(model, params, *random_tokens()) / (BATCH * SEQUENCE)
+
+    _, functions = model_functions()
+    return jax.jit(jax.value_and_grad(mean_loss))(random_params(functions))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((2, 4), dict(overlap="ring", remat="full")),
+        ((1, 2), dict(overlap="rewrite", remat="dots")),
+        ((4, 1), dict(overlap="auto")),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_equal_those_of_each_document_alone(expected, make_mesh, sizes, changes):
+    _, functions = model_functions(**changes)
+    mesh = make_mesh({"data": sizes[0], "tensor": sizes[1]})
+    loss_and_grads = sharded_loss_and_grads(functions, mesh)
+    loss, grads = loss_and_grads(random_params(functions), *random_tokens(), LENGTHS)
+    np.testing.assert_allclose(loss, expected[0], **TOLERANCE)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected[1][name], **TOLERANCE, err_msg=name)
+    # The lengths matter: another loss without them.
+    whole, _ = loss_and_grads(random_params(functions), *random_tokens())
+    assert abs(float(whole) - float(loss)) > 1e-2
+
+
+def test_a_document_does_not_see_the_tokens_of_another(make_mesh):
+    """Not even in the last bit, in half precision too."""
+    _, functions = model_functions(overlap="xla")
+    params, (tokens, _) = random_params(functions), random_tokens()
+    other = tokens.copy()
+    other[1, 3:] = (other[1, 3:] + 7) % 24
+
+    def logits(params, tokens, lengths):
+        return functions.merge(params)(tokens, lengths)
+
+    run = jax.jit(
+        jax.shard_map(
+            logits,
+            mesh=make_mesh({"tensor": 2}),
+            in_specs=(functions.specs, P(), P()),
+            out_specs=P(None, None, "tensor"),
+        )
+    )
+    one, two = (np.asarray(run(params, t, LENGTHS)) for t in (tokens, other))
+    np.testing.assert_array_equal(one[1, :3], two[1, :3])
+    assert (one[1, 3:] != two[1, 3:]).any(axis=1).all()
+    swapped = tokens.copy()
+    swapped[1, :3] = other[1, :3] = (tokens[1, :3] + 5) % 24
+    three = np.asarray(run(params, swapped, LENGTHS))
+    np.testing.assert_array_equal(one[1, 3:], three[1, 3:])
+
+
+def test_one_document_is_the_whole_sequence(make_mesh):
+    _, functions = model_functions(overlap="xla")
+    params, batch = random_params(functions), random_tokens()
+    loss_and_grads = sharded_loss_and_grads(functions, make_mesh({"data": 1, "tensor": 2}))
+    whole = np.full((BATCH, 1), SEQUENCE, np.int32)
+    # The mask leaves every score as it is; the order of fused sums may differ.
+    np.testing.assert_allclose(
+        loss_and_grads(params, *batch, whole)[0], loss_and_grads(params, *batch)[0], rtol=1e-6
+    )
+
+
+# Attention
+
+
+def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    *heads, cotangent = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, (*SHAPES, SHAPES[0]), strict=True)
+    )
+    lengths = jnp.asarray([[100, 156, 0], [1, 250, 5]], jnp.int32)
+    documents = locate_documents(lengths, SHAPES[0][1])
+
+    def values() -> list[jax.Array]:
+        attended, transpose = jax.vjp(lambda *h: causal_attention(*h, documents), *heads)
+        return [attended, *transpose(cotangent)]
+
+    expected = values()
+    monkeypatch.setattr(attention, "_for_gpus", lambda: True)
+    for actual, value in zip(values(), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
