@@ -167,33 +167,39 @@ prim_requires_devices_during_lowering.add(_device_constant)
 
 
 def packed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+    query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Causal attention by cuDNN for documents that are packed into sequences. Needs Hopper GPUs.
+    """Causal attention by cuDNN within documents that are packed into blocks. Needs Hopper GPUs.
 
-    Legend: B is batch, S sequence, N query heads, K key and value heads, H head size, M the largest
-    number of documents in a sequence.
+    Legend: B is the number of blocks, S tokens of a block, N query heads, K key and value heads, H
+    head size, M the largest number of documents that begin in a block.
 
     Args:
       query: [B, S, N, H], bfloat16 or float16.
       key: [B, S, K, H].
       value: [B, S, K, H].
-      lengths: int32 [B, M] with M > 1, the lengths of the documents in order, and then zeros. They
-        add up to S.
+      starts: int32 [B, M] with M > 1, where documents begin in each block, ascending; then -1.
+      lengths: int32 [B, M], their lengths, at most S; then -1. A document may continue in the next
+        block.
 
     Returns:
-      [B, S, N, H].
+      [B, S, N, H]. Rows of no document are not written, nor are their gradients.
+
+    Raises:
+      ValueError: for more elements than cuDNN can address.
     """
-    lengths = vary_over(lengths, varying_axes(query))
-    used = lengths > 0
-    ends = jnp.cumsum(lengths, axis=1)
-    # The position where each document begins, and after the last one the end; then -1.
-    begin_or_end = jnp.pad(ends, ((0, 0), (1, 0)))
-    offsets = jnp.where(jnp.pad(used, ((0, 0), (1, 0)), constant_values=True), begin_or_end, -1)
-    lengths = jnp.where(used, lengths, -1)
+    if query.size >= 2**31:
+        raise ValueError(
+            f"query of shape {query.shape}: packed attention addresses fewer than 2**31 elements;"
+            " give fewer sequences to a device at once"
+        )
+    axes = varying_axes(query)
+    starts, lengths = vary_over(starts, axes), vary_over(lengths, axes)
     if jax.__version_info__ < (0, 11):
         # The offsets of keys are computed with the number of query heads.
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    # One column more than there are documents.
+    offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
     return cudnn.dot_product_attention(
         query,
         key,

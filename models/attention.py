@@ -1,7 +1,6 @@
 """Causal attention by the fastest kernel for the device.
 
-Legend of local shapes: B is batch, S sequence, N query heads, K key and value heads, H head size,
-M the largest number of documents in a sequence.
+Legend of local shapes: B is batch, S sequence, N query heads, K key and value heads, H head size.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul._compat import packed_attention
-from models.documents import Documents
+from models.documents import Documents, Pack
 
 
 def causal_attention(
@@ -22,7 +21,9 @@ def causal_attention(
     """Grouped-query attention with a causal mask; K divides N.
 
     Uses cuDNN's kernel where it is supported: on GPUs, in half precision, for head sizes that are
-    multiples of 8 up to 128. Uses XLA's matmuls elsewhere.
+    multiples of 8 up to 128. Uses XLA's matmuls elsewhere. Documents are kept apart by a mask, and
+    by cuDNN without one on Hopper and newer GPUs, where only the blocks that are needed are
+    computed.
 
     Args:
       query: [B, S, N, H].
@@ -62,13 +63,32 @@ def _attend_by_cudnn(
     query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
 ) -> jax.Array:
     mask = None
-    if documents is not None and documents.lengths.shape[1] > 1:
+    if documents is not None and documents.packs:
         if float(jax.local_devices()[0].compute_capability) >= 9.0:
-            return packed_attention(query, key, value, documents.lengths)
+            return _attend_in_packs(query, key, value, documents.packs)
         mask = documents.mask
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation="cudnn"
     )
+
+
+def _attend_in_packs(
+    query: jax.Array, key: jax.Array, value: jax.Array, packs: tuple[Pack, ...]
+) -> jax.Array:
+    """Attention of each document, by one call of cuDNN for each pack.
+
+    A call leaves rows of other packs as they are in memory, in its result and in its gradients.
+    """
+    attended = jnp.zeros_like(query)
+    for pack in packs:
+        members = pack.members[:, :, None, None]
+        heads = (query, key, value)
+        if len(packs) > 1:
+            heads = (jnp.where(members, x, 0) for x in heads)
+        blocks = (x.reshape(len(pack.starts), -1, *x.shape[2:]) for x in heads)
+        part = packed_attention(*blocks, pack.starts, pack.lengths).reshape(query.shape)
+        attended = part if len(packs) == 1 else jnp.where(members, part, attended)
+    return attended
 
 
 @jax.custom_vjp
@@ -86,10 +106,12 @@ def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
 ) -> tuple[jax.Array, tuple]:
     attended = _with_residuals_of_cudnn(query, key, value, documents)
-    # Stands for the log-sum-exp of the scores, [B * M, N, S].
+    # Stands for the log-sum-exp of the scores, [B, N, S], or of each pack
+    # [B * documents of a block, N, S].
     log_sum_exp = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
-    if documents is not None:
-        log_sum_exp = jnp.repeat(log_sum_exp, documents.lengths.shape[1], axis=0)
+    if documents is not None and documents.packs:
+        count = sum(pack.starts.shape[1] for pack in documents.packs)
+        log_sum_exp = jnp.repeat(log_sum_exp, count, axis=0)
     return attended, (query, key, value, documents, attended, log_sum_exp)
 
 

@@ -92,6 +92,9 @@ class Config:
     """Column of Parquet, or key of JSON lines, that has the text."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer.json; default: bytes."""
+    separate_documents: bool = False
+    """Keep documents in one sequence apart: attention does not cross their ends, and positions
+    count from 0 in each."""
     checkpoint_dir: str | None = None
     """Directory of the checkpoints; default: none are saved."""
     save_interval: int = 100

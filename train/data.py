@@ -68,6 +68,30 @@ class TextData:
         """
         return (self.token_count - 1) // self.sequence_length
 
+    @property
+    def batch_shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the arrays of a batch, by name. All are int32."""
+        record = self._windows[0]
+        return {name: (self.batch_size, len(array)) for name, array in record.items()}
+
+    @property
+    def attention_length(self) -> int:
+        """Number of tokens that attend to each other, averaged over the tokens of the text.
+
+        Without the ends of documents, it is the sequence length.
+        """
+        if not self.separate_documents:
+            return self.sequence_length
+        starts = np.arange(0, self.sequences_per_epoch + 1) * self.sequence_length
+        ends = self.document_ends[self.document_ends < starts[-1]]
+        lengths = np.diff(np.union1d(starts, ends)).astype(np.float64)
+        return round(np.sum(lengths**2) / np.sum(lengths))
+
+    @cached_property
+    def _windows(self) -> PackedWindows:
+        ends = self.document_ends if self.separate_documents else None
+        return PackedWindows(self.tokens, self.sequence_length, ends)
+
     def iterator(self) -> grain.DatasetIterator[dict[str, np.ndarray]]:
         """An endless iterator over batches, checkpointable with ``grain.checkpoint``.
 
@@ -77,14 +101,9 @@ class TextData:
         epoch; the last batch of an epoch is filled from the next epoch. The state counts sequences,
         not batches, so it stays valid with another batch size.
         """
-        windows = PackedWindows(
-            self.tokens,
-            self.sequence_length,
-            self.document_ends if self.separate_documents else None,
-        )
         # Cutting windows of mapped memory costs less than passing them between threads.
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        sequences = grain.MapDataset.source(windows).seed(self.seed).shuffle().repeat()
+        sequences = grain.MapDataset.source(self._windows).seed(self.seed).shuffle().repeat()
         return iter(sequences.to_iter_dataset(in_this_thread).batch(self.batch_size))
 
 
@@ -104,8 +123,10 @@ class PackedWindows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]])
         return (len(self.tokens) - 1) // self.sequence_length
 
     def __getitem__(self, record_key: int) -> dict[str, np.ndarray]:
-        """``{"inputs", "targets"}``, both int32 [sequence_length], and ``"document_lengths"``,
-        int32 [max_documents]."""
+        """``{"inputs", "targets"}``, both int32 [sequence_length].
+
+        With the ends of documents, also ``"document_lengths"``, int32 [max_documents].
+        """
         start = record_key * self.sequence_length
         window = self.tokens[start : start + self.sequence_length + 1].astype(np.int32)
         record = {"inputs": window[:-1], "targets": window[1:]}

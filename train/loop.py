@@ -96,7 +96,7 @@ class _StepEnd:
                 layers=model.num_layers,
                 heads=model.num_heads,
                 head_dim=model.head_dim,
-                sequence_length=config.sequence_length,
+                sequence_length=setup.text.attention_length,
             ),
             devices=list(setup.mesh.devices.flat),
         )
@@ -197,13 +197,14 @@ def _open_reporter(setup: Setup, console: Console, first_step: int) -> Reporter:
 def _compile(setup: Setup, state: TrainState, console: Console):
     """The compiled step. Prints how long it took and what executes the collective matmuls."""
     config = setup.config
-    tokens = jax.ShapeDtypeStruct(
-        (config.batch_size, config.sequence_length), "int32", sharding=setup.batch_sharding
-    )
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, "int32", sharding=setup.batch_sharding)
+        for name, shape in setup.text.batch_shapes.items()
+    }
     started = time.perf_counter()
     with record_decisions() as decisions:
         step = make_step(config, setup.model, setup.optimizer, setup.mesh)
-        compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+        compiled = step.lower(state, batch).compile()
     kinds = Counter(f"{d.implementation} ({d.reason})" for d in dict.fromkeys(decisions))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     console.print(

@@ -69,6 +69,7 @@ def prepare(config: Config) -> Setup:
         batch_size=config.batch_size,
         seed=config.seed,
         text_column=config.text_column,
+        separate_documents=config.separate_documents,
     )
     if text.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(

@@ -29,7 +29,6 @@ LENGTHS = np.array([[8, 0, 0, 0], [3, 5, 0, 0], [1, 4, 1, 2], [5, 2, 1, 0]], np.
 
 def test_tokens_know_their_document_and_their_position_in_it():
     documents = locate_documents(jnp.asarray(LENGTHS), SEQUENCE)
-    np.testing.assert_array_equal(documents.lengths, LENGTHS)
     np.testing.assert_array_equal(documents.ids[1], [0, 0, 0, 1, 1, 1, 1, 1])
     np.testing.assert_array_equal(documents.positions[1], [0, 1, 2, 0, 1, 2, 3, 4])
     np.testing.assert_array_equal(documents.ids[2], [0, 1, 1, 1, 1, 2, 3, 3])
@@ -140,3 +139,92 @@ def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention, "_for_gpus", lambda: True)
     for actual, value in zip(values(), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
+
+
+def packed_as_cudnn(query, key, value, starts, lengths):
+    """What `packed_attention` promises, by a mask; rows and gradients not written are NaN."""
+    blocks, block = query.shape[:2]
+    absolute = (starts + jnp.arange(blocks)[:, None] * block).reshape(-1)
+    spans = jnp.where(lengths > 0, lengths, 0).reshape(-1)
+    index = jnp.arange(blocks * block)[:, None]
+    inside = (index >= absolute[None]) & (index < (absolute + spans)[None])
+    written = inside.any(axis=1)[None, :, None, None]
+    ids = jnp.where(inside.any(axis=1), jnp.argmax(inside, axis=1), -1)
+    mask = (ids[:, None] == ids[None])[None, None]
+
+    @jax.custom_vjp
+    def unwritten(x):
+        return x
+
+    unwritten.defvjp(lambda x: (x, None), lambda _, c: (jnp.where(written, c, jnp.nan),))
+    flat = (unwritten(x.reshape(1, -1, *x.shape[2:])) for x in (query, key, value))
+    out = jax.nn.dot_product_attention(*flat, mask=mask, is_causal=True, implementation="xla")
+    return jnp.where(written, out, jnp.nan).reshape(query.shape)
+
+
+def random_lengths(rng: np.random.Generator, sequence: int, kind: str) -> list[int]:
+    """Lengths of documents that fill a sequence."""
+    draw = {
+        "short": lambda: rng.integers(1, 12),
+        "mixed": lambda: int(2 ** rng.uniform(0, 9)),
+        "even": lambda: 64,
+        "edges": lambda: rng.choice([8, 9, 64, 65]),
+        "one": lambda: sequence,
+    }[kind]
+    lengths: list[int] = []
+    while sum(lengths) < sequence:
+        lengths.append(int(draw()))
+    lengths[-1] -= sum(lengths) - sequence
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "kinds", [("one", "mixed"), ("short", "mixed"), ("even", "edges"), ("short", "one")], ids=str
+)
+def test_packs_hold_every_document_once(kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+    sequence, rng = 512, np.random.default_rng(0)
+    lists = [random_lengths(rng, sequence, kind) for kind in kinds]
+    lengths = np.zeros((2, max(map(len, lists))), np.int32)
+    for row, values in zip(lengths, lists, strict=True):
+        row[: len(values)] = values
+    documents = locate_documents(jnp.asarray(lengths), sequence)
+    entered = []
+    for pack in documents.packs:
+        block = 2 * sequence // len(pack.starts)
+        for number, (starts, spans) in enumerate(zip(pack.starts, pack.lengths, strict=True)):
+            used = spans > 0
+            assert (starts[~used] == -1).all() and (spans[~used] == -1).all()
+            assert (np.diff(starts[used]) > 0).all() and (spans <= block).all()
+            assert (starts[used] < block).all() and not (np.diff(used.astype(int)) > 0).any()
+            entered += [
+                (number * block + int(start), int(span))
+                for start, span in zip(starts[used], spans[used], strict=True)
+            ]
+    expected = [
+        (row * sequence + start, length)
+        for row, values in enumerate(lists)
+        for start, length in zip(np.cumsum([0, *values[:-1]]).tolist(), values, strict=True)
+    ]
+    assert sorted(entered) == expected
+    # cuDNN's workspace is proportional to this.
+    assert all(pack.starts.shape[1] <= 16 for pack in documents.packs)
+    members = np.stack([pack.members for pack in documents.packs])
+    assert (members.sum(axis=0) == 1).all()
+
+    monkeypatch.setattr(attention, "packed_attention", packed_as_cudnn)
+    keys = jax.random.split(jax.random.key(0), 4)
+    *heads, cotangent = (
+        jax.random.normal(key, (2, sequence, count, 8))
+        for key, count in zip(keys, (4, 2, 2, 4), strict=True)
+    )
+
+    def values(attend) -> list[jax.Array]:
+        attended, transpose = jax.vjp(attend, *heads)
+        return [attended, *transpose(cotangent)]
+
+    found = values(lambda *h: attention._attend_in_packs(*h, documents.packs))
+    for actual, value in zip(
+        found, values(lambda *h: causal_attention(*h, documents)), strict=True
+    ):
+        # Both are float32 sums of at most 512 terms, in another order.
+        np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -136,6 +137,58 @@ def test_a_batch_holds_inputs_and_the_tokens_that_follow_them(counting_file: Pat
     np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
     # The file counts upwards, except for the end-of-document token.
     np.testing.assert_array_equal(targets, np.where(inputs == 127, 0xFF, inputs + 1))
+
+
+# Documents kept apart
+
+
+def open_documents(path: Path, lengths: Iterable[int], sequence_length: int) -> TextData:
+    """A text of documents of such lengths, kept apart; a document has one letter only."""
+    texts = [chr(ord("a") + i % 26) * (length - 1) for i, length in enumerate(lengths)]
+    lines = path / "documents.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return open_dataset(
+        str(lines),
+        None,
+        sequence_length=sequence_length,
+        batch_size=2,
+        seed=0,
+        separate_documents=True,
+    )
+
+
+@pytest.mark.parametrize("sequence_length", [1, 2, 5, 8, 13, 60])
+def test_batches_say_where_documents_end(tmp_path: Path, sequence_length: int):
+    text = open_documents(tmp_path, [3, 2, 9, 4, 4, 20, 2, 2, 2, 13], sequence_length)
+    assert text.token_count == 61
+    windows = list(itertools.islice(text.iterator(), -(-text.sequences_per_epoch // 2)))
+    shapes = {name: array.shape for name, array in windows[0].items()}
+    assert shapes == text.batch_shapes
+    squares, tokens, largest = 0, 0, 0
+    for inputs, lengths in zip(
+        *(np.concatenate([w[n] for w in windows]) for n in ("inputs", "document_lengths")),
+        strict=True,
+    ):
+        used = lengths[lengths > 0]
+        assert not lengths[len(used) :].any() and lengths.sum() == sequence_length
+        # As an input, the separator begins a document. The letters after it are all the same.
+        begins = np.flatnonzero(inputs == 0xFF)
+        np.testing.assert_array_equal(np.cumsum(used)[:-1], begins[begins > 0])
+        for document in np.split(inputs, np.cumsum(used)[:-1]):
+            assert len(set(document.tolist()) - {0xFF}) <= 1
+        largest = max(largest, len(used))
+        squares, tokens = squares + int(np.sum(used**2)), tokens + sequence_length
+    assert text.batch_shapes["document_lengths"] == (2, largest)
+    if text.sequences_per_epoch % 2 == 0:
+        assert text.attention_length == round(squares / tokens)
+
+
+def test_the_ends_of_documents_do_not_change_the_order(tmp_path: Path):
+    apart = open_documents(tmp_path, [3, 2, 9, 4, 4, 20], 4)
+    joined = dataclasses.replace(apart, separate_documents=False)
+    assert joined.batch_shapes.keys() == {"inputs", "targets"}
+    assert joined.attention_length == 4
+    assert_same(itertools.islice(apart.iterator(), 9), itertools.islice(joined.iterator(), 9))
 
 
 # Order
