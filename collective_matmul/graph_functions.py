@@ -64,6 +64,10 @@ class StaticArguments(NamedTuple):
         )
 
 
+#: All arguments are traced.
+NO_STATIC_ARGUMENTS = StaticArguments()
+
+
 def _integers(numbers: Any) -> tuple[int, ...]:
     try:
         return (operator.index(numbers),)
@@ -136,7 +140,7 @@ class PureFunction:
 _pure_functions: dict[tuple[int, StaticArguments], PureFunction] = {}
 
 
-def pure_function(fun: Callable, static: StaticArguments) -> PureFunction:
+def pure_function(fun: Callable, static: StaticArguments = NO_STATIC_ARGUMENTS) -> PureFunction:
     """The `PureFunction` of a function, always the same: `jax.jit` caches programs by its identity.
 
     It does not keep the function alive.
@@ -162,7 +166,7 @@ class GraphFunction:
     def __init__(
         self,
         fun: Callable,
-        static: StaticArguments,
+        static: StaticArguments = NO_STATIC_ARGUMENTS,
         in_shardings: Any = None,
         out_shardings: Any = None,
     ):
@@ -188,14 +192,21 @@ class GraphFunction:
         from flax import nnx
 
         with nnx.update_context(self):
-            args, kwargs = self.split(args, kwargs)
+            args, kwargs = self._split(args, kwargs)
             *_, result = nnx.from_tree(
                 pure(*args, **kwargs), merge_fn=_merge, is_inner=False, ctxtag=self
             )
         return result
 
-    def split(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `pure`, inside `nnx.update_context(self)`."""
+    def use_split(self, use: Callable, args: Any, kwargs: Any) -> Any:
+        """Calls a function that only traces `pure`, with its arguments. Nothing is updated."""
+        from flax import nnx
+
+        with nnx.update_context(self):
+            args, kwargs = self._split(args, kwargs)
+            return use(*args, **kwargs)
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from flax import nnx
 
         traced, names = self.static.traced(args, kwargs)
@@ -241,7 +252,7 @@ class GraphJitted:
         self._graph = GraphFunction(fun, static, **shardings)
         self._jitted: Any = jax.jit(self._graph.pure, **self._graph.shardings, **kwargs)
         # Compiled programs are called without static arguments.
-        self._without_static = GraphFunction(fun, StaticArguments(), **shardings)
+        self._without_static = GraphFunction(fun, **shardings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function."""
@@ -267,11 +278,7 @@ class GraphJitted:
         return self._stage(self._jitted.lower, args, kwargs)
 
     def _stage(self, use: Callable, args: Any, kwargs: Any) -> GraphStage:
-        from flax import nnx
-
-        with nnx.update_context(self._graph):
-            args, kwargs = self._graph.split(args, kwargs)
-            return GraphStage(use(*args, **kwargs), self._without_static)
+        return GraphStage(self._graph.use_split(use, args, kwargs), self._without_static)
 
     def clear_cache(self) -> None:
         """Drops the compiled programs."""

@@ -1,4 +1,4 @@
-"""`overlap_jit` of functions that take, change or return nnx objects: as `nnx.jit` runs them."""
+"""`overlap_jit` and `overlap` treat nnx objects that a function takes or returns as `nnx.jit`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import graph_functions, overlap_jit
+from collective_matmul import explain, graph_functions, overlap, overlap_jit
 from collective_matmul.graph_functions import StaticArguments
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
@@ -260,6 +260,66 @@ def test_kernels_of_peers_are_known_to_be_allowed(counter: Any) -> None:
     overlap_jit(fun)(counter)
     assert [reason is None for reason in reasons] == [True, False]
     assert counter.count[...] == 2
+
+
+class Sharded(nnx.Module):
+    """A gather, two matmuls by one weight and a scatter, in JAX's own collectives; a counter."""
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self.mesh = mesh
+        self.first = nnx.Param(jax.random.normal(jax.random.key(0), (4, 4)))
+        self.second = self.first
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def local(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+            hidden = jax.lax.all_gather(x, "a", tiled=True) @ first
+            return jax.lax.psum_scatter(hidden @ second, "a", tiled=True)
+
+        self.calls[...] += 1
+        specs = P("a"), P(None, "a"), P("a")
+        sharded = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P("a"))
+        return sharded(x, self.first[...], self.second[...])
+
+
+def descend(model: Sharded, x: jax.Array, wrap: Callable = lambda loss: loss) -> jax.Array:
+    def loss_of(model: Sharded) -> jax.Array:
+        return jnp.mean(model(x) ** 2)
+
+    loss, gradients = nnx.value_and_grad(wrap(loss_of))(model)
+    model.first[...] -= 0.01 * gradients["first"][...]
+    return loss
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        overlap,
+        lambda fun: overlap_jit(overlap(fun, require=3)),
+        lambda fun: overlap_jit(functools.partial(fun, wrap=overlap)),
+    ],
+    ids=["overlap", "overlap_jit(overlap)", "inside a gradient"],
+)
+def test_overlap_propagates_updates_too(transform: Callable, make_mesh: MeshFactory) -> None:
+    mesh, x = make_mesh({"a": 2}), jnp.arange(8.0).reshape(2, 4) / 8
+
+    def losses(transform: Callable) -> list[float]:
+        model = Sharded(mesh)
+        fun = transform(descend)
+        results = [float(fun(model, x)) for _ in range(2)]
+        assert model.calls[...] == 2
+        assert model.second is model.first
+        return results
+
+    # Sums of four float32 products in another order.
+    np.testing.assert_allclose(losses(transform), losses(nnx.jit), rtol=1e-5)
+
+
+def test_explain_changes_no_module(make_mesh: MeshFactory) -> None:
+    model = Sharded(make_mesh({"a": 2}))
+    before = nnx.to_pure_dict(nnx.state(model))
+    assert len(explain(descend)(model, jnp.ones((2, 4))).plain) == 3
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
 
 
 class TestWithoutGraphNodes:

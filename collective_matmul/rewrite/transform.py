@@ -14,6 +14,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
+from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
 from collective_matmul.rewrite.report import FoundSite, table
 from collective_matmul.rewrite.rewriter import Rewriter
 
@@ -48,9 +49,9 @@ def overlap(
     `collective_matmul.explain` says why.
 
     Args:
-      fun: a function of pytrees of arrays. Arguments of other types are passed on unchanged. It may
-        contain `jax.jit`, gradients, `jax.vmap` or `overlap`, and the result may be transformed by
-        them.
+      fun: a function of pytrees of arrays. Flax nnx objects are treated as by `overlap_jit`.
+        Arguments of other types are passed on unchanged. It may contain `jax.jit`, gradients,
+        `jax.vmap` or `overlap`, and the result may be transformed by them.
       require: the minimum number of gathers and sums that must be replaced.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
         site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
@@ -70,13 +71,20 @@ def overlap(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
         )
 
-    @functools.wraps(fun)
-    def overlapped(*args: Any, **kwargs: Any) -> Any:
+    def rewritten(fun: Callable, *args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
         rewriter = Rewriter(requested)
         program = rewriter.rewrite(traced.program)
         _check(require, rewriter.found)
         return traced.call(program)
+
+    @functools.wraps(fun)
+    def overlapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return rewritten(pure_function(fun), *args, **kwargs)
+        except GraphNodesError:
+            graph = GraphFunction(fun)
+            return graph.call(functools.partial(rewritten, graph.pure), args, kwargs)
 
     return overlapped
 
@@ -96,10 +104,17 @@ def find_sites(fun: Callable, *, implementation: Implementation = None) -> Calla
     """
     requested = checks.implementation(implementation)
 
-    def found(*args: Any, **kwargs: Any) -> list[FoundSite]:
+    def sites(fun: Callable, *args: Any, **kwargs: Any) -> list[FoundSite]:
         rewriter = Rewriter(requested)
         rewriter.rewrite(_Traced(fun, args, kwargs).program)
         return rewriter.found
+
+    def found(*args: Any, **kwargs: Any) -> list[FoundSite]:
+        try:
+            return sites(pure_function(fun), *args, **kwargs)
+        except GraphNodesError:
+            graph = GraphFunction(fun)
+            return graph.use_split(functools.partial(sites, graph.pure), args, kwargs)
 
     return found
 
