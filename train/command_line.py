@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shlex
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from train.checkpoint import SaveError
 from train.config import PRESETS, Config, OptimizerConfig
+from train.config_file import config_text, read_config
 from train.dry_run import dry_run
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
-            print(json.dumps(config.to_json(), indent=2))
+            print(config_text(config))
             return
         simulate_devices(config)
         if config.dry_run:
@@ -45,21 +45,26 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
-    """The configuration that the arguments describe: a preset and changes to it.
+    """The configuration that the arguments describe: a preset or a file, and changes to it.
 
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
-      ValueError: for an unknown preset.
+      ValueError: for an unknown preset, or a file that is not a configuration.
       SystemExit: after printing help, or an error in the arguments.
     """
     arguments = current_arguments(arguments)
     first = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="debug")
-    name = first.parse_known_args(arguments)[0].preset
-    if name not in PRESETS:
-        raise ValueError(f"preset={name!r}: expected one of {', '.join(PRESETS)}")
-    return tyro.cli(Config, default=PRESETS[name](), args=arguments, prog=program)
+    first.add_argument("--preset")
+    first.add_argument("--config")
+    given = first.parse_known_args(arguments)[0]
+    if given.preset not in (None, *PRESETS):
+        raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
+    if given.config is None:
+        default = PRESETS[given.preset or "debug"]()
+    else:
+        default = read_config(given.config, given.preset, program)
+    return tyro.cli(Config, default=default, args=arguments, prog=program)
 
 
 @contextlib.contextmanager
@@ -143,6 +148,8 @@ def conclude(
         plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps"
     )
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    if config.config is not None:  # Comparing keeps no files, which the file may name.
+        compare += ["--checkpoint-dir", "None", "--log-file", "None", "--no-resume"]
     schedule = dataclasses.replace(config.optimizer, decay_steps=None)
     if config.optimizer != schedule.with_schedule_of(config.steps):
         compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]

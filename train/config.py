@@ -62,6 +62,8 @@ class Config:
     """Train a Llama on text with collective matmuls."""
 
     model: LlamaConfig
+    config: str | None = None
+    """File with the configuration, as --print-config writes it; flags override what it says."""
     preset: str = "debug"
     """Source of the other defaults: debug, llama3-8b, llama3-70b or llama3-405b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -23,7 +23,7 @@ from train.step import Metrics, make_parameter_norm, make_step
 
 # Fields that do not influence any number of a run.
 _WITHOUT_INFLUENCE = (
-    "checkpoint_dir", "log_file", "log_interval", "max_to_keep", "profile", "profile_dir",
+    "checkpoint_dir", "config", "log_file", "log_interval", "max_to_keep", "profile", "profile_dir",
     "resume", "resume_step", "save_interval",
 )  # fmt: skip
 
