@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,12 +86,18 @@ def _shard_sums(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
             position = position * jnp.uint32(total % 2**32) + coordinate
         first = _mixed(words + position * jnp.uint32(0x9E3779B1))
         second = _mixed(words ^ _mixed(position + jnp.uint32(0x85EBCA77)))
-        both = [jnp.sum(part, dtype=jnp.uint32) for part in (first, second)]
+        # One reduction of both compiles in half the time of two.
+        zero, dimensions = jnp.uint32(0), tuple(range(words.ndim))
+        both = lax.reduce((first, second), (zero, zero), _added, dimensions)
         return jnp.stack(both)[None]
 
     return jax.jit(
         jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=P(mesh.axis_names), check_vma=False)
     )
+
+
+def _added(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(lax.add(a, b) for a, b in zip(x, y, strict=True))
 
 
 def _words(shard: jax.Array) -> jax.Array:

@@ -24,12 +24,13 @@ from train.mesh import mesh_sizes
 from train.metrics import Record
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
+from train.shutdown import Interrupted, Shutdown
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs ``python -m train`` with these arguments."""
     console = Console()
-    with refusing():
+    with refusing(), Shutdown() as shutdown:
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
             return
         setup = prepare(config)
         announce(setup, console)
-        conclude(setup, train(setup, console), arguments, console)
+        conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
@@ -72,7 +73,7 @@ def refusing() -> Iterator[None]:
     """Reports invalid input in one sentence on stderr, and exits with status 2.
 
     The status is 1 if a run stops because its loss is not finite or a checkpoint cannot be saved,
-    and 130 if it is interrupted.
+    and 130 or 143 if SIGINT or SIGTERM interrupts it.
     """
     try:
         yield
@@ -80,6 +81,9 @@ def refusing() -> Iterator[None]:
         console = Console(stderr=True)
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise SystemExit(1 if isinstance(error, NonFiniteError | SaveError) else 2) from error
+    except Interrupted as interruption:
+        Console(stderr=True).print(str(interruption), highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(interruption.exit_status) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
         raise SystemExit(130) from None

@@ -18,6 +18,7 @@ from train.reporter import Reporter, Writer
 from train.run_record import run_record
 from train.saved_checkpoint import differences
 from train.setup import Setup
+from train.shutdown import Shutdown
 from train.state import TrainState, init_state, state_on_mesh
 from train.step import Metrics, make_parameter_norm, make_step
 
@@ -33,7 +34,10 @@ class NonFiniteError(ArithmeticError):
 
 
 def train(
-    setup: Setup, console: Console, listener: Callable[[Record], object] | None = None
+    setup: Setup,
+    console: Console,
+    listener: Callable[[Record], object] | None = None,
+    shutdown: Shutdown | None = None,
 ) -> list[Record]:
     """Trains to the last step, and waits for the last checkpoint.
 
@@ -41,6 +45,7 @@ def train(
       setup: what to train, and where.
       console: receives the log.
       listener: called with each record.
+      shutdown: receives signals that ask to stop early.
 
     Returns:
       The logged records.
@@ -48,16 +53,20 @@ def train(
     Raises:
       NonFiniteError: at a step whose loss or gradient is not finite, or whose new parameters, about
         to be saved, are not. Earlier checkpoints are kept.
+      SaveError: a checkpoint cannot be saved.
+      Interrupted: a signal asked to stop. The state after the last step that was done is saved.
     """
     config, checkpoints = setup.config, setup.checkpoints
     batches = setup.text.iterator()
     profiler = _Profiler(config.profile_steps, config.profile_dir)
+    shutdown = shutdown or Shutdown()
     try:
         state, first_step = _initial_state(setup, batches, console)
         with _open_reporter(setup, console, first_step) as reporter:
             step = _compile(setup, state, console)
             parameter_norm = make_parameter_norm(setup.model, setup.mesh)
             ending = _StepEnd(setup, reporter, listener)
+            shutdown.defer()
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
                 batch = jax.device_put(ending.meter.read(batches), setup.batch_sharding)
@@ -66,12 +75,16 @@ def train(
                 ending.wait()
                 ending.pending = number, metrics
                 profiler.after(number, metrics)
+                stopping = shutdown.requested
                 if checkpoints is not None and (
-                    number == config.steps or checkpoints.should_save(number)
+                    number == config.steps or stopping or checkpoints.should_save(number)
                 ):
                     ending.wait()  # A state that is not finite must not be saved.
                     ending.check_parameters(number, float(parameter_norm(state["params"])))
                     checkpoints.save(number, state, batches.get_state(), setup.configuration)
+                if stopping and number < config.steps:
+                    ending.wait()
+                    shutdown.stop(number, config.checkpoint_dir)
             ending.wait()
         return reporter.records
     finally:

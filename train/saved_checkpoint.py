@@ -119,7 +119,7 @@ class SavedCheckpoint:
     def _saved_signatures(self) -> dict[str, str]:
         path = self.path / "state"
         with self._reading(path), _reader() as reader:
-            return _signatures(reader.metadata(path).item_metadata.tree)
+            return _signatures(reader.metadata(path).tree)
 
     def _check_signatures(self, saved: Mapping[str, str], abstract: Any) -> None:
         differing = differences(saved, _signatures(abstract))
@@ -282,8 +282,8 @@ def failure_reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _reader() -> Iterator[ocp.Checkpointer]:
-    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+def _reader() -> Iterator[ocp.PyTreeCheckpointHandler]:
+    reader = ocp.PyTreeCheckpointHandler()
     try:
         yield reader
     finally:
