@@ -3,7 +3,7 @@
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather
 from collective_matmul.layers.parallel_linen import ParallelModule
-from collective_matmul.layers.parallel_styles import Column, Row
+from collective_matmul.layers.parallel_styles import Column, Heads, Row
 from collective_matmul.layers.parallelize import parallelize
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Column",
     "ColumnParallelLinear",
     "GatedFeedForward",
+    "Heads",
     "ParallelModule",
     "Row",
     "RowParallelLinear",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective_matmul.layers.sharding_context import LeadingAxes, ShardingContext
+from collective_matmul.layers.sharding_context import ShardingContext
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -94,21 +94,3 @@ def leading_dimension(argument: str, value: int | None, count: int) -> int | Non
             f" from {-count - 1} to -2, or from 0 to {count - 1}"
         )
     return value % (count + 1)
-
-
-def leading_sizes_divide(
-    argument: str, value: int | None, x: jax.Array, leading: LeadingAxes, context: ShardingContext
-) -> None:
-    """Checks that every leading dimension of x is divisible by the axes that shard it.
-
-    Raises:
-      ValueError: if one is not.
-    """
-    for size, axes in zip(x.shape, leading, strict=False):
-        pieces = context.shards(axes)
-        if size % pieces:
-            over = f"axis {axes[0]!r}" if len(axes) == 1 else f"the axes {axes}"
-            raise ValueError(
-                f"{argument}={value}: size {size} of x {x.shape} is not divisible by {over} of"
-                f" size {pieces}; pad it to {-(-size // pieces) * pieces}"
-            )

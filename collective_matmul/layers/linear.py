@@ -9,20 +9,22 @@ itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Required, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import layer_checks
-from collective_matmul.layers.functions import column_parallel, row_parallel
+from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import current_context, known_axis_size
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -41,116 +43,16 @@ class LinearOptions(TypedDict, total=False):
     rngs: Required[nnx.Rngs]
 
 
-class ColumnParallelLinear(nnx.Module):
-    """A linear layer with output features sharded over a mesh axis. It gathers x, then multiplies.
-
-    ``layer(x)`` equals ``x @ kernel + bias``. Shapes of the call::
-
-        global  x [..., S, in_features] -> [..., S, *out_features], sharded in out_features[0]
-        local   x [..., s, in_features] -> [..., S, out_features[0]/D, *out_features[1:]]
-
-    The parameters, and what `nnx.get_partition_spec` returns for them::
-
-        kernel  [in_features, *out_features]    P(None, axis_name, ...)
-        bias    [*out_features]                 P(axis_name, ...)
+class _ParallelLinear(nnx.Module):
+    """The parameters and options of both linear layers.
 
     Args:
-      in_features: size of x's last dimension.
-      out_features: one size or several; the first is divisible by the size of the axis.
-      axis_name: the mesh axis, of size D.
-      gather_dimension: the dimension of x that is sharded between layers; negative numbers count
-        from the features. None: x is the same on every device and is not gathered.
-      use_bias: whether to add a bias.
-      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
-        shape. See `collective_matmul.backends`.
-      dtype: dtype of the computation and of the communicated arrays; None promotes x and the
-        parameters.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer, called with the shape [in_features, product of out_features].
-      bias_init: initializer, called with the shape [product of out_features].
-      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
-      rngs: random keys for the initial parameters.
-
-    Raises:
-      ValueError: by the constructor, if the axis has a known size that does not divide the output
-        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
-    """
-
-    bias: nnx.Param[jax.Array] | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | Sequence[int],
-        *,
-        axis_name: str = "tensor",
-        gather_dimension: int | None = -2,
-        use_bias: bool = False,
-        implementation: Implementation = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        kernel_init: nnx.Initializer = _KERNEL_INIT,
-        bias_init: nnx.Initializer = _BIAS_INIT,
-        mesh: Mesh | None = None,
-        rngs: nnx.Rngs,
-    ):
-        (self.in_features,) = layer_checks.sizes("in_features", (in_features,))
-        self.out_features = layer_checks.sizes("out_features", out_features)
-        self.axis_name, self.mesh = axis_name, mesh
-        self.gather_dimension = gather_dimension
-        self.implementation = check_implementation(implementation)
-        self.dtype = dtype
-        if devices := known_axis_size(axis_name, mesh):
-            layer_checks.features("out_features", self.out_features, axis_name, devices)
-        columns = math.prod(self.out_features)
-        names = (axis_name, *[None] * (len(self.out_features) - 1))
-        kernel = kernel_init(rngs.params(), (in_features, columns), param_dtype)
-        self.kernel = _param(kernel.reshape(in_features, *self.out_features), (None, *names))
-        if use_bias:
-            bias = bias_init(rngs.params(), (columns,), param_dtype)
-            self.bias = _param(bias.reshape(self.out_features), names)
-        else:
-            self.bias = nnx.data(None)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., S, in_features] -> [..., S, *out_features]; for local shapes see the class."""
-        return shared_gather(x, [self])[0]
-
-
-class RowParallelLinear(nnx.Module):
-    """A linear layer with input features sharded over a mesh axis. It multiplies, then scatters.
-
-    ``layer(x)`` equals ``x @ kernel + bias``, contracted over all input features. Shapes of the
-    call::
-
-        global  x [..., S, *in_features] -> [..., S, out_features], sharded in S
-        local   x [..., S, in_features[0]/D, *in_features[1:]] -> [..., s, out_features]
-
-    The parameters, and what `nnx.get_partition_spec` returns for them::
-
-        kernel  [*in_features, out_features]    P(axis_name, ...)
-        bias    [out_features]                  P(None), added once, after the sum
-
-    Args:
-      in_features: one size or several; the first is divisible by the size of the axis.
-      out_features: size of the result's last dimension.
-      axis_name: the mesh axis, of size D.
-      scatter_dimension: the dimension of the result to shard; negative numbers count from the
-        features. None: the sum is the same on every device.
-      use_bias: whether to add a bias.
-      implementation: which backends execute the matmuls, as the ops take it; None chooses for each
-        shape. See `collective_matmul.backends`.
-      dtype: dtype of the computation and of the communicated arrays; None promotes x and the
-        parameters.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer, called with the shape [product of in_features, out_features].
-      bias_init: initializer, called with the shape [out_features].
-      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
-      rngs: random keys for the initial parameters.
-
-    Raises:
-      ValueError: by the constructor, if the axis has a known size that does not divide the input
-        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
+      in_features: one size or several.
+      out_features: one size or several.
+      sharded_features: the name of the argument whose first size the axis divides.
+      axis_name: the mesh axis.
+      mesh: mesh of the global arrays, or None.
+      **options: as for `ColumnParallelLinear`.
     """
 
     bias: nnx.Param[jax.Array] | None
@@ -158,59 +60,207 @@ class RowParallelLinear(nnx.Module):
     def __init__(
         self,
         in_features: int | Sequence[int],
-        out_features: int,
+        out_features: int | Sequence[int],
+        sharded_features: Literal["in_features", "out_features"],
+        axis_name: str,
+        mesh: Mesh | None,
         *,
-        axis_name: str = "tensor",
-        scatter_dimension: int | None = -2,
         use_bias: bool = False,
         implementation: Implementation = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
         bias_init: nnx.Initializer = _BIAS_INIT,
-        mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        self.in_features = layer_checks.sizes("in_features", in_features)
-        (self.out_features,) = layer_checks.sizes("out_features", (out_features,))
+        inputs = layer_checks.sizes("in_features", in_features)
+        outputs = layer_checks.sizes("out_features", out_features)
+        self.in_features = in_features if isinstance(in_features, int) else inputs
+        self.out_features = out_features if isinstance(out_features, int) else outputs
         self.axis_name, self.mesh = axis_name, mesh
-        self.scatter_dimension = scatter_dimension
         self.implementation = check_implementation(implementation)
-        self.dtype = dtype
+        self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
+        names: list[str | None] = [None] * (len(inputs) + len(outputs))
+        names[0 if sharded_features == "in_features" else len(inputs)] = axis_name
         if devices := known_axis_size(axis_name, mesh):
-            layer_checks.features("in_features", self.in_features, axis_name, devices)
-        rows = math.prod(self.in_features)
-        names = (axis_name, *[None] * len(self.in_features))
-        kernel = kernel_init(rngs.params(), (rows, out_features), param_dtype)
-        self.kernel = _param(kernel.reshape(*self.in_features, out_features), names)
+            sizes = inputs if sharded_features == "in_features" else outputs
+            layer_checks.features(sharded_features, sizes, axis_name, devices)
+        flat = math.prod(inputs), math.prod(outputs)
+        kernel = kernel_init(rngs.params(), flat, param_dtype)
+        self.kernel = _param(kernel.reshape(*inputs, *outputs), names)
         if use_bias:
-            self.bias = _param(bias_init(rngs.params(), (out_features,), param_dtype), (None,))
+            bias = bias_init(rngs.params(), flat[1:], param_dtype)
+            self.bias = _param(bias.reshape(outputs), names[len(inputs) :])
         else:
             self.bias = nnx.data(None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., S, *in_features] -> [..., S, out_features]; for local shapes see the class."""
+    @property
+    def kernel_shape(self) -> KernelShape:
+        """The global shape of the kernel: its input features, and its output features."""
+        sizes = layer_checks.sizes
+        return sizes("in_features", self.in_features), sizes("out_features", self.out_features)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer with output features sharded over a mesh axis. It gathers x, then multiplies.
+
+    ``layer(x)`` equals ``x @ kernel + bias``, contracted over all input features. Shapes of the
+    call, with S divisible by D::
+
+        global  x [..., S, *in_features] -> [..., S, *out_features], sharded in out_features[0]
+        local   x [..., s, *in_features] -> [..., S, out_features[0]/D, *out_features[1:]]
+
+    If the axis does not divide S, as in decoding with S = 1, x is whole on every device and is not
+    gathered. The parameters, and what `nnx.get_partition_spec` returns for them::
+
+        kernel  [*in_features, *out_features]    P(None, ..., axis_name, ...)
+        bias    [*out_features]                  P(axis_name, ...)
+
+    Args:
+      in_features: sizes of x's last dimensions: one size or several.
+      out_features: one size or several; the first is divisible by the size of the axis.
+      axis_name: the mesh axis, of size D.
+      gather_dimension: the dimension of x that is sharded between layers; negative numbers count
+        from the features, as if they were one dimension. None: x is the same on every device and
+        is not gathered.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      **options: use_bias (default False): whether to add a bias.
+        implementation: which backends execute the matmuls, as the ops take it; None chooses for
+        each shape. See `collective_matmul.backends`.
+        dtype: dtype of the computation and of the communicated arrays; None promotes x and the
+        parameters.
+        param_dtype (default float32): dtype of the parameters.
+        kernel_init: initializer, called with the shape [product of in_features, product of
+        out_features].
+        bias_init: initializer, called with the shape [product of out_features].
+        rngs (required): random keys for the initial parameters.
+
+    Raises:
+      ValueError: by the constructor, if the axis has a known size that does not divide the output
+        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis_name: str = "tensor",
+        gather_dimension: int | None = -2,
+        mesh: Mesh | None = None,
+        **options: Unpack[LinearOptions],
+    ):
+        self.gather_dimension = gather_dimension
+        super().__init__(in_features, out_features, "out_features", axis_name, mesh, **options)
+
+    def __call__(
+        self, x: jax.Array | SharedProjections, out_sharding: Sharding | P | None = None
+    ) -> jax.Array:
+        """[..., S, *in_features] -> [..., S, *out_features]; for local shapes see the class.
+
+        Args:
+          x: the input.
+          out_sharding: as Flax's linear layers take it: the sharding of the global result; None
+            shards it over the axis.
+        """
+        shared = x if isinstance(x, SharedProjections) else SharedProjections.compute(x, [self])
+        y = shared.results[id(self)]
+        return current_context(self.axis_name, self.mesh).reshard(y, out_sharding)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer with input features sharded over a mesh axis. It multiplies, then scatters.
+
+    ``layer(x)`` equals ``x @ kernel + bias``, contracted over all input features. Shapes of the
+    call, with S divisible by D::
+
+        global  x [..., S, *in_features] -> [..., S, *out_features], sharded in S
+        local   x [..., S, in_features[0]/D, *in_features[1:]] -> [..., s, *out_features]
+
+    If the axis does not divide S, as in decoding with S = 1, the sum is not scattered and is the
+    same on every device. The parameters, and what `nnx.get_partition_spec` returns for them::
+
+        kernel  [*in_features, *out_features]    P(axis_name, ...)
+        bias    [*out_features]                  P(None, ...), added once, after the sum
+
+    Args:
+      in_features: one size or several; the first is divisible by the size of the axis.
+      out_features: sizes of the result's last dimensions: one size or several.
+      axis_name: the mesh axis, of size D.
+      scatter_dimension: the dimension of the result to shard; negative numbers count from the
+        features, as if they were one dimension. None: the sum is the same on every device.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      **options: as for `ColumnParallelLinear`.
+
+    Raises:
+      ValueError: by the constructor, if the axis has a known size that does not divide the input
+        features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis_name: str = "tensor",
+        scatter_dimension: int | None = -2,
+        mesh: Mesh | None = None,
+        **options: Unpack[LinearOptions],
+    ):
+        self.scatter_dimension = scatter_dimension
+        super().__init__(in_features, out_features, "in_features", axis_name, mesh, **options)
+
+    def __call__(self, x: jax.Array, out_sharding: Sharding | P | None = None) -> jax.Array:
+        """[..., S, *in_features] -> [..., S, *out_features]; for local shapes see the class.
+
+        Args:
+          x: the input.
+          out_sharding: as Flax's linear layers take it: the sharding of the global result; None
+            shards it in S.
+        """
+        context = current_context(self.axis_name, self.mesh)
         x, kernel, bias = promote_dtype(
             (x, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype
         )
-        return row_parallel(
-            current_context(self.axis_name, self.mesh),
+        y = row_parallel(
+            context,
             x,
             kernel,
             bias,
-            (*self.in_features, self.out_features),
+            self.kernel_shape,
             scatter_dimension=self.scatter_dimension,
             implementation=self.implementation,
         )
+        return context.reshard(y, out_sharding)
+
+
+@dataclass(frozen=True)
+class SharedProjections:
+    """The results of several column-parallel layers for one x, which was gathered once.
+
+    Code that calls the layers one by one, as Flax's attention does, takes it in place of x.
+
+    Args:
+      shape: the shape of x.
+      results: the result of each layer, by the `id` of an nnx layer or the name of a linen one.
+    """
+
+    shape: tuple[int, ...]
+    results: Mapping[int | str, jax.Array]
+
+    @classmethod
+    def compute(cls, x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> SharedProjections:
+        """Calls `shared_gather`."""
+        return cls(x.shape, dict(zip(map(id, layers), shared_gather(x, layers), strict=True)))
 
 
 def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple[jax.Array, ...]:
     """Calls several column-parallel layers on one x, which is gathered once for all of them.
 
     Args:
-      x: global [..., S, in_features] or local [..., s, in_features].
-      layers: at least one layer. All have the same axis_name, gather_dimension, implementation,
-        dtype and mesh.
+      x: global [..., S, *in_features] or local [..., s, *in_features].
+      layers: at least one layer. All have the same in_features, axis_name, gather_dimension,
+        implementation, dtype and mesh.
 
     Returns:
       The results of the layers, in their order.
@@ -236,12 +286,12 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
         jnp.asarray(x, dtype),
         [kernel.astype(dtype) for kernel in kernels],
         [None if bias is None else bias.astype(dtype) for bias in biases],
-        [(layer.in_features, *layer.out_features) for layer in layers],
+        [layer.kernel_shape for layer in layers],
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
     )
 
 
-def _param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
+def _param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param[jax.Array]:
     """A parameter with a partition spec. It is not placed yet, as there may be no mesh."""
-    return nnx.Param(value, out_sharding=names, eager_sharding=False)
+    return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)

@@ -1,44 +1,50 @@
-"""Executes the `linen.Dense` layers of a module by collective matmuls."""
+"""Executes the dense layers and the attention of a linen module by collective matmuls."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import linen
-from flax.core import meta
 from flax.linen.dtypes import promote_dtype
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import path_patterns
+from collective_matmul.layers import linen_attention, linen_specs, path_patterns
 from collective_matmul.layers.functions import column_parallel, row_parallel
-from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
+from collective_matmul.layers.linear import SharedProjections
+from collective_matmul.layers.linen_specs import KernelRanks, unboxed
+from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
+from collective_matmul.layers.placement import mesh_of_arrays, place
 from collective_matmul.layers.sharding_context import current_context
 
-#: Options of linen.Dense that change what it computes, and the only values that are supported.
-PLAIN_OPTIONS = {
-    "precision": None,
-    "dot_general": None,
-    "dot_general_cls": None,
-    "promote_dtype": promote_dtype,
+#: The layers that Column and Row take. Each has options that change what it computes, and the only
+#: values that are supported.
+LINEAR_LAYERS: dict[type, dict[str, Any]] = {
+    kind: {
+        "precision": None,
+        "dot_general": None,
+        "dot_general_cls": None,
+        "promote_dtype": promote_dtype,
+    }
+    for kind in (linen.Dense, linen.DenseGeneral)
 }
+LINEAR_LAYERS[linen.DenseGeneral]["batch_dims"] = ()
 
 
 @dataclass(frozen=True)
 class ParallelModule:
-    """A linen module whose matched `linen.Dense` layers are collective: see `parallelize`.
+    """A linen module whose matched layers are collective: see `parallelize`.
 
     Its variables are those of the module itself, so checkpoints of the module stay valid.
 
     Args:
       module: the module.
-      plan: Column or Row by path pattern.
+      plan: styles by path pattern.
       axis_name: the mesh axis to shard over.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       implementation: which backends execute the matmuls, as the ops take it; None chooses for each
@@ -50,6 +56,11 @@ class ParallelModule:
     axis_name: str = "tensor"
     mesh: Mesh | None = None
     implementation: Implementation = None
+    # A kernel's shape does not tell an additional feature dimension from layers stacked by
+    # linen.scan. The layer does, when it is called.
+    _kernel_ranks: KernelRanks = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         # Checked here, once, and not by every op.
@@ -58,16 +69,26 @@ class ParallelModule:
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own ``init``, on global arrays, outside `shard_map`.
 
+        Under `jax.jit`, with a known mesh, each device makes only its shards of the variables.
+
         Returns:
-          Its variables, global, with the same values.
+          Its variables, global, with the same values. If the mesh is known they are placed on it,
+          as `shardings` says.
 
         Raises:
           ValueError: if the plan does not fit the module: see `parallelize`.
         """
-        with self._intercepted() as dense_paths:
+        with self._intercepted() as layers:
             variables = self.module.init(rngs, *args, **kwargs)
-        self._check_all_match(dense_paths, variables)
-        return variables
+        self._check_all_match(layers, variables)
+        mesh = mesh_of_arrays(self.mesh)
+        if mesh is None:
+            return variables
+        return jax.tree.map(
+            lambda spec, boxed: jax.tree.map(lambda leaf: place(leaf, mesh, spec), boxed),
+            self._placement_specs(variables, set(mesh.axis_names)),
+            variables,
+        )
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own ``apply``, with its matched layers collective.
@@ -82,13 +103,16 @@ class ParallelModule:
           ValueError: if the plan does not fit the module, or the axis does not divide sizes: see
             `parallelize`.
         """
-        with self._intercepted() as dense_paths:
+        with self._intercepted() as layers:
             result = self.module.apply(variables, *args, **kwargs)
-        self._check_all_match(dense_paths, variables)
+        self._check_all_match(layers, variables)
         return result
 
     def partition_specs(self, variables: Mapping[str, Any]) -> Any:
         """A `PartitionSpec` for every variable; P() for those that the plan does not match.
+
+        Call `init` before, or `jax.eval_shape` of it, if matched layers have several feature
+        dimensions.
 
         Args:
           variables: as returned by `init`, or their shapes.
@@ -97,88 +121,143 @@ class ParallelModule:
           ValueError: if an entry of the plan matches no variable.
         """
         self._check_all_match(set(), variables)
+        return self._placement_specs(variables, set())
 
-        def spec(keys: Any, leaf: Any) -> P:
-            collection, *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            pattern = path_patterns.matches(self.plan, ".".join(path))
-            if collection != "params" or pattern is None:
-                return P()
-            names = {"kernel": (None, self.axis_name), "bias": (self.axis_name,)}[name]
-            if isinstance(self.plan[pattern], Row):
-                names = {"kernel": (self.axis_name, None), "bias": (None,)}[name]
-            # Layers stacked by linen.scan have additional leading dimensions.
-            return P(*[None] * (leaf.ndim - len(names)), *names)
+    def shardings(self, variables: Mapping[str, Any]) -> Any:
+        """A `NamedSharding` for every variable, as `jax.jit` and Orbax take them.
 
-        return jax.tree.map_with_path(spec, _unboxed(variables))
+        They are those of `partition_specs`. A variable that the plan does not match and that has
+        the metadata of `linen.with_partitioning` is sharded as they say.
+
+        Args:
+          variables: as returned by `init`, or their shapes, as from `jax.eval_shape`.
+
+        Raises:
+          ValueError: if no mesh is known, or an entry of the plan matches no variable.
+        """
+        self._check_all_match(set(), variables)
+        mesh = mesh_of_arrays(self.mesh)
+        if mesh is None:
+            raise ValueError(
+                "mesh=None: there is no mesh here; pass mesh= to parallelize, or call this inside"
+                " `with jax.set_mesh(mesh):`"
+            )
+        specs = self._placement_specs(variables, set(mesh.axis_names))
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def _placement_specs(self, variables: Mapping[str, Any], axes: set[str]) -> Any:
+        """Specs by the plan, else by metadata that name only `axes`, else P()."""
+        return linen_specs.partition_specs(
+            variables, lambda path: self._style(path)[1], self._kernel_ranks, self.axis_name, axes
+        )
+
+    def _style(self, path: str) -> tuple[str, Column | Row | Heads] | tuple[None, None]:
+        """The pattern that matches a module or the attention around it, and the module's style.
+
+        Raises:
+          ValueError: if two entries of the plan say different things.
+        """
+        pattern = path_patterns.matches(self.plan, path)
+        above, _, name = path.rpartition(".")
+        around = path_patterns.matches(self.plan, above)
+        heads = self.plan[around] if around is not None else None
+        inside = heads.layers().get(name) if isinstance(heads, Heads) else None
+        if around is None or inside is None:
+            return (None, None) if pattern is None else (pattern, self.plan[pattern])
+        if pattern is not None and self.plan[pattern] != inside:
+            raise ValueError(
+                f"plan: {pattern!r} has {self.plan[pattern]} for {path!r}, and {around!r} has"
+                f" {inside}; drop one entry"
+            )
+        return around, inside
 
     @contextlib.contextmanager
     def _intercepted(self) -> Iterator[set[str]]:
-        """Makes the matched layers collective; yields the paths of all Dense layers called."""
-        dense_paths: set[str] = set()
+        """Makes the matched layers collective; yields the paths of all layers called."""
+        layers: set[str] = set()
 
         def intercept(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
             if context.method_name != "__call__" or module.scope is None:
                 return call(*args, **kwargs)
-            path = ".".join(module.path)
-            if type(module) is linen.Dense:
-                dense_paths.add(path)
-            pattern = path_patterns.matches(self.plan, path)
-            if pattern is None:
-                return call(*args, **kwargs)
-            path_patterns.check_layer(self.plan, pattern, path, module, linen.Dense, PLAIN_OPTIONS)
-            # The layer itself makes its parameters, and reports missing ones.
-            if module.is_initializing() or not module.has_variable("params", "kernel"):
+            path, kind = ".".join(module.path), path_patterns.class_that_calls(type(module))
+            if kind in LINEAR_LAYERS or kind in linen_attention.ATTENTION_MODULES:
+                layers.add(path)
+            pattern, style = self._style(path)
+            if pattern is None or style is None:
                 return call(*args, **kwargs)
             try:
-                return self._dense(module, self.plan[pattern], *args, **kwargs)
+                if isinstance(style, Heads):
+                    kinds = linen_attention.ATTENTION_MODULES
+                    path_patterns.check_layer(self.plan, pattern, path, module, kinds, "linen")
+                    return self._attention(call, module, style, args, kwargs)
+                path_patterns.check_layer(self.plan, pattern, path, module, LINEAR_LAYERS, "linen")
+                return self._dense(call, module, pattern, style, *args, **kwargs)
             except ValueError as error:
+                if path in str(error):
+                    raise
                 raise ValueError(f"{path!r}: {error}") from error
 
         with linen.intercept_methods(intercept):
-            yield dense_paths
+            yield layers
 
-    def _dense(self, module: linen.Dense, entry: Column | Row, inputs: jax.Array) -> jax.Array:
-        """The result of `module` for `inputs`, computed by the ops."""
+    def _attention(
+        self, call: Callable, module: linen.Module, style: Heads, args: Any, kwargs: Any
+    ) -> Any:
+        """The result of an attention module. One gather for each distinct input."""
+        if module.is_initializing():
+            return call(*args, **kwargs)
         context = current_context(self.axis_name, self.mesh)
-        kernel = _unboxed(module.get_variable("params", "kernel"))
-        bias = _unboxed(module.get_variable("params", "bias")) if module.use_bias else None
+        implementation = check_implementation(self.implementation)
+        arguments = linen_attention.shared_projections(
+            module, args, kwargs, context, style.gather_dimension, implementation
+        )
+        y = call(**arguments)
+        linen_attention.shard_caches(module, self.axis_name, mesh_of_arrays(self.mesh))
+        return y
+
+    def _dense(
+        self, call: Callable, module: Any, pattern: str, style: Column | Row, inputs: Any
+    ) -> jax.Array:
+        """The result of a dense layer for `inputs`, computed by the ops."""
+        features = linen_specs.sizes(module.features)
+        axes = linen_specs.sizes(getattr(module, "axis", -1))
+        path = ".".join(module.path)
+        path_patterns.check_trailing(pattern, path, axes, len(inputs.shape))
+        self._kernel_ranks[path] = len(axes), len(features)
+        if isinstance(inputs, SharedProjections):
+            return inputs.results[module.name]
+        # The layer itself makes its parameters, and reports missing ones.
+        if module.is_initializing() or not module.has_variable("params", "kernel"):
+            return call(inputs)
+        context = current_context(self.axis_name, self.mesh)
+        kernel = unboxed(module.get_variable("params", "kernel"))
+        bias = unboxed(module.get_variable("params", "bias")) if module.use_bias else None
         x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-        if isinstance(entry, Column):
+        implementation = check_implementation(self.implementation)
+        if isinstance(style, Column):
             (y,) = column_parallel(
                 context,
                 x,
                 [kernel],
                 [bias],
-                [(kernel.shape[0], module.features)],
-                gather_dimension=entry.gather_dimension,
-                implementation=self.implementation,
+                [(kernel.shape[: len(axes)], features)],
+                gather_dimension=style.gather_dimension,
+                implementation=implementation,
             )
             return y
+        rows = kernel.shape[0] * context.parameter_shards
         return row_parallel(
             context,
             x,
             kernel,
             bias,
-            (x.shape[-1] * context.parameter_shards, module.features),
-            scatter_dimension=entry.scatter_dimension,
-            implementation=self.implementation,
+            ((rows, *kernel.shape[1 : len(axes)]), features),
+            scatter_dimension=style.scatter_dimension,
+            implementation=implementation,
         )
 
-    def _check_all_match(self, dense_paths: set[str], variables: Mapping[str, Any]) -> None:
+    def _check_all_match(self, layers: set[str], variables: Mapping[str, Any]) -> None:
         """Refuses entries that match neither a layer that was called nor a kernel."""
-        paths = set(dense_paths)
-        for keys, _ in jax.tree.leaves_with_path(_unboxed(variables.get("params", {}))):
-            *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            if name == "kernel":
-                paths.add(".".join(path))
-        path_patterns.check_all_match(self.plan, paths, "linen.Dense")
-
-
-def _unboxed(tree: Any) -> Any:
-    """The arrays without Flax's boxes. Flax's own unboxing would also constrain their sharding."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, meta.Partitioned) else meta.unbox(leaf),
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata),
-    )
+        paths = layers | linen_specs.layer_paths(variables)
+        path_patterns.check_all_match(self.plan, paths, "linen")

@@ -1,4 +1,4 @@
-"""Replaces the `nnx.Linear` layers of a model by collective ones."""
+"""Replaces the linear layers and the attention of an nnx model by collective ones."""
 
 from __future__ import annotations
 
@@ -7,29 +7,52 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.core import FrozenDict
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from collective_matmul.layers import path_patterns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
-from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
+from collective_matmul.layers.nnx_attention import (
+    can_share_gather,
+    parallel_attention,
+    shard_caches,
+)
+from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
+from collective_matmul.layers.placement import mesh_of_arrays, place_variables
 
-#: Options of nnx.Linear that change what it computes, and the only values that are supported.
-PLAIN_OPTIONS = {
-    "precision": None,
-    "dot_general": lax.dot_general,
-    "promote_dtype": promote_dtype,
-    "preferred_element_type": None,
+#: The layers that Column and Row take. Each has options that change what it computes, and the only
+#: values that are supported.
+LINEAR_LAYERS: dict[type, dict[str, Any]] = {
+    nnx.Linear: {
+        "precision": None,
+        "dot_general": lax.dot_general,
+        "promote_dtype": promote_dtype,
+        "preferred_element_type": None,
+    },
+    nnx.LinearGeneral: {
+        "precision": None,
+        "dot_general": None,
+        "dot_general_cls": None,
+        "promote_dtype": promote_dtype,
+        "preferred_element_type": None,
+        "batch_axis": FrozenDict({}),
+    },
 }
+#: The modules that Heads takes. Its layers have options of their own.
+ATTENTION_MODULES: dict[type, dict[str, Any]] = {nnx.MultiHeadAttention: {}}
+
+#: A layer with its path, its style, and the pattern of the plan that gives it the style.
+Entry = tuple[str, nnx.Linear | nnx.LinearGeneral, Column | Row, str]
 
 
-def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
-    """Replaces the layers that the plan matches, in place.
+def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
+    """Replaces the layers that the plan matches, in place, and places the variables on the mesh.
 
     Args:
       model: the model.
-      plan: Column or Row by path pattern.
-      options: options of the collective layers.
+      plan: styles by path pattern.
+      options: options of the collective layers: axis_name, mesh and implementation.
 
     Returns:
       The model.
@@ -37,31 +60,63 @@ def replace_linears(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     Raises:
       ValueError: if the plan does not fit the model, before anything is changed.
     """
-    entries: dict[int, tuple[str, Any, Column | Row]] = {}
-    nodes = list(_nodes(model))
-    for path, node in nodes:
-        if (pattern := path_patterns.matches(plan, path)) is None:
-            continue
-        path_patterns.check_layer(plan, pattern, path, node, nnx.Linear, PLAIN_OPTIONS)
-        first, _, entry = entries.setdefault(id(node), (path, node, plan[pattern]))
-        if entry != plan[pattern]:
-            raise ValueError(
-                f"plan: {first!r} and {path!r} are one layer, and the plan has {entry} and"
-                f" {plan[pattern]} for it; drop one entry"
-            )
-    linears = [path for path, node in nodes if type(node) is nnx.Linear]
-    path_patterns.check_all_match(plan, linears, "nnx.Linear")
-    collective = {
-        key: _collective_layer(path, linear, entry, options)
-        for key, (path, linear, entry) in entries.items()
-    }
+    nodes = [("", model), *_nodes(model)]
+    entries = _matched_layers(nodes, plan)
+    collective = {key: _collective_layer(entry, options) for key, entry in entries.items()}
     # The model is changed from here on. Layers and parameters by identity, as both may be shared.
     fresh: dict[int, Any] = {}
-    for key, (_, linear, _) in entries.items():
+    for key, (_, linear, _, _) in entries.items():
         fresh[key] = _with_parameters_of(linear, collective[key], fresh)
-    for node in [model, *(node for _, node in nodes)]:
+    for _, node in nodes:
         _replace_children(node, fresh)
+    for _, node in nodes:
+        if _is_attention(node) and can_share_gather(node):
+            # The module stays the same object, since the model itself may be one.
+            object.__setattr__(node, "__class__", parallel_attention(type(node)))
+            shard_caches(node)
+    if (mesh := mesh_of_arrays(options["mesh"])) is not None:
+        place_variables(model, mesh)
     return model
+
+
+def _matched_layers(nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles) -> dict[int, Entry]:
+    """The layers that the plan matches, by their `id`.
+
+    Raises:
+      ValueError: if the plan does not fit the model.
+    """
+    entries: dict[int, Entry] = {}
+
+    def add(path: str, layer: Any, style: Column | Row, pattern: str) -> None:
+        path_patterns.check_layer(plan, pattern, path, layer, LINEAR_LAYERS, "nnx")
+        if isinstance(layer, nnx.LinearGeneral):
+            path_patterns.check_trailing(pattern, path, layer.axis)
+        first, _, other, _ = entries.setdefault(id(layer), (path, layer, style, pattern))
+        if other != style:
+            raise ValueError(
+                f"plan: {first!r} and {path!r} are one layer, and the plan has {other} and"
+                f" {style} for it; drop one entry"
+            )
+
+    for path, node in nodes:
+        pattern = path_patterns.matches(plan, path)
+        if pattern is None or (not path and not _is_attention(node)):
+            continue
+        style = plan[pattern]
+        if not isinstance(style, Heads):
+            add(path, node, style, pattern)
+            continue
+        path_patterns.check_layer(plan, pattern, path, node, ATTENTION_MODULES, "nnx")
+        for name, of_layer in style.layers().items():
+            add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
+    takes = (*LINEAR_LAYERS, *ATTENTION_MODULES)
+    paths = [path for path, node in nodes if path_patterns.class_that_calls(type(node)) in takes]
+    path_patterns.check_all_match(plan, paths, "nnx")
+    return entries
+
+
+def _is_attention(node: Any) -> bool:
+    return path_patterns.class_that_calls(type(node)) in ATTENTION_MODULES
 
 
 def _nodes(
@@ -82,9 +137,10 @@ def _is_node(value: Any) -> bool:
 
 
 def _collective_layer(
-    path: str, linear: nnx.Linear, entry: Column | Row, options: dict[str, Any]
+    entry: Entry, options: dict[str, Any]
 ) -> ColumnParallelLinear | RowParallelLinear:
-    """A collective layer like `linear`; its parameters are shapes only."""
+    """A collective layer like the one of `entry`; its parameters are shapes only."""
+    path, linear, style, _ = entry
 
     def build() -> ColumnParallelLinear | RowParallelLinear:
         rest = dict(
@@ -95,9 +151,9 @@ def _collective_layer(
             rngs=nnx.Rngs(0),
         )
         sizes = linear.in_features, linear.out_features
-        if isinstance(entry, Column):
-            return ColumnParallelLinear(*sizes, gather_dimension=entry.gather_dimension, **rest)
-        return RowParallelLinear(*sizes, scatter_dimension=entry.scatter_dimension, **rest)
+        if isinstance(style, Column):
+            return ColumnParallelLinear(*sizes, gather_dimension=style.gather_dimension, **rest)
+        return RowParallelLinear(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 
     try:
         return nnx.eval_shape(build)
@@ -105,7 +161,7 @@ def _collective_layer(
         raise ValueError(f"{path!r}: {error}") from None
 
 
-def _with_parameters_of(linear: nnx.Linear, layer: Any, fresh: dict[int, Any]) -> Any:
+def _with_parameters_of(linear: Any, layer: Any, fresh: dict[int, Any]) -> Any:
     """Gives `layer` the parameter values of `linear`, with partition specs."""
     for name in ("kernel", "bias"):
         param = getattr(linear, name)

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 class Column:
     """Shards the output features of a layer over the axis and gathers its input.
 
+    If the axis does not divide S, as in decoding with S = 1, the input is not sharded and is not
+    gathered.
+
     Args:
       gather_dimension: the dimension of the input [..., S, K] that is sharded between layers;
-        negative numbers count from the features. None: the input is the same on every device.
+        negative numbers count from the features, as if they were one dimension. None: the input is
+        the same on every device.
     """
 
     gather_dimension: int | None = -2
@@ -22,13 +26,45 @@ class Column:
 class Row:
     """Shards the input features of a layer over the axis and scatters the sum of its results.
 
+    If the axis does not divide S, the sum is the same on every device.
+
     Args:
       scatter_dimension: the dimension of the result [..., S, N] to shard; negative numbers count
-        from the features. None: the sum is the same on every device.
+        from the features, as if they were one dimension. None: the sum is the same on every device.
     """
 
     scatter_dimension: int | None = -2
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Divides the heads of an attention module over the axis; one gather feeds q, k and v.
+
+    The query, key and value layers are column-parallel, the output layer is row-parallel. The
+    attention itself, with its masks, dropout and cache, is the module's own, on each device's
+    heads.
+
+    Args:
+      gather_dimension: as for `Column`, of the inputs [..., S, features].
+      scatter_dimension: as for `Row`, of the result [..., S, features].
+    """
+
+    gather_dimension: int | None = -2
+    scatter_dimension: int | None = -2
+
+    def layers(self) -> dict[str, Column | Row]:
+        """The styles of the layers inside Flax's attention modules, by name."""
+        column = Column(self.gather_dimension)
+        return {
+            "query": column,
+            "key": column,
+            "value": column,
+            "out": Row(self.scatter_dimension),
+        }
+
+
+#: A parallel style.
+ParallelStyle = Column | Row | Heads
+
 #: A style for each `fnmatch` pattern over dotted paths; ``*`` matches dots too.
-ParallelStyles = Mapping[str, Column | Row]
+ParallelStyles = Mapping[str, ParallelStyle]

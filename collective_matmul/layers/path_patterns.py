@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from collective_matmul.layers.parallel_styles import Column, ParallelStyles, Row
+from collective_matmul.layers.parallel_styles import ParallelStyle, ParallelStyles
 
 
 def check(plan: ParallelStyles) -> None:
@@ -24,10 +24,10 @@ def check(plan: ParallelStyles) -> None:
     if not plan:
         raise ValueError("plan={}: expected at least one entry, such as {'mlp.up': Column()}")
     for pattern, entry in plan.items():
-        if not isinstance(pattern, str) or not isinstance(entry, Column | Row):
+        if not isinstance(pattern, str) or not isinstance(entry, ParallelStyle):
             raise TypeError(
-                f"plan[{pattern!r}]={entry!r}: expected a path pattern, a string, and Column() or"
-                " Row()"
+                f"plan[{pattern!r}]={entry!r}: expected a path pattern, a string, and Column(),"
+                " Row() or Heads()"
             )
 
 
@@ -45,8 +45,8 @@ def matches(plan: ParallelStyles, path: str) -> str | None:
     return found[0] if found else None
 
 
-def check_all_match(plan: ParallelStyles, paths: Collection[str], kind: str) -> None:
-    """Checks that every pattern matches one of the `paths` of layers of `kind`.
+def check_all_match(plan: ParallelStyles, paths: Collection[str], library: str) -> None:
+    """Checks that every pattern matches one of the `paths` of layers.
 
     Raises:
       ValueError: if one does not.
@@ -54,8 +54,8 @@ def check_all_match(plan: ParallelStyles, paths: Collection[str], kind: str) -> 
     for pattern in plan:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise ValueError(
-                f"plan[{pattern!r}]: matches no layer; the {kind} layers here are"
-                f" {', '.join(sorted(paths)) or '(none)'}"
+                f"plan[{pattern!r}]: matches no layer; the {library} layers here are"
+                f" {', '.join(sorted(filter(None, paths))) or '(none)'}"
             )
 
 
@@ -64,33 +64,34 @@ def check_layer(
     pattern: str,
     path: str,
     layer: Any,
-    kind: type,
-    options: Mapping[str, Any],
+    kinds: Mapping[type, Mapping[str, Any]],
+    library: str,
 ) -> None:
-    """Checks that a matched layer can be replaced.
+    """Checks that a matched module can be executed collectively.
 
     Args:
       plan: the plan.
-      pattern: the pattern that matches the layer.
-      path: the path of the layer.
-      layer: the layer.
-      kind: the exact class that it must have.
-      options: attributes that change what the layer computes, each with the only supported value.
+      pattern: the pattern that matches the module.
+      path: the path of the module.
+      layer: the module.
+      kinds: the classes that the style takes. Each has the attributes that change what the layer
+        computes, with the only supported value.
+      library: "nnx" or "linen".
 
     Raises:
-      ValueError: if it cannot be replaced.
+      ValueError: if it cannot.
     """
     where = f"plan[{pattern!r}]: {path!r}"
-    if type(layer) is not kind:
-        replacement = type(plan[pattern]).__name__ + "ParallelLinear"
+    kind = class_that_calls(type(layer))
+    if kind not in kinds:
         raise ValueError(
-            f"{where} is a {type(layer).__name__}, and only {kind.__name__} layers can be replaced;"
-            f" narrow the pattern, or construct a {replacement}, which takes several feature"
-            " dimensions, in its place"
+            f"{where} is a {type(layer).__name__}, defined in {type(layer).__module__};"
+            f" {type(plan[pattern]).__name__}() takes {_listed(kinds, library)}."
+            f" {_advice(type(layer))}"
         )
-    for name, plain in options.items():
+    for name, plain in kinds[kind].items():
         value = getattr(layer, name)
-        if value is not plain:
+        if value is not plain and value != plain:
             advice = f"construct it with {name}={getattr(plain, '__name__', plain)}"
             if name == "precision":
                 advice += " and set jax.default_matmul_precision around the step"
@@ -98,3 +99,42 @@ def check_layer(
                 f"{where} has {name}={value!r}, which a collective matmul cannot honour; {advice},"
                 " or leave it out of the plan"
             )
+
+
+def check_trailing(pattern: str, path: str, axes: tuple[int, ...], ndim: int | None = None) -> None:
+    """Checks that a layer contracts the last dimensions of its input.
+
+    Args:
+      pattern: the pattern that matches the layer.
+      path: the path of the layer.
+      axes: the dimensions that it contracts.
+      ndim: the number of dimensions of its input, or None if it is not known.
+
+    Raises:
+      ValueError: if it contracts others.
+    """
+    count = len(axes)
+    from_the_back = tuple(a - ndim if ndim and a >= 0 else a for a in axes)
+    if sorted(from_the_back) != list(range(-count, 0)):
+        expected = -1 if count == 1 else tuple(range(-count, 0))
+        raise ValueError(
+            f"plan[{pattern!r}]: {path!r} has axis={axes}; a collective matmul contracts the last"
+            f" dimensions: construct it with axis={expected}, or leave it out of the plan"
+        )
+
+
+def class_that_calls(kind: type) -> type:
+    """The class of which `kind` inherits `__call__`, or itself."""
+    return next(base for base in kind.__mro__ if "__call__" in vars(base) or base is object)
+
+
+def _listed(kinds: Collection[type], library: str) -> str:
+    """As in "nnx.Linear and nnx.LinearGeneral"."""
+    *others, last = (f"{library}.{kind.__name__}" for kind in kinds)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _advice(kind: type) -> str:
+    if kind.__name__.endswith("Attention"):
+        return "Heads() takes Flax's attention modules"
+    return "Narrow the pattern so that it matches only such layers"

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 #: The mesh axes that shard each dimension before the features, major first.
@@ -60,6 +60,19 @@ class LocalShards:
     def map_shards(self, fun: Callable, operands: Any, in_specs: Any, out_specs: Any) -> Any:
         """``fun(*operands)``."""
         return fun(*operands)
+
+    def reshard(self, y: jax.Array, sharding: Sharding | P | None) -> jax.Array:
+        """The array itself: `shard_map` decides its sharding.
+
+        Raises:
+          ValueError: unless `sharding` is None.
+        """
+        if sharding is not None:
+            raise ValueError(
+                f"out_sharding={sharding}: inside shard_map the result is this device's shard;"
+                " leave it out, and give shard_map the out_specs"
+            )
+        return y
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,16 @@ class GlobalArrays:
             out_specs=out_specs,
             axis_names={self.axis_name, *self._explicit_axes(), *single},
         )(*jax.tree.map(self._with_type_of, operands, in_specs))
+
+    def reshard(self, y: jax.Array, sharding: Sharding | P | None) -> jax.Array:
+        """The array with another sharding; None leaves it as it is."""
+        if sharding is None:
+            return y
+        if isinstance(sharding, P):
+            sharding = NamedSharding(self.mesh, sharding)
+        if self._explicit_axes():
+            return jax.sharding.reshard(y, sharding)
+        return lax.with_sharding_constraint(y, sharding)
 
     def _with_type_of(self, array: jax.Array, spec: P) -> jax.Array:
         """The array, resharded over the Explicit axes of the spec."""

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+SHARDED = P("data", "tensor")
 CONTEXTS = ("auto", "explicit", "local", "local_unchecked")
 
 
@@ -58,11 +59,13 @@ def pure(tree: Any) -> Any:
     return nnx.to_pure_dict(tree)
 
 
-def outcome(model: nnx.Module, x: Any, context: str, mesh: Mesh) -> tuple[Any, Any, Any]:
+def outcome(
+    model: nnx.Module, x: Any, context: str, mesh: Mesh, spec: P = SHARDED
+) -> tuple[Any, Any, Any]:
     """The model's result and its gradients by parameters and x, global, computed in one context.
 
-    Dimension 0 of x is sharded over the axis "data". Inside `shard_map` dimension 1 is sharded over
-    "tensor".
+    Dimension 0 of x is sharded over the axis "data". Inside `shard_map` x and the result are
+    sharded by `spec`.
     """
     graph, state = nnx.split(model)
 
@@ -71,7 +74,6 @@ def outcome(model: nnx.Module, x: Any, context: str, mesh: Mesh) -> tuple[Any, A
 
     around: Any = contextlib.nullcontext()
     if context in ("local", "local_unchecked"):
-        spec = P("data", "tensor")
         call = jax.shard_map(
             call,
             mesh=mesh,

@@ -21,6 +21,7 @@ from collective_matmul.layers import (
     GatedFeedForward,
     RowParallelLinear,
 )
+from collective_matmul.log import warn_once
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     CONTEXTS,
@@ -179,6 +180,31 @@ def test_any_dimension_before_the_features_may_be_sharded(
     y = jax.jit(lambda pair, x: pair(x))(pair, x)
     assert y.sharding.spec.index("tensor") == dimension % len(shape)
     assert_close(y, FlaxPair()(x))
+
+
+@pytest.mark.parametrize("context", ["auto", "local"])
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_sequence_that_the_axis_does_not_divide_is_whole_on_every_device(
+    size: int, context: str, mesh: Mesh
+) -> None:
+    x = random(4, size, FEATURES)
+    pair = Pair(implementation="ring")
+    whole = P("data")
+    assert_close(outcome(pair, x, context, mesh, whole), unsharded_outcome(FlaxPair(), x))
+
+
+def test_a_sequence_that_could_be_padded_is_reported(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    jax.eval_shape(Pair(mesh=mesh), random(4, 7, FEATURES))
+    jax.eval_shape(Pair(mesh=mesh), random(4, 1, FEATURES))
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "gather_dimension",
+        "scatter_dimension",
+    ]
+    assert "size 7 of dimension 1 is not divisible by axis 'tensor'" in caplog.text
+    assert "pad it to 8 to shard it" in caplog.text
 
 
 def test_an_axis_of_size_1_computes_the_same(make_mesh: MeshFactory) -> None:

@@ -182,13 +182,14 @@ def test_layers_stacked_for_a_scan_compute_the_same(make_mesh: MeshFactory) -> N
 REFUSED: dict[str, tuple[Any, str]] = {
     "no match": (
         {"blocks.*.up": Column(), "mlp.*": Row()},
-        "plan['mlp.*']: matches no layer; the nnx.Linear layers here are again, blocks.0.down,"
+        "plan['mlp.*']: matches no layer; the nnx layers here are again, blocks.0.down,"
         " blocks.0.up, blocks.1.down, blocks.1.up, head, pair.1, sequential.layers.0,"
         " sequential.layers.2, table.up",
     ),
     "not a linear": (
         {"norm": Column()},
-        "plan['norm']: 'norm' is a LayerNorm, and only Linear layers can be replaced",
+        "plan['norm']: 'norm' is a LayerNorm, defined in flax.nnx.nn.normalization; Column() takes"
+        " nnx.Linear and nnx.LinearGeneral. Narrow the pattern so that it matches only such layers",
     ),
     "container": ({"blocks.?": Row()}, "plan['blocks.?']: 'blocks.0' is a FeedForward"),
     "two patterns": (
@@ -218,10 +219,53 @@ def test_a_refused_plan_changes_nothing(name: str, make_mesh: MeshFactory) -> No
     assert nnx.graphdef(model) == before
 
 
-def test_several_feature_dimensions_are_refused_with_the_layer_to_construct() -> None:
-    model = nnx.Sequential(nnx.LinearGeneral(FEATURES, (2, 3), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"LinearGeneral.* construct a ColumnParallelLinear"):
-        parallelize(model, {"layers.0": Column()})
+class General(nnx.Module):
+    """Layers with several feature dimensions, contracted or not."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        options: Any = dict(rngs=rngs, bias_init=nnx.initializers.normal(1.0))
+        self.up = nnx.LinearGeneral(FEATURES, (4, 3), **options)
+        self.mix = nnx.LinearGeneral((4, 3), (3, 4), axis=(-2, -1), **options)
+        self.split = nnx.LinearGeneral((3, 4), (4, 2), axis=(-1, -2)[::-1], **options)
+        self.down = nnx.LinearGeneral((4, 2), (FEATURES,), axis=(-2, -1), **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.split(self.mix(self.up(x))))
+
+
+def test_layers_with_several_feature_dimensions_compute_the_same(mesh: Mesh) -> None:
+    x = random(4, 8, FEATURES)
+    plan = {"up": Column(), "mix": Row(), "split": Column(), "down": Row()}
+    model = parallelize(General(nnx.Rngs(0)), plan, implementation="ring")
+    assert_close(outcome(model, x, "local", mesh), unsharded_outcome(General(nnx.Rngs(0)), x))
+    specs = pure(nnx.get_partition_spec(nnx.state(model)))
+    assert specs["mix"] == {"kernel": P("tensor", None, None, None), "bias": P(None, None)}
+    assert specs["split"] == {"kernel": P(None, None, "tensor", None), "bias": P("tensor", None)}
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (
+            lambda rngs: nnx.LinearGeneral(4, 8, axis=1, rngs=rngs),
+            "'0' has axis=(1,); a collective matmul contracts the last dimensions: construct it"
+            " with axis=-1",
+        ),
+        (
+            lambda rngs: nnx.LinearGeneral(4, 8, batch_axis={0: 2}, rngs=rngs),
+            "'0' has batch_axis=FrozenDict({",
+        ),
+        (
+            lambda rngs: nnx.MultiHeadAttention(4, 8, rngs=rngs),
+            "'0' is a MultiHeadAttention, defined in flax.nnx.nn.attention; Column() takes"
+            " nnx.Linear and nnx.LinearGeneral. Heads() takes Flax's attention modules",
+        ),
+    ],
+)
+def test_what_cannot_be_a_column_parallel_layer_is_refused(layer: Any, sentence: str) -> None:
+    model = nnx.List([nnx.eval_shape(lambda: layer(nnx.Rngs(0)))])
+    with pytest.raises(ValueError, match=re.escape(f"plan['0']: {sentence}")):
+        parallelize(model, {"0": Column()})
 
 
 def other_dot_general(*arguments: Any, **options: Any) -> jax.Array:

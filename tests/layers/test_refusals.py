@@ -82,18 +82,6 @@ def test_the_constructor_knows_the_mesh_around_it(mesh: Mesh) -> None:
 
 
 REFUSED_AT_CALL = {
-    "sequence": (
-        column,
-        random(2, 7, FEATURES),
-        "gather_dimension=-2: size 7 of x (2, 7, 12) is not divisible by axis 'tensor' of size 4;"
-        " pad it to 8",
-    ),
-    "scattered sequence": (
-        row,
-        random(2, 7, HIDDEN),
-        "scatter_dimension=-2: size 7 of x (2, 7, 16) is not divisible by axis 'tensor' of size 4;"
-        " pad it to 8",
-    ),
     "features": (column, random(2, 8, 5), "x: shape (2, 8, 5); expected [..., 12]"),
     "several features": (
         lambda: RowParallelLinear((HEADS, HEAD_DIM), FEATURES, rngs=nnx.Rngs(0)),

@@ -1,0 +1,112 @@
+"""Flax's linen attention with its heads divided over the axis and one gather for q, k and v."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+from flax import linen
+from flax.linen.dtypes import promote_dtype
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.layers.functions import column_parallel
+from collective_matmul.layers.linear import SharedProjections
+from collective_matmul.layers.linen_specs import CACHES, unboxed
+from collective_matmul.layers.placement import place
+from collective_matmul.layers.sharding_context import ShardingContext
+
+#: The modules that Heads takes. Each has options that change what its layers compute, and the only
+#: values that are supported. `linen.MultiHeadAttention` inherits its `__call__`.
+ATTENTION_MODULES: dict[type, dict[str, Any]] = {
+    kind: {
+        "precision": None,
+        "qkv_dot_general": None,
+        "out_dot_general": None,
+        "qkv_dot_general_cls": None,
+        "out_dot_general_cls": None,
+    }
+    for kind in (linen.MultiHeadDotProductAttention, linen.SelfAttention)
+}
+
+
+def shared_projections(
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    context: ShardingContext,
+    gather_dimension: int | None,
+    implementation: tuple[str, ...] | None,
+) -> dict[str, Any]:
+    """The arguments of an attention module by name, its inputs replaced by their projections.
+
+    Args:
+      module: one of `ATTENTION_MODULES`.
+      args: the positional arguments of its call.
+      kwargs: the keyword arguments of its call.
+      context: whether the arrays are local or global.
+      gather_dimension: the dimension of the inputs to gather; None for no gather.
+      implementation: which backends execute the matmuls; None chooses for each shape.
+    """
+    arguments = dict(
+        inspect.signature(type(module).__call__).bind(module, *args, **kwargs).arguments
+    )
+    del arguments["self"]
+    query = arguments["inputs_q"]
+    both = arguments.get("inputs_kv")
+    key = _first(arguments.get("inputs_k"), both, query)
+    inputs = {"query": query, "key": key, "value": _first(arguments.get("inputs_v"), both, key)}
+    ready = isinstance(query, SharedProjections)  # SelfAttention calls the class that it inherits.
+    if ready or not {*inputs, "out"} <= set(module.variables.get("params", {})):
+        return arguments
+    by_input: dict[int, SharedProjections] = {}
+    for x in inputs.values():
+        names = [name for name, other in inputs.items() if other is x]
+        if id(x) not in by_input:
+            results = _project(module, x, names, context, gather_dimension, implementation)
+            by_input[id(x)] = SharedProjections(x.shape, dict(zip(names, results, strict=True)))
+    for name in ("inputs_q", "inputs_k", "inputs_v", "inputs_kv"):
+        if arguments.get(name) is not None:
+            arguments[name] = by_input[id(arguments[name])]
+    return arguments
+
+
+def _project(
+    module: Any,
+    x: jax.Array,
+    names: list[str],
+    context: ShardingContext,
+    gather_dimension: int | None,
+    implementation: tuple[str, ...] | None,
+) -> tuple[jax.Array, ...]:
+    """The results of the layers `names` for x, [..., S, heads, features of a head] each."""
+    parameters = [unboxed(module.variables["params"][name]) for name in names]
+    layers = [(layer["kernel"], layer.get("bias")) for layer in parameters]
+    arrays = promote_dtype(x, *(a for layer in layers for a in layer), dtype=module.dtype)
+    x, kernels, biases = arrays[0], arrays[1::2], arrays[2::2]
+    return column_parallel(
+        context,
+        x,
+        kernels,
+        biases,
+        [(kernel.shape[:-2], (module.num_heads, kernel.shape[-1])) for kernel in kernels],
+        gather_dimension=gather_dimension,
+        implementation=implementation,
+    )
+
+
+def shard_caches(module: Any, axis_name: str, mesh: Mesh | AbstractMesh | None) -> None:
+    """Keeps the heads of the caches divided over the axis, where the mesh is known."""
+    if mesh is None or not module.is_mutable_collection("cache"):
+        return
+    for name in CACHES:
+        if module.has_variable("cache", name):
+            value = module.get_variable("cache", name)
+            names = *[None] * (value.ndim - 2), axis_name, None
+            module.put_variable("cache", name, place(value, mesh, P(*names)))
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)

@@ -1,0 +1,77 @@
+"""Places arrays on the mesh: values, shapes without values, and arrays of a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def mesh_of_arrays(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
+    """The mesh that global arrays are to be placed on.
+
+    None inside a `shard_map`, where arrays are shards, and where no mesh is known.
+
+    Args:
+      mesh: None uses the mesh of `jax.set_mesh`.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if around.manual_axes:
+        return None
+    if mesh is not None:
+        return mesh
+    if around.empty:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # Inside jit, where the abstract mesh is enough.
+        return around
+
+
+def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
+    """`value` with the sharding ``NamedSharding(mesh, spec)``.
+
+    Args:
+      value: an array, an array inside `jax.jit`, or a `jax.ShapeDtypeStruct`. Anything else is
+        returned as it is.
+      mesh: the mesh.
+      spec: names axes of the mesh.
+    """
+    sharding = NamedSharding(mesh, spec)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if isinstance(value, jax.core.Tracer):
+        if mesh.abstract_mesh.explicit_axes:
+            return jax.sharding.reshard(value, sharding)
+        return jax.lax.with_sharding_constraint(value, sharding)
+    if isinstance(value, jax.Array) and isinstance(mesh, Mesh):
+        return jax.device_put(value, sharding)
+    return value
+
+
+def place_variables(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
+    """Places every variable of a model: as its metadata say, else replicated.
+
+    A variable without such metadata that is on all devices of the mesh already stays as it is.
+    """
+    for _, variable in nnx.iter_graph(model):
+        if not isinstance(variable, nnx.Variable):
+            continue
+        value, spec = variable.get_value(), nnx.get_partition_spec(variable)
+        spec = spec.get_value() if isinstance(spec, nnx.Variable) else spec
+        is_placed = variable.get_metadata().get("out_sharding") is None and _is_on(value, mesh)
+        if not is_placed and _axes_of(spec) <= set(mesh.axis_names):
+            variable.set_value(place(value, mesh, spec))
+
+
+def _is_on(value: Any, mesh: Mesh | AbstractMesh) -> bool:
+    sharding = getattr(value, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def _axes_of(spec: P) -> set[str]:
+    """The axes that a spec names."""
+    return set(jax.tree.leaves(tuple(spec)))
