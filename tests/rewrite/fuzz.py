@@ -1,18 +1,26 @@
 """Random programs, each compared with its rewritten form: ``python -m tests.rewrite.fuzz``.
 
-A program consists of layers that map x [B, S/D, M], with sharded rows, to the same shape. A seed
-determines the program, on every machine and in every version of JAX. One program in fifty is
-compiled, which takes several times as long as everything else. The others are simulated.
+A seed determines the program, on every machine. A program that JAX itself refuses is not counted.
+One program in `COMPILED` is also compiled and executed on simulated devices, after the simulator
+has shown that no device waits for ever.
+
+Values and gradients are compared in float64, whatever the dtypes of the program are: sums in
+another order then agree within 1e-9 however the program amplifies errors, and anything else is a
+mistake. Where a program computes in bfloat16 or float16, it is executed in these too, and must not
+round much worse than the plain program does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,288 +28,337 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.rewrite import find_sites, overlap
 from tests.conftest import ON_THE_CPU
-from tests.reference import AXIS
-from tests.rewrite.programs import Program, gradients_of, ring
-from tests.rewrite.simulator import simulated
+from tests.rewrite.grammar import SIZES, Block, Shape, Source, Spec
+from tests.rewrite.nested_blocks import add_statement
+from tests.rewrite.programs import gradients_of, loss_of
+from tests.rewrite.simulator import DeadlockError, simulate_jaxpr
 
-BATCH, SEQUENCE, MODEL, FEATURES = 2, 6, 4, 6
-DEVICES = (2, 3)
-#: One program in this number is compiled; the others are simulated.
-COMPILED = 50
-#: Errors as a fraction of the largest value, through a few layers and their gradients. In float32
-#: sums in another order are off by this much, in bfloat16 roundings with u = 2⁻⁸. A wrong chunk is
-#: off by about the largest value.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1}
+DEVICES = 6
+MESHES = ({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3})
+IMPLEMENTATIONS = ("ring",) * 6 + ("xla", "ring_two_way", "ring_direct")
+MODES = ("not", "not", "inside", "before", "after")
+#: One program in this number is compiled.
+COMPILED = 100
+#: Constants of the backward are in float32, which float64 sums see.
+TOLERANCE = 1e-6
+#: How much larger than the plain program's the rounding errors may be, and the unit roundoffs.
+WORSE, UNIT = 8.0, {"float32": 2.0**-8, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-Layer = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
 
-
-@dataclass
-class Generator:
-    """Draws programs.
+@dataclass(frozen=True)
+class Case:
+    """A program and how it is executed.
 
     Attributes:
-      random: the source of randomness.
-      weights: shape and spec of each weight that the layers drawn so far need.
-      rounds: the coarsest dtype that they compute in.
+      lines: statements over local arrays a0, a1, ...
+      results: the names of its results.
+      arguments: global shapes and specs.
+      mesh: all axes with their sizes.
+      manual: the axes of the shard_map.
+      explicit: whether the other axes are Explicit, with the leading dimensions over them.
+      dtype: of the arguments.
+      rounds: whether anything is computed in a coarser dtype than float32.
+      mode: "not" differentiated, or "inside" the shard_map, "before" or "after" the rewrite.
+      check_vma: as for `jax.shard_map`.
+      strict: whether dtypes are promoted strictly.
+      implementation: as for `overlap`.
+      seed: of the draw; also of the arguments' values.
     """
 
-    random: random.Random
-    weights: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
-    rounds: str = "float32"
+    lines: tuple[str, ...]
+    results: tuple[str, ...]
+    arguments: tuple[tuple[Shape, Spec], ...]
+    mesh: tuple[tuple[str, int], ...]
+    manual: tuple[str, ...]
+    explicit: bool
+    dtype: str
+    rounds: bool
+    mode: str
+    check_vma: bool
+    strict: bool
+    implementation: str
+    seed: int
 
-    def weight(self, *shape: int, spec: P) -> int:
-        self.weights.append((shape, spec))
-        return len(self.weights) - 1
+    @property
+    def text(self) -> str:
+        names = ", ".join(f"a{i}" for i in range(len(self.arguments)))
+        results = ", ".join(f"{name}[None]" for name in self.results)
+        body = "\n    ".join([*self.lines, f"return ({results},)"])
+        return f"def body({names}):\n    {body}\n"
 
-    def up(self) -> int:
-        return self.weight(MODEL, FEATURES, spec=P(None, AXIS))
-
-    def down(self) -> int:
-        return self.weight(FEATURES, MODEL, spec=P(AXIS))
-
-    def sometimes(self, chance: float = 0.3) -> bool:
-        return self.random.random() < chance
-
-    # Equations between a collective and its matmul. They keep shapes.
-
-    def between(self) -> Callable[[jax.Array], jax.Array]:
-        """Up to two operations that commute with collectives; seldom one more that does not."""
-        plain: list[Callable] = [
-            lambda y: y * 0.5,
-            lambda y: 2.0 * y / 3.0,
-            lambda y: checkpoint_name(y, "between"),
-            lax.optimization_barrier,
-            lambda y: -y,
-            lambda y: y.reshape(-1, y.shape[-1]).reshape(y.shape),
-            lambda y: jnp.swapaxes(jnp.swapaxes(y, 0, 1), 0, 1),
-            lambda y: jnp.expand_dims(y, 1).reshape(y.shape),
-            jax.jit(lambda y: y * 0.25),
-        ]
-        others: list[Callable] = [jnp.tanh, lambda y: y + 0.5, lambda y: y * jnp.mean(y)]
-        chosen = self.random.choices(plain, k=self.random.choice((0, 0, 1, 2)))
-        if self.sometimes(0.1):
-            chosen.append(self.random.choice(others))
-        return lambda y: functools.reduce(lambda y, f: f(y), chosen, y)
-
-    def gather(self) -> Callable[[jax.Array], jax.Array]:
-        """[B, S/D, M] -> [B, S, M]."""
-        variants: list[Callable] = [
-            lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True),
-            lambda x: lax.all_gather(x, AXIS, axis=1).reshape(BATCH, SEQUENCE, -1),
-            lambda x: jnp.swapaxes(
-                lax.all_gather(jnp.swapaxes(x, 0, 1), AXIS, axis=0, tiled=True), 0, 1
-            ),
-        ]
-        variant, between = self.random.choice(variants), self.between()
-        return lambda x: between(variant(x))
-
-    def scatter(self) -> Callable[[jax.Array], jax.Array]:
-        """[B, S, M] -> [B, S/D, M], summed over devices."""
-
-        def by_index(y: jax.Array) -> jax.Array:
-            devices = lax.axis_size(AXIS)
-            y = y.reshape(BATCH, devices, SEQUENCE // devices, -1)
-            return lax.psum_scatter(y, AXIS, scatter_dimension=1)
-
-        def all_reduced(y: jax.Array) -> jax.Array:
-            whole, rows = lax.psum(y, AXIS), SEQUENCE // lax.axis_size(AXIS)
-            return lax.dynamic_slice_in_dim(whole, lax.axis_index(AXIS) * rows, rows, 1)
-
-        def transposed(y: jax.Array) -> jax.Array:
-            y = jnp.swapaxes(y, 0, 2)
-            y = lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
-            return jnp.swapaxes(y, 0, 2)
-
-        variants: list[Callable] = [
-            lambda y: lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True),
-            by_index,
-            all_reduced,
-            transposed,
-        ]
-        variant, between = self.random.choice(variants), self.between()
-        return lambda y: variant(between(y))
-
-    def product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """[B, S, K] by [K, N] -> [B, S, N]."""
-        variants: list[Callable] = [
-            jnp.matmul,
-            lambda x, w: jnp.einsum("bsk,kn->bsn", x, w),
-            lambda x, w: (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], -1),
-            lambda x, w: jnp.einsum("nk,bsk->bsn", w.T, x),
-            lambda x, w: jnp.swapaxes(jnp.einsum("kn,bsk->nsb", w, x), 0, 2),
-            lambda x, w: jnp.einsum("bsk,bkn->bsn", x, jnp.stack([w] * BATCH)),
-        ]
-        if self.sometimes(0.15):
-            self.rounds = "bfloat16"
-            variant = self.random.choice(variants)
-            return lambda x, w: variant(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(
-                x.dtype
-            )
-        return self.random.choice(variants)
-
-    # Layers map x [B, S/D, M] to the same shape.
-
-    def feed_forward(self) -> Layer:
-        """A gather with one or more matmuls, and one or two matmuls with their scatter."""
-        gather, scatter = self.gather(), self.scatter()
-        ups = [(self.product(), self.up()) for _ in range(self.random.choice((1, 1, 2, 3)))]
-        downs = [(self.product(), self.down()) for _ in range(self.random.choice((1, 1, 1, 2)))]
-        keeps, shared = self.sometimes(), self.sometimes(0.1)
-
-        def multiply(whole: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            products = [product(whole, ws[w]) for product, w in ups]
-            hidden = functools.reduce(jnp.multiply, map(jnp.tanh, products))
-            if keeps:
-                hidden = hidden + jnp.mean(jnp.sin(whole))
-            return functools.reduce(jnp.add, [product(hidden, ws[w]) for product, w in downs])
-
-        inside = jax.checkpoint(multiply) if self.sometimes(0.15) else multiply
-
-        def layer(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            y = inside(gather(x), ws)
-            return scatter(y) + (jnp.mean(y) if shared else 0)
-
-        return layer
-
-    def elementwise(self) -> Layer:
-        function = self.random.choice([jnp.tanh, jnp.sin, lambda x: x / 2, jax.nn.silu])
-        return lambda x, ws: function(x)
-
-    def contracted(self) -> Layer:
-        """A matmul that contracts the gathered rows."""
-        gather = self.gather()
-        rows = np.cos(np.arange(BATCH * SEQUENCE * 3, dtype=np.float32))
-        rows = rows.reshape(BATCH, SEQUENCE, 3)
-        return lambda x, ws: x * jnp.mean(jnp.sin(jnp.einsum("bsk,bsn->kn", gather(x), rows)))
-
-    def only_gathered(self) -> Layer:
-        """A gather without a matmul."""
-        gather = self.gather()
-        return lambda x, ws: x * jnp.mean(gather(x))
-
-    def wrapped(self, layer: Layer) -> Layer:
-        """The layer in a call, a loop or a branch."""
-        policies = jax.checkpoint_policies
-
-        def scanned(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            def step(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
-                return jnp.tanh(layer(x, [w * scale for w in ws])), None
-
-            return lax.scan(step, x, jnp.array([1.0, 0.5]))[0]
-
-        def branched(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            taken = ws[0][0, 0] < 1e9 if ws else True
-            return lax.cond(taken, layer, lambda x, ws: 2 * x, x, list(ws))
-
-        def custom(x: jax.Array, ws: Sequence[jax.Array]) -> jax.Array:
-            fun = jax.custom_vjp(layer)
-            fun.defvjp(
-                lambda *args: (layer(*args), args), lambda args, dy: jax.vjp(layer, *args)[1](dy)
-            )
-            return fun(x, list(ws))
-
-        variants: list[Callable] = [
-            jax.jit(layer),
-            jax.checkpoint(layer),
-            functools.partial(jax.checkpoint, policy=policies.dots_saveable)(layer),
-            scanned,
-            branched,
-            custom,
-        ]
-        return self.random.choice(variants)
-
-    def layer(self) -> Layer:
-        layer = self.random.choices(
-            [self.feed_forward, self.contracted, self.elementwise, self.only_gathered],
-            weights=[8, 1, 2, 1],
-        )[0]()
-        while self.sometimes():
-            layer = self.wrapped(layer)
-        if self.sometimes():
-            inner = layer
-            return lambda x, ws: x + inner(x, ws)
-        return layer
-
-    def program(self) -> Program:
-        layers = [self.layer() for _ in range(self.random.choice((1, 1, 2)))]
-
-        def body(x: jax.Array, *ws: jax.Array) -> jax.Array:
-            return functools.reduce(lambda x, layer: layer(x, ws), layers, x)
-
-        shapes, specs = zip(((BATCH, SEQUENCE, MODEL), P(None, AXIS)), *self.weights, strict=True)
-        return Program(body, shapes, specs, P(None, AXIS), rounds=self.rounds)
+    def __str__(self) -> str:
+        details = dataclasses.asdict(self)
+        del details["lines"], details["results"]
+        return "\n".join([f"# {key}: {value}" for key, value in details.items()] + [self.text])
 
 
-def mismatch(seed: int) -> str | None:
-    """How the values or gradients of a program differ from those of its rewritten form; or None."""
-    generator = Generator(random.Random(seed))
-    program = generator.program()
-    devices = generator.random.choice(DEVICES)
-    differentiated = generator.random.choice(("not", "inside", "before", "after"))
-    if differentiated == "inside":
-        program = program.gradients()
-    check_vma = generator.sometimes(0.5)
-    fun = program.sharded(_mesh(devices), check_vma)
-    count = len(program.shapes)
-    plain, rewritten = {
-        "not": lambda: (fun, ring(fun)),
-        "inside": lambda: (fun, ring(fun)),
-        "before": lambda: (gradients_of(fun, count), ring(gradients_of(fun, count))),
-        "after": lambda: (gradients_of(fun, count), gradients_of(ring(fun), count)),
-    }[differentiated]()
-
-    def both(*args: Any) -> tuple:
-        return jax.tree.leaves(plain(*args)), jax.tree.leaves(rewritten(*args))
-
-    run = jax.jit(both) if seed % COMPILED == 0 else simulated(both)
-    what = f"seed {seed}: {devices} devices, differentiated {differentiated}, vma {check_vma}"
-    for expected, actual in zip(*run(*program.arguments(seed)), strict=True):
-        error = float(np.max(np.abs(np.asarray(actual) - np.asarray(expected))))
-        bound = TOLERANCES[generator.rounds] * max(float(np.max(np.abs(expected))), 1e-3)
-        if not error <= bound or actual.dtype != expected.dtype:
-            return f"{what}: off by {error:.3g} where {bound:.3g} is allowed"
-    return None
-
-
-@functools.cache
-def _mesh(devices: int) -> Mesh:
-    return jax.make_mesh(
-        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+def drawn(seed: int) -> Case:
+    """The program of a seed."""
+    generator = random.Random(seed)
+    mesh = generator.choice(MESHES)
+    manual = tuple(mesh)
+    if len(mesh) > 1 and generator.random() < 0.15:
+        manual = ("t",)
+    dtype = generator.choice(("float32",) * 5 + ("bfloat16", "float16"))
+    mode = generator.choice(MODES)
+    source = Source(generator, {axis: mesh[axis] for axis in manual}, dtype, mode != "not")
+    shapes = [generator.choice(((2, 6, 4), (2, 2, 4), (6, 4), (2, 3, 4))), (4, 4)]
+    scope = [source.argument(shape) for shape in reversed(shapes)]
+    if generator.random() < 0.02:
+        scope.append(source.argument((generator.choice(SIZES), 0)))
+    block = Block(source, scope, manual, source.reverse)
+    for _ in range(generator.choice((1, 2, 2, 3))):
+        add_statement(block)
+    made = [value.name for value in block.scope if value.name.startswith("y")] or ["a0"]
+    return Case(
+        tuple(block.lines),
+        tuple(dict.fromkeys([made[-1], generator.choice(made)])),
+        tuple(source.arguments),
+        tuple(mesh.items()),
+        manual,
+        explicit=generator.random() < 0.5,
+        dtype=dtype,
+        rounds=source.rounds or dtype != "float32",
+        mode=mode,
+        check_vma=generator.random() < 0.5,
+        strict=generator.random() < 0.3,
+        implementation=generator.choice(IMPLEMENTATIONS),
+        seed=seed,
     )
 
 
-def mismatches(seeds: Iterable[int], every: int = 100) -> list[str]:
-    """Mismatches of many programs, printed as they are found."""
-    found, start = [], time.perf_counter()
-    for number, seed in enumerate(seeds, 1):
-        wrong = mismatch(seed)
+@functools.cache
+def _mesh(axes: tuple[tuple[str, int], ...], manual: tuple[str, ...], explicit: bool) -> Mesh:
+    other = AxisType.Explicit if explicit else AxisType.Auto
+    types = tuple(AxisType.Auto if name in manual else other for name, _ in axes)
+    names, sizes = zip(*axes, strict=True)
+    count = int(np.prod(sizes))
+    return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[:count])
+
+
+def _body(case: Case) -> Callable:
+    def vary(x: jax.Array) -> jax.Array:
+        for axis in case.manual if case.check_vma else ():
+            with contextlib.suppress(ValueError):  # It varies already.
+                x = lax.pcast(x, axis, to="varying")
+        return x
+
+    names: dict[str, Any] = {
+        "jax": jax, "jnp": jnp, "lax": lax, "checkpoint_name": checkpoint_name,
+        "loss_of": loss_of, "vary": vary,
+    }  # fmt: skip
+    exec(case.text, names)
+    body, count = names["body"], len(case.arguments)
+    if case.mode != "inside":
+        return body
+    return lambda *args: [dx[None] for dx in gradients_of(body, count)(*args)]
+
+
+def functions(case: Case) -> tuple[Callable, Callable]:
+    """The plain program and its rewritten form, both of global arrays."""
+    count = len(case.arguments)
+    fun = jax.shard_map(
+        _body(case),
+        mesh=_mesh(case.mesh, case.manual, case.explicit),
+        in_specs=tuple(P(*spec) for _, spec in case.arguments),
+        out_specs=P(case.manual),
+        axis_names=set(case.manual),
+        check_vma=case.check_vma,
+    )
+    rewrite = functools.partial(overlap, implementation=case.implementation)
+    if case.mode == "before":
+        return gradients_of(fun, count), rewrite(gradients_of(fun, count))
+    if case.mode == "after":
+        return gradients_of(fun, count), gradients_of(rewrite(fun), count)
+    return fun, rewrite(fun)
+
+
+def _structs(case: Case) -> list[jax.ShapeDtypeStruct]:
+    mesh = _mesh(case.mesh, case.manual, case.explicit)
+    other = [name for name, _ in case.mesh if name not in case.manual]
+
+    def sharding(shape: Shape, spec: Spec) -> NamedSharding | None:
+        if not (other and case.explicit):
+            return None
+        divided = spec[:1] == (None,) and shape[0] % dict(case.mesh)[other[0]] == 0
+        return NamedSharding(mesh, P(other[0]) if divided else P())
+
+    return [
+        jax.ShapeDtypeStruct(shape, case.dtype, sharding=sharding(shape, spec))
+        for shape, spec in case.arguments
+    ]
+
+
+def _values(case: Case) -> list[np.ndarray]:
+    generator = np.random.default_rng(case.seed)
+    return [
+        generator.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
+        for shape, _ in case.arguments
+    ]
+
+
+class Refused(Exception):
+    """JAX refuses the plain program, or its devices wait for ever."""
+
+
+def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str | None:
+    """What is wrong with the rewritten form of a program; None if nothing is.
+
+    Args:
+      case: the program.
+      second_pass: whether a second `overlap` must find nothing to replace.
+      compiled: whether both forms are also compiled and executed.
+
+    Raises:
+      Refused: if something is wrong with the program itself.
+    """
+    promotion = "strict" if case.strict else "standard"
+    with jax.numpy_dtype_promotion(promotion), warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        arguments, structs = _values(case), _structs(case)
+        try:
+            plain, rewritten = functions(case)
+            expected_program = jax.make_jaxpr(plain)(*structs)
+            expected = simulate_jaxpr(expected_program, arguments, float64=True)
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        try:
+            actual_program = jax.make_jaxpr(rewritten)(*structs)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        wrong = _difference(case, expected_program, expected, actual_program, arguments)
+        # A gradient of what `overlap` returns has collectives of its own.
+        if not wrong and second_pass and case.mode != "after":
+            wrong = _second_pass(case, actual_program, structs)
+        if not wrong and compiled:
+            wrong = _executed(case, plain, rewritten, expected)
+        return wrong
+
+
+def _difference(
+    case: Case, plain: Any, expected: list, rewritten: Any, arguments: list[np.ndarray]
+) -> str | None:
+    types = [(v.shape, v.dtype) for v in plain.out_avals]
+    if types != [(v.shape, v.dtype) for v in rewritten.out_avals]:
+        return f"types: {rewritten.out_avals} instead of {plain.out_avals}"
+    try:
+        actual = simulate_jaxpr(rewritten, arguments, float64=True)
+    except DeadlockError as error:
+        return f"waits for ever: {error}"
+    except Exception as error:
+        return f"cannot be executed: {type(error).__name__}: {error}".splitlines()[0][:200]
+    if wrong := _mismatch(actual, expected, [TOLERANCE] * len(expected)):
+        return f"values: {wrong}"
+    if not case.rounds:
+        return None
+    coarse, ours = simulate_jaxpr(plain, arguments), simulate_jaxpr(rewritten, arguments)
+    bounds = [
+        WORSE * (_error(x, y) + UNIT[case.dtype]) for x, y in zip(coarse, expected, strict=True)
+    ]
+    wrong = _mismatch(ours, expected, bounds)
+    return f"rounding: {wrong}" if wrong else None
+
+
+def _error(actual: Any, expected: Any) -> float:
+    """The largest error as a fraction of the largest value; infinite for a NaN."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if not expected.size or not np.isfinite(expected).all():
+        return 0.0
+    scale = max(float(np.max(np.abs(expected))), 1e-3)
+    error = float(np.max(np.abs(actual - expected))) / scale
+    return error if error < np.inf else np.inf
+
+
+def _mismatch(actual: list, expected: list, bounds: list[float]) -> str | None:
+    for i, (x, y, bound) in enumerate(zip(actual, expected, bounds, strict=True)):
+        if _error(x, y) > bound:
+            return f"result {i} is off by {_error(x, y):.3g} where {bound:.3g} is allowed"
+    return None
+
+
+def _second_pass(case: Case, program: Any, structs: list) -> str | None:
+    again = find_sites(jaxpr_as_fun(program), implementation=case.implementation)(*structs)
+    replaced = [site for site in again if site.replaced]
+    return f"second pass: {replaced[0]}" if replaced else None
+
+
+def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> str | None:
+    """Compiles and executes both forms, in the program's dtypes."""
+    if case.explicit and len(case.manual) < len(case.mesh):
+        return None  # The arguments would have to be placed first.
+    both = jax.jit(lambda *args: [jax.tree.leaves(f(*args)) for f in (plain, rewritten)])
+    expected, actual = both(*_values(case))
+    floor = UNIT[case.dtype] if case.rounds else 1e-4
+    bounds = [WORSE * (_error(x, y) + floor) for x, y in zip(expected, exact, strict=True)]
+    wrong = _mismatch(actual, exact, bounds)
+    return f"executed: {wrong}" if wrong else None
+
+
+@dataclass
+class Search:
+    """What was found by many programs.
+
+    Attributes:
+      findings: seed, what was found and the program.
+      programs: how many programs were compared.
+      refused: how many draws were no program.
+    """
+
+    findings: list[tuple[int, str, Case]] = dataclasses.field(default_factory=list)
+    programs: int = 0
+    refused: int = 0
+
+
+def search(
+    seeds: Iterable[int], every: int = 0, second_pass: bool = True, stop: int = 10**9
+) -> Search:
+    """Compares the program of each seed with its rewritten form; prints what it finds."""
+    result, start = Search(), time.perf_counter()
+    for seed in seeds:
+        case = drawn(seed)
+        try:
+            wrong = finding(case, second_pass, compiled=seed % COMPILED == 0)
+            result.programs += 1
+        except Refused:
+            result.refused += 1
+            continue
         if wrong:
-            print(wrong, flush=True)
-            found.append(wrong)
-        if number % every == 0:
-            print(f"{number} programs, {time.perf_counter() - start:.0f} s", flush=True)
-    return found
+            print(f"# seed {seed}, program {result.programs}: {wrong}\n{case}", flush=True)
+            result.findings.append((seed, wrong, case))
+            if len(result.findings) >= stop:
+                break
+        if every and result.programs % every == 0:
+            seconds = time.perf_counter() - start
+            print(
+                f"# {result.programs} programs, {result.refused} refused, {seconds:.0f} s",
+                flush=True,
+            )
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.rewrite.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--programs", type=int, default=2000, help="how many")
+    parser.add_argument("--programs", type=int, default=2000, help="how many draws")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     arguments = parser.parse_args()
     for name, value in ON_THE_CPU.items():
         jax.config.update(name, value)
-    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     seeds = range(arguments.first, arguments.first + arguments.programs)
-    found = mismatches(seeds)
-    print(f"seeds {seeds.start} to {seeds.stop - 1}: {len(found)} mismatches")
-    raise SystemExit(bool(found))
+    result = search(seeds, every=100)
+    print(
+        f"seeds {seeds.start} to {seeds.stop - 1}: {result.programs} programs,"
+        f" {result.refused} refused, {len(result.findings)} findings"
+    )
+    raise SystemExit(bool(result.findings))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random programs agree with their rewritten forms, and would not if a ring were wrong."""
+"""Random programs agree with their rewritten forms, and would not if the rewrite were wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import jax
 import pytest
 from jax import lax
 
-from tests.rewrite.fuzz import mismatches
+from tests.rewrite.fuzz import Search, search
 
-BLOCK = 25
-#: Numbers of programs.
-SHORT_SEARCH, LONG_SEARCH = 25, 2000
+#: Numbers of draws: in each test, in the short search and in the long one.
+BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 400
+
+
+def assert_nothing(result: Search) -> None:
+    assert not result.findings
+    # Otherwise the search would agree with anything.
+    assert result.programs > 0.8 * (result.programs + result.refused)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +28,7 @@ SHORT_SEARCH, LONG_SEARCH = 25, 2000
     ],
 )
 def test_random_programs_agree_with_their_rewritten_form(first: int) -> None:
-    assert not mismatches(range(first, first + BLOCK))
+    assert_nothing(search(range(first, first + BLOCK)))
 
 
 def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +40,4 @@ def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return permute(x, axis_name, [(to, source) for source, to in perm], **kwargs)
 
     monkeypatch.setattr(lax, "ppermute", reversed_permute)
-    assert mismatches(range(8))
+    assert search(range(25), stop=1).findings
