@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.compiler import renamed_fused
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
+from collective_matmul.dispatch.run_counts import count_runs
 from collective_matmul.peer_access import peer_kernels_allowed
-from collective_matmul.rewrite import FoundSite, find_sites
+from collective_matmul.rewrite import FoundSite, sites_of, traced_program
+from collective_matmul.rewrite.report import collective_key
 
 
 @dataclass(frozen=True)
@@ -21,21 +24,61 @@ class Explanation:
     Attributes:
       decisions: one for every traced op, in the order of tracing: ops that the program calls, and
         ops that `collective_matmul.overlap` put in place of a collective and its matmuls. The body
-        of a loop is traced once.
+        of a loop is traced once; what is differentiated may be traced twice.
       plain: gathers and sums over devices that are not part of an op, in the order of the program.
         `overlap` would replace those with a decision, and leave the others alone.
+      runs: how often a run of the program executes the ops and collectives of each line of the
+        table. Branches count as taken, loops of unknown length as one step.
     """
 
     decisions: tuple[Decision, ...]
     plain: tuple[FoundSite, ...]
+    runs: Mapping[Line, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.decisions and not self.plain:
             return "no collective matmuls"
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
-        return "\n".join(
-            [format_table(lines), *_totals(self.decisions), *_totals_of_plain(self.plain)]
-        )
+        return "\n".join([format_table(lines, self.runs), *self._totals()])
+
+    def _totals(self) -> list[str]:
+        """Sentences about all lines together."""
+        ops = {line_of(decision): decision for decision in self.decisions}
+        plain = {_line_of_plain(site): site for site in self.plain}
+        runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
+        known = [
+            (runs[line], each)
+            for line, each in ops.items()
+            if each.seconds and each.reference_seconds
+        ]
+        totals = []
+        if ops:
+            totals.append(f"{sum(runs[line] for line in ops)} collective matmuls")
+        if known:
+            seconds = sum(n * (d.seconds or 0) for n, d in known)
+            reference = sum(n * (d.reference_seconds or 0) for n, d in known)
+            totals[0] += (
+                f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
+                f" {reference * 1e3:.2f} ms with {REFERENCE.name} ({_ratio(reference, seconds)})"
+            )
+            communication = sum(n * (d.communication_seconds or 0) for n, d in known)
+            hidden = sum(n * d.hidden_seconds for n, d in known)
+            totals.append(
+                f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
+                f" ({hidden / max(communication, 1e-12):.0%}) are hidden under matmuls"
+            )
+        if plain:
+            replaceable = sum(runs[line] for line, site in plain.items() if site.replaced)
+            count = sum(runs[line] for line in plain)
+            totals.append(
+                f"{count} plain gathers and sums: {replaceable} that overlap would replace,"
+                f" {count - replaceable} that it leaves alone"
+            )
+            alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
+            if all(seconds is not None for _, seconds in alone):
+                seconds = sum(n * (each or 0) for n, each in alone)
+                totals[-1] += f"; over NVLink they take {seconds * 1e3:.2f} ms"
+        return totals
 
 
 def explain(
@@ -50,7 +93,7 @@ def explain(
         print(explain(jax.grad(loss))(params, batch))
 
     Each line is an op of one shape, called at one line of the program. Its columns: how often it
-    was traced, where, in which pass, its local matmuls, the backend, the predicted microseconds of
+    runs, where, in which pass, its local matmuls, the backend, the predicted microseconds of
     that backend and of xla (including the matmul of a weight gradient in a backward pass), the gain
     over xla, and the reason.
 
@@ -81,13 +124,19 @@ def explain(
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with force_retrace(), record_decisions() as taken:
                 result = fun(*args, **kwargs)
-            decisions.extend(taken)
+            decisions[:] = taken  # Of the last trace: a function of nnx objects may need two.
             return result
 
-        # Sites are found after the function is traced: decisions about them are not recorded.
         with peer_kernels_allowed(peer_kernels):
-            plain = find_sites(recorded)(*args, **kwargs)
-        return Explanation(tuple(decisions), tuple(plain))
+            with count_runs() as counter:
+                program = traced_program(recorded, args, kwargs)
+            # Sites are found after the function is traced: decisions about them are not recorded.
+            plain = sites_of(program)
+        ops, collectives = counter.runs(program.jaxpr, collective_key)
+        runs = {line_of(each): ops[counter.number_of(each)] for each in decisions}
+        return Explanation(
+            tuple(decisions), tuple(plain), runs | _runs_of_plain(plain, collectives)
+        )
 
     return explanation
 
@@ -100,27 +149,20 @@ def _line_of_plain(site: FoundSite) -> Line:
     return replace(line, chosen="not replaced", reason=would)
 
 
-def _totals(decisions: Sequence[Decision]) -> list[str]:
-    if not decisions:
-        return []
-    known = [
-        (d.seconds, d.reference_seconds) for d in decisions if d.seconds and d.reference_seconds
-    ]
-    if not known:
-        return [f"{len(decisions)} collective matmuls"]
-    seconds, reference = map(sum, zip(*known, strict=True))
-    return [
-        f"{len(decisions)} collective matmuls; of {len(known)} the times are predicted:"
-        f" {seconds * 1e3:.2f} ms, {reference * 1e3:.2f} ms with {REFERENCE.name}"
-        f" ({reference / seconds:.2f}×), each counted as often as it was traced, not as it runs"
-    ]
+def _runs_of_plain(plain: Sequence[FoundSite], runs: Mapping[Any, int]) -> dict[Line, int]:
+    """The runs of each line, from those by kind, place and shapes.
+
+    Where several lines have these in common, each collective counts as often as it was found.
+    """
+    lines: dict[Any, Counter[Line]] = defaultdict(Counter)
+    for site in plain:
+        lines[site.key][_line_of_plain(site)] += 1
+    return {
+        line: runs[key] if len(found) == 1 else count
+        for key, found in lines.items()
+        for line, count in found.items()
+    }
 
 
-def _totals_of_plain(sites: Sequence[FoundSite]) -> list[str]:
-    if not sites:
-        return []
-    replaceable = sum(site.decision is not None for site in sites)
-    return [
-        f"{len(sites)} plain gathers and sums: {replaceable} that overlap would replace,"
-        f" {len(sites) - replaceable} that it leaves alone"
-    ]
+def _ratio(reference: float, seconds: float) -> str:
+    return f"{reference / seconds:.2f}×" if seconds else "no run"

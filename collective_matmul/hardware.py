@@ -1,10 +1,10 @@
 """The device of a traced program, and the rates of known GPUs for predictions.
 
-The rates are those of Hopper GPUs joined by NVLink and NVSwitch, measured inside compiled stacks of
-bfloat16 layers on two and on four H200. There the chip is limited by its power: whatever lets the
-tensor cores rest lets the next matmul run faster. A pass over memory, or a collective, therefore
-adds less to a stack than it takes alone, and a full wave of tiles runs faster than long matmuls do
-on average. With few rows the host limits the program, since it launches every kernel.
+The rates of `HOPPER` are those of GPUs joined by NVLink and NVSwitch, measured inside compiled
+stacks of bfloat16 layers on two and on four H200. There the chip is limited by its power: whatever
+lets the tensor cores rest lets the next matmul run faster. A pass over memory, or a collective,
+therefore adds less to a stack than it takes alone, and a full wave of tiles runs faster than long
+matmuls do on average. With few rows the host limits the program, since it launches every kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ class Rates:
     """Rates and overheads of a kind of GPU. Rates are per second.
 
     Attributes:
+      basis: source of predictions from these rates, in words.
+      multiplies_in_place: whether the Hopper kernels run that multiply the chunks of a ring.
       multiprocessors: SMs of one GPU.
       tiles: (rows, columns, share of the peak rate) of the tiles that matmuls are computed in.
       peak_flops: rate of one full wave of tiles in half precision.
@@ -33,6 +35,8 @@ class Rates:
       host_seconds: host time for one op with any backend.
     """
 
+    basis: str
+    multiplies_in_place: bool
     multiprocessors: int
     tiles: tuple[tuple[int, int, float], ...]
     peak_flops: float
@@ -48,6 +52,8 @@ class Rates:
 
 
 HOPPER = Rates(
+    basis="cost model",
+    multiplies_in_place=True,
     multiprocessors=132,
     tiles=((128, 256, 1.0), (128, 128, 0.75), (64, 128, 0.5)),
     peak_flops=8.4e14,
@@ -62,13 +68,41 @@ HOPPER = Rates(
     host_seconds=40e-6,
 )
 
-#: JAX's names of the kinds of device with these rates.
-_KNOWN_KINDS = frozenset({"NVIDIA H200", "NVIDIA H100 80GB HBM3"})
+#: The A100 of 80 GB with NVSwitch: its data sheet, and the shares that Hopper GPUs reach of theirs.
+#: An A100 is not limited by its power as they are. Nothing was measured on one.
+AMPERE = Rates(
+    basis="estimate from the data sheet",
+    multiplies_in_place=False,
+    multiprocessors=108,
+    tiles=((128, 256, 1.0), (128, 128, 0.85), (64, 128, 0.6)),
+    peak_flops=2.7e14,
+    sustained_flops=2.5e14,
+    operand_bytes=1.7e12,
+    kernel_seconds=5e-6,
+    unaligned_slowdown=2.0,
+    link_bytes=2.5e11,
+    collective_seconds=28e-6,
+    copy_seconds=10e-6,
+    pass_bytes=2.0e12,
+    host_seconds=40e-6,
+)
+
+#: Rates by JAX's names of the kinds of device.
+_RATES = {
+    "NVIDIA H200": HOPPER,
+    "NVIDIA H100 80GB HBM3": HOPPER,
+    "NVIDIA A100-SXM4-80GB": AMPERE,
+}
 
 
-def has_known_rates() -> bool:
-    """Whether `HOPPER` describes the device of the traced program."""
-    return traced_device().device_kind in _KNOWN_KINDS
+def rates() -> Rates | None:
+    """The rates of the device of the traced program; None if they are not known."""
+    return _RATES.get(traced_device().device_kind)
+
+
+def assumed_rates() -> Rates:
+    """The rates of the device of the traced program; those of Hopper GPUs if they are not known."""
+    return rates() or HOPPER
 
 
 def traced_device() -> jax.sharding.AbstractDevice:

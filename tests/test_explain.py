@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
@@ -52,8 +52,8 @@ def arguments(rows: int = 8, features: int = 4, hidden: int = 12, dtype: Any = n
 
 def lines_of(fun, *args, **options) -> list[list[str]]:
     """The cells of every line of the table, without its head and its totals."""
-    _, *lines, _ = str(explain(fun, **options)(*args)).splitlines()
-    return [re.split(r"  +", line) for line in lines]
+    _, *lines = str(explain(fun, **options)(*args)).splitlines()
+    return [re.split(r"  +", line) for line in lines if re.match(r"\d+×", line)]
 
 
 def test_equal_ops_of_one_line_are_one_line_with_a_count(make_mesh: MeshFactory) -> None:
@@ -108,11 +108,28 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
         sum(getattr(d, name) for d in explanation.decisions)
         for name in ("seconds", "reference_seconds")
     )
-    assert table.splitlines()[-1] == (
+    communication = sum(d.communication_seconds or 0 for d in explanation.decisions)
+    hidden = sum(d.hidden_seconds for d in explanation.decisions)
+    assert 0 < hidden <= communication < reference
+    assert table.splitlines()[-2:] == [
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
-        f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×), each counted as often as"
-        " it was traced, not as it runs"
-    )
+        f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×)",
+        f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
+        f" ({hidden / communication:.0%}) are hidden under matmuls",
+    ]
+
+
+def test_an_a100_has_an_estimate_of_xla_and_rings() -> None:
+    """Both times are shown. A ring must win by the margin of what was never measured."""
+    a100 = AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=a100)
+    for rows in (256, 32768):
+        shapes = arguments(rows, 8192, 28672, dtype=BFLOAT16)
+        for decision in explain(on(mesh), peer_kernels=True)(*shapes).decisions:
+            assert decision.implementation == "xla"
+            assert re.fullmatch(
+                r"estimate from the data sheet: \d+ µs xla, \d+ µs ring", decision.reason
+            )
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float32])
@@ -229,7 +246,7 @@ def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:
 def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
     overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
     for fun in (overlapped, jax.jit(overlapped), overlap(overlapped)):
-        gather, scatter, psum, _ = lines_of(fun, *flat_arguments())
+        gather, scatter, psum = lines_of(fun, *flat_arguments())
         shapes = "float32 [4,4]@[4,6] over tensor=2"
         assert gather[2:] == ["all_gather_matmul", shapes, "ring by overlap", "requested"]
         assert scatter[2] == "matmul_reduce_scatter" and scatter[4] == "ring by overlap"
@@ -240,7 +257,7 @@ def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> N
 def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
     sharded = plain(make_mesh({AXIS: 2}))
     fun = overlap(sharded, implementation=("fused", "ring"), require=2)
-    gather, scatter, _, _ = lines_of(fun, *flat_arguments())
+    gather, scatter, _ = lines_of(fun, *flat_arguments())
     reason = "fused is not possible: these kernels run on Hopper GPUs only"
     for line in (gather, scatter):
         assert line[4:] == ["ring by overlap", f"fallback: {reason}; requested"]
@@ -331,3 +348,45 @@ def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
         overlap(fun, require=3)(*(np.zeros(shape.shape, shape.dtype) for shape in shapes))
     *table, _ = str(explain(overlap(fun))(*shapes)).splitlines()
     assert str(error.value).splitlines()[1:] == table[:-1]
+
+
+def test_ops_count_as_often_as_they_run(make_mesh: MeshFactory) -> None:
+    """In loops, in calls that share a trace, where they are computed again, and side by side."""
+
+    @jax.jit
+    def shared(x, up, down):
+        return matmul_reduce_scatter(jnp.sin(all_gather_matmul(x, up, AXIS)), down, AXIS)
+
+    def body(x, up, down):
+        def step(x, _):
+            return jax.checkpoint(shared)(shared(x, up, down), up, down), lax.psum(x.sum(), AXIS)
+
+        x, _ = lax.scan(step, x, None, length=5)
+        return shared(x, up, down)
+
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(AXIS), P(None, AXIS), P(AXIS)),
+        out_specs=P(AXIS),
+    )
+    gradients = jax.grad(lambda *args: sharded(*args).sum(), (0, 1, 2))
+    runs = {
+        tuple(line[2:4]) if len(line) > 6 else line[2]: int(line[0][:-1])
+        for line in lines_of(gradients, *flat_arguments())
+        if "body" not in line[1] or line[2] == "psum"
+    }
+    assert runs == {
+        ("forward", "all_gather_matmul"): 5 * 2 + 1 + 5,  # A checkpoint computes it again.
+        ("forward", "matmul_reduce_scatter"): 5 * 2 + 1,
+        ("backward", "matmul_reduce_scatter"): 5 * 2 + 1,
+        ("backward", "all_gather_matmul"): 5 * 2 + 1,
+        "psum": 5,
+    }
+
+
+def test_equal_ops_side_by_side_count_each(make_mesh: MeshFactory) -> None:
+    fun = on(make_mesh({AXIS: 2}))
+    assert [line[0] for line in lines_of(fun, *arguments())] == ["2×", "2×"]
+    looped = lambda x, weights: lax.fori_loop(0, 3, lambda i, x: fun(x, weights), x)  # noqa: E731
+    assert [line[0] for line in lines_of(looped, *arguments())] == ["6×", "6×"]

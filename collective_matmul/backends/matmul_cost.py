@@ -6,11 +6,8 @@ import math
 
 import numpy as np
 
-from collective_matmul.hardware import HOPPER
+from collective_matmul.hardware import assumed_rates
 from collective_matmul.site import Site
-
-#: The basis of predictions from rates, without a measurement of the site.
-COST_MODEL = "cost model"
 
 
 def matmul_seconds(
@@ -20,17 +17,22 @@ def matmul_seconds(
 
     `splits`: whether few tiles are each split along K among several multiprocessors, as XLA does.
     """
+    gpu = assumed_rates()
     flops = 2 * rows * contracted * columns
     waves = min(
-        _waves(math.ceil(rows / m) * math.ceil(columns / n), splits)
-        * (2 * m * n * contracted * HOPPER.multiprocessors)
-        / (share * HOPPER.peak_flops)
-        for m, n, share in HOPPER.tiles
+        _waves(math.ceil(rows / m) * math.ceil(columns / n), splits, gpu.multiprocessors)
+        * (2 * m * n * contracted * gpu.multiprocessors)
+        / (share * gpu.peak_flops)
+        for m, n, share in gpu.tiles
     )
     moved = (rows * contracted + contracted * columns + rows * columns) * itemsize
-    return HOPPER.kernel_seconds + max(
-        waves, flops / HOPPER.sustained_flops, moved / HOPPER.operand_bytes
-    )
+    return gpu.kernel_seconds + max(waves, flops / gpu.sustained_flops, moved / gpu.operand_bytes)
+
+
+def communication_seconds(site: Site) -> float:
+    """Seconds of a site's collectives alone."""
+    gpu, collectives = assumed_rates(), 1 if site.co_gathered is None else 2
+    return collectives * gpu.collective_seconds + site.bytes_communicated / gpu.link_bytes
 
 
 def multiplication_seconds(site: Site) -> float:
@@ -58,11 +60,13 @@ def slowdown(site: Site) -> float:
     Wider numbers take longer at least in proportion to their width.
     """
     return (
-        np.dtype(site.dtype).itemsize / 2 * (1.0 if site.is_aligned else HOPPER.unaligned_slowdown)
+        np.dtype(site.dtype).itemsize
+        / 2
+        * (1.0 if site.is_aligned else assumed_rates().unaligned_slowdown)
     )
 
 
-def _waves(tiles: int, splits: bool) -> float:
+def _waves(tiles: int, splits: bool, multiprocessors: int) -> float:
     """Tiles per multiprocessor."""
-    parts = HOPPER.multiprocessors // max(tiles, 1)
-    return 1 / parts if splits and parts else math.ceil(tiles / HOPPER.multiprocessors)
+    parts = multiprocessors // max(tiles, 1)
+    return 1 / parts if splits and parts else math.ceil(tiles / multiprocessors)

@@ -11,9 +11,9 @@ from jax import lax
 from collective_matmul._compat import partly_automatic
 from collective_matmul.backends.arithmetic import add, einsum, matmul
 from collective_matmul.backends.base import Backend, EinsumBackend, GatherResidual, Prediction
-from collective_matmul.backends.matmul_cost import COST_MODEL, multiplication_seconds
+from collective_matmul.backends.matmul_cost import communication_seconds, multiplication_seconds
 from collective_matmul.equation import Equation
-from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.hardware import assumed_rates, rates
 from collective_matmul.site import Site
 
 
@@ -130,15 +130,11 @@ class Xla(SequentialBackend, EinsumBackend):
 
     def predict(self, site: Site) -> Prediction | None:
         """The time of collectives and matmuls in sequence, or of the host's launches if longer."""
-        if not has_known_rates():
-            return None
-        return Prediction(xla_seconds(site), 0.0, COST_MODEL)
+        gpu = rates()
+        return None if gpu is None else Prediction(xla_seconds(site), 0.0, gpu.basis)
 
 
 def xla_seconds(site: Site) -> float:
-    """Predicted seconds on Hopper GPUs, whatever the device of the traced program is."""
-    collectives = 1 if site.co_gathered is None else 2
-    communication = (
-        collectives * HOPPER.collective_seconds + site.bytes_communicated / HOPPER.link_bytes
-    )
-    return max(multiplication_seconds(site) + communication, HOPPER.host_seconds)
+    """Predicted seconds; on Hopper GPUs if the device of the traced program is not known."""
+    on_device = multiplication_seconds(site) + communication_seconds(site)
+    return max(on_device, assumed_rates().host_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from collective_matmul.dispatch.recording import Decision
@@ -61,8 +61,14 @@ def line_of(decision: Decision) -> Line:
     )
 
 
-def format_table(lines: Iterable[Line]) -> str:
-    """A table with a header. Equal lines become one with a count; empty columns are left out."""
+def format_table(lines: Iterable[Line], runs: Mapping[Line, int] | None = None) -> str:
+    """A table with a header. Equal lines become one with a count; empty columns are left out.
+
+    Args:
+      lines: the lines.
+      runs: counts that are known better than by the number of equal lines.
+    """
+    counts = {**Counter(lines), **(runs or {})}
     rows = [
         (
             f"{count}×",
@@ -76,7 +82,7 @@ def format_table(lines: Iterable[Line]) -> str:
             line.gain,
             line.reason,
         )
-        for line, count in Counter(lines).items()
+        for line, count in counts.items()
     ]
     columns = [column for column in zip(_HEAD, *rows, strict=True) if any(column[1:])]
     return _aligned([*zip(*columns, strict=True)])

@@ -24,6 +24,7 @@ class Decision:
       reason: the reason, in words.
       seconds: predicted time of the backend, including a weight gradient; None if unknown.
       reference_seconds: predicted time of the reference, XLA's collectives; None if unknown.
+      communication_seconds: predicted time of these collectives alone; None if unknown.
     """
 
     site: Site
@@ -31,6 +32,14 @@ class Decision:
     reason: str
     seconds: float | None = None
     reference_seconds: float | None = None
+    communication_seconds: float | None = None
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The part of the communication that the backend hides; 0 if unknown."""
+        if not (self.seconds and self.reference_seconds and self.communication_seconds):
+            return 0.0
+        return min(max(self.reference_seconds - self.seconds, 0.0), self.communication_seconds)
 
 
 _recorders: contextvars.ContextVar[tuple[list[Decision], ...]] = contextvars.ContextVar(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from collective_matmul.backends import BACKENDS, REFERENCE, SUBSTITUTE
 from collective_matmul.backends.base import Backend
+from collective_matmul.backends.matmul_cost import communication_seconds
 from collective_matmul.dispatch.assessment import (
     Assessment,
     Assessments,
@@ -19,7 +20,8 @@ from collective_matmul.dispatch.assessment import (
     unsupported_reason,
 )
 from collective_matmul.dispatch.recording import Decision, record
-from collective_matmul.hardware import traced_device
+from collective_matmul.dispatch.run_counts import numbered
+from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.site import Site
 
@@ -59,8 +61,11 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
     if missed:
         warn_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
-    record(Decision(site, name, reason, assessments.seconds(name), assessments.reference_seconds))
-    return choice.backend
+    reference = assessments.reference_seconds
+    communication = None if rates() is None else communication_seconds(site)
+    decision = Decision(site, name, reason, assessments.seconds(name), reference, communication)
+    record(decision)
+    return numbered(decision, choice.backend)
 
 
 def _with_vouched_predicate(site: Site, requested: Sequence[str] | None) -> Site:

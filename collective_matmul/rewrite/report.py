@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, record
+from collective_matmul.hardware import rates
 from collective_matmul.rewrite.collective_equations import CollectiveKind, axes_of, kind_of
 from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library
@@ -42,6 +45,7 @@ class FoundSite:
       matmuls: the number of matmuls in the site; 0 if it is left alone.
       decision: what executes the site; None if it is left alone.
       reason: why that was chosen, or why the site is left alone.
+      communication_seconds: predicted time of the collective alone; None if unknown.
     """
 
     kind: CollectiveKind
@@ -50,11 +54,17 @@ class FoundSite:
     matmuls: int
     decision: Decision | None
     reason: str
+    communication_seconds: float | None = None
 
     @property
     def replaced(self) -> bool:
         """Whether an op of this library replaces it."""
         return self.decision is not None
+
+    @property
+    def key(self) -> tuple:
+        """The `collective_key` of its equation."""
+        return self.kind, self.source, self.shapes
 
     @property
     def line(self) -> Line:
@@ -88,6 +98,14 @@ def source_of(equation: JaxprEqn) -> SourceLocation | None:
     return None
 
 
+def collective_key(equation: JaxprEqn) -> tuple | None:
+    """The kind, line and shapes of a gather or a sum that is not part of an op; None for others."""
+    kind = kind_of(equation)
+    if kind is None or is_ours(equation):
+        return None
+    return kind, source_of(equation), _shapes(equation)
+
+
 def is_ours(equation: JaxprEqn) -> bool:
     """Whether an op of this library traced the equation, which then is part of a site already."""
     return is_named(equation) or any(
@@ -108,7 +126,26 @@ def _frames(equation: JaxprEqn) -> Sequence:
 def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: str) -> FoundSite:
     kind = kind_of(equation)
     assert kind is not None
+    source, shapes = source_of(equation), _shapes(equation)
+    seconds = _communication_seconds(equation, kind)
+    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds)
+
+
+def _shapes(equation: JaxprEqn) -> str:
     array = type_of(equation.invars[0])
     axes = ", ".join(map(str, axes_of(equation)))
-    shapes = f"{array.dtype} [{','.join(map(str, array.shape))}] over {axes}"
-    return FoundSite(kind, source_of(equation), shapes, matmuls, decision, reason)
+    return f"{array.dtype} [{','.join(map(str, array.shape))}] over {axes}"
+
+
+def _communication_seconds(equation: JaxprEqn, kind: CollectiveKind) -> float | None:
+    """Seconds of a collective over NVLink; None on devices of unknown rates."""
+    gpu, mesh = rates(), jax.sharding.get_abstract_mesh()
+    if gpu is None or not set(axes_of(equation)) <= set(mesh.axis_names):
+        return None
+    devices = math.prod(mesh.shape[axis] for axis in axes_of(equation))
+    if devices == 1:
+        return 0.0
+    larger = equation.outvars if kind == "all_gather" else equation.invars
+    size = sum(math.prod(type_of(a).shape) * type_of(a).dtype.itemsize for a in larger)
+    passes = 2 if kind == "psum" else 1
+    return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes

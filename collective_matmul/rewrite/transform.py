@@ -104,19 +104,30 @@ def find_sites(fun: Callable, *, implementation: Implementation = None) -> Calla
     """
     requested = checks.implementation(implementation)
 
-    def sites(fun: Callable, *args: Any, **kwargs: Any) -> list[FoundSite]:
-        rewriter = Rewriter(requested)
-        rewriter.rewrite(_Traced(fun, args, kwargs).program)
-        return rewriter.found
-
     def found(*args: Any, **kwargs: Any) -> list[FoundSite]:
-        try:
-            return sites(pure_function(fun), *args, **kwargs)
-        except GraphNodesError:
-            graph = GraphFunction(fun)
-            return graph.use_split(functools.partial(sites, graph.pure), args, kwargs)
+        return sites_of(traced_program(fun, args, kwargs), requested)
 
     return found
+
+
+def traced_program(fun: Callable, args: tuple, kwargs: dict) -> Any:
+    """The closed jaxpr of a function of arrays and nnx objects. Other arguments are constants."""
+
+    def program(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+        return _Traced(fun, args, kwargs).program
+
+    try:
+        return program(pure_function(fun), *args, **kwargs)
+    except GraphNodesError:
+        graph = GraphFunction(fun)
+        return graph.use_split(functools.partial(program, graph.pure), args, kwargs)
+
+
+def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[FoundSite]:
+    """The gathers and sums of a closed jaxpr, and what `overlap` would do about each."""
+    rewriter = Rewriter(requested)
+    rewriter.rewrite(program)
+    return rewriter.found
 
 
 class _Traced:

@@ -164,7 +164,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     }  # fmt: skip
     assert "10 collective matmuls; of 10 the times are predicted" in output
     # The sum of the times is not that of a step, since layers share what is traced once.
-    assert "each counted as often as it was traced, not as it runs" in output
+    assert "are hidden under matmuls" in output
     assert re.search(r"in embed .* left alone .* comes from gather, not from a matmul", output)
 
 

@@ -15,8 +15,8 @@ from collective_matmul.backends.base import Backend, Configuration, GatherResidu
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
-from collective_matmul.backends.matmul_cost import COST_MODEL, weight_gradient_seconds
-from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.backends.matmul_cost import weight_gradient_seconds
+from collective_matmul.hardware import HOPPER, rates
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -112,9 +112,9 @@ class Fused(Backend):
 
     def predict(self, site: Site) -> Prediction | None:
         """The prediction of the kernel's configuration, and what stacks add to it."""
-        if not has_known_rates() or site.einsum is not None or self.unsupported_reason(site):
+        if rates() is None or site.einsum is not None or self.unsupported_reason(site):
             return None
-        return Prediction(_seconds(site), ERROR, COST_MODEL)
+        return Prediction(_seconds(site), ERROR, HOPPER.basis)
 
     def configurations(self, site: Site) -> Sequence[Configuration]:
         """The feasible configurations of the op's kernel."""

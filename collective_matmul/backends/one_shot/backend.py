@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul.backends.base import Prediction
-from collective_matmul.backends.matmul_cost import COST_MODEL, multiplication_seconds
+from collective_matmul.backends.matmul_cost import multiplication_seconds
 from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.backends.xla import SequentialBackend
-from collective_matmul.hardware import has_known_rates
+from collective_matmul.hardware import HOPPER, rates
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -66,10 +66,10 @@ class OneShot(SequentialBackend):
 
     def predict(self, site: Site) -> Prediction | None:
         """XLA's matmuls, and the exchanges, which start and end faster than collectives."""
-        if not has_known_rates() or self.unsupported_reason(site):
+        if rates() is None or self.unsupported_reason(site):
             return None
         seconds = multiplication_seconds(site) + _site_seconds(site)
-        return Prediction(seconds, ERROR, COST_MODEL)
+        return Prediction(seconds, ERROR, HOPPER.basis)
 
 
 def exchange_seconds(size: int, devices: int) -> float:

@@ -15,13 +15,12 @@ import numpy as np
 from collective_matmul._compat import partly_automatic
 from collective_matmul.backends.base import Prediction
 from collective_matmul.backends.matmul_cost import (
-    COST_MODEL,
     matmul_seconds,
     matmuls_seconds,
     slowdown,
     weight_gradient_seconds,
 )
-from collective_matmul.hardware import HOPPER, has_known_rates
+from collective_matmul.hardware import HOPPER, assumed_rates, rates
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
 from collective_matmul.site import Site
 
@@ -44,23 +43,25 @@ def predict(site: Site) -> Prediction | None:
 
     An all-reduce is a ring for its first half; the gather that follows is a collective.
     """
-    if not has_known_rates():
+    gpu = rates()
+    if gpu is None:
         return None
     on_device, on_host = _on_device(site), _on_host(site)
     after = 0.0
     if site.op == "matmul_all_reduce":
-        after = HOPPER.collective_seconds + _bytes_sent(site) / HOPPER.link_bytes
+        after = gpu.collective_seconds + _bytes_sent(site) / gpu.link_bytes
     ring = max(on_device, on_host)
-    was_measured = site.is_aligned and site.dtype.itemsize == 2
+    was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
     error = ERROR if was_measured else UNSURE_ERROR
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
-    return Prediction(ring + after, at_most / ring - 1, COST_MODEL)
+    return Prediction(ring + after, at_most / ring - 1, gpu.basis)
 
 
 def _on_device(site: Site) -> float:
     permutes = site.axis_size - 1
     bytes_at_once = _bytes_sent(site) / max(permutes, 1)
-    copy = HOPPER.copy_seconds + bytes_at_once / HOPPER.link_bytes
+    gpu = assumed_rates()
+    copy = gpu.copy_seconds + bytes_at_once / gpu.link_bytes
     multiply = _chunk_matmuls(site, site.product_rows // site.axis_size)
     steps = permutes * max(multiply, copy) + multiply
     return steps + _passes(site) + weight_gradient_seconds(site)
@@ -70,7 +71,7 @@ def _on_host(site: Site) -> float:
     permutes = 1 if site.co_gathered is None else 2
     operands = len(site.operands) - 1
     step = permutes * HOST_SECONDS_PER_PERMUTE + operands * HOST_SECONDS_PER_OPERAND
-    return HOPPER.host_seconds + (site.axis_size - 1) * step
+    return assumed_rates().host_seconds + (site.axis_size - 1) * step
 
 
 def _bytes_sent(site: Site) -> int:
@@ -94,7 +95,8 @@ def _passes(site: Site) -> float:
         product = site.product_rows * site.columns
         elements, kernels = elements + 3 * product * steps // site.axis_size, kernels + steps
     moved = elements * np.dtype(site.dtype).itemsize
-    return kernels * HOPPER.kernel_seconds / 2 + moved / HOPPER.pass_bytes
+    gpu = assumed_rates()
+    return kernels * gpu.kernel_seconds / 2 + moved / gpu.pass_bytes
 
 
 def _copies(site: Site) -> tuple[int, int]:
@@ -120,7 +122,9 @@ def _copies(site: Site) -> tuple[int, int]:
 def multiplies_in_place(site: Site) -> bool:
     """Whether the ring's matmuls are the kernel's, which reads and writes chunks in place."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
-    if site.einsum is not None or not half_precision or partly_automatic():
+    if not assumed_rates().multiplies_in_place or not half_precision:
+        return False
+    if site.einsum is not None or partly_automatic():
         return False
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])

@@ -1,0 +1,122 @@
+"""Counts how often a traced program runs each op.
+
+An op is traced once where a loop repeats it or calls of one jitted function share it, and traced
+again where it is differentiated. So decisions are not runs. While runs are counted, the equations
+of every op have a name scope with the numbers of its decision and of the trace. The program is then
+walked, with the lengths of its loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from collective_matmul.backends.base import Backend
+from collective_matmul.dispatch.recording import Decision
+
+_SCOPE = "collective_matmul.decision"
+_NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
+
+
+class RunCounter:
+    """Numbers decisions while a program is traced, and counts their runs in it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._traces = itertools.count()
+
+    def number_of(self, decision: Decision) -> int:
+        """The number of a decision. Decisions that look the same have the same number."""
+        return self._numbers.setdefault(repr(decision), len(self._numbers))
+
+    def scope_of(self, decision: Decision) -> str:
+        """The name scope of an op that is traced now."""
+        return f"{_SCOPE}{self.number_of(decision)}_{next(self._traces)}"
+
+    def runs(
+        self, program: Jaxpr, key_of: Callable[[JaxprEqn], Any] | None = None
+    ) -> tuple[Counter[int], Counter[Any]]:
+        """How often a program runs each op, by the number of its decision.
+
+        A branch counts as taken; a loop whose number of steps is computed counts one step.
+
+        Args:
+          program: the traced program.
+          key_of: a key for each further equation to be counted, or None; not asked within ops.
+
+        Returns:
+          The runs of ops by number, and those of further equations by key.
+        """
+        ops: Counter[int] = Counter()
+        others: Counter[Any] = Counter()
+
+        def walk(jaxpr: Jaxpr, times: int, around: frozenset[tuple[str, str]]) -> None:
+            found: set[tuple[str, str]] = set()
+            for equation in jaxpr.eqns:
+                inner = list(jaxprs_in_params(equation.params))
+                # What only prepares an operand may stay where a backward pass computes it again.
+                if not (inner or equation.effects or equation.primitive.name == "dot_general"):
+                    continue
+                stack = str(equation.source_info.name_stack)
+                numbers = frozenset(_NUMBERS.findall(stack))
+                found |= numbers - around
+                if key_of is not None and not (numbers | around):
+                    key = key_of(equation)
+                    if key is not None:
+                        others[key] += times
+                steps = equation.params["length"] if equation.primitive.name == "scan" else 1
+                for each in inner:
+                    walk(each, times * steps, around | numbers)
+            for number, _ in found:
+                ops[int(number)] += times
+
+        walk(program, 1, frozenset())
+        return ops, others
+
+
+class _Scoped:
+    """A backend whose equations are in a name scope."""
+
+    def __init__(self, backend: Backend, scope: str):
+        self._backend = backend
+        self._scope = scope
+
+    @property
+    def __class__(self) -> type:  # Protocols look for methods in the class.
+        return type(self._backend)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._backend, name)
+        return jax.named_scope(self._scope)(attribute) if callable(attribute) else attribute
+
+
+_counting: contextvars.ContextVar[RunCounter | None] = contextvars.ContextVar(
+    "counting", default=None
+)
+
+
+@contextlib.contextmanager
+def count_runs() -> Iterator[RunCounter]:
+    """Numbers the decisions that are taken inside the block."""
+    token = _counting.set(counter := RunCounter())
+    try:
+        yield counter
+    finally:
+        _counting.reset(token)
+
+
+def numbered(decision: Decision, backend: Backend) -> Backend:
+    """The backend of a decision; while runs are counted, its equations have the number of that."""
+    counter = _counting.get()
+    if counter is None:
+        return backend
+    proxy: Any = _Scoped(backend, counter.scope_of(decision))
+    return proxy
