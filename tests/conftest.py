@@ -82,6 +82,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("needs an NVIDIA GPU, and jax finds none: run it where there is one")
 
 
+@pytest.fixture(scope="module")
+def strict_dtype_promotion() -> Iterator[None]:
+    """As users set it who want no implicit casts: mixing bfloat16 and float32 raises."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this machine's user has tuned decides nothing in tests."""

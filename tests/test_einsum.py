@@ -26,6 +26,8 @@ from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
 from tests.reference import AXIS, assert_close, poisoned_results
 from tests.test_transforms import assert_same, result_and_gradients
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned() -> Iterator[None]:

@@ -17,6 +17,8 @@ from tests.conftest import MeshFactory
 from tests.einsum_reference import EinsumCase
 from tests.reference import AXIS, PORTABLE, assert_close, poisoned_results
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 #: The terms that have a label of each role: x, w and the result.
 ROLES = {"batch": (0, 1, 2), "free in x": (0, 2), "free in w": (1, 2), "contracted": (0, 1)}
 

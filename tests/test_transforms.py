@@ -27,6 +27,8 @@ from collective_matmul import (
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, Case, poisoned_results, reference
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 every_op = pytest.mark.parametrize("op", OPS)
 vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False])
 xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])

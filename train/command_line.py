@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> None:
         if config.print_config:
             print(config_text(config))
             return
+        # JAX's attention and optax mix dtypes, which the environment may forbid.
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices(config)
         if config.dry_run:
             dry_run(config, *mesh_sizes(config.mesh, config.model, _any_number(config)), console)

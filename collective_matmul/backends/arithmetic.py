@@ -26,8 +26,16 @@ def add(*terms: jax.Array) -> jax.Array:
     if len(terms) == 1:
         return terms[0]
     dtype = terms[0].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     return functools.reduce(jnp.add, (term.astype(wide) for term in terms)).astype(dtype)
+
+
+def accumulator(dtype: Any) -> jnp.dtype:
+    """The dtype in which terms of this floating dtype are added up: at least float32.
+
+    `jnp.promote_types` raises under ``jax_numpy_dtype_promotion="strict"``.
+    """
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def contract_rows(x: jax.Array, y: jax.Array) -> jax.Array:

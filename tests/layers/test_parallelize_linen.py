@@ -16,6 +16,8 @@ from collective_matmul.layers import Column, Row, parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import assert_close, assert_identical, random, result_and_gradients
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 FEATURES, HIDDEN = 12, 16
 PLAN = {"*.up": Column(), "*.down": Row()}
 

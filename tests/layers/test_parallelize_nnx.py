@@ -32,6 +32,8 @@ from tests.layers.reference import (
     unsharded_outcome,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 FEATURES, HIDDEN = 12, 16
 
 

@@ -36,6 +36,8 @@ from tests.rewrite.programs import (
     sites,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 xla_and_ring = pytest.mark.parametrize("implementation", ["xla", "ring"])
 
 

@@ -32,6 +32,8 @@ from tests.rewrite.programs import (
 )
 from tests.rewrite.simulator import simulated
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 
 @pytest.fixture
 def mesh(make_mesh: MeshFactory) -> Mesh:

@@ -34,6 +34,8 @@ from tests.rewrite.programs import (
     sites,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 _LLAMA, _ = programs()["llama"]
 #: Shapes of one launch: rows and columns of x, and the columns of each y.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]

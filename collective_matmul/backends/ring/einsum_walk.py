@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from collective_matmul.backends.arithmetic import einsum
+from collective_matmul.backends.arithmetic import accumulator, einsum
 from collective_matmul.backends.chunked_array import empty_like, read, write
 from collective_matmul.backends.ring.schedule import Chunk
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
@@ -57,7 +56,7 @@ def _product(equation: Equation, ring: Ring, chunk: Chunk, a: jax.Array, b: jax.
         place = Rows(array, ring.start(chunk), ring.size(chunk))
         return read(place, labels.index(equation.label))
 
-    dtype = jnp.promote_types(a.dtype, jnp.float32) if equation.accumulates else None
+    dtype = accumulator(a.dtype) if equation.accumulates else None
     return einsum(equation, chunk_of(equation.a, a), chunk_of(equation.b, b), dtype)
 
 
