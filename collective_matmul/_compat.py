@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# 0.10.2 to 0.12: no public name.
+from jax._src.core import ShardingTypeError as ShardingTypeError
+
 # 0.10.2 to 0.12: `jax.nn.dot_product_attention` does not take offsets of packed sequences.
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -76,9 +79,9 @@ def inside_branch_or_loop() -> bool:
 
 
 def partly_automatic() -> bool:
-    """Whether the compiler still chooses how arrays are sharded over other mesh axes."""
+    """Whether the compiler still divides arrays over other mesh axes, automatic or explicit."""
     mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+    return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
 def axis_index(axis_name: str) -> jax.Array:

@@ -13,13 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from collective_matmul import checks, einsum_checks
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.base import Backend
 from collective_matmul.checks import Implementation
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
+from collective_matmul.explicit_axes import entries, spec_of, specs_like, with_auto_axes
 from collective_matmul.gradients import OpParams, ReverseMode, op_params, pvary_all
 from collective_matmul.ops import named
 from collective_matmul.site import Einsum, Op, Site
@@ -86,7 +89,7 @@ def collective_einsum(
       ValueError, TypeError: for arguments that do not fit, before anything is compiled.
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
-    checks.axis_size(axis_name)
+    devices = checks.axis_size(axis_name)
     requested = checks.implementation(implementation)
     checks.arrays(x, (w,))
     labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
@@ -106,6 +109,12 @@ def collective_einsum(
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
+    if not x.size or not w.size:  # XLA can neither gather nor sum these over devices.
+        sizes = sizes_w | sizes_x
+        whole = (sizes_w if from_w else sizes_x).get(label, 0) * devices
+        sizes[label] = sizes[label] // devices if gather is None else whole
+        zeros = jnp.zeros([sizes[label] for label in labels_y], x.dtype)
+        return named(vary_over(zeros, varying_axes(x)))
     equation = Equation(labels_x, labels_w, labels_y, label)
     call = op_params(axis_name, None, requested)
     einsum = einsum_scattered if gather is None else einsum_of_gathered
@@ -120,7 +129,11 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2, 3))
 def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
     """The einsum of the gathered a and b; both vary over the axis."""
     chosen = _chosen(call, "all_gather_matmul", equation, a, b)
-    return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
+
+    def of_gathered(a, b):
+        return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
+
+    return with_auto_axes(of_gathered, lambda: _result_spec(equation, a, b), a, b)
 
 
 def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
@@ -129,6 +142,13 @@ def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpPa
 
 
 def _gathered_backward(
+    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+):
+    gradients = functools.partial(_gathered_gradients, equation, call)
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+
+
+def _gathered_gradients(
     equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
     a, b = residuals
@@ -150,7 +170,11 @@ einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
 def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
     """The einsum of a and b, summed and scattered along the label; both vary over the axis."""
     chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
-    return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
+
+    def scattered(a, b):
+        return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
+
+    return with_auto_axes(scattered, lambda: _result_spec(equation, a, b), a, b)
 
 
 def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
@@ -159,6 +183,13 @@ def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpP
 
 
 def _scattered_backward(
+    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+):
+    gradients = functools.partial(_scattered_gradients, equation, call)
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+
+
+def _scattered_gradients(
     equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
     a, b = residuals
@@ -204,6 +235,13 @@ def _chosen(
         **attributes,
     )
     return choose(site, call.implementation)
+
+
+def _result_spec(equation: Equation, a: jax.Array, b: jax.Array) -> PartitionSpec:
+    """The explicit axes that shard the result: those of each label, in a or else in b."""
+    axes = dict(zip(equation.b, entries(b), strict=True))
+    axes |= {k: v for k, v in zip(equation.a, entries(a), strict=True) if v or k not in axes}
+    return spec_of([axes[label] for label in equation.y])
 
 
 def _einsum(equation: Equation, a: jax.Array, b: jax.Array) -> Einsum:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import (
     inside_branch_or_loop,
@@ -30,6 +31,7 @@ from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.explicit_axes import Entry, entries, spec_of, specs_like, with_auto_axes
 from collective_matmul.site import Op, Site
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -135,14 +137,23 @@ def gather_matmul(
 
 def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     chosen = call.choose("all_gather_matmul", (x,) * len(ws), ws, keep_gathered=call.keep_gathered)
-    return chosen.all_gather_matmul(
-        x,
-        ws,
-        call.axis_name,
-        dimension=call.shard_dimension,
-        transpose_w=call.transpose_w,
-        keep_gathered=call.keep_gathered,
-    )
+
+    def in_parts(x, ws):
+        ys, gathered = chosen.all_gather_matmul(
+            x,
+            ws,
+            call.axis_name,
+            dimension=call.shard_dimension,
+            transpose_w=call.transpose_w,
+            keep_gathered=call.keep_gathered,
+        )
+        return ys, *_parts(gathered)
+
+    def specs():
+        return tuple(_product_spec(x, w, call) for w in ws), spec_of(entries(x)), spec_of(())
+
+    ys, chunks, starts = with_auto_axes(in_parts, specs, x, ws)
+    return ys, chunks if starts is None else ChunkedArray(chunks, starts)
 
 
 def _gather_matmul_forward(x, ws, call: OpParams):
@@ -157,6 +168,11 @@ def _gather_matmul_keeping_forward(x, ws, call: OpParams):
 
 
 def _gather_matmul_backward(call: OpParams, residuals, cotangents):
+    gradients = functools.partial(_gather_matmul_gradients, call)
+    return with_auto_axes(gradients, lambda: specs_like(residuals[:2]), residuals, cotangents)
+
+
+def _gather_matmul_gradients(call: OpParams, residuals, cotangents):
     x, ws, gathered = residuals
     dys, dgathered = cotangents
     dys = tuple(map(_instantiate, dys))
@@ -211,9 +227,14 @@ def matmul_scatter(
 ) -> jax.Array:
     """``reduce_scatter(sum of x @ w)`` over pairs."""
     chosen = call.choose("matmul_reduce_scatter", xs, ws)
-    return chosen.matmul_reduce_scatter(
-        xs, ws, call.axis_name, dimension=call.shard_dimension, transpose_w=call.transpose_w
-    )[0]
+
+    def matmul_reduce_scatter(xs, ws):
+        return chosen.matmul_reduce_scatter(
+            xs, ws, call.axis_name, dimension=call.shard_dimension, transpose_w=call.transpose_w
+        )[0]
+
+    spec = lambda: _product_spec(xs[0], ws[0], call)  # noqa: E731
+    return with_auto_axes(matmul_reduce_scatter, spec, xs, ws)
 
 
 def _matmul_scatter_forward(xs, ws, call: OpParams):
@@ -222,6 +243,11 @@ def _matmul_scatter_forward(xs, ws, call: OpParams):
 
 
 def _matmul_scatter_backward(call: OpParams, residuals, dy):
+    gradients = functools.partial(_matmul_scatter_gradients, call)
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+
+
+def _matmul_scatter_gradients(call: OpParams, residuals, dy):
     xs, ws = residuals
     dimension, transpose_w = call.shard_dimension, call.transpose_w
     attributes = {"keep_gathered": True, "direction": "backward"}
@@ -245,7 +271,11 @@ matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 def matmul_all_reduce(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
     """``psum(x @ w)``."""
     chosen = call.choose("matmul_all_reduce", (x,), (w,))
-    return chosen.matmul_all_reduce(x, w, call.axis_name)
+
+    def all_reduce(x, w):
+        return chosen.matmul_all_reduce(x, w, call.axis_name)
+
+    return with_auto_axes(all_reduce, lambda: _product_spec(x, w, call), x, w)
 
 
 def _matmul_all_reduce_forward(x, w, call: OpParams):
@@ -254,6 +284,11 @@ def _matmul_all_reduce_forward(x, w, call: OpParams):
 
 
 def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
+    gradients = functools.partial(_matmul_all_reduce_gradients, call)
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+
+
+def _matmul_all_reduce_gradients(call: OpParams, residuals, dy):
     x, w = residuals  # There is no communication that a matmul could hide.
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(x))
@@ -277,7 +312,12 @@ def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tupl
 
     Differentiable, for programs that contain gradients and are differentiated again.
     """
-    return chunked_array.weight_gradients(x, ys, dimension=dimension)
+    products = functools.partial(chunked_array.weight_gradients, dimension=dimension)
+
+    def specs():
+        return tuple(spec_of((_column_entry(x), _column_entry(y))) for y in ys)
+
+    return with_auto_axes(products, specs, x, ys)
 
 
 def _weight_gradients_forward(x, ys, dimension: int | None):
@@ -289,7 +329,10 @@ def _weight_gradients_backward(dimension: int | None, operands, dws):
         x, *ys = (chunked_array.whole_of(array, dimension) for array in (x, *ys))
         return tuple(contract_rows(x, y) for y in ys)
 
-    return jax.vjp(contract, *operands)[1](dws)
+    def gradients(operands, dws):
+        return jax.vjp(contract, *operands)[1](dws)
+
+    return with_auto_axes(gradients, lambda: specs_like(operands), operands, dws)
 
 
 weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
@@ -326,6 +369,22 @@ def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]
     if not isinstance(gathered, ChunkedArray):
         return results
     return lax.optimization_barrier(results)
+
+
+def _product_spec(x: jax.Array, w: jax.Array, call: OpParams) -> PartitionSpec:
+    """The explicit axes that shard x @ w: those of x's rows and of w's columns."""
+    return spec_of((*entries(x)[:-1], entries(w)[0 if call.transpose_w else 1]))
+
+
+def _column_entry(array: jax.Array | ChunkedArray) -> Entry:
+    return entries(array.chunks[0] if isinstance(array, ChunkedArray) else array)[-1]
+
+
+def _parts(gathered: GatherResidual) -> tuple[Any, Any]:
+    """The chunks and their starts; or what is not a `ChunkedArray`, and None."""
+    if isinstance(gathered, ChunkedArray):
+        return gathered.chunks, gathered.starts
+    return gathered, None
 
 
 def _is_primal(value: Any) -> bool:

@@ -4,6 +4,9 @@ Call them inside `jax.shard_map` on per-device arrays. D is the size of `axis_na
 local unless noted otherwise. The operands share one dtype (float32, bfloat16 or float16). The
 result and everything communicated have that dtype too; each matmul accumulates in float32.
 
+Mesh axes that stay automatic or explicit inside the `shard_map` may shard any dimension. Over
+explicit axes, a result is sharded as x's rows and w's columns.
+
 The backward pass of each op is the other op, so that gradients hide their communication too. A
 gathered array is not stored between the passes: the backward pass gathers it again, in the loop
 that computes the other gradient. The weight gradient is then one undivided matmul.
@@ -27,9 +30,11 @@ from collections.abc import Sequence
 from typing import overload
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import checks, gradients
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.checks import Implementation
 from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
 
@@ -83,13 +88,17 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
-    checks.axis_size(axis_name)
+    devices = checks.axis_size(axis_name)
     requested = checks.implementation(implementation)
     checks.operands(x, ws)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = pvary_all(axis_name, x, *map(_as_matrix, ws))
-    call = op_params(axis_name, dimension, requested)
-    ys, _ = gather_matmul(x, tuple(matrices), call)
+    if x.size:
+        call = op_params(axis_name, dimension, requested)
+        ys, _ = gather_matmul(x, tuple(matrices), call)
+    else:
+        rows = x.shape[dimension] * devices
+        ys = [_product_of_nothing(x, matrix, {dimension: rows}) for matrix in matrices]
     ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
@@ -136,8 +145,11 @@ def matmul_reduce_scatter(
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = op_params(axis_name, dimension, requested)
-    y = matmul_scatter((x,), (matrix,), call)
+    if x.size:
+        call = op_params(axis_name, dimension, requested)
+        y = matmul_scatter((x,), (matrix,), call)
+    else:
+        y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices})
     return named(_split_columns(y / devices if mean else y, w))
 
 
@@ -173,9 +185,28 @@ def matmul_all_reduce(
     requested = checks.implementation(implementation)
     checks.operands(x, (w,))
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
-    call = op_params(axis_name, None, requested)
-    y = gradients.matmul_all_reduce(x, matrix, call)
+    if x.size:
+        call = op_params(axis_name, None, requested)
+        y = gradients.matmul_all_reduce(x, matrix, call)
+    else:
+        y = _product_of_nothing(x, matrix, {}, summed_over=axis_name)
     return named(_split_columns(y, w))
+
+
+def _product_of_nothing(
+    x: jax.Array, w: jax.Array, sizes: dict[int, int], summed_over: str | None = None
+) -> jax.Array:
+    """The product of an x without elements, which XLA can neither gather nor sum over devices.
+
+    Args:
+      x: [..., K], with K or another size 0.
+      w: [K, N].
+      sizes: the sizes of dimensions of the result that differ from x's.
+      summed_over: an axis over which the result does not vary.
+    """
+    shape = [sizes.get(i, size) for i, size in enumerate((*x.shape[:-1], w.shape[1]))]
+    zeros = jnp.zeros(shape, x.dtype)
+    return vary_over(zeros, (varying_axes(x) | varying_axes(w)) - {summed_over})
 
 
 def _as_matrix(w: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "_compat",
         "data",
         "equation",
+        "explicit_axes",
         "hardware",
         "log",
         "peer_access",

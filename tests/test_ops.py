@@ -26,6 +26,8 @@ from tests.reference import (
     reference,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 every_op = pytest.mark.parametrize("op", OPS)
 every_implementation = pytest.mark.parametrize("implementation", PORTABLE)
 
@@ -171,3 +173,14 @@ def test_without_jit(make_mesh: MeshFactory) -> None:
     x, (w,), _ = case.arrays()
     (y,) = case.sharded(make_mesh({AXIS: 2}))(jnp.asarray(x), (jnp.asarray(w),))
     np.testing.assert_allclose(y, x @ w, rtol=1e-6)  # Sums of two products.
+
+
+@pairwise(op=OPS, implementation=[None, *PORTABLE], x=[(2, 4, 0), (0, 4, 6)], vma=[True, False])
+def test_empty_operands(
+    op: str, implementation: str | None, x: tuple, vma: bool, make_mesh: MeshFactory
+) -> None:
+    """Sums of no terms are zero. XLA has no collectives of empty arrays."""
+    dimension = 0 if op == "matmul_all_reduce" else 1
+    case = Case(op, implementation, 2, x[:2], x[2], ((4,),), dimension, check_vma=vma)
+    outcome = case.run(make_mesh({AXIS: 2}), case.arrays())
+    jax.tree.map(np.testing.assert_array_equal, outcome, reference(*case.arrays()))

@@ -10,6 +10,7 @@ from jax import lax
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.arithmetic import add, contract_rows, matmul
+from collective_matmul.explicit_axes import with_type_of
 from collective_matmul.mosaic_gpu import chunk_matmul
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 
@@ -126,4 +127,4 @@ def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> j
     """An uninitialized array: `array`'s shape except for `sizes`, varying over the axes of all."""
     shape = [sizes.get(i, size) for i, size in enumerate(array.shape)]
     axes = frozenset().union(*map(varying_axes, (array, *others)))
-    return vary_over(lax.empty(tuple(shape), array.dtype), axes)
+    return with_type_of(array, vary_over(lax.empty(tuple(shape), array.dtype), axes))

@@ -154,8 +154,8 @@ def unsupported_dot(equation: JaxprEqn) -> str | None:
         return f"its matmul is of {x.dtype}"
     if _asks_for_precision(parameters["precision"]):
         return f"its matmul asks for precision {parameters['precision']}, which the ops do not take"
-    if any(getattr(parameters.get("out_sharding"), "spec", None) or ()):
-        return "its matmul asks for a sharding of its result"
+    if getattr(getattr(parameters.get("out_sharding"), "spec", None), "unreduced", None):
+        return "its matmul leaves its result unreduced over an explicit mesh axis (out_sharding)"
     if 0 in (*x.shape, *w.shape):
         return "an empty array: nothing to multiply"
     return None

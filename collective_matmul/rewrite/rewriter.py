@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from collective_matmul._compat import ShardingTypeError
 from collective_matmul.backends import REFERENCE
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.gradients import OpParams
@@ -288,6 +289,8 @@ class Rewriter:
                 # Who requests a backend by name expects it, and may not call `explain`.
                 warn_once(f"overlap leaves {match.collective.kind} alone: {error.reason}")
                 return error.reason
+            except ShardingTypeError:
+                return "the op would reshape arrays that an explicit mesh axis shards"
         site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]
         if decision.implementation == REFERENCE.name and needs_transpose(match):

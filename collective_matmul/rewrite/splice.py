@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.dispatch.recording import Decision, record_decisions
+from collective_matmul.explicit_axes import with_type_of
 from collective_matmul.rewrite.dependencies import Scheduled, in_order
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.replacements import Replacement, ResidualRef
@@ -72,7 +74,7 @@ def trace(
                 kept[item] if isinstance(item, ResidualRef) else type_of(item)
                 for item in replacement.inputs
             ]
-            closed, shapes = jax.make_jaxpr(jax.jit(replacement.fun), return_shape=True)(*arguments)
+            closed, shapes = jax.make_jaxpr(_typed(replacement), return_shape=True)(*arguments)
             assert not closed.consts, "replacements have no constants other than scalars"
             jaxprs.append(closed.jaxpr)
             trees.append(tuple(map(jax.tree.structure, shapes)))
@@ -82,6 +84,20 @@ def trace(
                 if isinstance(item, ResidualRef):
                     kept[item] = made
     return TracedReplacements(tuple(jaxprs), tuple(trees), tuple(decisions))
+
+
+def _typed(replacement: Replacement) -> Callable[..., tuple]:
+    """A replacement as one call, its results sharded over explicit mesh axes as the program's."""
+
+    @jax.jit
+    @functools.wraps(replacement.fun)
+    def fun(*arguments: Any) -> tuple:
+        return tuple(
+            result if isinstance(item, ResidualRef) else with_type_of(item.aval, result)
+            for item, result in zip(replacement.outputs, replacement.fun(*arguments), strict=True)
+        )
+
+    return fun
 
 
 def instantiate(

@@ -1,0 +1,75 @@
+"""Explicit mesh axes inside a `shard_map` that makes only some axes manual.
+
+Arrays are then typed with their sharding over the explicit axes, and JAX asks for the sharding of
+every result that it cannot infer. The ops treat such axes as automatic: the compiler keeps arrays
+sharded over them. Each result is typed again as its operands tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
+
+#: The mesh axes that shard a dimension: one name, several, or None.
+Entry = str | tuple[str, ...] | None
+
+
+def with_auto_axes(fun: Callable[..., Any], result_specs: Callable[[], Any], *args: Any) -> Any:
+    """``fun(*args)``, where explicit mesh axes are automatic.
+
+    JAX cannot store residuals that were computed there, so call it within custom gradients only.
+
+    Args:
+      fun: a function of pytrees of arrays.
+      result_specs: returns a prefix of the pytree of results with a `PartitionSpec` for each.
+      args: its arguments; what is not an array is passed on unchanged.
+    """
+    explicit = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
+    if not explicit:
+        return fun(*args)
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def of_arrays(*arrays: jax.Array) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return fun(*jax.tree.unflatten(tree, filled))
+
+    typed = jax.sharding.auto_axes(of_arrays, axes=explicit, out_sharding=result_specs())
+    return typed(*(leaves[place] for place in places))
+
+
+def entries(array: Any) -> tuple[Entry, ...]:
+    """The explicit axes that shard each dimension of an array or an array type."""
+    kind = array if isinstance(array, ShapedArray) else jax.typeof(array)
+    partitions = tuple(kind.sharding.spec)
+    return partitions + (None,) * (len(kind.shape) - len(partitions))
+
+
+def specs_like(arrays: Any) -> Any:
+    """The specs of arrays, in their pytree."""
+    return jax.tree.map(lambda array: spec_of(entries(array)), arrays)
+
+
+def spec_of(dimensions: Sequence[Entry]) -> PartitionSpec:
+    """The spec of a result with these dimensions. An axis can shard only the first that has it."""
+    used: set[str] = set()
+    spec = []
+    for entry in dimensions:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        free = tuple(name for name in names if name not in used)
+        used.update(free)
+        spec.append(free or None)
+    return PartitionSpec(*spec)
+
+
+def with_type_of(array: Any, result: jax.Array) -> jax.Array:
+    """The result, sharded over explicit axes as the array is."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes or entries(array) == entries(result):
+        return result
+    return jax.sharding.reshard(result, specs_like(array))
