@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from collective_matmul.layers.sharding_context import ShardingContext
+from collective_matmul.layers.sharding_context import ShardingContext, known_axis_size
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -41,6 +42,20 @@ def features(argument: str, value: int | Sequence[int], axis_name: str, devices:
             f"{argument}={shown}: {size} is not divisible by axis {axis_name!r} of size {devices};"
             f" the nearest to it: {nearest}"
         )
+
+
+def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
+    """Checks that the axis, if its size is known, divides the heads of Flax's attention.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    if devices := known_axis_size(axis_name, mesh):
+        for name in ("num_heads", "num_kv_heads"):
+            try:
+                features(name, getattr(module, name, module.num_heads), axis_name, devices)
+            except ValueError as error:
+                raise ValueError(f"{path!r}: {error}") from None
 
 
 def kernel(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
-from collective_matmul.layers import linen_attention, linen_specs, path_patterns
+from collective_matmul.layers import layer_checks, linen_attention, linen_specs, path_patterns
 from collective_matmul.layers.functions import column_parallel, row_parallel
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import KernelRanks, unboxed
@@ -181,9 +181,11 @@ class ParallelModule:
             if context.method_name != "__call__" or module.scope is None:
                 return call(*args, **kwargs)
             path, kind = ".".join(module.path), path_patterns.class_that_calls(type(module))
-            if kind in LINEAR_LAYERS or kind in linen_attention.ATTENTION_MODULES:
+            is_layer = kind in LINEAR_LAYERS or kind in linen_attention.ATTENTION_MODULES
+            if is_layer:
                 layers.add(path)
-            pattern, style = self._style(path)
+            # A "*" is not meant for the model as a whole, unless it is a layer.
+            pattern, style = self._style(path) if path or is_layer else (None, None)
             if pattern is None or style is None:
                 return call(*args, **kwargs)
             try:
@@ -205,6 +207,7 @@ class ParallelModule:
         self, call: Callable, module: linen.Module, style: Heads, args: Any, kwargs: Any
     ) -> Any:
         """The result of an attention module. One gather for each distinct input."""
+        layer_checks.heads(".".join(module.path), module, self.axis_name, self.mesh)
         if module.is_initializing():
             return call(*args, **kwargs)
         context = current_context(self.axis_name, self.mesh)

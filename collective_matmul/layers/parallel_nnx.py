@@ -11,7 +11,7 @@ from flax.core import FrozenDict
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
-from collective_matmul.layers import path_patterns
+from collective_matmul.layers import layer_checks, path_patterns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.nnx_attention import (
     can_share_gather,
@@ -61,7 +61,7 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
       ValueError: if the plan does not fit the model, before anything is changed.
     """
     nodes = [("", model), *_nodes(model)]
-    entries = _matched_layers(nodes, plan)
+    entries = _matched_layers(nodes, plan, options)
     collective = {key: _collective_layer(entry, options) for key, entry in entries.items()}
     # The model is changed from here on. Layers and parameters by identity, as both may be shared.
     fresh: dict[int, Any] = {}
@@ -79,7 +79,9 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     return model
 
 
-def _matched_layers(nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles) -> dict[int, Entry]:
+def _matched_layers(
+    nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles, options: dict[str, Any]
+) -> dict[int, Entry]:
     """The layers that the plan matches, by their `id`.
 
     Raises:
@@ -107,6 +109,7 @@ def _matched_layers(nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles) -
             add(path, node, style, pattern)
             continue
         path_patterns.check_layer(plan, pattern, path, node, ATTENTION_MODULES, "nnx")
+        layer_checks.heads(path, node, options["axis_name"], options["mesh"])
         for name, of_layer in style.layers().items():
             add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
     takes = (*LINEAR_LAYERS, *ATTENTION_MODULES)

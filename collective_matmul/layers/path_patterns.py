@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from collective_matmul.layers.parallel_styles import ParallelStyle, ParallelStyles
+from collective_matmul.layers.parallel_styles import Heads, ParallelStyle, ParallelStyles
 
 
 def check(plan: ParallelStyles) -> None:
@@ -86,8 +86,8 @@ def check_layer(
     if kind not in kinds:
         raise ValueError(
             f"{where} is a {type(layer).__name__}, defined in {type(layer).__module__};"
-            f" {type(plan[pattern]).__name__}() takes {_listed(kinds, library)}."
-            f" {_advice(type(layer))}"
+            f" {type(plan[pattern]).__name__}() takes {_listed(kinds, library)}"
+            f"{_advice(type(layer), kinds, plan[pattern])}"
         )
     for name, plain in kinds[kind].items():
         value = getattr(layer, name)
@@ -134,7 +134,15 @@ def _listed(kinds: Collection[type], library: str) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _advice(kind: type) -> str:
+def _advice(kind: type, kinds: Collection[type], style: ParallelStyle) -> str:
+    """How an error about a module of another class goes on."""
+    linear_layers = "Column() and Row() take linear layers"
+    if issubclass(kind, tuple(kinds)):
+        advice = ", and subclasses that inherit its __call__; this one has its own. "
+        inside = f"{linear_layers.replace('linear', 'the linear')} inside it"
+        return advice + (inside if isinstance(style, Heads) else "Leave it out of the plan")
+    if isinstance(style, Heads):
+        return f". {linear_layers}"
     if kind.__name__.endswith("Attention"):
-        return "Heads() takes Flax's attention modules"
-    return "Narrow the pattern so that it matches only such layers"
+        return ". Heads() takes Flax's attention modules"
+    return ". Narrow the pattern so that it matches only such layers"
