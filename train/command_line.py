@@ -19,6 +19,7 @@ from train.checkpoint import SaveError
 from train.config import PRESETS, Config, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.dry_run import dry_run
+from train.evaluation import evaluated_sequences
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
@@ -114,9 +115,25 @@ def announce(setup: Setup, console: Console) -> None:
         f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+        *describe_held_out(setup),
         describe_schedule(config.optimizer, config.steps),
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def describe_held_out(setup: Setup) -> list[str]:
+    """What is evaluated, and a warning if it is not held out."""
+    config, text = setup.config, setup.held_out
+    if text is None:
+        return []
+    tokens = evaluated_sequences(config, text) * text.sequence_length
+    line = (
+        f"held-out text: {text.description}, {tokens:,} of {text.token_count:,} tokens, every"
+        f" {config.eval_interval} steps, sha256 {text.sha256}"
+    )
+    if text.sha256 == setup.text.sha256:
+        return [line, "warning: the held-out text is the text that is trained on"]
+    return [line]
 
 
 def describe_schedule(config: OptimizerConfig, steps: int) -> str:
@@ -146,16 +163,20 @@ def conclude(
     )
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
-        resume = [_interpreter(), "-m", "train", *plain, "--steps", str(2 * last.step), "--resume"]
+        begun = _without(plain, "--init-from")
+        resume = [_interpreter(), "-m", "train", *begun, "--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
         lines.append("to be able to continue a run, give it --checkpoint-dir DIR")
+    # Comparing keeps no files.
     shared = _without(
-        plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps"
-    )
+        plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps",
+        "--tensorboard", "--wandb", "--eval-data", "--eval-interval", "--eval-batches",
+    )  # fmt: skip
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
-    if config.config is not None:  # Comparing keeps no files, which the file may name.
+    if config.config is not None:  # The file may name some.
         compare += ["--checkpoint-dir", "None", "--log-file", "None", "--no-resume"]
+        compare += ["--tensorboard", "None", "--no-wandb"]
     schedule = dataclasses.replace(config.optimizer, decay_steps=None)
     if config.optimizer != schedule.with_schedule_of(config.steps):
         compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]

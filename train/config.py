@@ -97,6 +97,15 @@ class Config:
     separate_documents: bool = False
     """Keep documents in one sequence apart: attention does not cross their ends, and positions
     count from 0 in each."""
+    eval_data: str | None = None
+    """File or glob of held-out text, read as --data is; default: none is evaluated."""
+    eval_interval: int = 100
+    """Steps between evaluations. The last step is always evaluated."""
+    eval_batches: int | None = None
+    """Number of batches of the held-out text to evaluate, from its beginning; default: all."""
+    init_from: str | None = None
+    """Checkpoint whose weights the run begins with: a directory of checkpoints, or one step_N in
+    it. Nothing else is taken from it."""
     checkpoint_dir: str | None = None
     """Directory of the checkpoints; default: none are saved."""
     save_interval: int = 100
@@ -112,6 +121,10 @@ class Config:
     """Steps between log lines."""
     log_file: str | None = None
     """File for a copy of the log as JSON lines."""
+    tensorboard: str | None = None
+    """Directory for a copy of the log in TensorBoard's format."""
+    wandb: bool = False
+    """Copy the log to Weights & Biases; its variables apply, such as WANDB_PROJECT, WANDB_MODE."""
     profile: str | None = None
     """FIRST:LAST, the steps to record with jax.profiler."""
     profile_dir: str = "profile"
@@ -156,12 +169,13 @@ def check(config: Config, data: int, tensor: int) -> None:
     """
     for name in (
         "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
-        "max_to_keep", "log_interval",
+        "max_to_keep", "log_interval", "eval_interval", "eval_batches",
     ):  # fmt: skip
-        if getattr(config, name) < 1:
+        value = getattr(config, name)
+        if value is not None and value < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
     _check_overlap(config.overlap)
-    _check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer)
     config.model.check_tensor_axis(tensor)
     if config.sequence_length % tensor:
         raise ValueError(
@@ -197,7 +211,7 @@ def _check_overlap(value: str) -> None:
         ) from None
 
 
-def _check_optimizer(config: OptimizerConfig) -> None:
+def check_optimizer(config: OptimizerConfig) -> None:
     """Raises ValueError for a value that AdamW, its schedule or clipping cannot use."""
     for name, fits, expected in (
         ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),

@@ -20,7 +20,7 @@ import hashlib
 import platform
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +86,11 @@ class TextData:
         ends = self.document_ends[self.document_ends < starts[-1]]
         lengths = np.diff(np.union1d(starts, ends)).astype(np.float64)
         return round(np.sum(lengths**2) / np.sum(lengths))
+
+    def sequences(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """A batch of these sequences, numbered from 0 in the order of the text."""
+        records = [self._windows[number] for number in numbers]
+        return {name: np.stack([record[name] for record in records]) for name in records[0]}
 
     @cached_property
     def _windows(self) -> PackedWindows:

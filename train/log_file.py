@@ -49,7 +49,7 @@ class LogFile:
             os.truncate(self._path, size)
             raise
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Does nothing: the file is open during a `write` only."""
 
 

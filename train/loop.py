@@ -12,21 +12,17 @@ import jax
 from rich.console import Console
 
 from collective_matmul import record_decisions
+from train.evaluation import Evaluator
+from train.initial_state import initial_state
 from train.log_file import LogFile
 from train.metrics import Meter, Record, model_flops_per_token
 from train.reporter import Reporter, Writer
 from train.run_record import run_record
-from train.saved_checkpoint import differences
 from train.setup import Setup
 from train.shutdown import Shutdown
-from train.state import TrainState, init_state, state_on_mesh
+from train.state import Params, TrainState
 from train.step import Metrics, make_parameter_norm, make_step
-
-# Fields that do not influence any number of a run.
-_WITHOUT_INFLUENCE = (
-    "checkpoint_dir", "config", "log_file", "log_interval", "max_to_keep", "profile", "profile_dir",
-    "resume", "resume_step", "save_interval",
-)  # fmt: skip
+from train.trackers import TensorBoard, WeightsAndBiases
 
 
 class NonFiniteError(ArithmeticError):
@@ -61,7 +57,7 @@ def train(
     profiler = _Profiler(config.profile_steps, config.profile_dir)
     shutdown = shutdown or Shutdown()
     try:
-        state, first_step = _initial_state(setup, batches, console)
+        state, first_step = initial_state(setup, batches, console)
         with _open_reporter(setup, console, first_step) as reporter:
             step = _compile(setup, state, console)
             parameter_norm = make_parameter_norm(setup.model, setup.mesh)
@@ -75,6 +71,7 @@ def train(
                 ending.wait()
                 ending.pending = number, metrics
                 profiler.after(number, metrics)
+                ending.evaluate(number, state["params"], shutdown)
                 stopping = shutdown.requested
                 if checkpoints is not None and (
                     number == config.steps or stopping or checkpoints.should_save(number)
@@ -94,12 +91,15 @@ def train(
 
 
 class _StepEnd:
-    """Waits for a step's metrics, counts the step, and logs it at the end of an interval."""
+    """Waits for a step's metrics, counts the step, logs it at the end of an interval, evaluates."""
 
     def __init__(
         self, setup: Setup, reporter: Reporter, listener: Callable[[Record], object] | None
     ):
         self.setup, self.reporter, self.listener = setup, reporter, listener
+        self.evaluator = None
+        if setup.held_out is not None:
+            self.evaluator = Evaluator(setup.config, setup.model, setup.mesh, setup.held_out)
         self.pending: tuple[int, Metrics] | None = None
         config, model = setup.config, setup.config.model
         self.meter = Meter(
@@ -132,6 +132,17 @@ class _StepEnd:
                 self.listener(record)
         if not finite:
             self._stop(number, f"loss {loss} and gradient norm {grad_norm} are not both finite")
+
+    def evaluate(self, number: int, params: Params, shutdown: Shutdown) -> None:
+        """Evaluates on held-out text, if it is due and nothing asks to stop. The time does not
+        count for the steps."""
+        config = self.setup.config
+        if self.evaluator is None or (number % config.eval_interval and number != config.steps):
+            return
+        self.wait()
+        with self.meter.paused():
+            evaluation = self.evaluator(params, lambda: shutdown.requested)
+        self.reporter.evaluated(number, evaluation)
 
     def check_parameters(self, number: int, norm: float) -> None:
         """Raises NonFiniteError if the norm of the parameters is not finite."""
@@ -174,30 +185,14 @@ class _Profiler:
             jax.profiler.stop_trace()
 
 
-def _initial_state(setup: Setup, batches, console: Console) -> tuple[TrainState, int]:
-    """The initial state and the number of steps before it. Positions `batches` accordingly."""
-    if setup.checkpoints is None or not setup.config.resume:
-        return init_state(setup.model, setup.optimizer, setup.mesh), 0
-    restored = setup.checkpoints.restore(state_on_mesh(setup.model, setup.optimizer, setup.mesh))
-    batches.set_state(restored.data_position)
-    console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
-    if not restored.verified:
-        console.print("it is not verified: an earlier release saved it, without checksums")
-    changed = differences(setup.checkpoints.configuration(restored.step), setup.configuration)
-    listed = [
-        f"{name} was {was}, is {now}"
-        for name, (was, now) in changed.items()
-        if name not in _WITHOUT_INFLUENCE
-    ]
-    if listed:
-        console.print(f"changed since: {', '.join(listed)}", highlight=False, soft_wrap=True)
-    return restored.state, restored.step
-
-
 def _open_reporter(setup: Setup, console: Console, first_step: int) -> Reporter:
     """A reporter to the console and to what the configuration names. Records the run first."""
     config = setup.config
     writers: list[Writer] = [] if config.log_file is None else [LogFile(config.log_file)]
+    if config.tensorboard is not None:
+        writers.append(TensorBoard(config.tensorboard, first_step))
+    if setup.wandb_run_id is not None:
+        writers.append(WeightsAndBiases(setup.wandb_run_id))
     description = run_record(setup.configuration, setup.mesh) if writers else {}
     reporter = Reporter(console, writers, first_step=first_step, steps=config.steps)
     if config.resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,13 @@ class Meter:
         batch = next(batches)
         self._data_seconds += self._clock() - started
         return batch
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time inside out of the interval."""
+        started = self._clock()
+        yield
+        self._started += self._clock() - started
 
     def step_done(self) -> None:
         """Counts a step whose result has arrived."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from train.evaluation import Evaluation
 from train.metrics import Record
 
 
@@ -25,8 +26,8 @@ class Writer(Protocol):
         """Keeps an event; `train.log_file` lists the kinds."""
         ...
 
-    def close(self) -> None:
-        """Flushes and closes."""
+    def close(self, failed: bool) -> None:
+        """Flushes and closes. `failed` says whether the run ended with an error."""
         ...
 
 
@@ -75,7 +76,7 @@ class Reporter:
     ) -> None:
         self._progress.stop()
         for writer in self._writers:
-            writer.close()
+            writer.close(failed=error is not None)
 
     def advance(self, step: int) -> None:
         """Moves the progress bar."""
@@ -88,6 +89,20 @@ class Reporter:
         self.records.append(record)
         self._print(text(record).rjust(width) for _, width, text in self._COLUMNS)
         self.write("step", dataclasses.asdict(record))
+
+    def evaluated(self, step: int, evaluation: Evaluation | None) -> None:
+        """Prints and writes the loss on held-out text after a step. None is said to be left out."""
+        if evaluation is None:
+            self._print([f"{step}".rjust(self._COLUMNS[0][1]), "held-out text is left out"])
+            return
+        self._print(
+            [
+                f"{step}".rjust(self._COLUMNS[0][1]),
+                f"held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.4g},"
+                f" {evaluation.tokens:,} tokens in {evaluation.seconds:.1f} s",
+            ]
+        )
+        self.write("evaluation", {"step": step, **dataclasses.asdict(evaluation)})
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
         """Hands an event to the writers. A full disk does not stop the training."""

@@ -107,14 +107,21 @@ class SavedCheckpoint:
         Raises:
             ValueError: as ``restore``, for the parameters.
         """
+        self.check_params(abstract_params)
+        return self._arrays({"params": abstract_params})["params"]
+
+    def check_params(self, abstract_params: Any) -> None:
+        """Compares names, shapes and dtypes of the parameters with those that are saved.
+
+        Raises:
+            ValueError: they differ, or cannot be read.
+        """
         saved = {
             name: signature
             for name, signature in self._saved_signatures().items()
             if name.startswith("params.")
         }
-        abstract = {"params": abstract_params}
-        self._check_signatures(saved, abstract)
-        return self._arrays(abstract)["params"]
+        self._check_signatures(saved, {"params": abstract_params})
 
     def _saved_signatures(self) -> dict[str, str]:
         path = self.path / "state"

@@ -12,13 +12,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from train.checkpoint import Checkpoints
-from train.config import Config, check
+from train.config import Config, check, check_optimizer
 from train.data import TextData, open_dataset
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
-from train.saved_checkpoint import differences
+from train.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
+from train.trackers import check_trackers, new_run_id
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,23 @@ class Setup:
       config: its configuration.
       mesh: mesh with the axes "data" and "tensor".
       text: the data.
+      held_out: the text to evaluate on, or None.
+      init_from: the checkpoint with the initial weights; None for random ones, or if the run
+        resumes.
       model: the model.
       optimizer: the optimizer.
+      wandb_run_id: the identity of the run at Weights & Biases, or None.
       checkpoints: open checkpoints, to be closed by the owner; None if nothing is saved.
     """
 
     config: Config
     mesh: Mesh
     text: TextData
+    held_out: TextData | None
+    init_from: SavedCheckpoint | None
     model: ModelFunctions
     optimizer: optax.GradientTransformation
+    wandb_run_id: str | None
     checkpoints: Checkpoints | None
 
     @property
@@ -49,7 +57,12 @@ class Setup:
     @property
     def configuration(self) -> dict[str, Any]:
         """The configuration that is saved with the state."""
-        return _configuration(self.config, self.text)
+        configuration = _configuration(self.config, self.text)
+        if self.held_out is not None:
+            configuration["eval_text"] = _identity(self.held_out)
+        if self.wandb_run_id is not None:
+            configuration["wandb_run_id"] = self.wandb_run_id
+        return configuration
 
 
 def prepare(config: Config) -> Setup:
@@ -62,8 +75,40 @@ def prepare(config: Config) -> Setup:
     data, tensor = mesh_sizes(config.mesh, config.model, jax.device_count())
     check(config, data, tensor)
     check_log_file(config.log_file, config.resume)
+    check_trackers(config)
+    text = _open_text(config, config.data)
+    held_out = None
+    if config.eval_data is not None:
+        try:
+            held_out = _open_text(config, config.eval_data)
+        except ValueError as error:
+            raise ValueError(f"eval_data: {error}") from error
+    model = ModelFunctions(config)
+    init_from = _open_initial_weights(config, model)
+    checkpoints = _open_checkpoints(config, text)
+    try:
+        saved = _saved_configuration(config, checkpoints)
+        config = _with_schedule(config, saved)
+    except ValueError:
+        if checkpoints is not None:
+            checkpoints.close()
+        raise
+    return Setup(
+        config=config,
+        mesh=make_mesh(data, tensor),
+        text=text,
+        held_out=held_out,
+        init_from=init_from,
+        model=model,
+        optimizer=make_optimizer(config.optimizer, config.steps),
+        wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
+        checkpoints=checkpoints,
+    )
+
+
+def _open_text(config: Config, data: str | None) -> TextData:
     text = open_dataset(
-        config.data,
+        data,
         config.tokenizer,
         sequence_length=config.sequence_length,
         batch_size=config.batch_size,
@@ -76,30 +121,48 @@ def prepare(config: Config) -> Setup:
             f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
             f" {text.vocabulary_size} tokens of the tokenizer"
         )
-    checkpoints = _open_checkpoints(config, text)
-    config = _with_schedule(config, checkpoints)
-    return Setup(
-        config=config,
-        mesh=make_mesh(data, tensor),
-        text=text,
-        model=ModelFunctions(config),
-        optimizer=make_optimizer(config.optimizer, config.steps),
-        checkpoints=checkpoints,
-    )
+    return text
 
 
-def _with_schedule(config: Config, checkpoints: Checkpoints | None) -> Config:
+def _open_initial_weights(config: Config, model: ModelFunctions) -> SavedCheckpoint | None:
+    """The checkpoint to take weights from, or None for random ones and for a resumed run.
+
+    Raises:
+      ValueError: it is not a checkpoint, or its model has other shapes.
+    """
+    if config.init_from is None or config.resume:
+        return None
+    try:
+        saved = find_checkpoint(config.init_from)
+        saved.check_params(model.abstract_params)
+    except ValueError as error:
+        raise ValueError(f"init_from={config.init_from!r}: {error}") from error
+    return saved
+
+
+def _saved_configuration(config: Config, checkpoints: Checkpoints | None) -> dict[str, Any]:
+    """The configuration of the checkpoint that the run resumes from; empty if it does not."""
+    return {} if checkpoints is None or not config.resume else checkpoints.configuration()
+
+
+def _with_schedule(config: Config, saved: Mapping[str, Any]) -> Config:
     """The configuration with a length of the schedule. A resumed run keeps that of its checkpoint
     unless it names one, so that more steps do not raise the learning rate again."""
     optimizer = config.optimizer
-    if checkpoints is not None and config.resume and optimizer.decay_steps is None:
-        saved = checkpoints.configuration().get("optimizer", {}).get("decay_steps")
-        optimizer = dataclasses.replace(optimizer, decay_steps=saved)
-    return dataclasses.replace(config, optimizer=optimizer.with_schedule_of(config.steps))
+    if optimizer.decay_steps is None:
+        decay_steps = saved.get("optimizer", {}).get("decay_steps")
+        optimizer = dataclasses.replace(optimizer, decay_steps=decay_steps)
+    optimizer = optimizer.with_schedule_of(config.steps)
+    check_optimizer(optimizer)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _configuration(config: Config, text: TextData) -> dict[str, Any]:
-    return {**config.to_json(), "text": {"sha256": text.sha256, "token_count": text.token_count}}
+    return {**config.to_json(), "text": _identity(text)}
+
+
+def _identity(text: TextData) -> dict[str, Any]:
+    return {"sha256": text.sha256, "token_count": text.token_count}
 
 
 def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:

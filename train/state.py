@@ -143,20 +143,35 @@ def state_on_mesh(
 
 
 def init_state(
-    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+    model: ModelFunctions,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    params: Params | None = None,
 ) -> TrainState:
-    """The initial state. Every shard is made on the device that keeps it."""
+    """The initial state. Every shard is made on the device that keeps it.
 
-    def init() -> TrainState:
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      mesh: the mesh of the state.
+      params: global parameters, sharded as the model says; default: random ones.
+    """
+
+    def init(params: Params) -> TrainState:
+        return {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    def init_all() -> TrainState:
         params = model.init()
-        return {
-            "params": params,
-            "opt_state": optimizer.init(params),
-            "step": jnp.zeros((), jnp.int32),
-        }
+        return {"params": params, **init(params)}
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_on_mesh(model, optimizer, mesh))
-    return jax.jit(init, out_shardings=shardings)()
+    if params is None:
+        return jax.jit(init_all, out_shardings=shardings)()
+    own = shardings.pop("params")
+    return {
+        "params": jax.device_put(params, own),
+        **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(params),
+    }
 
 
 def _implementation(overlap: str) -> str | tuple[str, ...] | None:

@@ -27,10 +27,12 @@ Metrics = dict[str, jax.Array]
 
 BATCH_SPEC = P("data", None)
 
-#: The minimum number of sites in a step of the plain model. Attention and feed-forward have a
-#: gather and a scatter each, the head has a gather, and the backward of each is the other
-#: collective. All blocks are calls of one function, whose sites count once.
-_SITES = 2 * (2 + 2 + 1)
+#: The minimum number of sites in the forward of the plain model. Attention and feed-forward have a
+#: gather and a scatter each, the head has a gather. All blocks are calls of one function, whose
+#: sites count once.
+FORWARD_SITES = 2 + 2 + 1
+#: The same in a step. The backward of each site is the other collective.
+_SITES = 2 * FORWARD_SITES
 
 
 def make_step(

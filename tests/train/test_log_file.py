@@ -113,7 +113,7 @@ def test_reading_leaves_out_what_a_resume_repeated(tmp_path: Path) -> None:
     file.write("evaluation", {"step": 6, "loss": 5.0})
     file.write("resume", {"step": 4})
     file.write("step", {"step": 5, "loss": 2.0})
-    file.close()
+    file.close(failed=False)
     with log.open("a") as appended:
         appended.write('{"event": "step", "step": 6, "lo')  # Killed while it was written.
     events = read_log(log)

@@ -1,0 +1,131 @@
+"""The loss of parameters on held-out text.
+
+It is a function of the parameters and the text: sequences are read in the order of the text, and
+nothing is drawn at random. Nothing of a training run is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import overlap, overlap_jit
+from train.config import Config
+from train.data import TextData
+from train.state import ModelFunctions, Params
+from train.step import BATCH_SPEC, FORWARD_SITES, Batch, batch_losses
+
+_WEIGHT_SPEC = P("data")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of held-out text; the field names are the keys of the log file."""
+
+    loss: float
+    """Mean cross-entropy per token, in nats."""
+    perplexity: float
+    """The exponential of the loss."""
+    tokens: int
+    """Number of tokens that were predicted."""
+    seconds: float
+    """Wall time."""
+
+
+class Evaluator:
+    """Computes the loss on a text. Compiles when it is made.
+
+    Works on as many sequences at a time as a microbatch of the training has, so that it needs no
+    more memory. The number does not change the result beyond rounding.
+
+    Args:
+      config: batch size, gradient accumulation, number of batches and backends.
+      model: the model.
+      mesh: the mesh of the parameters.
+      text: the text, of which the last tokens, fewer than a sequence, are left out.
+    """
+
+    def __init__(self, config: Config, model: ModelFunctions, mesh: Mesh, text: TextData):
+        self._text, self._mesh = text, mesh
+        self._size = config.batch_size // config.gradient_accumulation_steps
+        self.sequences = evaluated_sequences(config, text)
+        params = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.specs[name])
+            )
+            for name, leaf in model.abstract_params.items()
+        }
+        total_loss = overlap_jit(_sharded_total_loss(config, model, mesh))
+        self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
+
+    def __call__(
+        self, params: Params, should_stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
+        """Evaluates global parameters that are sharded as the training shards them.
+
+        Returns:
+          The evaluation, or None if `should_stop` returned True before it was complete.
+        """
+        started = time.perf_counter()
+        totals: list[float] = []
+        running = None
+        for first in range(0, self.sequences, self._size):
+            if should_stop():
+                return None
+            # The devices work on this batch while the host waits for the one before.
+            previous, running = running, self._total_loss(params, *self._batch(first))
+            if previous is not None:
+                totals.append(float(previous))
+        if running is not None:
+            totals.append(float(running))
+        tokens = self.sequences * self._text.sequence_length
+        loss = sum(totals) / tokens
+        perplexity = math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
+        return Evaluation(loss, perplexity, tokens, time.perf_counter() - started)
+
+    def _batch(self, first: int) -> tuple[Batch, jax.Array]:
+        """Sequences from `first` on, and the weight of each: 0 for those that fill up the last
+        batch."""
+        numbers = np.arange(first, first + self._size)
+        weights = (numbers < self.sequences).astype(np.float32)
+        batch = self._text.sequences(np.where(numbers < self.sequences, numbers, 0).tolist())
+        return (
+            jax.device_put(batch, NamedSharding(self._mesh, BATCH_SPEC)),
+            jax.device_put(weights, NamedSharding(self._mesh, _WEIGHT_SPEC)),
+        )
+
+
+def evaluated_sequences(config: Config, text: TextData) -> int:
+    """The number of sequences of the held-out text that are evaluated: those of `eval_batches`
+    batches, or all."""
+    if config.eval_batches is None:
+        return text.sequences_per_epoch
+    return min(config.eval_batches * config.batch_size, text.sequences_per_epoch)
+
+
+def _sharded_total_loss(
+    config: Config, model: ModelFunctions, mesh: Mesh
+) -> Callable[[Params, Batch, jax.Array], jax.Array]:
+    """The weighted sum of the losses of all tokens of a batch, before compilation: float32 []."""
+
+    def total_loss(params: Params, batch: Batch, weights: jax.Array) -> jax.Array:
+        losses = batch_losses(model, params, batch)
+        return lax.psum(jnp.sum(losses * weights[:, None]), "data")
+
+    sharded = jax.shard_map(
+        total_loss,
+        mesh=mesh,
+        in_specs=(model.specs, BATCH_SPEC, _WEIGHT_SPEC),
+        out_specs=P(),
+        check_vma=True,
+    )
+    return overlap(sharded, require=FORWARD_SITES) if config.overlap == "rewrite" else sharded
