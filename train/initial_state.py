@@ -38,9 +38,7 @@ def initial_state(
         print_line("it is not verified: an earlier release saved it, without checksums")
     if setup.config.init_from is not None:
         print_line(f"--init-from {setup.config.init_from} is not read: that is where the run began")
-    changed = _listed(
-        differences(setup.checkpoints.configuration(restored.step), setup.configuration)
-    )
+    changed = changed_settings(setup.checkpoints.configuration(restored.step), setup.configuration)
     if changed:
         print_line(f"changed since: {changed}")
     return restored.state, restored.step
@@ -56,16 +54,17 @@ def _new_state(setup: Setup, console: Console) -> TrainState:
     line = f"weights from {saved.path}; the optimizer, the schedule and the data begin anew"
     names = ("model", "tokenizer")
     was = {name: value for name, value in saved.configuration().items() if name in names}
-    changed = _listed(differences(was, {name: setup.configuration[name] for name in names}))
+    changed = changed_settings(was, {name: setup.configuration[name] for name in names})
     if changed:
         line += f"; not as there: {changed}"
     console.print(line, highlight=False, soft_wrap=True, markup=False)
     return init_state(setup.model, setup.optimizer, setup.mesh, params)
 
 
-def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """The settings with influence on the numbers of a run that differ, as text; "" for none."""
     return ", ".join(
         f"{name} was {was}, is {now}"
-        for name, (was, now) in changed.items()
+        for name, (was, now) in differences(saved, current).items()
         if name.partition(".")[0] not in _WITHOUT_INFLUENCE
     )

@@ -10,6 +10,8 @@ from typing import Any
 FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
 #: Values by field and by the names that they had.
 VALUES = {"overlap": {"bulk": "xla"}}
+#: Fields that earlier releases did not have, with the values that mean what these releases did.
+NEW_FIELDS = {"text_column": "text", "separate_documents": False}
 #: Fields of `train.metrics.Record` by the names that they had. Both were per device.
 RECORD_FIELDS = {"tokens_per_second": "tokens_per_second_per_device", "tflops": "tflops_per_device"}
 
@@ -42,16 +44,13 @@ def current_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that was saved with a checkpoint: current names, and the schedule's length.
-
-    In earlier releases the schedule had no length of its own: it was as long as the run.
-    """
+    """A configuration that was saved with a checkpoint, with today's names and fields."""
     current = current_configuration(saved)
     optimizer = current.get("optimizer")
-    if isinstance(optimizer, Mapping) and "decay_steps" not in optimizer and "steps" in current:
-        warmup = optimizer.get("warmup_steps", 0)
-        current["optimizer"] = {**optimizer, "decay_steps": max(current["steps"], warmup + 1)}
-    return current
+    if not isinstance(optimizer, Mapping) or "decay_steps" in optimizer or "steps" not in current:
+        return current
+    decay_steps = max(current["steps"], optimizer.get("warmup_steps", 0) + 1)
+    return {**NEW_FIELDS, **current, "optimizer": {**optimizer, "decay_steps": decay_steps}}
 
 
 def current_record(logged: Mapping[str, Any]) -> dict[str, Any]:

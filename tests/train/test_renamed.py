@@ -14,7 +14,8 @@ from rich.console import Console
 from train.checkpoint import Checkpoints
 from train.command_line import main, parse
 from train.dry_run import dry_run
-from train.renamed import current_arguments, current_configuration
+from train.initial_state import changed_settings
+from train.renamed import current_arguments, current_configuration, trained_configuration
 from train.saved_checkpoint import differences
 
 TINY = shlex.split(
@@ -81,6 +82,39 @@ def test_a_configuration_in_an_old_checkpoint_equals_the_current_one(
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.zeros(2)}, {}, as_in_an_earlier_release(today))
         assert differences(checkpoints.configuration(), today) == {}
+
+
+#: What the first release saved for TINY.
+FIRST_RELEASE: dict[str, Any] = {
+    "model": {
+        "vocabulary_size": 256, "num_layers": 1, "features": 128, "hidden_features": 384,
+        "num_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "rotary_base": 10000.0,
+        "rotary_scaling": {
+            "factor": 1.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0,
+            "original_context": 8192,
+        },
+        "norm_epsilon": 1e-05, "tied_head": False,
+    },
+    "preset": "debug", "mesh": {"data": 2, "tensor": 2},
+    "optimizer": {
+        "learning_rate": 0.004, "final_learning_rate_fraction": 0.1, "warmup_steps": 10,
+        "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "clip_norm": 1.0,
+    },
+    "steps": 2, "batch_size": 4, "sequence_length": 16, "gradient_accumulation_steps": 1,
+    "overlap": "auto", "remat": "none", "compute_dtype": "bfloat16", "seed": 0, "data": None,
+    "tokenizer": None, "checkpoint_dir": None, "save_interval": 100, "max_to_keep": 3,
+    "resume": False, "log_interval": 20, "log_file": None, "profile": None,
+    "profile_dir": "profile", "cpu_devices": 8, "print_config": False, "dry_run": False,
+}  # fmt: skip
+
+
+def test_new_fields_mean_what_the_first_release_did() -> None:
+    """A resumed run lists no setting that nobody changed."""
+    today = parse([*TINY, "--optimizer.decay-steps", "11"]).to_json()
+    assert changed_settings(trained_configuration(FIRST_RELEASE), today) == ""
+    assert changed_settings(
+        trained_configuration(FIRST_RELEASE | {"steps": 30, "seed": 1}), today
+    ) == ("optimizer.decay_steps was 30, is 11, steps was 30, is 2, seed was 1, is 0")
 
 
 @pytest.mark.exhaustive
