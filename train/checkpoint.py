@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from train.saved_checkpoint import (
     failure_reason,
     is_checkpoint,
     named_checksums,
+    report_errors_once,
     step_folders,
     whole_steps,
 )
@@ -87,6 +89,7 @@ class Checkpoints:
             self._lock.release()
             raise
         self._save_interval = save_interval
+        report_errors_once()
         newest = float("inf") if resume_step is None else resume_step
         # Moved out of the way by the first save.
         self._superseded = {step for step in self._manager.all_steps() if step > newest}
@@ -221,15 +224,19 @@ class Checkpoints:
         except Exception as error:
             self._pending = None
             whole = [n for n in whole_steps(self._directory) if n not in self._superseded]
+            reason = failure_reason(error)
+            advice = (
+                "free some space" if re.search("No space|quota", reason) else "remove the cause"
+            )
             kept = (
-                f"the checkpoints of steps {', '.join(map(str, whole))} are whole; remove the cause"
-                " and give --resume"
+                f"the earlier ones are whole ({', '.join(map(str, whole))}); {advice} and give"
+                " --resume"
                 if whole
-                else "there is no earlier checkpoint; remove the cause and start anew"
+                else f"there is no earlier one; {advice} and start anew"
             )
             raise SaveError(
-                f"step {step}: its checkpoint could not be saved in {self._directory}"
-                f" ({failure_reason(error)}); {kept}"
+                f"step {step}: its checkpoint could not be saved in {self._directory} ({reason});"
+                f" {kept}"
             ) from error
 
     def _set_superseded_aside(self) -> None:

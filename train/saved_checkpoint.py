@@ -5,9 +5,11 @@ Reading needs no lock and changes no file, so a checkpoint of a run that still t
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
-import textwrap
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +54,7 @@ class SavedCheckpoint:
         Args:
             path: the folder ``step_N``.
         """
+        report_errors_once()
         self.path = path
         self.step = int(path.name.removeprefix(f"{PREFIX}_"))
 
@@ -186,7 +189,9 @@ class SavedCheckpoint:
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise  # Memory that does not suffice is no damage.
         except Exception as error:
-            raise self._damaged(f"{path} cannot be read ({failure_reason(error)})") from error
+            raise self._damaged(
+                f"{path} cannot be read ({failure_reason(error) or type(error).__name__})"
+            ) from error
 
     def _damaged(self, reason: str) -> ValueError:
         earlier = [step for step in whole_steps(self.path.parent) if step < self.step]
@@ -283,9 +288,31 @@ def _signatures(tree: Any) -> dict[str, str]:
 
 
 def failure_reason(error: BaseException) -> str:
-    """The first sentences of an error of orbax or TensorStore, without their source locations."""
+    """What an error of the operating system, orbax or TensorStore says, without source locations.
+
+    The beginning of a long text names the file, and its end says what happened.
+    """
     text = re.sub(r"\s*\[(source locations|tensorstore_spec)=.*", "", str(error), flags=re.DOTALL)
-    return textwrap.shorten(text, 300) or type(error).__name__
+    text = " ".join(re.sub(r"\s*\[\w+='[^']*'\]", "", text).split())
+    return text if len(text) <= 300 else f"{text[:150]} [...] {text[-145:]}"
+
+
+@functools.cache
+def report_errors_once() -> None:
+    """Keeps orbax and TensorStore from printing the traces of errors that they also raise."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or "orbax" not in record.pathname
+
+    logging.getLogger("absl").addFilter(is_news)
+    print_unraisable = sys.unraisablehook
+
+    def print_news(unraisable: Any) -> None:
+        # After the first write that fails, TensorStore reports the others to a loop that has ended.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            print_unraisable(unraisable)
+
+    sys.unraisablehook = print_news
 
 
 @contextmanager

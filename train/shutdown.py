@@ -94,13 +94,13 @@ class Shutdown:
     def _react(self, received: signal.Signals) -> None:
         if self._deferring and not self.requested:
             self._signal = received
-            _say(f"{received.name}: finishing the step and saving; a second signal stops at once")
+            _print(f"{received.name}: finishing the step and saving; a second signal stops at once")
             return
         when = "the save that was under way is lost" if self._deferring else "before the first step"
-        _say(f"{received.name}: stopped at once, {when}; complete checkpoints are kept")
+        _print(f"{received.name}: stopped at once, {when}; complete checkpoints are kept")
         os._exit(128 + received)
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     """Prints on stderr. The main thread may hold the locks of `sys.stderr`."""
     os.write(2, f"{message}\n".encode())

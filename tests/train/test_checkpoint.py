@@ -280,7 +280,7 @@ def test_damaged_files_are_named(tmp_path: Path, damaged: str) -> None:
         checkpoints.save(10, state, POSITION, CONFIGURATION)
     for path in (tmp_path / "step_10").glob(damaged):
         path.write_bytes(path.read_bytes()[:10])
-    message = rf"step_10: this checkpoint is damaged: {tmp_path}/.* cannot be read \(.{{9,300}}\); "
+    message = rf"step_10: this checkpoint is damaged: {tmp_path}/.* cannot be read \(.{{9,310}}\); "
     with (
         Checkpoints(tmp_path, resume=True) as checkpoints,
         pytest.raises(ValueError, match=message),
