@@ -12,7 +12,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,7 +94,7 @@ class Checkpoints:
         # Moved out of the way by the first save.
         self._superseded = {step for step in self._manager.all_steps() if step > newest}
         self._pending: int | None = None
-        self._closed = False
+        self._closed = self._failed = False
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -118,8 +118,10 @@ class Checkpoints:
         self._closed = True
         try:
             self._wait()
-            self._manager.close()
         finally:
+            # After a save that failed, orbax raises its other errors one after the other.
+            with suppress(Exception) if self._failed else nullcontext():
+                self._manager.close()
             self._lock.release()
 
     def should_save(self, step: int) -> bool:
@@ -222,7 +224,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._pending = None
+            self._pending, self._failed = None, True
             whole = [n for n in whole_steps(self._directory) if n not in self._superseded]
             reason = failure_reason(error)
             advice = (

@@ -302,9 +302,10 @@ def report_errors_once() -> None:
     """Keeps orbax and TensorStore from printing the traces of errors that they also raise."""
 
     def is_news(record: logging.LogRecord) -> bool:
-        return record.exc_info is None or "orbax" not in record.pathname
+        return record.exc_info is None or "orbax" not in record.pathname + record.getMessage()
 
-    logging.getLogger("absl").addFilter(is_news)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_news)
     print_unraisable = sys.unraisablehook
 
     def print_news(unraisable: Any) -> None:
