@@ -31,7 +31,7 @@ import grain
 import numpy as np
 
 from train.text_files import find_files, read_documents
-from train.tokenizer import BYTES, Tokenizer, load_tokenizer
+from train.tokenizer import BYTES, EncodingError, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +191,7 @@ def open_dataset(
     ):
         if value < least:
             raise ValueError(f"{argument}={value}: give a whole number of at least {least}")
+    paths: list[str] = []
     if data is None:
         description = f"Python {platform.python_version()} manual (pydoc_data.topics)"
         documents = (topics[name].encode() for name in sorted(topics))
@@ -199,7 +200,14 @@ def open_dataset(
         description = data if paths == [data] else f"{data} (files: {len(paths)})"
         documents = (document for path in paths for document in read_documents(path, text_column))
     encoder = BYTES if tokenizer is None else load_tokenizer(tokenizer)
-    stream = _pack(documents, encoder)
+    try:
+        stream = _pack(documents, encoder)
+    except EncodingError as error:
+        where = _place_of(error.number, paths, text_column)
+        raise ValueError(
+            f"tokenizer={tokenizer!r}, {where}: {error}; give a tokenizer with an unknown token or "
+            "byte fallback, or remove the document"
+        ) from error
     source = "the Python manual" if data is None else f"data={data!r}"
     _check_length(len(stream.tokens), sequence_length, source)
     return TextData(
@@ -262,6 +270,16 @@ def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> _Stream:
         # An empty file cannot be mapped.
         tokens = np.memmap(file, dtype, mode="r") if count else np.empty(0, dtype)
     return _Stream(tokens, np.asarray(ends, np.int64), digest.hexdigest())
+
+
+def _place_of(number: int, paths: Sequence[str], text_column: str) -> str:
+    """The file and number in it of a document, by its number among all that are not empty."""
+    for path in paths:
+        count = sum(map(bool, read_documents(path, text_column)))
+        if number <= count:
+            return f"document {number} of {path!r}"
+        number -= count
+    return f"document {number}"
 
 
 @contextmanager

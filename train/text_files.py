@@ -53,13 +53,19 @@ def find_files(data: str) -> list[str]:
         )
     # A path that exists is not a pattern, even if its name has brackets.
     matches = [pattern] if os.path.lexists(pattern) else set(glob.glob(pattern, recursive=True))
-    paths = sorted(path for path in matches if not os.path.isdir(path))
+    # Links may lead to a file on several paths, those in circles on forty. The shortest counts.
+    files = {os.path.realpath(path): path for path in sorted(matches, key=_long_first)}
+    paths = sorted(path for path in files.values() if not os.path.isdir(path))
     if not paths:
         raise ValueError(
             f"data={data!r}: no file matches; give a file that exists, or a quoted glob such as "
             f"'texts/**/*.txt' (relative to {os.getcwd()})"
         )
     return paths
+
+
+def _long_first(path: str) -> tuple[int, str]:
+    return -len(path), path
 
 
 def read_documents(path: str, text_column: str) -> Iterator[bytes]:

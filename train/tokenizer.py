@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,18 @@ from train.text_files import opened
 
 END_OF_DOCUMENT_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
 TOKENIZATION_GROUP_BYTES = 2**24
+
+
+class EncodingError(ValueError):
+    """A tokenizer failed for a document.
+
+    Attributes:
+      number: the document's, counted from 1 without empty ones.
+    """
+
+    def __init__(self, number: int, text: str, reason: str):
+        self.number = number
+        super().__init__(f"the tokenizer failed for the text {text[:60]!r}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -58,13 +71,34 @@ def load_tokenizer(path: str) -> Tokenizer:
     model.no_padding()
 
     def encode(documents: Iterable[bytes]) -> Iterator[list[int]]:
+        number = 1
         for group in _grouped(documents, TOKENIZATION_GROUP_BYTES):
             texts = [document.decode() for document in group]
-            for encoding in model.encode_batch_fast(texts, add_special_tokens=False):
-                yield encoding.ids
+            yield from _encoded(model, texts, number)
+            number += len(texts)
 
     vocabulary = model.get_vocab()
     return Tokenizer(encode, max(vocabulary.values()) + 1, _end_of_document(vocabulary, path))
+
+
+def _encoded(model: Any, texts: list[str], number: int) -> Iterator[list[int]]:
+    """The tokens of documents, of which the first has this number.
+
+    Raises:
+      EncodingError: the tokenizer fails, for the first document for which it does.
+    """
+    try:
+        encodings = model.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as error:
+        # A failed assertion in the tokenizer's Rust code is not an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if len(texts) == 1:
+            raise EncodingError(number, texts[0], str(error)) from error
+        for i, text in enumerate(texts):
+            yield from _encoded(model, [text], number + i)
+    else:
+        yield from (encoding.ids for encoding in encodings)
 
 
 def _end_of_document(vocabulary: dict[str, int], path: str) -> int:

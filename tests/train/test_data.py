@@ -269,6 +269,14 @@ def test_a_pattern_without_matches_is_refused(tmp_path: Path, name: str):
         open_text(pattern)
 
 
+def test_a_glob_counts_each_file_once_whatever_links_lead_to_it(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("once upon")
+    (tmp_path / "folder" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "folder" / "another name.txt").symlink_to(tmp_path / "folder" / "a.txt")
+    assert open_text(f"{tmp_path}/**/*.txt").tokens.tobytes() == b"once upon\xff"
+
+
 def test_a_directory_is_refused_with_the_glob_that_reads_it(tmp_path: Path):
     with pytest.raises(ValueError, match=r"is a directory; give .* such as '.*/\*\*/\*\.txt'"):
         open_text(tmp_path)

@@ -101,3 +101,20 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(text_file: Path, tmp_path: Pa
         open_text(text_file, text_file)
     with pytest.raises(ValueError, match=r"tokenizer='.*absent.json': cannot be read"):
         open_text(text_file, tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("group", [1, 2**24])
+def test_a_document_that_the_tokenizer_cannot_encode_is_named(
+    tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A vocabulary of words without an unknown token fails for all others."""
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(tokenizer_module, "TOKENIZATION_GROUP_BYTES", group)
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"ring": 0, "<eos>": 1}))
+    model.save(str(tmp_path / "tokenizer.json"))
+    for name, texts in (("a", ["ring", "", "ring"]), ("b", ["ring", "", "torus", "cube"])):
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    expected = r"tokenizer='.*json', document 2 of '.*b.jsonl': .* 'torus': .*; give a tokenizer"
+    with pytest.raises(ValueError, match=expected):
+        open_text(tmp_path / "*.jsonl", tmp_path / "tokenizer.json")
