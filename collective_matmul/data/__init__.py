@@ -20,6 +20,7 @@ The readers of a file interpret its problems and configurations; this module doe
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,10 @@ from typing import Any
 FORMAT = 2
 #: Names of format 1, and today's names.
 _RENAMED = {"bulk": "xla", "ceiling": "compute_only", "rider": "co_gathered"}
+
+#: What readers of a file raise for content that they do not expect: values of other types, numbers
+#: that no float holds, nesting without end.
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 
 
 @dataclass(frozen=True, order=True)
@@ -76,7 +81,7 @@ class MeasuredData:
         """Parses the text of a file, of this format or an older one.
 
         Raises:
-          ValueError: if the text has another format.
+          ValueError: if the text has another format, whatever it holds.
         """
         try:
             head, *lines = map(json.loads, text.splitlines())
@@ -84,10 +89,13 @@ class MeasuredData:
                 head, lines = _upgraded(head, lines)
             if head["format"] != FORMAT:
                 raise ValueError(f"its format is {head['format']!r}, expected {FORMAT}")
-            runs = [Run(**run) for run in head["runs"]]
+            for name in ("measures", "device_kind"):
+                if not isinstance(head[name], str):
+                    raise TypeError(f"{name!r} is {head[name]!r}, expected text")
+            runs = [_run(run) for run in head["runs"]]
             records = [_record(line, runs) for line in lines]
             return cls(head["measures"], head["device_kind"], records)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def updated(self, records: Iterable[Record]) -> MeasuredData:
@@ -121,11 +129,17 @@ def shipped(device_kind: str, measures: str) -> MeasuredData | None:
     return MeasuredData.from_text(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
+def _run(fields: Mapping[str, Any]) -> Run:
+    if not all(isinstance(value, str) for value in fields.values()):
+        raise TypeError(f"a run of {dict(fields)}, expected text")
+    return Run(**fields)
+
+
 def _record(line: Mapping[str, Any], runs: Sequence[Run]) -> Record:
     run = runs[line["run"]] if "run" in line else None
     microseconds = {name: float(value) for name, value in line["microseconds"].items()}
-    if not all(value > 0 for value in microseconds.values()):
-        raise ValueError(f"times are not above zero: {line}")
+    if not all(0 < value < math.inf for value in microseconds.values()):
+        raise ValueError(f"times that are not above zero, or not finite: {microseconds}")
     return Record(line["problem"], microseconds, line.get("config"), run)
 
 

@@ -13,16 +13,16 @@ import collections
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
 from collective_matmul.backends import REFERENCE
-from collective_matmul.data import MeasuredData, Record, Run
-from collective_matmul.site import Site
+from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
+from collective_matmul.site import Op, Site
 
 #: What `collective_matmul.data` calls such tables.
 MEASURES = "backends"
@@ -87,7 +87,7 @@ class Table:
             if data.measures != MEASURES:
                 raise ValueError(f"it measures {data.measures!r}, expected {MEASURES!r}")
             return cls(data.device_kind, dict(map(_entry_from, data.records)))
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def to_text(self) -> str:
@@ -140,18 +140,18 @@ def _kind(site: Site) -> tuple:
 
 def _entry_from(record: Record) -> tuple[Site, Entry]:
     problem = record.problem
-    co_gathered = problem.get("co_gathered")
+    op, dtype, co_gathered = problem["op"], jnp.dtype(problem["dtype"]), problem.get("co_gathered")
+    if op not in get_args(Op) or not jnp.issubdtype(dtype, jnp.floating) or not problem["operands"]:
+        raise ValueError(f"no site of an op: {dict(problem)}")
     site = Site(
-        op=problem["op"],
-        operands=tuple(((m, k), (k, n)) for m, k, n in problem["operands"]),
-        dtype=jnp.dtype(problem["dtype"]),
+        op=op,
+        operands=tuple(((_size(m), _size(k)), (k, _size(n))) for m, k, n in problem["operands"]),
+        dtype=dtype,
         axis_name="",
-        axis_size=int(problem["devices"]),
-        co_gathered=None if co_gathered is None else (int(co_gathered[0]), int(co_gathered[1])),
+        axis_size=_size(problem["devices"]),
+        co_gathered=None if co_gathered is None else (_size(co_gathered[0]), _size(co_gathered[1])),
         keep_gathered=bool(problem.get("keep_gathered", False)),
     )
-    if not all(size > 0 for size in _sizes(site)):
-        raise ValueError(f"sizes that are not above zero: {dict(problem)}")
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")
     seconds = {name: 1e-6 * value for name, value in record.microseconds.items()}
@@ -160,8 +160,10 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
     return site.flat, Entry(seconds, record.run)
 
 
-def _sizes(site: Site) -> Iterator[int]:
-    yield from (site.axis_size, site.rows, site.contracted, site.columns)
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ValueError(f"the size {value!r}, expected a whole number above zero")
+    return value
 
 
 def _order(site: Site) -> tuple:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import itertools
 import os
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def read_users(path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warn_once(f"{path} is ignored, since it cannot be read as a table: {error}")
+        reason = textwrap.shorten(str(error), 300)
+        warn_once(f"{path} is ignored, since it cannot be read as a table: {reason}")
         return None
 
 
