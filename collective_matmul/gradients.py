@@ -268,19 +268,21 @@ matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
 @_custom_vjp
-def matmul_all_reduce(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
-    """``psum(x @ w)``."""
-    chosen = call.choose("matmul_all_reduce", (x,), (w,))
+def matmul_all_reduce(
+    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+) -> jax.Array:
+    """``psum(sum of x @ w)`` over pairs."""
+    chosen = call.choose("matmul_all_reduce", xs, ws)
 
-    def all_reduce(x, w):
-        return chosen.matmul_all_reduce(x, w, call.axis_name)
+    def all_reduce(xs, ws):
+        return chosen.matmul_all_reduce(xs, ws, call.axis_name)
 
-    return with_auto_axes(all_reduce, lambda: _product_spec(x, w, call), x, w)
+    return with_auto_axes(all_reduce, lambda: _product_spec(xs[0], ws[0], call), xs, ws)
 
 
-def _matmul_all_reduce_forward(x, w, call: OpParams):
+def _matmul_all_reduce_forward(xs, ws, call: OpParams):
     with call.suppress_recording():
-        return matmul_all_reduce(x, w, call), (x, w)
+        return matmul_all_reduce(xs, ws, call), (xs, ws)
 
 
 def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
@@ -289,12 +291,13 @@ def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
 
 
 def _matmul_all_reduce_gradients(call: OpParams, residuals, dy):
-    x, w = residuals  # There is no communication that a matmul could hide.
+    xs, ws = residuals  # There is no communication that a matmul could hide.
     if tracks_varying_axes(call.axis_name):
-        dy = vary_over(dy, varying_axes(x))
+        dy = vary_over(dy, varying_axes(xs[0]))
     else:
         dy = lax.psum(dy, call.axis_name)
-    return matmul(dy, w, transpose_w=True), contract_rows(x, dy)
+    dxs = tuple(matmul(dy, w, transpose_w=True) for w in ws)
+    return dxs, tuple(contract_rows(x, dy) for x in xs)
 
 
 matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)

@@ -187,7 +187,7 @@ def matmul_all_reduce(
     x, matrix = pvary_all(axis_name, x, _as_matrix(w))
     if x.size:
         call = op_params(axis_name, None, requested)
-        y = gradients.matmul_all_reduce(x, matrix, call)
+        y = gradients.matmul_all_reduce((x,), (matrix,), call)
     else:
         y = _product_of_nothing(x, matrix, {}, summed_over=axis_name)
     return named(_split_columns(y, w))

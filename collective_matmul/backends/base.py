@@ -9,7 +9,7 @@ op                         takes                                    returns
 =========================  =======================================  ==========================
 ``all_gather_matmul``      x [..., m, ..., K], each w [K, N]        each y [..., D*m, ..., N]
 ``matmul_reduce_scatter``  each x [..., M, ..., K], each w [K, N]   y [..., M/D, ..., N]
-``matmul_all_reduce``      x [..., K], w [K, N]                     y [..., N]
+``matmul_all_reduce``      each x [..., K], each w [K, N]           y [..., N]
 =========================  =======================================  ==========================
 
 Sums between devices are sent in the arrays' own dtype; within a matmul they are float32. What an op
@@ -126,8 +126,19 @@ class Backend(Protocol):
         """
         ...
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
-        """``psum(x @ w)``: x [..., K], w [K, N] -> [..., N], typed as replicated over the axis."""
+    def matmul_all_reduce(
+        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+    ) -> jax.Array:
+        """``psum(sum of x @ w)`` over pairs of x and w.
+
+        Args:
+          xs: each [..., K].
+          ws: each [K, N].
+          axis_name: the mesh axis to sum over.
+
+        Returns:
+          The sum [..., N], typed as replicated over the axis.
+        """
         ...
 
     def unsupported_reason(self, site: Site) -> str | None:

@@ -64,9 +64,11 @@ class SequentialBackend(Backend, Protocol):
             return y, None
         return y, self.all_gather(co_gathered, axis_name, dimension)
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+    def matmul_all_reduce(
+        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+    ) -> jax.Array:
         """Multiplies, then all-reduces; see `Backend`."""
-        return self.all_reduce(matmul(x, w), axis_name)
+        return self.all_reduce(add(*map(matmul, xs, ws)), axis_name)
 
 
 class Xla(SequentialBackend, EinsumBackend):

@@ -69,6 +69,25 @@ class CommutingOp:
         """Whether it is a reshape, by whichever primitive."""
         return self.equation.primitive.name in _RESHAPES
 
+    def exact_factor(self, graph: Graph) -> float | None:
+        """The factor, if it only multiplies and the product of any number is exact; else None.
+
+        So are negation and powers of two, apart from overflow and from numbers near zero, where
+        float16 has few.
+        """
+        name = self.equation.primitive.name
+        if name == "neg":
+            return -1.0
+        if name not in ("mul", "div"):
+            return None
+        (scalar,) = (atom for atom in self.equation.invars if atom is not self.operand)
+        factor = float(np.asarray(graph.constant(scalar)).item())
+        if abs(factor) != 1 and type_of(self.operand).dtype == np.float16:
+            return None
+        if factor == 0 or not math.isfinite(factor) or abs(math.frexp(factor)[0]) != 0.5:
+            return None
+        return factor if name == "mul" else 1 / factor
+
     @property
     def _permutation(self) -> Shape | None:
         if self.equation.primitive.name != "transpose":
@@ -168,6 +187,13 @@ def _scaled_operand(graph: Graph, equation: JaxprEqn) -> Atom | None:
             same = (result.shape, result.dtype) == (scaled.shape, scaled.dtype)
             return operand if same and graph.constant(operand) is None else None
     return None
+
+
+def scale(array: jax.Array, factor: float) -> jax.Array:
+    """The array times a constant, in its own dtype."""
+    if factor in (1, -1):
+        return array if factor == 1 else -array
+    return lax.mul(array, lax.full_like(array, factor))
 
 
 def _scale(name: str, value: np.ndarray) -> ShardOp:

@@ -17,7 +17,7 @@ from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import ShardOp
 from collective_matmul.rewrite.gathers import follow
 from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
-from collective_matmul.rewrite.matmuls import result_of, unsupported_dot
+from collective_matmul.rewrite.matmuls import unsupported_dot
 from collective_matmul.rewrite.sums import back_to_dot
 
 
@@ -31,7 +31,9 @@ class EinsumMatch:
       einsum: what the dot computes.
       operands: the dot's operands in the einsum's order. The first is the gathered one, if any is.
       shape: the second operand's shape in the einsum, which may be a reshape of the array.
+      product: the variable that the dot makes.
       result: the variable that the site makes.
+      factor: what the result of a scatter is multiplied by, exactly.
       shard_ops: applied to the shard before the gather, or to the shard of the result.
       consumed: indices of the equations that the site replaces.
     """
@@ -41,9 +43,16 @@ class EinsumMatch:
     einsum: Equation
     operands: tuple[Atom, Atom]
     shape: Shape
+    product: Var
     result: Var
+    factor: float
     shard_ops: tuple[ShardOp, ...]
     consumed: frozenset[int]
+
+    @property
+    def products(self) -> list[Var]:
+        """The variables that the dots make."""
+        return [self.product]
 
     @property
     def matmuls(self) -> int:
@@ -74,10 +83,6 @@ def _match_gather(graph: Graph, index: int, collective: Collective) -> EinsumMat
         return None
     if equation.invars[0] is equation.invars[1]:
         return None
-    found = result_of(graph, equation)
-    if isinstance(found, str):
-        return None
-    result, casts = found
     side = 0 if equation.invars[0] is root else 1
     labels, shapes = _split_labels(
         equation, side, [[view.base[i] for i in group] for group in merged]
@@ -88,9 +93,11 @@ def _match_gather(graph: Graph, index: int, collective: Collective) -> EinsumMat
         Equation(labels[side], labels[1 - side], labels[2], labels[side][view.dimension]),
         (root, equation.invars[1 - side]),
         shapes[1 - side],
-        result,
+        equation.outvars[0],
+        equation.outvars[0],
+        1.0,
         view.shard_ops,
-        frozenset({*chain, dot, *casts}),
+        frozenset({*chain, dot}),
     )
 
 
@@ -111,7 +118,9 @@ def _match_scatter(graph: Graph, index: int, collective: Collective) -> EinsumMa
         Equation(labels[side], labels[1 - side], labels[2], label),
         (a, b),
         tuple(type_of(b).shape),
+        equation.outvars[0],
         graph.equations[index].outvars[0],
+        path.factor,
         path.shard_ops[::-1],
         frozenset(path.consumed),
     )

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import CommutingOp, ShardOp, commuting_op, divided
 from collective_matmul.rewrite.graph import Graph, Shape, type_of
-from collective_matmul.rewrite.matmuls import Matmul, matmul_of, result_of
+from collective_matmul.rewrite.matmuls import Matmul, matmul_of
 
 #: Why a gather does not move into equations that may hold its matmuls.
 _BORDERS = {
@@ -68,18 +68,19 @@ class GatheredDot:
     Attributes:
       index: index of the dot's equation.
       matmul: the dot, with the gathered operand as x.
-      result: the product in the operands' dtype.
-      casts: indices of the equations that cast the dot's output to `result`.
       contracts_rows: whether it contracts all but x's last dimension, as weight gradients do.
       view: view of x as [*rows, K].
     """
 
     index: int
     matmul: Matmul
-    result: Var
-    casts: tuple[int, ...]
     contracts_rows: bool
     view: GatheredView
+
+    @property
+    def result(self) -> Var:
+        """The variable that the dot makes."""
+        return self.matmul.equation.outvars[0]
 
 
 @dataclass
@@ -109,6 +110,11 @@ class GatherMatch:
     between: list[int]
     can_recover_root: bool
     needs_root: bool = False
+
+    @property
+    def products(self) -> list[Var]:
+        """The variables that the dots make."""
+        return [dot.result for dot in (*self.dots, *self.wgrads)]
 
     @property
     def matmuls(self) -> int:
@@ -221,9 +227,6 @@ def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> Gat
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
         return matmul
-    result = result_of(graph, equation)
-    if isinstance(result, str):
-        return result
     if not matmul.w_free:
         return "its matmul is a matrix times a vector"
     rows_last = tuple(range(len(view.shape)))
@@ -231,11 +234,11 @@ def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> Gat
         depth = math.prod(matmul.free_shape)
         oriented = _as_rows(view, depth)
         if oriented is not None:
-            return GatheredDot(index, matmul, *result, contracts_rows=True, view=oriented)
+            return GatheredDot(index, matmul, contracts_rows=True, view=oriented)
     oriented = _oriented(view, matmul)
     if isinstance(oriented, str):
         return oriented
-    return GatheredDot(index, matmul, *result, contracts_rows=False, view=oriented)
+    return GatheredDot(index, matmul, contracts_rows=False, view=oriented)
 
 
 def _oriented(view: GatheredView, matmul: Matmul) -> GatheredView | str:

@@ -116,7 +116,7 @@ def _can_wait_for(
 ) -> bool:
     """Whether the equations before `last` that use the products can wait until after it."""
     made = {dot.result for dot in dots}
-    consumed = {index for dot in dots for index in (dot.index, *dot.casts)}
+    consumed = {dot.index for dot in dots}
     for index in range(dots[-1].index + 1, last + 1):
         equation = graph.equations[index]
         if index in consumed or made.isdisjoint(variables(equation.invars)):

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from collective_matmul.checks import DTYPES
-from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
+from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,9 @@ def unsupported_dot(equation: JaxprEqn) -> str | None:
         return f"its matmul multiplies {x.dtype} by {w.dtype}"
     if x.dtype not in DTYPES:
         return f"its matmul is of {x.dtype}"
+    result = type_of(equation.outvars[0]).dtype
+    if result != x.dtype:
+        return f"its matmul of {x.dtype} has a result of {result}"
     if _asks_for_precision(parameters["precision"]):
         return f"its matmul asks for precision {parameters['precision']}, which the ops do not take"
     if getattr(getattr(parameters.get("out_sharding"), "spec", None), "unreduced", None):
@@ -159,27 +162,6 @@ def unsupported_dot(equation: JaxprEqn) -> str | None:
     if 0 in (*x.shape, *w.shape):
         return "an empty array: nothing to multiply"
     return None
-
-
-def result_of(graph: Graph, equation: JaxprEqn) -> tuple[Var, tuple[int, ...]] | str:
-    """The variable with the product in the operands' dtype, and the equations that only cast it.
-
-    A product that is accumulated and returned in a wider dtype and then cast is rounded once, as by
-    the ops. Returns the reason where there is no such variable.
-    """
-    (var,) = equation.outvars
-    dtype, result_dtype = type_of(equation.invars[0]).dtype, type_of(var).dtype
-    if result_dtype == dtype:
-        return var, ()
-    user = graph.only_user(var)
-    if user is not None and result_dtype.itemsize > dtype.itemsize:
-        cast = graph.equations[user]
-        if (
-            cast.primitive.name == "convert_element_type"
-            and type_of(cast.outvars[0]).dtype == dtype
-        ):
-            return cast.outvars[0], (user,)
-    return f"its matmul of {dtype} has a result of {result_dtype}"
 
 
 def _asks_for_precision(precision: Any) -> bool:

@@ -23,7 +23,7 @@ from collective_matmul.gradients import (
     tie_with_barrier,
     weight_gradients,
 )
-from collective_matmul.rewrite.commuting import ShardOp, divided
+from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Atom, type_of
@@ -203,16 +203,18 @@ def sum_replacement(
     )
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
-        y = summed(*pvary_all(call.axis_name, *operands))
+        y = scale(summed(*pvary_all(call.axis_name, *operands)), match.path.factor)
         return (_typed_as(result, apply_shard_ops(match.path.shard_ops[::-1], y)),)
 
     def summed(*operands: jax.Array) -> jax.Array:
-        pairs = list(zip(terms, operands[::2], operands[1::2], strict=True))
+        factors = match.factors
+        scaled = map(_scale_smaller, operands[::2], operands[1::2], factors)
+        pairs = [(term, *scaled_pair) for term, scaled_pair in zip(terms, scaled, strict=True)]
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         if collective.kind == "psum":
-            ((term, _, w),) = pairs
-            y = matmul_all_reduce(xs[0], term.weight(w, False), call)
-            return term.result(y, term.free_shape)
+            ws = [term.weight(w, False) for term, _, w in pairs]
+            y = matmul_all_reduce(tuple(xs), tuple(ws), call)
+            return terms[0].result(y, terms[0].free_shape)
         assert match.dimension is not None and match.path.dimension is not None
         ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
         y = matmul_scatter(tuple(xs), tuple(ws), call)
@@ -240,6 +242,7 @@ def einsum_replacement(
 
     def einsum_scatter(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         y = einsum_scattered(*pvary_all(call.axis_name, a, b), match.einsum, call)
+        y = scale(y, match.factor)
         return (_typed_as(match.result, apply_shard_ops(match.shard_ops, y)),)
 
     a, b = match.operands
@@ -250,6 +253,11 @@ def einsum_replacement(
 def _typed_as(atom: Atom, array: jax.Array) -> jax.Array:
     """The array, typed as varying over the mesh axes that `atom` varies over."""
     return vary_over(array, type_of(atom).manual_axis_type.varying)
+
+
+def _scale_smaller(x: jax.Array, w: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
+    """The operands of a matmul, the smaller of which is multiplied by a factor."""
+    return (scale(x, factor), w) if x.size <= w.size else (x, scale(w, factor))
 
 
 def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array:
@@ -269,9 +277,10 @@ def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple
         if not isinstance(item, ResidualRef)
     )
     if isinstance(match, EinsumMatch):
-        return match.collective, match.einsum, match.shape, match.shard_ops, types
+        return match.collective, match.einsum, match.shape, match.factor, match.shard_ops, types
     if isinstance(match, SumMatch):
-        return match.collective, match.path, types, tuple(map(_dimensions, match.terms))
+        dimensions = tuple(map(_dimensions, match.terms))
+        return match.collective, match.path, match.factors, types, dimensions
     groups = (*placed.immediate_wgrads, *placed.later_wgrads)
     dots = (*match.dots, *(dot for group in groups for dot in group.dots))
     return (

@@ -19,6 +19,7 @@ from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch, dots_of
 from collective_matmul.rewrite.graph import Graph, is_pure, type_of, variables
 from collective_matmul.rewrite.grouped_wgrad import group_wgrads, tie_to_sum
 from collective_matmul.rewrite.inlining import is_plain_call
+from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.replacements import ResidualRef, wgrad_replacements
 from collective_matmul.rewrite.site_selection import PlacedMatch, consumed_by
 from collective_matmul.rewrite.splice import TracedSite, instantiate, splice, trace
@@ -181,7 +182,9 @@ def _take_chunks(closed: Any, positions: dict[int, ChunkedResidual]) -> tuple[An
 
 def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) -> Jaxpr | None:
     """The jaxpr with one more argument in chunks; None if something needs it whole."""
-    graph, match, whole = Graph(jaxpr), residual.match, jaxpr.invars[position]
+    graph = Graph(jaxpr)
+    graph, _ = narrowed(graph, narrow_matmuls(graph))
+    match, whole = residual.match, jaxpr.invars[position]
     between: list[int] = []
     dots: list[GatheredDot] = []
     for dot in dots_of(graph, whole, match.view, match.collective.devices, between):

@@ -26,6 +26,7 @@ from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
 from collective_matmul.rewrite.graph import Graph
 from collective_matmul.rewrite.inlining import inlined
+from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.replacements import (
     Replacement,
     einsum_replacement,
@@ -118,7 +119,7 @@ class Rewriter:
     ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
         if self._axis_sizes:
-            graph = self._bring_together(graph)
+            graph = self._narrowed(self._bring_together(graph))
         equations = self._rewrite_inner(graph, region)
         sites = self._select_sites(graph, region.divergent) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
@@ -138,9 +139,23 @@ class Rewriter:
                 graph = sunk_graph
         return graph
 
+    def _narrowed(self, graph: Graph) -> Graph:
+        """The jaxpr with those matmuls in half precision that sites can execute then only."""
+        trial, narrow = narrowed(graph, narrow_matmuls(graph))
+        matches = (
+            self._match(trial, index)
+            for index, equation in enumerate(trial.equations)
+            if narrow and kind_of(equation) is not None and not is_ours(equation)
+        )
+        products = {
+            var for match in matches if not isinstance(match, str) for var in match.products
+        }
+        return narrowed(graph, [matmul for var, matmul in narrow.items() if var in products])[0]
+
     def _matches_in(self, graph: Graph) -> int:
         """The number of sites in a jaxpr, and in the calls and checkpoints that it holds."""
         number = 0
+        graph, _ = narrowed(graph, narrow_matmuls(graph))
         for index, equation in enumerate(graph.equations):
             if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
                 inner = equation.params["jaxpr"]

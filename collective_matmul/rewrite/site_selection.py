@@ -120,7 +120,7 @@ class SiteSelection:
         return match.operands
 
     def _is_free(self, dot: GatheredDot) -> bool:
-        return self._consumed.isdisjoint((dot.index, *dot.casts))
+        return dot.index not in self._consumed
 
     def _joined(self, group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:
         """The group with those of the dots that can be executed together with it."""
@@ -167,7 +167,7 @@ class SiteSelection:
 
 
 def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:
-    equations = group.equations.union(*((dot.index, *dot.casts) for dot in dots))
+    equations = group.equations.union(dot.index for dot in dots)
     return EquationGroup(equations, (*group.inputs, *(dot.matmul.w for dot in dots)))
 
 
@@ -185,7 +185,7 @@ def consumed_by(
       dots: the dots.
       needed: variables that the replacement reads.
     """
-    consumed = {index for dot in dots for index in (dot.index, *dot.casts)}
+    consumed = {dot.index for dot in dots}
     for index in reversed(between):
         (var,) = graph.equations[index].outvars
         used = var in graph.results or var in needed

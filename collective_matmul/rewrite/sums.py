@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import (
@@ -31,16 +31,16 @@ class SumPath:
       shard_ops: applied after the sum instead of before it, the last first.
       dimension: the scattered dimension of the array; None for psum.
       dtype: dtype of the sum over devices.
+      factor: what the array is multiplied by on the way, exactly.
       shape: if the array must be reshaped before the shard ops, the shape that they expect.
-      cast: whether the array is in a wider dtype, to which the way back includes one cast.
       consumed: indices of the equations that the site replaces.
     """
 
     shard_ops: tuple[ShardOp, ...]
     dimension: int | None
     dtype: jnp.dtype
+    factor: float = 1.0
     shape: Shape | None = None
-    cast: bool = False
     consumed: tuple[int, ...] = ()
 
 
@@ -53,7 +53,8 @@ class SumMatch:
       collective: the sum.
       terms: the matmuls, which the program adds up. Their x differ at most in the contracted
         dimension.
-      path: the way back to the dots, the same for each.
+      path: the way back to the dots, the same for each, but for its factor.
+      factors: the products are multiplied by these before they are added up, which is exact.
       consumed: indices of the equations that the site replaces.
     """
 
@@ -61,7 +62,13 @@ class SumMatch:
     collective: Collective
     terms: tuple[Matmul, ...]
     path: SumPath
+    factors: tuple[float, ...]
     consumed: frozenset[int]
+
+    @property
+    def products(self) -> list[Var]:
+        """The variables that the matmuls make."""
+        return [term.equation.outvars[0] for term in self.terms]
 
     @property
     def matmuls(self) -> int:
@@ -97,14 +104,13 @@ def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | st
     # A gradient adds the terms of the last use first: reversed, they are in the order of the uses.
     terms, paths = zip(*reversed(found), strict=True)
     first = replace(paths[0], consumed=())
-    if any(replace(path, consumed=()) != first for path in paths[1:]):
+    if any(replace(path, consumed=(), factor=first.factor) != first for path in paths[1:]):
         return "the matmuls added up are cast, scaled or shaped differently"
     if len({(term.x_side, term.free_shape, term.columns_shape) for term in terms}) > 1:
         return "the matmuls added up have different layouts"
-    if len(terms) > 1 and collective.dimension is None:
-        return "several matmuls are added up before one psum"
     consumed = frozenset().union(*(path.consumed for path in paths))
-    return SumMatch(index, collective, terms, first, consumed)
+    factors = tuple(path.factor / first.factor for path in paths)
+    return SumMatch(index, collective, terms, first, factors, consumed)
 
 
 def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, SumPath] | str:
@@ -135,7 +141,7 @@ def _terms(
         return found
     equation, path = found
     if equation.primitive.name != "dot_general":
-        return _sum(graph, equation.invars, path, devices)
+        return _sum(graph, equation, path, devices)
     term = _term(equation, path)
     return term if isinstance(term, str) else [(term, path)]
 
@@ -143,7 +149,7 @@ def _terms(
 def _back_to_product(
     graph: Graph, atom: Atom, path: SumPath, devices: int
 ) -> tuple[JaxprEqn, SumPath] | str:
-    """The dot or addition that makes `atom`, apart from equations that commute with the sum."""
+    """The dot, addition or subtraction that makes `atom`, before equations that commute."""
     while True:
         index = graph.producer(atom)
         if index is None:
@@ -153,7 +159,7 @@ def _back_to_product(
         equation = graph.equations[index]
         name = equation.primitive.name
         path = replace(path, consumed=(*path.consumed, index))
-        if name in ("dot_general", "add", "add_any"):
+        if name in ("dot_general", "add", "add_any", "sub"):
             return equation, path
         previous = _back(graph, index, path, devices)
         if isinstance(previous, str):
@@ -162,14 +168,15 @@ def _back_to_product(
 
 
 def _sum(
-    graph: Graph, operands: list[Atom], path: SumPath, devices: int
+    graph: Graph, equation: JaxprEqn, path: SumPath, devices: int
 ) -> list[tuple[Matmul, SumPath]] | str:
-    first, second = operands
+    first, second = equation.invars
     if first is second or type_of(first).shape != type_of(second).shape:
         return _ADDED
     terms = []
-    for operand in operands:
-        found = _terms(graph, operand, path, devices)
+    sign = -1 if equation.primitive.name == "sub" else 1
+    for operand, factor in ((first, path.factor), (second, sign * path.factor)):
+        found = _terms(graph, operand, replace(path, factor=factor), devices)
         if isinstance(found, str):
             return found if found.startswith(_ADDED) else f"{_ADDED} ({found})"
         terms += found
@@ -186,10 +193,14 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     if name == "pvary":  # The replacement types its operands and its result.
         return op.operand, path
     if name == "convert_element_type":
-        if type_of(equation.invars[0]).dtype.itemsize < path.dtype.itemsize or path.cast:
-            return f"multiplied in {type_of(equation.invars[0]).dtype} and summed in {path.dtype}"
-        return op.operand, replace(path, cast=True)
-    if name in ("mul", "div") and (path.cast or path.dtype == jnp.float16):
+        before = type_of(op.operand).dtype
+        if before.itemsize > path.dtype.itemsize:
+            return f"its result is rounded from {before} to {path.dtype} before the sum"
+        return f"multiplied in {before} and summed in {path.dtype}"
+    factor = op.exact_factor(graph)
+    if factor is not None:
+        return op.operand, replace(path, factor=path.factor * factor)
+    if name in ("mul", "div") and path.dtype == jnp.float16:
         return f"scaled in {type_of(equation.outvars[0]).dtype} before it is summed in {path.dtype}"
     if op.reshapes and path.dimension is not None:
         return op.operand, _before_reshape(path, op, devices)
@@ -222,11 +233,11 @@ def _before_reshape(path: SumPath, op: CommutingOp, devices: int) -> SumPath:
 def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
     lhs = type_of(equation.invars[0]).ndim - len(equation.params["dimension_numbers"][0][0])
     in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
+    if rounds := _rounds(equation, path):
+        return rounds
     matmul = matmul_of(equation, 0 if in_lhs else 1)
     if isinstance(matmul, str):
         return matmul
-    if rounds := _rounds(equation, path):
-        return rounds
     if not matmul.w_free or not matmul.free:
         return "its matmul is a matrix times a vector"
     if path.shape is not None and not _splits(matmul, path):
@@ -237,11 +248,9 @@ def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
 def _rounds(equation: JaxprEqn, path: SumPath) -> str | None:
     """Why the sum over devices would round differently from the product; None if it would not."""
     operand, result = (type_of(atoms[0]).dtype for atoms in (equation.invars, equation.outvars))
-    if operand != path.dtype or result.itemsize < path.dtype.itemsize:
-        return f"multiplied in {operand} and summed in {path.dtype}"
-    if not path.cast and result != path.dtype:
-        return f"multiplied in {operand} and summed in {result}"
-    return None
+    if operand == result == path.dtype:
+        return None
+    return f"multiplied in {operand} and summed in {path.dtype}"
 
 
 def _splits(matmul: Matmul, path: SumPath) -> bool:

@@ -28,8 +28,8 @@ def overlap(
     in every `shard_map` in it, at any depth, this library's ops replace::
 
         lax.all_gather(x, axis) @ w          also several matmuls with one gathered array
-        lax.psum_scatter(x @ w, axis)        also of a sum of several matmuls
-        lax.psum(x @ w, axis)
+        lax.psum_scatter(x @ w, axis)        also of sums and differences of several matmuls
+        lax.psum(x @ w, axis)                likewise
 
     Equations that commute with the collective may come between the two: casts, reshapes,
     transposes, scaling by constants, names for `jax.checkpoint`, barriers and sharding constraints.
@@ -43,10 +43,12 @@ def overlap(
     The function may be differentiated before or after. Before, its own backward is rewritten;
     after, the gradients are those of the ops.
 
-    Each matmul keeps the dtypes of its operands and result, and accumulates in float32. Sums over
-    devices keep their dtype. A product that is scaled by a constant and then summed is summed
-    first. Any collective for which this cannot be shown to be safe is left alone;
-    `collective_matmul.explain` says why.
+    Each matmul rounds its result to the dtype that the program rounds it to, once, and accumulates
+    in float32. Half-precision arrays that are multiplied in float32 and rounded again, as by
+    ``jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)`` and its gradients, are
+    multiplied in half precision, which computes the same. Sums over devices keep their dtype. A
+    product that is scaled by a constant and then summed is summed first. Any collective for which
+    this cannot be shown to be safe is left alone; `collective_matmul.explain` says why.
 
     Args:
       fun: a function of pytrees of arrays. Flax nnx objects are treated as by `overlap_jit`.

@@ -135,7 +135,7 @@ def _repetition(
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
     if site.op == "matmul_all_reduce":
-        return (backend.matmul_all_reduce(xs[0], ws[0], _AXIS),), ()
+        return (backend.matmul_all_reduce(xs, ws, _AXIS),), ()
     arguments = {"dimension": 0, "transpose_w": site.transpose_w}
     if site.op == "all_gather_matmul":
         products, gathered = backend.all_gather_matmul(

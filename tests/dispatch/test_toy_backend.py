@@ -51,8 +51,8 @@ class Toy(Backend):
     ) -> Any:
         raise AssertionError("unsupported_reason says that it cannot")
 
-    def matmul_all_reduce(self, x, w, axis_name) -> jax.Array:
-        return lax.psum(x @ w, axis_name)
+    def matmul_all_reduce(self, xs, ws, axis_name) -> jax.Array:
+        return lax.psum(sum(x @ w for x, w in zip(xs, ws, strict=True)), axis_name)
 
     def unsupported_reason(self, site: Site) -> str | None:
         return "toys do not scatter" if site.op == "matmul_reduce_scatter" else None

@@ -85,6 +85,43 @@ def _summed_in_float32(h, w):
     return scatter(y).astype(h.dtype)
 
 
+def _in_float32(x, w):
+    """Multiplies widened arrays, and rounds the transposed product."""
+    y = jnp.einsum("bsd,df->fbs", x.astype(jnp.float32), w.astype(jnp.float32) / 4)
+    return jnp.transpose(y, (1, 2, 0)).astype(jnp.bfloat16)
+
+
+def _in_float32_with_bias(x, w):
+    return (x.astype(jnp.float32) @ w.astype(jnp.float32) + 1.0).astype(x.dtype)
+
+
+def _float32_heads(x, w):
+    """[b, s, d] times [d, h, k] to [b, h, s, k], accumulated in float32."""
+    w = w.reshape(4, 3, 1)
+    y = jnp.einsum("bsd,dhk->bhsk", gather(x), w, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+def _difference(h, w):
+    return scatter(h @ w - jnp.sin(h) @ jnp.cos(w))
+
+
+def _exactly_scaled(h, w):
+    return scatter(0.5 * (h @ w) - jnp.sin(h) @ w / 4 - h @ jnp.cos(w))
+
+
+def _differently_scaled(h, w):
+    return scatter(0.3 * (h @ w) - 0.7 * (jnp.sin(h) @ w))
+
+
+def _added_in_float32(h, w):
+    """Rounds once what `overlap` would round twice."""
+    first, second = (
+        jnp.dot(h, v, preferred_element_type=jnp.float32) for v in (w, (-w).astype(w.dtype) / 3)
+    )
+    return scatter((first + second).astype(h.dtype))
+
+
 def _into_heads(x, w):
     """[b, s, d] times [d, h, k] to [b, h, s, k], as in attention."""
     return jnp.einsum("bsd,dhk->bhsk", gather(x), w.reshape(4, 3, 1))
@@ -297,6 +334,13 @@ GATHERS = {
         gathering(_barrier_with_weight), 0, "optimization_barrier uses the gathered array"
     ),
     "heads": Form(gathering(_into_heads, out_specs=P(None, AXIS))),
+    "in float32": Form(gathering(lambda x, w: _in_float32(gather(x), w), dtype="bfloat16")),
+    "in float32 with a bias": Form(
+        gathering(lambda x, w: _in_float32_with_bias(gather(x), w), dtype="bfloat16"),
+        0,
+        "more would be communicated",
+    ),
+    "heads in float32": Form(gathering(_float32_heads, out_specs=P(None, AXIS), dtype="bfloat16")),
     "by itself": Form(gathering(_times_itself), 0, "multiplied by itself"),
     "contracted": Form(gathering(_contracted, out_specs=P(AXIS))),
     "contracted, and kept": Form(
@@ -341,6 +385,16 @@ SCATTERS = {
         0,
         "multiplied in bfloat16 and summed in float32",
     ),
+    "multiplied in float32": Form(
+        scattering(lambda h, w: scatter(_in_float32(h, w)), dtype="bfloat16")
+    ),
+    "added in float32": Form(
+        scattering(_added_in_float32, dtype="bfloat16"), 0, "rounded from float32 to bfloat16"
+    ),
+    "difference": Form(scattering(_difference)),
+    "scaled exactly": Form(scattering(_exactly_scaled)),
+    "scaled differently": Form(scattering(_differently_scaled), 0, "scaled or shaped differently"),
+    "subtracted": Form(scattering(lambda h, w: scatter(1.0 - h @ w)), 0, "something is added"),
     "reshaped": Form(scattering(_merged_rows_scatter)),
     "reshaped across columns": Form(
         scattering(_reshaped_across_columns, P(None, AXIS)), 0, "mixes the scattered dimension"
@@ -368,8 +422,9 @@ SUMS = {
     ),
     "psum of a scalar": Form(scattering(_all_reduced_scalar, P()), 0, "comes from reduce_sum"),
     "psum with a bias after": Form(scattering(lambda h, w: lax.psum(h @ w, AXIS) + 1.0, P())),
-    "psum of a sum": Form(
-        scattering(lambda h, w: lax.psum(h @ w + jnp.sin(h) @ w, AXIS), P()), 0, "several matmuls"
+    "psum of a sum": Form(scattering(lambda h, w: lax.psum(h @ w + jnp.sin(h) @ w, AXIS), P())),
+    "psum of a difference": Form(
+        scattering(lambda h, w: lax.psum(h @ w / 2 - jnp.sin(h) @ w - jnp.cos(h) @ w, AXIS), P())
     ),
 }
 FORMS: dict[str, Form] = {

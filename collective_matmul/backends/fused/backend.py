@@ -92,8 +92,11 @@ class Fused(Backend):
         )
         return y, gathered
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
-        """Sums tiles in one shot or two; see `Backend`."""
+    def matmul_all_reduce(
+        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+    ) -> jax.Array:
+        """Sums tiles in one shot or two; see `Backend`. There is one x and one w."""
+        (x,), (w,) = xs, ws
         return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self._reduce_config)
 
     @property
@@ -102,6 +105,8 @@ class Fused(Backend):
 
     def unsupported_reason(self, site: Site) -> str | None:
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
+        if site.op == "matmul_all_reduce" and len(site.operands) > 1:
+            return "the kernel of an all-reduce executes one matmul, not several"
         reason = _of_op(
             site,
             all_gather.all_gather_unsupported_reason,

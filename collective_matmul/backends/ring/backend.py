@@ -86,17 +86,19 @@ class RingBackend(EinsumBackend):
         y = walk_scatter(scatter, gather, multiply, xs)
         return y, None if gather is None else gather.gathered()
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+    def matmul_all_reduce(
+        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+    ) -> jax.Array:
         """Reduce-scatters the rows in a ring, then gathers them with one collective.
 
         That gather has no matmul left to hide under. The number of rows must be a multiple of D.
         """
         # The direct pattern adds D - 1 chunks at the end, which XLA's sum in place never holds.
         ring = RingBackend(self.name, "one_way") if self.pattern == "direct" else self
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y, _ = ring.matmul_reduce_scatter([rows], [w], axis_name, dimension=0)
+        rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in xs]
+        y, _ = ring.matmul_reduce_scatter(rows, ws, axis_name, dimension=0)
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")
-        return y.reshape(*x.shape[:-1], w.shape[1])
+        return y.reshape(*xs[0].shape[:-1], y.shape[-1])
 
     def gather_einsum(
         self,
