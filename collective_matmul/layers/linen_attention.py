@@ -9,12 +9,11 @@ import jax
 from flax import linen
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 
 from collective_matmul.layers.functions import column_parallel
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import CACHES, unboxed
-from collective_matmul.layers.placement import place
+from collective_matmul.layers.placement import keep_heads_divided
 from collective_matmul.layers.sharding_context import ShardingContext
 
 #: The modules that Heads takes. Each has options that change what its layers compute, and the only
@@ -29,6 +28,8 @@ ATTENTION_MODULES: dict[type, dict[str, Any]] = {
     }
     for kind in (linen.MultiHeadDotProductAttention, linen.SelfAttention)
 }
+
+INPUTS = ("inputs_q", "inputs_k", "inputs_v", "inputs_kv")
 
 
 def shared_projections(
@@ -66,7 +67,7 @@ def shared_projections(
         if id(x) not in by_input:
             results = _project(module, x, names, context, gather_dimension, implementation)
             by_input[id(x)] = SharedProjections(x.shape, dict(zip(names, results, strict=True)))
-    for name in ("inputs_q", "inputs_k", "inputs_v", "inputs_kv"):
+    for name in INPUTS:
         if arguments.get(name) is not None:
             arguments[name] = by_input[id(arguments[name])]
     return arguments
@@ -96,15 +97,27 @@ def _project(
     )
 
 
-def shard_caches(module: Any, axis_name: str, mesh: Mesh | AbstractMesh | None) -> None:
-    """Keeps the heads of the caches divided over the axis, where the mesh is known."""
-    if mesh is None or not module.is_mutable_collection("cache"):
+def keep_caches_divided(
+    module: Any, arguments: dict[str, Any], axis_name: str, mesh: Mesh | AbstractMesh | None
+) -> None:
+    """Keeps the sharding of the caches in a decoding step, where the mesh is known.
+
+    Args:
+      module: the attention module.
+      arguments: as `shared_projections` returns them.
+      axis_name: the mesh axis.
+      mesh: the mesh, or None.
+    """
+    inputs = [arguments.get(name) for name in INPUTS]
+    shared = [x.results for x in inputs if isinstance(x, SharedProjections)]
+    keys = [results["key"] for results in shared if "key" in results]
+    if mesh is None or not keys or not module.is_mutable_collection("cache"):
         return
     for name in CACHES:
         if module.has_variable("cache", name):
             value = module.get_variable("cache", name)
-            names = *[None] * (value.ndim - 2), axis_name, None
-            module.put_variable("cache", name, place(value, mesh, P(*names)))
+            kept = keep_heads_divided(value, keys[0], axis_name, mesh)
+            module.put_variable("cache", name, kept)
 
 
 def _first(*values: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from collective_matmul.layers.linear import ColumnParallelLinear, SharedProjections
-from collective_matmul.layers.placement import mesh_of_arrays, place
+from collective_matmul.layers.placement import keep_heads_divided, mesh_of_arrays, place
 from collective_matmul.layers.sharding_context import LocalShards, current_context, known_axis_size
 
 PROJECTIONS = ("query", "key", "value")
@@ -42,8 +42,14 @@ def parallel_attention(kind: type[nnx.MultiHeadAttention]) -> type[nnx.MultiHead
                 return super().__call__(inputs_q, inputs_k, inputs_v, **options)
             inputs_k = inputs_q if inputs_k is None else inputs_k
             inputs_v = inputs_k if inputs_v is None else inputs_v
-            y = super().__call__(*_projections(self, (inputs_q, inputs_k, inputs_v)), **options)
-            shard_caches(self)
+            projections = _projections(self, (inputs_q, inputs_k, inputs_v))
+            decode = options.get("decode")
+            if not (self.decode if decode is None else decode):
+                return super().__call__(*projections, **options)
+            key = projections[1].results[id(self.key)]
+            _keep_caches_divided(self, key)
+            y = super().__call__(*projections, **options)
+            _keep_caches_divided(self, key)
             return y
 
         def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> None:
@@ -81,6 +87,16 @@ def can_share_gather(module: nnx.MultiHeadAttention) -> bool:
     return all(isinstance(layer, ColumnParallelLinear) for layer in layers) and (
         len({layer.gather_dimension for layer in layers}) == 1
     )
+
+
+def _keep_caches_divided(module: nnx.MultiHeadAttention, key: jax.Array) -> None:
+    """Keeps the sharding of the caches in a decoding step, for the new keys `key`."""
+    layer = module.key
+    assert isinstance(layer, ColumnParallelLinear)
+    mesh = mesh_of_arrays(layer.mesh)
+    for cache in (module.cached_key, module.cached_value):
+        if mesh is not None and cache is not None:  # Without a cache Flax raises.
+            cache.set_value(keep_heads_divided(cache.get_value(), key, layer.axis_name, mesh))
 
 
 def shard_caches(module: nnx.MultiHeadAttention) -> None:

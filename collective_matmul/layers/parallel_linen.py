@@ -215,8 +215,10 @@ class ParallelModule:
         arguments = linen_attention.shared_projections(
             module, args, kwargs, context, style.gather_dimension, implementation
         )
+        caches = module, arguments, self.axis_name, mesh_of_arrays(self.mesh)
+        linen_attention.keep_caches_divided(*caches)
         y = call(**arguments)
-        linen_attention.shard_caches(module, self.axis_name, mesh_of_arrays(self.mesh))
+        linen_attention.keep_caches_divided(*caches)
         return y
 
     def _dense(

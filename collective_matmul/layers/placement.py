@@ -36,7 +36,7 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
 
     Args:
       value: an array, an array inside `jax.jit`, or a `jax.ShapeDtypeStruct`. Anything else is
-        returned as it is.
+        returned as it is, and so is an array inside `jax.jit` if the spec names no axis.
       mesh: the mesh.
       spec: names axes of the mesh.
     """
@@ -44,6 +44,8 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, jax.core.Tracer):
+        if not _axes_of(spec):  # Its sharding may have been chosen before; that is not visible.
+            return value
         if mesh.abstract_mesh.explicit_axes:
             return jax.sharding.reshard(value, sharding)
         return jax.lax.with_sharding_constraint(value, sharding)
@@ -52,8 +54,35 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     return value
 
 
+def keep_heads_divided(
+    cache: jax.Array, heads: jax.Array, axis_name: str, mesh: Mesh | AbstractMesh
+) -> jax.Array:
+    """A cache of keys or values inside a program, with its heads divided over the axis.
+
+    Args:
+      cache: [*batch, length, heads, features].
+      heads: the new keys or values, [*batch, 1, heads, features]. The batch of the cache is sharded
+        like theirs.
+      axis_name: the mesh axis.
+      mesh: the mesh.
+    """
+    type_of_heads = jax.typeof(heads).sharding
+    if type_of_heads.mesh.explicit_axes:
+        # Writing into the cache requires that the types agree.
+        *batch, _, _, _ = type_of_heads.spec
+        typed = type_of_heads.mesh if isinstance(heads, jax.core.Tracer) else heads.sharding.mesh
+        return jax.sharding.reshard(cache, NamedSharding(typed, P(*batch, None, axis_name, None)))
+    if isinstance(cache, jax.core.Tracer):
+        free = [P.UNCONSTRAINED] * (cache.ndim - 2)
+        spec = P(*free, axis_name, P.UNCONSTRAINED)
+        return jax.lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))
+    return cache
+
+
 def place_variables(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Places every variable of a model: as its metadata say, else replicated.
+
+    Inside `jax.jit` variables without metadata are left to the compiler.
 
     A variable without such metadata that is on all devices of the mesh already stays as it is.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.layers import Column, Heads, Row, parallelize
@@ -164,21 +164,26 @@ def decode(model: nnx.Module, x: jax.Array) -> Any:
     return model(x, decode=True)
 
 
-@pytest.mark.parametrize("cache_first", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_decoding_stays_the_same_with_a_cache_sharded_over_heads(
-    cache_first: bool, mesh: Mesh
+    kind: AxisType, mesh: Mesh
 ) -> None:
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind, kind))
+    batch = NamedSharding(mesh, P("data"))
     tokens = random(3, 2, 1, FEATURES)
     expected_model, model = attention(**GROUPED), attention(**GROUPED)
     expected_model.init_cache((2, 3, FEATURES))
-    if cache_first:
+    if kind == AxisType.Auto:  # Before, and in the other case after.
         model.init_cache((2, 3, FEATURES))
     parallelize(model, {"": Heads()}, mesh=mesh, implementation="ring")
-    if not cache_first:
+    if kind == AxisType.Explicit:
         model.init_cache((2, 3, FEATURES))
+    assert model.cached_key.get_value().sharding.spec == P(None, None, "tensor", None)
     for x in tokens:
-        assert "tensor" in model.cached_key.get_value().sharding.spec[2:]
-        assert_close(decode(model, x), decode(expected_model, x))
+        y = decode(model, jax.device_put(x, batch))
+        assert_close(y, decode(expected_model, x))
+        assert y.sharding.spec[0] == "data"
+        assert tuple(model.cached_value.get_value().sharding.spec)[:3] == ("data", None, "tensor")
     assert_close(pure(nnx.state(model, nnx.Cache)), pure(nnx.state(expected_model, nnx.Cache)))
 
 
