@@ -42,7 +42,7 @@ from tests.rewrite.simulator import DeadlockError, simulate_jaxpr
 DEVICES = 6
 MESHES = ({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3})
 IMPLEMENTATIONS = ("ring",) * 6 + ("xla", "ring_two_way", "ring_direct")
-MODES = ("not", "not", "inside", "before", "after")
+MODES = ("not", "not", "inside", "before", "after", "vmapped", "forward")
 #: One program in this number is compiled.
 COMPILED = 100
 #: Constants of the backward are in float32, which float64 sums see.
@@ -64,7 +64,8 @@ class Case:
       explicit: whether the other axes are Explicit, with the leading dimensions over them.
       dtype: of the arguments.
       rounds: whether anything is computed in a coarser dtype than float32.
-      mode: "not" differentiated, or "inside" the shard_map, "before" or "after" the rewrite.
+      mode: "not" differentiated, or "inside" the shard_map, "before" or "after" the rewrite;
+        "vmapped" after the rewrite, or differentiated "forward" before it.
       check_vma: as for `jax.shard_map`.
       strict: whether dtypes are promoted strictly.
       implementation: as for `overlap`.
@@ -176,7 +177,19 @@ def functions(case: Case) -> tuple[Callable, Callable]:
         return gradients_of(fun, count), rewrite(gradients_of(fun, count))
     if case.mode == "after":
         return gradients_of(fun, count), gradients_of(rewrite(fun), count)
+    if case.mode == "vmapped":
+        return _vmapped(fun), _vmapped(rewrite(fun))
+    if case.mode == "forward":
+        return _derivative(fun), rewrite(_derivative(fun))
     return fun, rewrite(fun)
+
+
+def _vmapped(fun: Callable) -> Callable:
+    return lambda *args: jax.vmap(fun)(*(jnp.stack([x, 0.5 * x]) for x in args))
+
+
+def _derivative(fun: Callable) -> Callable:
+    return lambda *args: jax.jvp(fun, args, args)[1]
 
 
 def _structs(case: Case) -> list[jax.ShapeDtypeStruct]:
@@ -233,8 +246,8 @@ def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         wrong = _difference(case, expected_program, expected, actual_program, arguments)
-        # A gradient of what `overlap` returns has collectives of its own.
-        if not wrong and second_pass and case.mode != "after":
+        # The gradient of what `overlap` returns has collectives of its own.
+        if not wrong and second_pass and case.mode not in ("after", "vmapped"):
             wrong = _second_pass(case, actual_program, structs)
         if not wrong and compiled:
             wrong = _executed(case, plain, rewritten, expected)

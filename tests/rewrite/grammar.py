@@ -61,7 +61,8 @@ class Source:
 
     def argument(self, shape: Shape, sharded: float = 0.5) -> Value:
         """An argument with this shape on each device. Axes shard a dimension of it or none."""
-        sizes, spec = list(shape), [None] * len(shape)
+        sizes = list(shape)
+        spec: list[str | None] = [None] * len(shape)
         for axis, size in self.axes.items():
             if self.chance(sharded):
                 i = self.random.randrange(len(shape))

@@ -109,6 +109,8 @@ def script(case: Case) -> str:
     end = {
         "before": "plain, ours = grads(fun), ring(grads(fun))",
         "after": "plain, ours = grads(fun), grads(ring(fun))",
+        "vmapped": "plain, ours = vmapped(fun), vmapped(ring(fun))",
+        "forward": "plain, ours = forward(fun), ring(forward(fun))",
     }.get(case.mode, "plain, ours = fun, ring(fun)")
     return f"""import math, jax, jax.numpy as jnp, numpy as np
 from jax import lax
@@ -138,6 +140,10 @@ def loss_of(fun):
     return lambda *a: sum(map(weigh, jax.tree.leaves(fun(*a))))
 def grads(fun):
     return jax.grad(loss_of(fun), tuple(range({len(case.arguments)})))
+def vmapped(fun):
+    return lambda *a: jax.vmap(fun)(*(jnp.stack([x, 0.5 * x]) for x in a))
+def forward(fun):
+    return lambda *a: jax.jvp(fun, a, a)[1]
 {body}
 fun = jax.shard_map(
     body, mesh=mesh, in_specs=tuple(P(*spec) for spec in specs), out_specs=P(manual),

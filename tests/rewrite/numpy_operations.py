@@ -34,6 +34,7 @@ def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 _ELEMENTWISE: dict[str, Operation] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
     "copy": np.array, "cos": np.cos, "div": _truncated, "eq": np.equal, "exp": np.exp,
     "expm1": np.expm1, "floor": np.floor, "ge": np.greater_equal, "gt": np.greater,
     "is_finite": np.isfinite, "le": np.less_equal, "log": np.log, "log1p": np.log1p,
@@ -208,6 +209,18 @@ def _same(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
     return operands[0]
 
 
+def _stack(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
+    return np.stack(operands, equation.params["axis"] + 1)
+
+
+def _unstack(operands: Stacks, equation: JaxprEqn, devices: int) -> list[np.ndarray]:
+    return [*np.moveaxis(operands[0], equation.params["axis"] + 1, 0)]
+
+
+def _empty(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
+    return np.zeros((devices, *type_of(equation.outvars[0]).shape), np.float32)
+
+
 _SHAPED: dict[str, Operation] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
@@ -215,6 +228,8 @@ _SHAPED: dict[str, Operation] = {
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
+    "empty": _empty,
+    "empty2": _empty,
     "expand_dims": _reshape,
     "integer_pow": lambda operands, equation, _: operands[0] ** equation.params["y"],
     "iota": _iota,
@@ -230,7 +245,9 @@ _SHAPED: dict[str, Operation] = {
     "slice": _slice,
     "split": _split,
     "squeeze": _reshape,
+    "stack": _stack,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 
 
@@ -240,14 +257,14 @@ _SHAPED: dict[str, Operation] = {
 def _compiled(equation: JaxprEqn, operands: Stacks, devices: int, float64: bool) -> Stacks:
     primitive = equation.primitive
     operation = _operation(primitive, bool(operands), tuple(equation.params.items()))
-    typed = [
-        x.astype(type_of(atom).dtype) for x, atom in zip(operands, equation.invars, strict=True)
-    ]
-    results = operation(*typed)
-    results = results if primitive.multiple_results else [results]
+    with jax.enable_x64(float64):
+        results = operation(*operands)
+        results = results if primitive.multiple_results else [results]
+        results = [np.asarray(result) for result in results]
     if not operands:
         results = [np.broadcast_to(result, (devices, *result.shape)) for result in results]
-    return [_cast(np.asarray(x), stored(x.dtype, float64)) for x in results]
+    dtypes = [stored(type_of(var).dtype, float64) for var in equation.outvars]
+    return [_cast(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
 
 @functools.cache

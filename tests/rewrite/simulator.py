@@ -164,17 +164,25 @@ def _while(equation: JaxprEqn, operands: Stacks, team: Team) -> Stacks:
     tested, constant = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     carry = [*operands[constant:]]
     active = np.ones(len(team.members), bool)
-    while active.any():
-        now = team.part(active)
+    while True:
         state = [x[active] for x in carry]
-        (goes_on,) = _call(p["cond_jaxpr"], [*(x[active] for x in operands[:tested]), *state], now)
-        active[active] = goes_on.astype(bool)
+        consts = [x[active] for x in operands[:tested]]
+        (test,) = _call(p["cond_jaxpr"], [*consts, *state], team.part(active))
+        # Under vmap, a device goes on while any of its elements does, and the others stay.
+        goes_on = test.reshape(len(test), -1).any(1)
+        active[active] = goes_on
         if not active.any():
-            break
+            return carry
         consts = [x[active] for x in operands[tested:constant]]
-        state = _call(p["body_jaxpr"], [*consts, *(x[active] for x in carry)], team.part(active))
-        carry = _merged(carry, state, active)
-    return carry
+        state = [x[active] for x in carry]
+        results = _call(p["body_jaxpr"], [*consts, *state], team.part(active))
+        test = test[goes_on]
+        if test.ndim > 1:
+            results = [
+                np.where(test.reshape(test.shape + (1,) * (y.ndim - test.ndim)), y, x)
+                for x, y in zip(state, results, strict=True)
+            ]
+        carry = _merged(carry, results, active)
 
 
 def _scan(equation: JaxprEqn, operands: Stacks, team: Team) -> Stacks:
