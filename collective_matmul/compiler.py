@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from collective_matmul._compat import ShardingTypeError
 from collective_matmul.graph_functions import (
     GraphJitted,
     GraphNodesError,
@@ -90,6 +91,13 @@ def renamed_fused(function: str, value: bool) -> bool:
     return value
 
 
+EXPLICIT_AXES = (
+    "some mesh has Explicit axes, which are the default of jax.make_mesh. With them, operations"
+    " whose sharding JAX cannot infer need an out_sharding. To let the compiler choose it, as most"
+    " models expect, create the mesh with Auto axes:"
+    " jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+)
+
 # Kernels that address peers wait for each other, so every device must run programs in the same
 # order. If two threads launched at once, the order could differ between devices.
 _launching = threading.RLock()
@@ -149,22 +157,22 @@ class OverlapJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
         order = _launching if self._peer_kernels else contextlib.nullcontext()
-        with self._tracing(), _refusing_to_be_inside(), order:
+        with self._tracing(), _explaining_errors(), order:
             return self._use(lambda jitted: jitted(*args, **kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
-        with self._tracing():
+        with self._tracing(), _explaining_errors():
             return self._use(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for these arguments, as `jax.jit` does."""
-        with self._tracing():
+        with self._tracing(), _explaining_errors():
             return self._use(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as from `jax.jit`."""
-        with self._tracing():
+        with self._tracing(), _explaining_errors():
             return self._use(lambda jitted: jitted.eval_shape(*args, **kwargs), args, kwargs)
 
     def clear_cache(self) -> None:
@@ -174,11 +182,16 @@ class OverlapJit:
 
 
 @contextlib.contextmanager
-def _refusing_to_be_inside() -> Iterator[None]:
-    """Explains what to do when JAX refuses compiler options of an inner function."""
+def _explaining_errors() -> Iterator[None]:
+    """Says what to do about errors of JAX whose cause is far from where they are raised."""
     try:
         yield
+    except ShardingTypeError as error:
+        error.add_note(f"overlap_jit: {EXPLICIT_AXES}")
+        raise
     except ValueError as error:
+        if "Mesh for all inputs should be equal" in str(error):
+            error.add_note(f"overlap_jit: {EXPLICIT_AXES}")
         if "can only be passed to top-level" not in str(error):
             raise
         raise ValueError(

@@ -165,7 +165,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         shared = x if isinstance(x, SharedProjections) else SharedProjections.compute(x, [self])
         y = shared.results[id(self)]
-        return current_context(self.axis_name, self.mesh).reshard(y, out_sharding)
+        return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -218,10 +218,10 @@ class RowParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it in S.
         """
-        context = current_context(self.axis_name, self.mesh)
         x, kernel, bias = promote_dtype(
             (x, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype
         )
+        context = current_context(self.axis_name, self.mesh, (x, kernel))
         y = row_parallel(
             context,
             x,
@@ -282,7 +282,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     dtype = canonicalize_dtype(x, *kernels, *biases, dtype=first.dtype)
     return column_parallel(
-        current_context(first.axis_name, first.mesh),
+        current_context(first.axis_name, first.mesh, (x, kernels)),
         jnp.asarray(x, dtype),
         [kernel.astype(dtype) for kernel in kernels],
         [None if bias is None else bias.astype(dtype) for bias in biases],

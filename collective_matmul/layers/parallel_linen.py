@@ -210,7 +210,7 @@ class ParallelModule:
         layer_checks.heads(".".join(module.path), module, self.axis_name, self.mesh)
         if module.is_initializing():
             return call(*args, **kwargs)
-        context = current_context(self.axis_name, self.mesh)
+        context = current_context(self.axis_name, self.mesh, (args, kwargs, module.variables))
         implementation = check_implementation(self.implementation)
         arguments = linen_attention.shared_projections(
             module, args, kwargs, context, style.gather_dimension, implementation
@@ -235,8 +235,8 @@ class ParallelModule:
         # The layer itself makes its parameters, and reports missing ones.
         if module.is_initializing() or not module.has_variable("params", "kernel"):
             return call(inputs)
-        context = current_context(self.axis_name, self.mesh)
         kernel = unboxed(module.get_variable("params", "kernel"))
+        context = current_context(self.axis_name, self.mesh, (inputs, kernel))
         bias = unboxed(module.get_variable("params", "bias")) if module.use_bias else None
         x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=module.dtype)
         implementation = check_implementation(self.implementation)

@@ -9,11 +9,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.layers.sharding_context import has_explicit_axes, with_auto_axes
+
 
 def mesh_of_arrays(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
     """The mesh that global arrays are to be placed on.
 
-    None inside a `shard_map`, where arrays are shards, and where no mesh is known.
+    None inside a `shard_map`, where arrays are shards, and where no mesh is known. A given mesh has
+    Auto axes outside `jax.set_mesh`: see `sharding_context`.
 
     Args:
       mesh: None uses the mesh of `jax.set_mesh`.
@@ -22,7 +25,7 @@ def mesh_of_arrays(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
     if around.manual_axes:
         return None
     if mesh is not None:
-        return mesh
+        return with_auto_axes(mesh) if around.empty else mesh
     if around.empty:
         return None
     try:
@@ -44,8 +47,13 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, jax.core.Tracer):
+<<<<<<< HEAD
         if not _axes_of(spec):  # Its sharding may have been chosen before; that is not visible.
             return value
+=======
+        if has_explicit_axes(value):
+            return jax.sharding.reshard(value, NamedSharding(jax.typeof(value).sharding.mesh, spec))
+>>>>>>> 0dcd07b (Layers: a given mesh with Explicit axes counts as Auto unless types say otherwise)
         if mesh.abstract_mesh.explicit_axes:
             return jax.sharding.reshard(value, sharding)
         return jax.lax.with_sharding_constraint(value, sharding)
@@ -91,14 +99,17 @@ def place_variables(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
             continue
         value, spec = variable.get_value(), nnx.get_partition_spec(variable)
         spec = spec.get_value() if isinstance(spec, nnx.Variable) else spec
-        is_placed = variable.get_metadata().get("out_sharding") is None and _is_on(value, mesh)
-        if not is_placed and _axes_of(spec) <= set(mesh.axis_names):
+        if variable.get_metadata().get("out_sharding") is None and _is_on(value, mesh):
+            spec = value.sharding.spec
+        if _axes_of(spec) <= set(mesh.axis_names):
             variable.set_value(place(value, mesh, spec))
 
 
 def _is_on(value: Any, mesh: Mesh | AbstractMesh) -> bool:
     sharding = getattr(value, "sharding", None)
-    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    return isinstance(sharding, NamedSharding) and with_auto_axes(sharding.mesh) == with_auto_axes(
+        mesh
+    )
 
 
 def _axes_of(spec: P) -> set[str]:

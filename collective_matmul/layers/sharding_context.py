@@ -9,6 +9,10 @@ specs. They become manual too: leading dimensions stay sharded as the type of x 
 are gathered. Axes of size 1 become manual because XLA compiles a `shard_map` over the whole mesh
 best.
 
+JAX's default is Explicit axes, and refuses operations whose sharding it cannot infer. Most code is
+not written for that. So a mesh that a layer is given has Auto axes for it, until it is called with
+arrays whose types have Explicit axes. The mesh of `jax.set_mesh` is taken as it is.
+
 Inside a `shard_map` over other axes only, a layer enters a nested `shard_map`. JAX can
 differentiate that only if the outer one has ``check_vma=False``.
 """
@@ -18,12 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 #: The mesh axes that shard each dimension before the features, major first.
 LeadingAxes = tuple[tuple[str, ...], ...]
@@ -140,12 +146,13 @@ class GlobalArrays:
 ShardingContext = LocalShards | GlobalArrays
 
 
-def current_context(axis_name: str, mesh: Mesh | None) -> ShardingContext:
+def current_context(axis_name: str, mesh: Mesh | None, arrays: Any = ()) -> ShardingContext:
     """The context of the caller.
 
     Args:
       axis_name: the mesh axis.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      arrays: a pytree of the arrays that the layer is called with, and of its parameters.
 
     Raises:
       ValueError: if there is no mesh, or it has no such axis.
@@ -166,7 +173,24 @@ def current_context(axis_name: str, mesh: Mesh | None) -> ShardingContext:
             f"axis_name={axis_name!r}: the mesh has the axes {tuple(found.axis_names)}; name one"
             " of them"
         )
+    if around.empty and not any(map(has_explicit_axes, jax.tree.leaves(arrays))):
+        found = with_auto_axes(found)
     return GlobalArrays(axis_name, found)
+
+
+def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with all its axes Auto."""
+    if not mesh.abstract_mesh.explicit_axes:
+        return mesh
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+    return mesh.update(axis_types=axis_types)
+
+
+def has_explicit_axes(value: Any) -> bool:
+    """Whether it is an array whose type says how Explicit axes shard it."""
+    return isinstance(value, jax.Array) and bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
 def known_axis_size(axis_name: str, mesh: Mesh | None) -> int | None:
