@@ -47,13 +47,10 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, jax.core.Tracer):
-<<<<<<< HEAD
         if not _axes_of(spec):  # Its sharding may have been chosen before; that is not visible.
             return value
-=======
         if has_explicit_axes(value):
             return jax.sharding.reshard(value, NamedSharding(jax.typeof(value).sharding.mesh, spec))
->>>>>>> 0dcd07b (Layers: a given mesh with Explicit axes counts as Auto unless types say otherwise)
         if mesh.abstract_mesh.explicit_axes:
             return jax.sharding.reshard(value, sharding)
         return jax.lax.with_sharding_constraint(value, sharding)
