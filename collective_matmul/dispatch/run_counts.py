@@ -55,31 +55,38 @@ class RunCounter:
         Returns:
           The runs of ops by number, and those of further equations by key.
         """
-        ops: Counter[int] = Counter()
-        others: Counter[Any] = Counter()
+        # Shared jaxprs are counted once. Kept alive, so that no other object gets the id of one.
+        counted: dict[tuple, tuple[Jaxpr, Counter]] = {}
 
-        def walk(jaxpr: Jaxpr, times: int, around: frozenset[tuple[str, str]]) -> None:
+        def count(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
+            place = id(jaxpr), around
+            if place not in counted:
+                counted[place] = jaxpr, counts_in(jaxpr, around)
+            return counted[place][1]
+
+        def counts_in(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
+            counts: Counter = Counter()
             found: set[tuple[str, str]] = set()
             for equation in jaxpr.eqns:
                 inner = list(jaxprs_in_params(equation.params))
                 # What only prepares an operand may stay where a backward pass computes it again.
                 if not (inner or equation.effects or equation.primitive.name == "dot_general"):
                     continue
-                stack = str(equation.source_info.name_stack)
-                numbers = frozenset(_NUMBERS.findall(stack))
+                numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
                 found |= numbers - around
                 if key_of is not None and not (numbers | around):
                     key = key_of(equation)
-                    if key is not None:
-                        others[key] += times
+                    counts[None, key] += key is not None
                 steps = equation.params["length"] if equation.primitive.name == "scan" else 1
                 for each in inner:
-                    walk(each, times * steps, around | numbers)
-            for number, _ in found:
-                ops[int(number)] += times
+                    for key, number in count(each, around | numbers).items():
+                        counts[key] += steps * number
+            counts.update((int(number), None) for number, _ in found)
+            return counts
 
-        walk(program, 1, frozenset())
-        return ops, others
+        counts = count(program, frozenset())
+        ops = Counter({number: n for (number, _), n in counts.items() if number is not None})
+        return ops, Counter({key: n for (number, key), n in counts.items() if number is None})
 
 
 class _Scoped:

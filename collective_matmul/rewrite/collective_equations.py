@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -50,6 +51,21 @@ def collectives_in(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
             if kind_of(equation) is not None:
                 yield equation
             yield from collectives_in(jaxprs_in_params(equation.params))
+
+
+#: Answers of `holds_collectives`.
+_holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+
+def holds_collectives(jaxpr: Jaxpr) -> bool:
+    """Whether the jaxpr has equations with a `kind_of`, at any depth."""
+    if jaxpr not in _holding:
+        _holding[jaxpr] = any(
+            kind_of(equation) is not None
+            or any(map(holds_collectives, jaxprs_in_params(equation.params)))
+            for equation in jaxpr.eqns
+        )
+    return _holding[jaxpr]
 
 
 def axes_of(equation: JaxprEqn) -> tuple:

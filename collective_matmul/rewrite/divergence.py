@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from collective_matmul._compat import scan_counts
-from collective_matmul.rewrite.collective_equations import axes_of, collectives_in
+from collective_matmul.rewrite.collective_equations import axes_of, holds_collectives
 from collective_matmul.rewrite.graph import Atom
 
 #: Mesh axes over which a value may differ between devices.
@@ -218,9 +218,9 @@ def _axes_of(known: Mapping[Any, Axes], atom: Atom, unknown: Axes) -> Axes:
 
 def _chooses_communication(jaxpr: Jaxpr) -> bool:
     """Whether a branch or a loop in the jaxpr, at any depth, contains a gather or a sum."""
-    for equation in jaxpr.eqns:
-        inner = list(jaxprs_in_params(equation.params))
-        if equation.primitive.name in _CHOOSING and any(collectives_in(inner)):
+    for equation in jaxpr.eqns if holds_collectives(jaxpr) else ():
+        inner = list(filter(holds_collectives, jaxprs_in_params(equation.params)))
+        if inner and equation.primitive.name in _CHOOSING:
             return True
         if any(map(_chooses_communication, inner)):
             return True

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.rewrite.collective_equations import collectives_in, kind_of
+from collective_matmul.rewrite.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.commuting import commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.report import is_named
@@ -74,7 +74,7 @@ def _makers(graph: Graph, atom: Atom) -> Iterator[int | None]:
 
 def _reaches_outside(jaxpr: Jaxpr) -> bool:
     """Whether a collective inside the call may have its matmul outside of it."""
-    if not any(collectives_in([jaxpr])):
+    if not holds_collectives(jaxpr):
         return False
     graph = Graph(jaxpr)
     for equation in graph.equations:

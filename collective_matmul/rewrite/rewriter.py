@@ -13,7 +13,12 @@ from collective_matmul.backends import REFERENCE
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.gradients import OpParams
 from collective_matmul.log import warn_once
-from collective_matmul.rewrite.collective_equations import collective_of, collectives_in, kind_of
+from collective_matmul.rewrite.collective_equations import (
+    collective_of,
+    collectives_in,
+    holds_collectives,
+    kind_of,
+)
 from collective_matmul.rewrite.divergence import (
     EVERYWHERE,
     Axes,
@@ -103,7 +108,7 @@ class Rewriter:
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             new, residuals = inner, []
-            if any(collectives_in([inner])):
+            if holds_collectives(inner):
                 new, residuals = self._rewrite_jaxpr(inner, region)
             if new is inner:
                 new = jaxpr
@@ -160,7 +165,7 @@ class Rewriter:
             if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
                 inner = equation.params["jaxpr"]
                 inner = getattr(inner, "jaxpr", inner)
-                number += self._matches_in(Graph(inner)) if any(collectives_in([inner])) else 0
+                number += self._matches_in(Graph(inner)) if holds_collectives(inner) else 0
             elif kind_of(equation) is not None and not is_ours(equation):
                 number += not isinstance(self._match(graph, index), str)
         return number
