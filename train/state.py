@@ -11,6 +11,7 @@ like them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -38,7 +39,7 @@ class ModelFunctions:
 
     def __init__(self, config: Config):
         def build() -> Llama:
-            return self._build(config, nnx.Rngs(config.seed))
+            return self._build(config)
 
         self._config = config
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
@@ -58,7 +59,8 @@ class ModelFunctions:
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
 
     @staticmethod
-    def _build(config: Config, rngs: nnx.Rngs) -> Llama:
+    def _build(config: Config) -> Llama:
+        rngs: Any = _Keys(config.seed)
         return Llama(
             config.model,
             implementation=_implementation(config.overlap),
@@ -69,7 +71,7 @@ class ModelFunctions:
 
     def init(self) -> Params:
         """Initial parameters, global; the same for every mesh."""
-        model = self._build(self._config, nnx.Rngs(self._config.seed))
+        model = self._build(self._config)
         return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
     def merge(self, params: Params) -> Llama:
@@ -78,6 +80,21 @@ class ModelFunctions:
             (path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()
         ]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+
+class _Keys:
+    """The keys of `nnx.Rngs`, counted in Python.
+
+    `nnx.Rngs` counts with an array. In a trace, the time for that grows with the square of the
+    number of layers.
+    """
+
+    def __init__(self, seed: int):
+        self._key, self._count = jax.random.key(seed), itertools.count()
+
+    def params(self) -> jax.Array:
+        """The next key."""
+        return jax.random.fold_in(self._key, next(self._count))
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
