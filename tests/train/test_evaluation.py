@@ -19,12 +19,13 @@ import pytest
 from tests.models import reference
 from tests.train.reports import reporter
 from train import config as configs
-from train.command_line import main
+from train.command_line import describe_held_out, main, parse
 from train.config import Config
 from train.data import TextData, open_dataset
 from train.evaluation import Evaluation, Evaluator
 from train.log_file import read_log
 from train.mesh import make_mesh
+from train.setup import prepare
 from train.state import ModelFunctions, init_state, make_optimizer
 
 RUN = shlex.split(
@@ -80,6 +81,7 @@ def test_evaluating_changes_no_bit_of_a_run(capsys, tmp_path, held_out):
     assert start["configuration"]["eval_text"]["token_count"] == 217
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_evaluates_as_the_uninterrupted_one(capsys, tmp_path, held_out):
     whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
     evaluation = ["--eval-data", held_out, "--eval-interval", "2", "--save-interval", "3"]
@@ -130,12 +132,12 @@ def reference_loss(held_out: str, config: Config, sequences: int) -> float:
 @pytest.mark.parametrize(
     ("sizes", "changes", "sequences"),
     [
-        ((1, 1), {}, 13),
         ((2, 2), {"overlap": "ring"}, 13),
-        # Batches of one data group each are of two sequences.
-        ((2, 2), {"gradient_accumulation_steps": 2}, 13),
         ((1, 4), {"eval_batches": 2, "overlap": "rewrite"}, 8),
-        ((1, 1), {"eval_batches": 100}, 13),
+        pytest.param((1, 1), {}, 13, marks=pytest.mark.exhaustive),
+        # Each data group has one sequence at a time.
+        pytest.param((2, 2), {"gradient_accumulation_steps": 2}, 13, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1), {"eval_batches": 100}, 13, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -146,6 +148,7 @@ def test_the_loss_is_the_mean_over_the_text(held_out, sizes, changes, sequences)
     assert evaluation.loss == pytest.approx(reference_loss(held_out, TINY, sequences), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_documents_are_kept_apart_as_in_training(tmp_path):
     """Each document evaluated by itself has the same losses."""
     documents = ["abcdefg hijklmn", "opqrstu vwxyz 0123456789 abcde", "short"]
@@ -158,33 +161,29 @@ def test_documents_are_kept_apart_as_in_training(tmp_path):
 
 
 def test_the_same_parameters_evaluate_to_the_same_bits(held_out):
-    config, mesh = TINY, make_mesh(2, 2)
-    model = ModelFunctions(config)
-    params = init_state(model, make_optimizer(config.optimizer, 5), mesh)["params"]
-    evaluator = Evaluator(config, model, mesh, text(held_out))
+    mesh, model = make_mesh(1, 1), ModelFunctions(TINY)
+    params = init_state(model, make_optimizer(TINY.optimizer, 5), mesh)["params"]
+    evaluator = Evaluator(TINY, model, mesh, text(held_out))
     before = jax.device_get(params)
     first, second = evaluator(params), evaluator(params)
     assert first is not None
     assert second is not None
     assert first.loss == second.loss
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), before)
-
-
-def test_an_evaluation_stops_when_it_is_asked_to(held_out):
-    config, mesh = TINY, make_mesh(1, 1)
-    model = ModelFunctions(config)
-    params = init_state(model, make_optimizer(config.optimizer, 5), mesh)["params"]
+    # It stops when it is asked to.
     asked = iter([False, True])
-    assert Evaluator(config, model, mesh, text(held_out))(params, lambda: next(asked)) is None
+    assert evaluator(params, lambda: next(asked)) is None
     output = io.StringIO()
     with reporter(output=output) as reports:
         reports.evaluated(7, None)
     assert output.getvalue() == "      7  held-out text is left out\n"
 
 
-def test_text_that_is_trained_on_is_not_held_out(capsys, held_out):
-    main([*RUN, "--steps", "1", "--data", held_out, "--eval-data", held_out])
-    assert "warning: the held-out text is the text that is trained on" in capsys.readouterr().out
+def test_text_that_is_trained_on_is_not_held_out(held_out):
+    setup = prepare(parse([*RUN, "--data", held_out, "--eval-data", held_out]))
+    described = describe_held_out(setup)
+    assert described[1:] == ["warning: the held-out text is the text that is trained on"]
+    assert len(describe_held_out(prepare(parse([*RUN, "--eval-data", held_out])))) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.command_line import describe_schedule, main
+from train.checkpoint import Checkpoints
+from train.command_line import describe_schedule, main, parse
 from train.config import OptimizerConfig
 from train.log_file import read_log
+from train.setup import prepare
 from train.state import make_schedule
 
 RUN = shlex.split(
@@ -55,12 +58,34 @@ def test_going_on_does_not_raise_the_learning_rate(capsys, tmp_path):
     assert rates == ["1.000e-03"] * 4
     # The variants of a comparison have the schedule of this run.
     assert re.search(r"to compare: .* --steps 8 --optimizer.decay-steps 4 --a", output)
-    # A length that is given wins, and is said.
-    main([*RUN, *saved, "--steps", "9", "--resume", "--optimizer.decay-steps", "20"])
-    assert "optimizer.decay_steps was 4, is 20" in capsys.readouterr().out
-    assert logged(log)[9] == scheduled(20, 9)[9]
+    # A length that is given wins.
+    assert decay_steps_of([*RUN, *saved, "--steps", "9", "--resume"]) == 4
+    longer = ["--steps", "9", "--resume", "--optimizer.decay-steps", "20"]
+    assert decay_steps_of([*RUN, *saved, *longer]) == 20
 
 
+def decay_steps_of(arguments: list[str]) -> int | None:
+    """The length of the schedule of a run that is ready to start."""
+    setup = prepare(parse(arguments))
+    assert setup.checkpoints is not None
+    setup.checkpoints.close()
+    return setup.config.optimizer.decay_steps
+
+
+def test_a_warm_up_that_the_saved_schedule_has_no_room_for_is_refused(capsys, tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path)]
+    with Checkpoints(tmp_path) as checkpoints:
+        config = prepare(parse([*RUN, "--steps", "4"])).configuration
+        checkpoints.save(2, {"w": jnp.zeros(2)}, {}, config)
+    with pytest.raises(SystemExit):
+        main([*RUN, *saved, "--resume", "--steps", "9", "--optimizer.warmup-steps", "5"])
+    sentence = "optimizer.decay_steps=4: expected more than optimizer.warmup_steps=5"
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    # The directory is not locked any more.
+    assert decay_steps_of([*RUN, *saved, "--resume", "--steps", "9"]) == 4
+
+
+@pytest.mark.exhaustive
 def test_a_run_interrupted_early_keeps_its_schedule_with_more_steps(capsys, tmp_path):
     log = tmp_path / "log"
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--save-interval", "2"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto import event_pb2
 
-from tests.train.reports import RECORD
+from tests.train.reports import RECORD, reporter
 from train.command_line import main
 from train.log_file import read_log
 from train.trackers import TensorBoard, WeightsAndBiases
@@ -143,12 +143,10 @@ def test_trackers_get_what_the_log_gets(capsys, tmp_path, wandb):
     assert "changed since: steps was 3, is 4\n" in capsys.readouterr().out
 
 
-def test_a_run_that_stops_with_an_error_is_marked_as_failed(capsys, wandb):
-    explode = "--wandb --optimizer.learning-rate 1e30 --optimizer.warmup-steps 1 --steps 20"
-    with pytest.raises(SystemExit):
-        main([*RUN, *shlex.split(explode)])
-    (run,) = wandb.runs
-    assert run.exit_code == 1
+def test_a_run_that_stops_with_an_error_is_marked_as_failed(wandb):
+    with pytest.raises(ZeroDivisionError), reporter(WeightsAndBiases("id")):
+        raise ZeroDivisionError
+    assert wandb.runs[0].exit_code == 1
 
 
 def test_a_resumed_run_drops_the_events_that_it_repeats(tmp_path):
