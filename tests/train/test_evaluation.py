@@ -76,7 +76,6 @@ def test_evaluating_changes_no_bit_of_a_run(capsys, tmp_path, held_out):
         assert evaluation["tokens"] == 208
         shown = f"held-out loss {evaluation['loss']:.4f}, perplexity {evaluation['perplexity']:.4g}"
         assert re.search(rf"^ +{step}  {re.escape(shown)}, 208 tokens in ", output, re.MULTILINE)
-    # The time is not that of the steps.
     start = next(e for e in read_log(with_it) if e["event"] == "start")
     assert start["configuration"]["eval_text"]["token_count"] == 217
 

@@ -122,3 +122,17 @@ def test_time_before_the_start_does_not_count() -> None:
     assert record.step_seconds == 2
     assert record.mfu is None
     assert record.memory_bytes is None
+
+
+def test_time_of_a_pause_does_not_count() -> None:
+    clock = Clock()
+    meter = Meter(
+        tokens_per_step=8, flops_per_token=1.0, devices=[device("cpu", None)], clock=clock
+    )
+    clock.now += 2
+    meter.step_done()
+    with meter.paused():
+        clock.now += 60
+    clock.now += 4
+    meter.step_done()
+    assert meter.record(2, 1.0, 1.0, 1e-3).step_seconds == 3
