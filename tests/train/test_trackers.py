@@ -189,7 +189,7 @@ def test_a_login_that_is_missing_is_a_sentence(capsys, monkeypatch, wandb):
 
     monkeypatch.setattr(wandb, "init", init)
     message = refused(capsys, "--wandb")
-    assert "wandb: No API key configured.; run `wandb login`, set WANDB_MODE=offline" in message
+    assert "wandb: No API key configured; run `wandb login`, set WANDB_MODE=offline" in message
 
 
 def test_the_events_of_another_run_are_not_mixed_with_these(capsys, tmp_path):
