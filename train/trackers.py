@@ -69,7 +69,8 @@ class WeightsAndBiases:
             self._run = wandb.init(id=run_id, resume="allow")
         except wandb.Error as error:
             raise ValueError(
-                f"wandb: {str(error).rstrip('.')}; run `wandb login`, set WANDB_MODE=offline, or leave --wandb out"
+                f"wandb: {str(error).rstrip('.')}; run `wandb login`, set WANDB_MODE=offline, or"
+                " leave --wandb out"
             ) from error
         # A resumed run logs some steps again, which its own counter of calls would refuse.
         self._run.define_metric("train_step")
