@@ -52,7 +52,7 @@ class Report:
         sections: Sequence[Section] | None = None,
     ):
         now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        self.folder = settings.output or Path(__file__).parent / "reports" / f"{now}-{benchmark}"
+        self.folder = settings.output or Path(f"{now}-{benchmark}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sections = sections
         self._started = time.monotonic()

@@ -28,7 +28,7 @@ class Settings:
     devices: int = 0
     """Devices on the axis; 0 takes all there are, and simulates 4 where no number was given."""
     output: Path | None = None
-    """Folder for the report; default: benchmarks/reports/DATE-BENCHMARK."""
+    """Folder for the report; default: ./DATE-BENCHMARK."""
     groups: int = 7
     """Timed groups; within each all candidates take turns."""
     group_seconds: float = 0.05

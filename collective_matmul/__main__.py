@@ -20,6 +20,12 @@ def main(arguments: Sequence[str]) -> None:
     """Carries out a command line; one that asks for what cannot be ends with a sentence."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cuda", "rocm") and not parsed.without_gpus:
+        parser.error(
+            f"JAX finds no GPU, only {jax.devices()[0].platform} devices, where nothing runs under"
+            " a matmul; add --without-gpus to measure them all the same"
+        )
     devices = parsed.devices or jax.device_count()
     try:
         tune(
@@ -56,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--groups", type=int, default=5, help="timed groups for each site")
     add("--seconds-per-group", type=float, default=0.05, help="for each implementation")
     add("--limit-seconds", type=float, default=math.inf, help="begin no further site after that")
+    add("--without-gpus", action="store_true", help="measure on a CPU, to try the command")
     add("--again", action="store_true", help="measure too what the table has already")
     return parser
 

@@ -1,7 +1,7 @@
 """``python -m train.compare --preset debug --a overlap=xla --b overlap=ring``
 
-Trains two variants of one configuration from one seed on the same data, and prints how far their
-loss curves differ.
+Trains variants of one configuration from one seed on the same data, and prints how far their loss
+curves differ from that of the first.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import string
 import sys
 from collections.abc import Sequence
 
@@ -22,20 +23,21 @@ from train.setup import prepare
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Trains both variants and prints the comparison."""
+    """Trains all variants and prints how each differs from the first."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compare",
-        description="Train two variants from one seed and compare their loss curves. Every flag of"
+        description="Train variants from one seed and compare their loss curves. Every flag of"
         " `python -m train` sets what both share.",
         allow_abbrev=False,
     )
-    for name in ("--a", "--b"):
+    for name, more in (("--a", ""), ("--b", "; may be given several times, for more variants")):
         parser.add_argument(
             name,
             nargs="+",
+            action="append",
             required=True,
             metavar="FIELD=VALUE",
-            help="what this variant sets, as in: overlap=ring mesh.tensor=4",
+            help=f"what this variant sets, as in: overlap=ring mesh.tensor=4{more}",
         )
     parser.add_argument(
         "--verbose",
@@ -45,21 +47,29 @@ def main(arguments: Sequence[str]) -> None:
     variants, shared = parser.parse_known_args(arguments)
     console = Console()
     with refusing():
-        a = _variant(shared, variants.a)
-        b = _variant(shared, variants.b)
+        if len(variants.a) > 1:
+            raise ValueError(
+                f"--a given {len(variants.a)} times: expected once, with all that it sets; further"
+                " variants are --b"
+            )
+        changes = dict(zip(string.ascii_lowercase, [*variants.a, *variants.b], strict=False))
+        configs = {name: _variant(shared, changed) for name, changed in changes.items()}
         for field in ("steps", "cpu_devices"):
-            values = getattr(a, field), getattr(b, field)
-            if values[0] != values[1]:
+            values = [getattr(config, field) for config in configs.values()]
+            if len(set(values)) > 1:
                 raise ValueError(
-                    f"{field}={values[0]} and {values[1]}: expected the same in both variants"
+                    f"{field}={' and '.join(map(str, dict.fromkeys(values)))}: expected the same in"
+                    " all variants"
                 )
-        simulate_devices(a)
-        curves = []
-        for name, config, changes in (("a", a, variants.a), ("b", b, variants.b)):
-            console.rule(f"{name}: {' '.join(changes)}")
-            curves.append(_curve(name, config, console, variants.verbose))
-    console.rule("comparison")
-    console.print(describe(*curves), highlight=False)
+        simulate_devices(configs["a"])
+        curves = {}
+        for name, config in configs.items():
+            console.rule(f"{name}: {' '.join(changes[name])}")
+            curves[name] = _curve(name, config, console, variants.verbose)
+    first = curves.pop("a")
+    for name, curve in curves.items():
+        console.rule("comparison" if len(curves) == 1 else f"comparison of a and {name}")
+        console.print(describe(first, curve, name), highlight=False)
 
 
 def _curve(name: str, config: Config, console: Console, verbose: bool) -> list[Record]:
@@ -90,7 +100,7 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
     config = parse([*shared, *(f"--{change}" for change in changes)], "python -m train.compare")
     for name in ("dry_run", "print_config", "resume", "wandb"):
         if getattr(config, name):
-            raise ValueError(f"{name}: comparing trains both variants from step 0; leave it out")
+            raise ValueError(f"{name}: comparing trains all variants from step 0; leave it out")
     for name in ("checkpoint_dir", "log_file", "tensorboard"):
         if getattr(config, name) is not None:
             raise ValueError(
@@ -99,7 +109,7 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
     return config
 
 
-def describe(a: Sequence[Record], b: Sequence[Record]) -> str:
+def describe(a: Sequence[Record], b: Sequence[Record], name: str = "b") -> str:
     """Describes the largest difference between two curves and the median step time of each."""
     differences = {x.step: abs(x.loss - y.loss) for x, y in zip(a, b, strict=True)}
     step = max(differences, key=differences.__getitem__)
@@ -109,9 +119,9 @@ def describe(a: Sequence[Record], b: Sequence[Record]) -> str:
 
     return (
         f"largest difference in loss: {differences[step]:.3g} nats, at step {step} of {len(a)}\n"
-        f"last loss: a {a[-1].loss:.6f}, b {b[-1].loss:.6f}\n"
-        f"median step: a {median_seconds(a):.4f} s, b {median_seconds(b):.4f} s,"
-        f" a / b {median_seconds(a) / median_seconds(b):.3f}"
+        f"last loss: a {a[-1].loss:.6f}, {name} {b[-1].loss:.6f}\n"
+        f"median step: a {median_seconds(a):.4f} s, {name} {median_seconds(b):.4f} s,"
+        f" a / {name} {median_seconds(a) / median_seconds(b):.3f}"
     )
 
 

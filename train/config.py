@@ -135,6 +135,8 @@ class Config:
     """Print the configuration as JSON and stop."""
     dry_run: bool = False
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
+    device: Literal["H200", "H100", "A100"] | None = None
+    """GPU that a dry run predicts for; default: those of this machine, or H200."""
 
     def __post_init__(self) -> None:
         if self.resume_step is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from train import compare
 from train.command_line import main, parse
-from train.dry_run import verdict_here
+from train.dry_run import memory_limit, verdict
 from train.log_file import read_log
 
 TINY = shlex.split(
@@ -129,11 +129,29 @@ def test_dry_run_says_how_to_make_a_model_fit(capsys):
     output = printed(
         capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
     )
-    assert re.search(
-        r"\ndoes not fit into the 141,000,000,000 bytes of NVIDIA H200, by [\d,]+:.*"
-        " --gradient-accumulation-steps",
+    found = re.search(
+        r"\ndoes not fit into the 141,000,000,000 bytes of NVIDIA H200, by [\d,]+: it fits with"
+        r" (.*), which leaves ([\d,]+) bytes",
         output,
     )
+    assert found is not None and "--gradient-accumulation-steps" in found[1]
+    advised = printed(
+        capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048 {found[1]}")
+    )
+    assert f"\nfits into the 141,000,000,000 bytes of NVIDIA H200: {found[2]} are left" in advised
+
+
+def test_dry_run_of_what_no_flag_makes_fit(capsys):
+    output = printed(
+        capsys,
+        shlex.split(
+            "--dry-run --device A100 --preset llama3-405b --mesh.data 1 --mesh.tensor 4"
+            " --batch-size 1 --model.num-layers 20"
+        ),
+    )
+    assert re.search(r"of NVIDIA A100-SXM4-80GB, by [\d,]+: no flag makes it fit: .* take", output)
+    assert "times on an A100 are estimated from its data sheet" in output
+    assert "estimate from the data sheet: " in output
 
 
 @pytest.mark.parametrize(
@@ -152,7 +170,7 @@ def test_the_verdict_is_about_the_memory_of_the_device(statistics, sentence):
         def memory_stats(self):
             return statistics
 
-    assert verdict_here(900, Device()).startswith(sentence)
+    assert verdict(900, *memory_limit(Device())).startswith(sentence)
 
 
 def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
@@ -266,6 +284,19 @@ def test_compare_prints_the_largest_difference_of_two_curves(capsys):
     assert len(lines) == 10
 
 
+def test_compare_trains_every_variant(capsys):
+    variants = ["--a", "overlap=xla", "--b", "overlap=ring", "seed=0", "--b", "seed=1"]
+    compare.main([*TINY, "--steps", "2", *variants])
+    output = capsys.readouterr().out
+    assert re.findall(r"─ (.*?) ─", output) == [
+        "a: overlap=xla", "b: overlap=ring seed=0", "c: seed=1",
+        "comparison of a and b", "comparison of a and c",
+    ]  # fmt: skip
+    same, other = map(float, re.findall(r"largest difference in loss: (\S+) nats", output))
+    assert same < 1e-3 < other
+    assert len(re.findall(r"a / [bc] \d", output)) == 2
+
+
 def test_compare_verbose_prints_every_step(capsys):
     compare.main([*TINY, "--steps", "3", "--verbose", "--a", "seed=0", "--b", "mesh.tensor=4"])
     output = capsys.readouterr().out
@@ -278,8 +309,9 @@ def test_compare_verbose_prints_every_step(capsys):
     ("arguments", "sentence"),
     [
         (["--a", "ring", "--b", "overlap=ring"], "'ring': expected FIELD=VALUE"),
-        (["--a", "steps=3", "--b", "steps=4"], "expected the same in both"),
-        (["--dry-run", "--a", "seed=0", "--b", "seed=1"], "dry_run: comparing trains both"),
+        (["--a", "steps=3", "--b", "steps=4"], "expected the same in all"),
+        (["--dry-run", "--a", "seed=0", "--b", "seed=1"], "dry_run: comparing trains all"),
+        (["--a", "seed=0", "--a", "steps=4", "--b", "seed=1"], "--a given 2 times"),
         (["--log-file", "x", "--a", "seed=0", "--b", "seed=1"], "comparing keeps no files"),
     ],
 )

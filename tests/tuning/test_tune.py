@@ -317,9 +317,8 @@ def test_the_command_measures_the_layers_of_models(
     cache: Path, bench: Bench, tmp_path: Path
 ) -> None:
     path = tmp_path / "table.jsonl"
-    command.main(
-        f"tune --shapes tiny --rows 16,32 --devices 4 --dtype float32 --output {path}".split()
-    )
+    arguments = f"tune --shapes tiny --rows 16,32 --devices 4 --dtype float32 --output {path}"
+    command.main([*arguments.split(), "--without-gpus"])
     expected = {site.flat for site in model_sites.sites(["tiny"], [16, 32], 4, "float32")}
     assert read(path).entries.keys() == expected
     assert bench.tried[0].rows == 4
@@ -329,10 +328,13 @@ def test_the_command_ends_with_a_sentence(
     cache: Path, bench: Bench, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        command.main(["tune", "--shapes", "gpt"])
+        command.main(["tune", "--shapes", "tiny"])
+    assert "JAX finds no GPU, only cpu devices" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--without-gpus", "--shapes", "gpt"])
     assert "shapes='gpt': expected one of llama3-8b" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main(["tune", "--shapes", "tiny", "--devices", "1"])
+        command.main(["tune", "--without-gpus", "--shapes", "tiny", "--devices", "1"])
     simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
     assert "devices=1: expected at least 2" in (error := capsys.readouterr().err)
     assert "--devices" in error and simulated in error

@@ -1,0 +1,155 @@
+"""Bytes of a run on each device, computed by tracing alone, and how to make a run fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from models.llama import Remat
+from train.config import Config
+from train.mesh import make_abstract_mesh
+from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
+from train.step import BATCH_SPEC, Batch, batch_losses
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device.
+
+    Attributes:
+      parameters: the float32 parameters.
+      optimizer_state: the optimizer's moments.
+      gradients: the float32 gradients.
+      saved: what the forward of one microbatch saves for its backward: activations, and weights in
+        the dtype in which they are used.
+    """
+
+    parameters: int
+    optimizer_state: int
+    gradients: int
+    saved: int
+
+    @property
+    def state(self) -> int:
+        """What does not depend on the batch or on remat."""
+        return self.parameters + self.optimizer_state + self.gradients
+
+    @property
+    def total(self) -> int:
+        """All of it. Temporary arrays come on top."""
+        return self.state + self.saved
+
+
+def memory_of(config: Config, mesh: AbstractMesh, model: ModelFunctions | None = None) -> Memory:
+    """The memory of a run on a mesh; which attention is used depends on its kind of device."""
+    model = model or ModelFunctions(config)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state, specs = abstract_state(model, optimizer), state_specs(model, optimizer)
+    parameters = _bytes_per_device(state["params"], specs["params"], mesh)
+    return Memory(
+        parameters,
+        _bytes_per_device(state["opt_state"], specs["opt_state"], mesh),
+        parameters,
+        _saved_for_backward(config, model, mesh),
+    )
+
+
+def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
+    """The flags that make a run fit which does not, those that cost least time first.
+
+    Args:
+      config: the configuration.
+      mesh: the mesh.
+      memory: the memory of the run.
+      limit: bytes of a device.
+    """
+    data, tensor = mesh.axis_sizes
+    tensors = [n for n in range(tensor, 4 * tensor + 1) if config.model.fits_tensor_axis(n)]
+    largest = max((n for n in range(1, 129) if config.model.fits_tensor_axis(n)), default=tensor)
+    # The state is sharded over the tensor axis alone, up to a few vectors.
+    if memory.state * tensor / max(largest, tensor) > limit:
+        least = memory.state * tensor // max(largest, tensor)
+        return (
+            f"no flag makes it fit: parameters, gradients and optimizer state alone take about"
+            f" {least:,} bytes with --mesh.tensor {max(largest, tensor)}, the largest that fits the"
+            " model; use a smaller model or a GPU with more memory"
+        )
+    for size in tensors:
+        if memory.state * tensor / size > limit:
+            continue
+        for changed, flags in _cheaper(config, data):
+            larger = make_abstract_mesh(data, size, mesh.abstract_device)
+            total = memory_of(changed, larger).total
+            if total <= limit:
+                if size != tensor:
+                    flags = [f"--mesh.tensor {size}", *flags]
+                return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
+    return (
+        f"it fits with more --mesh.tensor than {tensors[-1]}, or with a shorter --sequence-length"
+    )
+
+
+def _cheaper(config: Config, data: int) -> Iterator[tuple[Config, list[str]]]:
+    """The configuration with ever less saved for the backward, and the flags that make it so."""
+    levels = get_args(Remat)
+    least_rows = config.batch_size // data  # One sequence at a time on each device.
+    for remat in levels[levels.index(config.remat) :]:
+        for steps in dict.fromkeys((config.gradient_accumulation_steps, least_rows)):
+            changed = dataclasses.replace(config, remat=remat, gradient_accumulation_steps=steps)
+            flags = []
+            if remat != config.remat:
+                flags.append(f"--remat {remat}")
+            if steps != config.gradient_accumulation_steps:
+                flags.append(f"--gradient-accumulation-steps {steps}")
+            yield changed, flags
+
+
+def abstract_batch(config: Config, sequences: int) -> Batch:
+    """Global shapes and dtypes of a batch."""
+    tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
+    batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
+    return batch
+
+
+def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
+    """The bytes of one device's shards."""
+
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct, spec: P) -> int:
+        shards = math.prod(mesh.shape[axis] for axis in spec if axis is not None)
+        return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, specs)))
+
+
+def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMesh) -> int:
+    """Bytes per device that the forward of one microbatch saves for its backward."""
+    saved = 0
+
+    def forward(params, batch):
+        nonlocal saved
+
+        def loss(params):
+            return jnp.sum(batch_losses(model, params, batch))
+
+        value, backward = jax.vjp(loss, params)
+        residuals = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
+        for leaf in params.values():
+            residuals.pop(id(leaf), None)
+        saved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in residuals.values())
+        return jax.lax.psum(value, "data")
+
+    traced = jax.shard_map(
+        forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=P(), check_vma=True
+    )
+    sequences = config.batch_size // config.gradient_accumulation_steps
+    jax.eval_shape(traced, model.abstract_params, abstract_batch(config, sequences))
+    return saved
