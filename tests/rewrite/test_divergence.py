@@ -203,7 +203,7 @@ def test_a_nested_shard_map_inherits_the_branch(make_mesh: MeshFactory, argument
         assert _permutes(overlap(fun, implementation=("ring", "xla")), *arguments) == 0
 
 
-def test_the_reason_is_said(
+def test_the_reason_is_logged(
     sharded: Callable, arguments: list, caplog: pytest.LogCaptureFixture
 ) -> None:
     fun = overlap(sharded(DIFFERENT["while of an argument"]), implementation="ring_two_way")
