@@ -27,7 +27,8 @@ from tests.layers.reference import (
     unsharded_outcome,
 )
 
-BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 12, 8, 4, 2
+# A norm over a head of fewer features amplifies rounding errors.
+BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 12, 8, 4, 4
 
 
 @pytest.fixture
