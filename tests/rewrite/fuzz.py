@@ -306,7 +306,15 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
     if case.explicit and len(case.manual) < len(case.mesh):
         return None  # The arguments would have to be placed first.
     both = jax.jit(lambda *args: [jax.tree.leaves(f(*args)) for f in (plain, rewritten)])
-    expected, actual = both(*_values(case))
+    arguments = _values(case)
+    try:
+        expected, actual = both(*arguments)
+    except Exception as error:
+        try:
+            jax.jit(plain).lower(*arguments)
+        except Exception as refusal:
+            raise Refused(str(refusal)) from refusal
+        return f"cannot be compiled: {type(error).__name__}: {error}".splitlines()[0][:200]
     floor = UNIT[case.dtype] if case.rounds else 1e-4
     bounds = [WORSE * (_error(x, y) + floor) for x, y in zip(expected, exact, strict=True)]
     wrong = _mismatch(actual, exact, bounds)
