@@ -19,6 +19,8 @@ from train.command_line import main
 from train.log_file import read_log
 from train.trackers import TensorBoard, WeightsAndBiases
 
+Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported.
+
 RUN = shlex.split(
     "--model.num-layers 1 --mesh.data 1 --mesh.tensor 2 --batch-size 2 --sequence-length 16"
     " --log-interval 1 --overlap xla --steps 3"
@@ -32,7 +34,7 @@ def events(directory: Path) -> list[Any]:
         content = path.read_bytes()
         while content:
             (length,) = struct.unpack("<Q", content[:8])
-            found.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+            found.append(Event.FromString(content[12 : 12 + length]))
             content = content[16 + length :]
     return found
 
