@@ -7,7 +7,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -26,13 +26,28 @@ from collective_matmul.source_location import warn_deprecated
 from collective_matmul.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
 
 
+@overload
 def overlap_jit(
     fun: Callable,
     *,
     peer_kernels: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> OverlapJit:
+) -> OverlapJit: ...
+@overload
+def overlap_jit(
+    *,
+    peer_kernels: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[[Callable], OverlapJit]: ...
+def overlap_jit(
+    fun: Callable | None = None,
+    *,
+    peer_kernels: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
     """`jax.jit` with the compiler options that rings need on GPUs; harmless on other platforms.
 
     Compiler options apply to a whole program, so use it for the outermost function only, and
@@ -51,7 +66,7 @@ def overlap_jit(
     peers within a process, NCCL across processes.
 
     Args:
-      fun: the function to compile.
+      fun: the function to compile; without it, a decorator with these options is returned.
       peer_kernels: whether the program may use kernels that address the memory of peer GPUs, as the
         backends "fused" and "one_shot" do, where they are requested or expected to be fastest. XLA
         then overlaps no other collective with anything, and calls of such programs are launched one
@@ -71,6 +86,9 @@ def overlap_jit(
       ValueError: for an option in `compiler_options` that kernels which address peers depend on.
       ValueError: when called inside another function that JAX traces.
     """
+    if fun is None:
+        options = dict(peer_kernels=peer_kernels, compiler_options=compiler_options, **kwargs)
+        return functools.partial(overlap_jit, **options)
     if "fused" in kwargs:
         peer_kernels = renamed_fused("overlap_jit", kwargs.pop("fused"))
     users = compiler_options or {}

@@ -46,6 +46,15 @@ def test_keywords_reach_jit() -> None:
     assert x.is_deleted()
 
 
+def test_options_without_a_function_make_a_decorator() -> None:
+    @overlap_jit(static_argnames="power", peer_kernels=True)
+    def fun(x, power):
+        return x**power
+
+    assert fun(2.0, power=3) == 8
+    assert fun._peer_kernels
+
+
 def test_the_users_options_join_ours() -> None:
     fun = overlap_jit(jnp.sin, compiler_options={"xla_embed_ir_in_executable": True})
     np.testing.assert_array_equal(fun(0.0), 0.0)
