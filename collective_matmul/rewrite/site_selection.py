@@ -12,6 +12,7 @@ from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch
 from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad, group_immediate, group_wgrads
+from collective_matmul.rewrite.report import is_ours
 from collective_matmul.rewrite.sums import SumMatch
 
 Match = GatherMatch | SumMatch | EinsumMatch
@@ -157,7 +158,9 @@ class SiteSelection:
                 continue
             equation = self.graph.equations[index]
             # Waiting for a matmul would delay the gather, and it may belong to another site.
-            if index in self._consumed or equation.primitive.name == "dot_general":
+            if equation.primitive.name == "dot_general" or is_ours(equation):
+                return None
+            if index in self._consumed:
                 return None
             if not is_pure(equation):
                 return None
