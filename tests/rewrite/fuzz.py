@@ -311,7 +311,7 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
         expected, actual = both(*arguments)
     except Exception as error:
         try:
-            jax.jit(plain).lower(*arguments)
+            jax.jit(plain).lower(*arguments).compile()
         except Exception as refusal:
             raise Refused(str(refusal)) from refusal
         return f"cannot be compiled: {type(error).__name__}: {error}".splitlines()[0][:200]

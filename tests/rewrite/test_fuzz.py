@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax import lax
 
-from tests.rewrite.fuzz import Search, search
+from tests.rewrite.fuzz import Case, Search, finding, search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
 BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 400
@@ -41,3 +41,28 @@ def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lax, "ppermute", reversed_permute)
     assert search(range(25), stop=1).findings
+
+
+def test_a_second_pass_finds_no_gather_that_would_wait_for_an_op() -> None:
+    """Its weight is made by a matmul, which the first pass replaces."""
+    case = Case(
+        lines=(
+            "y1 = lax.all_gather(a0, 't', tiled=True)",
+            "y2 = jnp.einsum('ab,av->bv', y1, a1)",
+            "y3 = lax.all_gather(y2, 't', tiled=True)",
+            "y4 = y3 @ a2",
+        ),
+        results=("y4",),
+        arguments=(((6, 6), ("t", None)), ((12, 6), ("t", None)), ((12, 12), ("t", None))),
+        mesh=(("t", 2),),
+        manual=("t",),
+        explicit=False,
+        dtype="float32",
+        rounds=False,
+        mode="inside",
+        check_vma=False,
+        strict=False,
+        implementation="ring",
+        seed=0,
+    )
+    assert finding(case) is None
