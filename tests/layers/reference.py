@@ -14,12 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SHARDED = P("data", "tensor")
 CONTEXTS = ("auto", "explicit", "local", "local_unchecked")
+
+
+def exhaustive(value: Any) -> Any:
+    """A value of a parameter that only exhaustive runs take."""
+    return pytest.param(value, marks=pytest.mark.exhaustive)
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.layers import Column, Heads, Row, parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
-    CONTEXTS,
     assert_close,
     assert_identical,
+    exhaustive,
     outcome,
     pure,
     random,
@@ -81,7 +81,9 @@ def expected_outcome() -> Any:
     return unsharded_outcome(Block(**GROUPED), random(BATCH, LENGTH, FEATURES))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "context", ["auto", "explicit", exhaustive("local"), exhaustive("local_unchecked")]
+)
 def test_grouped_normalized_attention_stays_the_same(context: str, mesh: Mesh) -> None:
     model = parallelize(Block(**GROUPED), {"attention": Heads()}, implementation="ring")
     actual = outcome(model, random(BATCH, LENGTH, FEATURES), context, mesh)
@@ -96,7 +98,7 @@ def compute(model: Any, *arguments: Any, **options: Any) -> jax.Array:
     return jax.jit(lambda model, *arguments: model(*arguments, **options))(model, *arguments)
 
 
-@pytest.mark.parametrize("inputs", ["qqq", "qkk", "qkv", "qqv"])
+@pytest.mark.parametrize("inputs", [exhaustive("qqq"), "qkk", exhaustive("qkv"), "qqv"])
 def test_each_distinct_input_is_gathered_once(inputs: str, mesh: Mesh) -> None:
     arrays = {name: random(2, LENGTH, FEATURES, seed=i) for i, name in enumerate("qkv")}
     given = [arrays[name] for name in inputs]
@@ -123,6 +125,7 @@ def test_layers_that_are_named_one_by_one_share_the_gather_too(mesh: Mesh) -> No
     assert_close(compute(model, x), compute(attention(num_kv_heads=1), x))
 
 
+QUICK = ("dropout of each head", "a mask for each head")
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": (dict(dropout_rate=0.5), dict(deterministic=False)),
     "dropout of each head": (
@@ -138,7 +141,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name if name in QUICK else exhaustive(name) for name in OPTIONS])
 def test_options_of_attention_stay_the_same(name: str, mesh: Mesh) -> None:
     constructed, called = OPTIONS[name]
     x = random(2, LENGTH, FEATURES)

@@ -87,8 +87,15 @@ def assert_no_device_holds_a_whole_weight(compiled: Any) -> None:
     assert not shapes & set(WHOLE)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        (AxisType.Auto, False),
+        (AxisType.Explicit, True),
+        pytest.param(AxisType.Auto, True, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Explicit, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_variables_are_placed_when_parallelize_returns(
     kind: AxisType, around: bool, mesh: Mesh
 ) -> None:
