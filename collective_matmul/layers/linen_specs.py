@@ -41,7 +41,7 @@ def partition_specs(
         if names is not None and collection == ("cache" if name in CACHES else "params"):
             # Layers stacked by linen.scan have additional leading dimensions.
             return P(*[None] * (unboxed(leaf).ndim - len(names)), *names)
-        given = leaf.get_partition_spec() if isinstance(leaf, meta.AxisMetadata) else P()
+        given = leaf.get_partition_spec() if isinstance(leaf, meta.Partitioned) else P()
         return given if set(jax.tree.leaves(tuple(given))) <= metadata_axes else P()
 
     return jax.tree.map_with_path(spec, variables, is_leaf=_is_box)

@@ -46,18 +46,15 @@ def parallel_attention(kind: type[nnx.MultiHeadAttention]) -> type[nnx.MultiHead
             decode = options.get("decode")
             if not (self.decode if decode is None else decode):
                 return super().__call__(*projections, **options)
-            key = projections[1].results[id(self.key)]
+            key = projections[1].results[id(_key_layer(self))]
             _keep_caches_divided(self, key)
             y = super().__call__(*projections, **options)
             _keep_caches_divided(self, key)
             return y
 
         def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> None:
-            context = (
-                current_context(self.key.axis_name, self.key.mesh)
-                if known_axis_size(self.key.axis_name, self.key.mesh)
-                else None
-            )
+            axis = _key_layer(self).axis_name, _key_layer(self).mesh
+            context = current_context(*axis) if known_axis_size(*axis) else None
             pieces = context.devices if isinstance(context, LocalShards) else 1
             shape = (*input_shape[:-1], self.num_kv_heads // pieces, self.head_dim)
             for name in CACHES:
@@ -71,14 +68,19 @@ def parallel_attention(kind: type[nnx.MultiHeadAttention]) -> type[nnx.MultiHead
 
 def _projections(
     module: nnx.MultiHeadAttention, inputs: tuple[jax.Array, jax.Array, jax.Array]
-) -> list[SharedProjections]:
-    """The results of the layers for each input; equal inputs have one object, and one gather."""
+) -> list[Any]:
+    """`SharedProjections` for each input; equal inputs have one object, and one gather."""
     by_input: dict[int, SharedProjections] = {}
     for x in inputs:
         if id(x) not in by_input:
             names = [n for n, other in zip(PROJECTIONS, inputs, strict=True) if other is x]
             by_input[id(x)] = SharedProjections.compute(x, [getattr(module, n) for n in names])
     return [by_input[id(x)] for x in inputs]
+
+
+def _key_layer(module: nnx.MultiHeadAttention) -> ColumnParallelLinear:
+    layer: Any = module.key
+    return layer
 
 
 def can_share_gather(module: nnx.MultiHeadAttention) -> bool:
@@ -91,8 +93,7 @@ def can_share_gather(module: nnx.MultiHeadAttention) -> bool:
 
 def _keep_caches_divided(module: nnx.MultiHeadAttention, key: jax.Array) -> None:
     """Keeps the sharding of the caches in a decoding step, for the new keys `key`."""
-    layer = module.key
-    assert isinstance(layer, ColumnParallelLinear)
+    layer = _key_layer(module)
     mesh = mesh_of_arrays(layer.mesh)
     for cache in (module.cached_key, module.cached_value):
         if mesh is not None and cache is not None:  # Without a cache Flax raises.
@@ -101,8 +102,7 @@ def _keep_caches_divided(module: nnx.MultiHeadAttention, key: jax.Array) -> None
 
 def shard_caches(module: nnx.MultiHeadAttention) -> None:
     """Divides the heads of the caches over the axis, where the mesh is known."""
-    layer = module.key
-    assert isinstance(layer, ColumnParallelLinear)
+    layer = _key_layer(module)
     mesh = mesh_of_arrays(layer.mesh)
     for name in CACHES:
         cache = getattr(module, name)

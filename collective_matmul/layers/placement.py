@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,7 +47,7 @@ def place(value: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     sharding = NamedSharding(mesh, spec)
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         if not _axes_of(spec):  # Its sharding may have been chosen before; that is not visible.
             return value
         if has_explicit_axes(value):
@@ -75,9 +76,11 @@ def keep_heads_divided(
     if type_of_heads.mesh.explicit_axes:
         # Writing into the cache requires that the types agree.
         *batch, _, _, _ = type_of_heads.spec
-        typed = type_of_heads.mesh if isinstance(heads, jax.core.Tracer) else heads.sharding.mesh
+        typed = type_of_heads.mesh
+        if not isinstance(heads, Tracer) and isinstance(heads.sharding, NamedSharding):
+            typed = heads.sharding.mesh
         return jax.sharding.reshard(cache, NamedSharding(typed, P(*batch, None, axis_name, None)))
-    if isinstance(cache, jax.core.Tracer):
+    if isinstance(cache, Tracer):
         free = [P.UNCONSTRAINED] * (cache.ndim - 2)
         spec = P(*free, axis_name, P.UNCONSTRAINED)
         return jax.lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))

@@ -22,14 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-
-AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 #: The mesh axes that shard each dimension before the features, major first.
 LeadingAxes = tuple[tuple[str, ...], ...]
@@ -178,7 +176,7 @@ def current_context(axis_name: str, mesh: Mesh | None, arrays: Any = ()) -> Shar
     return GlobalArrays(axis_name, found)
 
 
-def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with all its axes Auto."""
     if not mesh.abstract_mesh.explicit_axes:
         return mesh
