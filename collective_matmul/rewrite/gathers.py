@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 from jax import lax
@@ -122,8 +122,17 @@ class GatherMatch:
         return len(self.dots)
 
 
-def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatch | str:
-    """Matches the gather of equation `index` with its matmuls, or says why it is left alone."""
+def match_gather(
+    graph: Graph, index: int, collective: Collective, taken: Set[int] = frozenset()
+) -> GatherMatch | str:
+    """Matches the gather of equation `index` with its matmuls, or says why it is left alone.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      index: index of the gather's equation.
+      collective: the gather.
+      taken: indices of the matmuls that it cannot have.
+    """
     devices = collective.devices
     chain, view = follow(graph, index, collective)
     if isinstance(view, str):
@@ -131,7 +140,7 @@ def match_gather(graph: Graph, index: int, collective: Collective) -> GatherMatc
     (root,) = graph.equations[chain[-1]].outvars
     between: list[int] = []
     found = list(dots_of(graph, root, view, devices, between))
-    dots = [dot for dot in found if isinstance(dot, GatheredDot)]
+    dots = [dot for dot in found if isinstance(dot, GatheredDot) and dot.index not in taken]
     reasons = [dot for dot in found if isinstance(dot, str)]
     products = [dot for dot in dots if not dot.contracts_rows]
     if not products:

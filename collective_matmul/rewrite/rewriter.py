@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -260,25 +260,35 @@ class Rewriter:
                 reports[index] = left_alone(equation, match)
             else:
                 matches.append(match)
-        sites = []
-        for match in sorted(matches, key=_priority):
-            equation = graph.equations[match.index]
-            site = self._trace_site(selection, match, divergent)
-            if isinstance(site, str):
-                reports[match.index] = left_alone(equation, site)
-            else:
-                selection.accept(site.placed)
-                sites.append(site)
-                reports[match.index] = replaced_by(equation, match.matmuls, site.decisions[0])
+        sites: list[TracedSite] = []
+        found = -1
+        while len(sites) > found:
+            # A site that was refused may be possible without matmuls that others have taken.
+            found, refused = len(sites), []
+            for match in sorted(matches, key=_priority):
+                equation = graph.equations[match.index]
+                site = self._trace_site(selection, match, divergent)
+                if isinstance(site, str):
+                    reports.setdefault(match.index, left_alone(equation, site))
+                    refused.append(match.index)
+                else:
+                    selection.accept(site.placed)
+                    sites.append(site)
+                    reports[match.index] = replaced_by(equation, match.matmuls, site.decisions[0])
+            again = [self._match(graph, index, selection.consumed) for index in refused]
+            matches = [match for match in again if not isinstance(match, str)]
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
-    def _match(self, graph: Graph, index: int) -> Match | str:
+    def _match(self, graph: Graph, index: int, taken: Set[int] = frozenset()) -> Match | str:
+        """The match of a collective without the matmuls that are taken, or why there is none."""
         collective = collective_of(graph.equations[index], self._axis_sizes)
         if isinstance(collective, str):
             return collective
-        matching = match_gather if collective.kind == "all_gather" else match_sum
-        found = matching(graph, index, collective)
+        if collective.kind == "all_gather":
+            found = match_gather(graph, index, collective, taken)
+        else:
+            found = match_sum(graph, index, collective)
         if isinstance(found, str):
             return match_einsum(graph, index, collective) or found
         return found
@@ -313,7 +323,7 @@ class Rewriter:
                 return "the op would reshape arrays that an explicit mesh axis shards"
         site = instantiate(placed, replacements, self._traced[key], equation)
         decision = site.decisions[0]
-        if decision.implementation == REFERENCE.name and needs_transpose(match):
+        if decision.implementation == REFERENCE.name and needs_transpose(placed.match):
             return f"arrays would be transposed without gain ({decision.reason})"
         return site
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
@@ -53,6 +53,11 @@ class SiteSelection:
         self.graph = graph
         self._consumed: set[int] = set()
         self._dependencies = Dependencies(graph)
+
+    @property
+    def consumed(self) -> Set[int]:
+        """Indices of the equations that the accepted sites replace."""
+        return self._consumed
 
     def accept(self, placed: PlacedMatch) -> None:
         """Accepts a site. No other site may consume its equations."""
@@ -157,16 +162,20 @@ class SiteSelection:
             if index is None or index in found or index < position:
                 continue
             equation = self.graph.equations[index]
-            # Waiting for a matmul would delay the gather, and it may belong to another site.
-            if equation.primitive.name == "dot_general" or is_ours(equation):
-                return None
-            if index in self._consumed:
-                return None
-            if not is_pure(equation):
+            # Waiting for a matmul would delay the gather.
+            if index in self._consumed or _multiplies(equation) or not is_pure(equation):
                 return None
             found.add(index)
             waiting += variables(equation.invars)
         return sorted(found)
+
+
+def _multiplies(equation: JaxprEqn) -> bool:
+    """Whether it is a matmul, a call that holds one, or part of an op."""
+    if equation.primitive.name == "dot_general" or is_ours(equation):
+        return True
+    inner = jaxprs_in_params(equation.params)
+    return any(_multiplies(equation) for jaxpr in inner for equation in jaxpr.eqns)
 
 
 def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,24 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import AXIS
-from tests.rewrite.programs import Program, gathering, scattering
+from tests.rewrite import rounding_forms
+from tests.rewrite.programs import Form, Program, gathering, scattering
 
 gather = functools.partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
 scatter = functools.partial(lax.psum_scatter, axis_name=AXIS, scatter_dimension=1, tiled=True)
-
-
-class Form(NamedTuple):
-    """A program and what `overlap` does with it.
-
-    Attributes:
-      program: the program.
-      replaced: the number of sites that are replaced.
-      reason: part of the reason why a site is left alone, if one is.
-    """
-
-    program: Program
-    replaced: int = 1
-    reason: str = ""
 
 
 def _untiled(x, w):
@@ -73,53 +59,6 @@ def _weight_made_of_product(x, w, v):
 
 def _scaled(h, w):
     return scatter((h @ w) * 0.5 / 3.0)
-
-
-def _accumulated_in_float32(h, w):
-    y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return scatter(y.astype(h.dtype))
-
-
-def _summed_in_float32(h, w):
-    y = lax.dot_general(h, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return scatter(y).astype(h.dtype)
-
-
-def _in_float32(x, w):
-    """Multiplies widened arrays, and rounds the transposed product."""
-    y = jnp.einsum("bsd,df->fbs", x.astype(jnp.float32), w.astype(jnp.float32) / 4)
-    return jnp.transpose(y, (1, 2, 0)).astype(jnp.bfloat16)
-
-
-def _in_float32_with_bias(x, w):
-    return (x.astype(jnp.float32) @ w.astype(jnp.float32) + 1.0).astype(x.dtype)
-
-
-def _float32_heads(x, w):
-    """[b, s, d] times [d, h, k] to [b, h, s, k], accumulated in float32."""
-    w = w.reshape(4, 3, 1)
-    y = jnp.einsum("bsd,dhk->bhsk", gather(x), w, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
-
-
-def _difference(h, w):
-    return scatter(h @ w - jnp.sin(h) @ jnp.cos(w))
-
-
-def _exactly_scaled(h, w):
-    return scatter(0.5 * (h @ w) - jnp.sin(h) @ w / 4 - h @ jnp.cos(w))
-
-
-def _differently_scaled(h, w):
-    return scatter(0.3 * (h @ w) - 0.7 * (jnp.sin(h) @ w))
-
-
-def _added_in_float32(h, w):
-    """Rounds once what `overlap` would round twice."""
-    first, second = (
-        jnp.dot(h, v, preferred_element_type=jnp.float32) for v in (w, (-w).astype(w.dtype) / 3)
-    )
-    return scatter((first + second).astype(h.dtype))
 
 
 def _into_heads(x, w):
@@ -276,10 +215,6 @@ def _weight_gathered_along_columns(x, w):
     return x[:, :, :] @ lax.all_gather(w, AXIS, axis=1, tiled=True)
 
 
-def _upcast(x, w):
-    return gather(x.astype(jnp.bfloat16)).astype(jnp.float32) @ w
-
-
 TWO = {"out_specs": (P(None, None, AXIS),) * 2}
 GATHERS = {
     "plain": Form(gathering(lambda x, w: gather(x) @ w)),
@@ -304,7 +239,6 @@ GATHERS = {
             lambda x, w: gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), rounds="bfloat16"
         )
     ),
-    "cast up": Form(gathering(_upcast), 0, "more would be communicated"),
     "reshaped": Form(gathering(_merged_rows)),
     "reshaped into the contraction": Form(
         gathering(_merged_into_contraction, out_specs=P(None, AXIS))
@@ -334,13 +268,6 @@ GATHERS = {
         gathering(_barrier_with_weight), 0, "optimization_barrier uses the gathered array"
     ),
     "heads": Form(gathering(_into_heads, out_specs=P(None, AXIS))),
-    "in float32": Form(gathering(lambda x, w: _in_float32(gather(x), w), dtype="bfloat16")),
-    "in float32 with a bias": Form(
-        gathering(lambda x, w: _in_float32_with_bias(gather(x), w), dtype="bfloat16"),
-        0,
-        "more would be communicated",
-    ),
-    "heads in float32": Form(gathering(_float32_heads, out_specs=P(None, AXIS), dtype="bfloat16")),
     "by itself": Form(gathering(_times_itself), 0, "multiplied by itself"),
     "contracted": Form(gathering(_contracted, out_specs=P(AXIS))),
     "contracted, and kept": Form(
@@ -379,21 +306,6 @@ SCATTERS = {
     "bias after": Form(scattering(_bias_after)),
     "bias before": Form(scattering(_bias_before), 0, "something is added"),
     "of several": Form(scattering(_sum_of_two_matmuls)),
-    "accumulated in float32": Form(scattering(_accumulated_in_float32, dtype="bfloat16")),
-    "summed in float32": Form(
-        scattering(_summed_in_float32, dtype="bfloat16"),
-        0,
-        "multiplied in bfloat16 and summed in float32",
-    ),
-    "multiplied in float32": Form(
-        scattering(lambda h, w: scatter(_in_float32(h, w)), dtype="bfloat16")
-    ),
-    "added in float32": Form(
-        scattering(_added_in_float32, dtype="bfloat16"), 0, "rounded from float32 to bfloat16"
-    ),
-    "difference": Form(scattering(_difference)),
-    "scaled exactly": Form(scattering(_exactly_scaled)),
-    "scaled differently": Form(scattering(_differently_scaled), 0, "scaled or shaped differently"),
     "subtracted": Form(scattering(lambda h, w: scatter(1.0 - h @ w)), 0, "something is added"),
     "reshaped": Form(scattering(_merged_rows_scatter)),
     "reshaped across columns": Form(
@@ -428,7 +340,7 @@ SUMS = {
     ),
 }
 FORMS: dict[str, Form] = {
-    **{f"gather: {name}": form for name, form in GATHERS.items()},
-    **{f"scatter: {name}": form for name, form in SCATTERS.items()},
+    **{f"gather: {name}": form for name, form in (GATHERS | rounding_forms.GATHERS).items()},
+    **{f"scatter: {name}": form for name, form in (SCATTERS | rounding_forms.SCATTERS).items()},
     **SUMS,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,20 @@ class Program:
             generator.standard_normal(shape, np.float32).astype(jnp.dtype(self.dtype))
             for shape in self.shapes
         ]
+
+
+class Form(NamedTuple):
+    """A program and what `overlap` does with it.
+
+    Attributes:
+      program: the program.
+      replaced: the number of sites that are replaced.
+      reason: part of the reason why a site is left alone, if one is.
+    """
+
+    program: Program
+    replaced: int = 1
+    reason: str = ""
 
 
 def gathering(body: Callable, *weights: tuple[int, int], out_specs: Any = None, **kw) -> Program:
