@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from collective_matmul._compat import packed_attention
 from models.documents import Documents, Pack
 
+#: Blocks times documents of a block are a dimension of the grid of cuDNN's kernels.
+_LARGEST_GRID = 2**16 - 1
+
 
 def causal_attention(
     query: jax.Array,
@@ -79,6 +82,22 @@ def _attend_in_packs(
 
     A call leaves rows of other packs as they are in memory, in its result and in its gradients.
     """
+    sequences = query.shape[0]
+    if any(pack.starts.size > _LARGEST_GRID for pack in packs):
+        if sequences == 1:
+            raise ValueError(
+                f"a sequence of {query.shape[1]} tokens with more than 16 documents: cuDNN's"
+                f" attention takes at most {_LARGEST_GRID} places for documents; give shorter"
+                " sequences or do not keep documents apart"
+            )
+        halves = (slice(0, sequences // 2), slice(sequences // 2, sequences))
+        parts = (
+            _attend_in_packs(
+                query[half], key[half], value[half], tuple(p.of_sequences(half) for p in packs)
+            )
+            for half in halves
+        )
+        return jnp.concatenate(list(parts))
     attended = jnp.zeros_like(query)
     for pack in packs:
         members = pack.members[:, :, None, None]

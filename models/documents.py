@@ -32,6 +32,12 @@ class Pack(NamedTuple):
     members: jax.Array
     """Whether each token is of one of them: bool [B, S]."""
 
+    def of_sequences(self, chosen: slice) -> Pack:
+        """The pack of some of the sequences."""
+        blocks = len(self.starts) // len(self.members)
+        rows = slice(chosen.start * blocks, chosen.stop * blocks)
+        return Pack(self.starts[rows], self.lengths[rows], self.members[chosen])
+
 
 class Documents(NamedTuple):
     """Which tokens of each sequence belong together. A pytree of arrays."""
@@ -41,7 +47,7 @@ class Documents(NamedTuple):
     positions: jax.Array
     """The position of each token in its document, from 0: int32 [B, S]."""
     packs: tuple[Pack, ...]
-    """All documents, each in one pack. Only one sequence-long document needs none."""
+    """All documents, each in one pack. If no sequence has two documents, there are none."""
 
     @property
     def mask(self) -> jax.Array:

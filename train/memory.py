@@ -117,6 +117,10 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     """Global shapes and dtypes of a batch."""
     tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
     batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
+    if config.separate_documents:
+        # The text knows how many there are. What attention saves is the same for any larger number.
+        documents = min(64, config.sequence_length)
+        batch["document_lengths"] = jax.ShapeDtypeStruct((sequences, documents), jnp.int32)
     return batch
 
 

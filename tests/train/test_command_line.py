@@ -186,13 +186,15 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
 
 
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
-    def saved(remat: str) -> int:
-        output = printed(capsys, ["--dry-run", "--remat", remat])
+    def saved(remat: str, *more: str) -> int:
+        output = printed(capsys, ["--dry-run", "--remat", remat, *more])
         found = re.search(r"saved for the backward +([\d,]+)", output)
         assert found is not None
         return int(found[1].replace(",", ""))
 
     assert saved("none") > saved("dots") > saved("full")
+    # Positions and a log-sum-exp for each place of a document.
+    assert saved("none", "--separate-documents") > saved("none")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,9 @@ def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
     ]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
     output = printed(
-        capsys, ["--data", str(tmp_path / "*.jsonl"), "--gradient-accumulation-steps", "2"]
+        capsys,
+        ["--data", str(tmp_path / "*.jsonl"), "--gradient-accumulation-steps", "2"]
+        + ["--separate-documents"],
     )
     assert "part.jsonl" in output or "*.jsonl" in output
     assert "done: 6 steps" in output
