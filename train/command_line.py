@@ -28,10 +28,10 @@ from train.setup import Setup, prepare
 from train.shutdown import Interrupted, Shutdown
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs ``python -m train`` with these arguments."""
+def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
+    """Runs ``python -m train`` with these arguments, until it ends or a signal asks it to."""
     console = Console()
-    with refusing(), Shutdown() as shutdown:
+    with refusing():
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -151,3 +152,46 @@ def test_a_step_to_resume_from_must_exist(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     with pytest.raises(ValueError, match=r"resume_step=15: not among .*; there are 10, 20"):
         Checkpoints(tmp_path, resume=True, resume_step=15)
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    position = rng.randrange(len(content))
+    flipped = content[position] ^ rng.randrange(1, 256)
+    return content[:position] + bytes([flipped]) + content[position + 1 :]
+
+
+def truncate(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randrange(len(content))]
+
+
+def overwrite_with_zeros(content: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(content))
+    return content[:start] + bytes(len(content) - start)
+
+
+# The coroutines of orbax that read the other arrays are not waited for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("repeats", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("damage", [flip, truncate, overwrite_with_zeros])
+def test_damage_to_any_file_is_refused_or_without_effect(
+    tmp_path: Path, damage, repeats: int
+) -> None:
+    """Never a wrong state, never an error without a sentence."""
+    save_steps(tmp_path, 10)
+    step = tmp_path / "step_10"
+    rng = random.Random(repeats)
+    refused = set()
+    for path in [path for path in sorted(step.rglob("*")) if path.is_file()] * repeats:
+        content = path.read_bytes()
+        path.write_bytes(damage(content, rng))
+        checkpoint = SavedCheckpoint(step)
+        try:
+            restored = checkpoint.restore(abstract(make_state()))
+            assert_same_bits(restored.state, make_state(10))
+            assert (restored.data_position, checkpoint.configuration()) == (POSITION, CONFIGURATION)
+        except ValueError as error:
+            assert str(error).startswith(str(step)), error
+            refused.add(str(path.relative_to(step)))
+        path.write_bytes(content)
+    assert {"checksums/metadata", "data_position/metadata", "state/_METADATA"} <= refused
+    assert any(path.startswith("state/d/") for path in refused)
