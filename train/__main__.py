@@ -1,12 +1,21 @@
 """``python -m train``; see ``python -m train --help``."""
 
 import sys
+from collections.abc import Sequence
 
 from train.shutdown import Shutdown
 
-if __name__ == "__main__":
-    # Before the other imports, which take seconds: Ctrl-C in a callback of theirs would be lost.
-    with Shutdown() as shutdown:
-        from train.command_line import main
 
-        main(sys.argv[1:], shutdown)
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command line, ready for signals before the other imports, which take seconds.
+
+    Ctrl-C in a callback of theirs would be printed and forgotten.
+    """
+    with Shutdown() as shutdown:
+        from train import command_line
+
+        command_line.main(arguments, shutdown)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
