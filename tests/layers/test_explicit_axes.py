@@ -125,8 +125,9 @@ def test_variables_on_the_mesh_keep_their_sharding(explicit: Mesh) -> None:
     assert not jax.typeof(model.project.kernel[...]).sharding.mesh.explicit_axes
 
 
-@pytest.mark.parametrize("use", ["__call__", "lower", "trace", "eval_shape"])
-@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "x on the mesh"])
+@pytest.mark.parametrize(
+    ("use", "is_set"), [("__call__", True), ("lower", True), ("trace", False), ("eval_shape", True)]
+)
 def test_errors_of_explicit_axes_name_the_fix(use: str, is_set: bool, explicit: Mesh) -> None:
     x = data()
     with jax.set_mesh(explicit) if is_set else contextlib.nullcontext():
