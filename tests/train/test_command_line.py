@@ -336,10 +336,7 @@ def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
         for i in range(40)
     ]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
-    output = printed(
-        capsys,
-        ["--data", str(tmp_path / "*.jsonl"), "--gradient-accumulation-steps", "2"]
-        + ["--separate-documents"],
-    )
+    arguments = ["--gradient-accumulation-steps", "2", "--separate-documents"]
+    output = printed(capsys, ["--data", str(tmp_path / "*.jsonl"), *arguments])
     assert "part.jsonl" in output or "*.jsonl" in output
     assert "done: 6 steps" in output
