@@ -163,7 +163,7 @@ def _gather_matmul_forward(x, ws, call: OpParams):
 
 
 def _gather_matmul_keeping_forward(x, ws, call: OpParams):
-    x, ws = jax.tree.map(lambda primal: primal.value, (x, ws), is_leaf=_is_primal)
+    x, ws = jax.tree.map(lambda x: x.value, (x, ws), is_leaf=lambda x: hasattr(x, "perturbed"))
     return _gather_matmul_forward(x, ws, call)
 
 
@@ -388,10 +388,6 @@ def _parts(gathered: GatherResidual) -> tuple[Any, Any]:
     if isinstance(gathered, ChunkedArray):
         return gathered.chunks, gathered.starts
     return gathered, None
-
-
-def _is_primal(value: Any) -> bool:
-    return hasattr(value, "perturbed")
 
 
 def _is_zero(value: Any) -> bool:
