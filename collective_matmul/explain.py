@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,12 +10,13 @@ from typing import Any
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.compiler import renamed_fused
-from collective_matmul.dispatch.decision_table import Line, format_table, line_of
+from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.dispatch.run_counts import count_runs
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, sites_of, traced_program
-from collective_matmul.rewrite.report import collective_key
+from collective_matmul.rewrite.report import collective_key, record_considered
+from collective_matmul.rewrite.transform import NO_SHARD_MAP, enters_shard_map
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Explanation:
         of a loop is traced once; what is differentiated may be traced twice.
       plain: gathers and sums over devices that are not part of an op, in the order of the program.
         `overlap` would replace those with a decision, and leave the others alone.
+      enters_shard_map: whether the function enters a `jax.shard_map`. Without, there is nothing to
+        explain or to replace.
       runs: how often a run of the program executes the ops and collectives of each line of the
         table. Branches count as taken, loops of unknown length as one step.
     """
@@ -34,12 +38,20 @@ class Explanation:
     decisions: tuple[Decision, ...]
     plain: tuple[FoundSite, ...]
     runs: Mapping[Line, int] = field(default_factory=dict)
+    enters_shard_map: bool = True
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = WIDTH) -> str:
+        """The table, with lines of at most `width` characters, and the totals."""
+        if not self.enters_shard_map:
+            return textwrap.fill(f"no collective matmuls: {NO_SHARD_MAP}", width)
         if not self.decisions and not self.plain:
-            return "no collective matmuls"
+            return "no collective matmuls: its shard_maps call no op and neither gather nor sum"
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
-        return "\n".join([format_table(lines, self.runs), *self._totals()])
+        totals = (textwrap.fill(total, width) for total in self._totals())
+        return "\n".join([format_table(lines, self.runs, width), *totals])
 
     def _totals(self) -> list[str]:
         """Sentences about all lines together."""
@@ -128,14 +140,20 @@ def explain(
             return result
 
         with peer_kernels_allowed(peer_kernels):
-            with count_runs() as counter:
+            with count_runs() as counter, record_considered() as considered:
                 program = traced_program(recorded, args, kwargs)
             # Sites are found after the function is traced: decisions about them are not recorded.
             plain = sites_of(program)
+        # What `overlap` left alone, it left alone for its own arguments.
+        by_key = {site.key: site for site in considered}
+        plain = [by_key.get(site.key, site) for site in plain]
         ops, collectives = counter.runs(program.jaxpr, collective_key)
         runs = {line_of(each): ops[counter.number_of(each)] for each in decisions}
         return Explanation(
-            tuple(decisions), tuple(plain), runs | _runs_of_plain(plain, collectives)
+            tuple(decisions),
+            tuple(plain),
+            runs | _runs_of_plain(plain, collectives),
+            enters_shard_map(program),
         )
 
     return explanation
@@ -143,7 +161,7 @@ def explain(
 
 def _line_of_plain(site: FoundSite) -> Line:
     line = site.line
-    if site.decision is None:
+    if site.decision is None or site.kept:
         return line
     would = f"overlap would use {site.decision.implementation}: {line.reason}"
     return replace(line, chosen="not replaced", reason=would)

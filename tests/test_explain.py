@@ -43,6 +43,10 @@ def on(mesh, **keywords):
     return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
 
 
+#: No line of a table is as long.
+WIDE = 1000
+
+
 def arguments(rows: int = 8, features: int = 4, hidden: int = 12, dtype: Any = np.float32):
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -52,7 +56,7 @@ def arguments(rows: int = 8, features: int = 4, hidden: int = 12, dtype: Any = n
 
 def lines_of(fun, *args, **options) -> list[list[str]]:
     """The cells of every line of the table, without its head and its totals."""
-    _, *lines = str(explain(fun, **options)(*args)).splitlines()
+    _, *lines = explain(fun, **options)(*args).table(WIDE).splitlines()
     return [re.split(r"  +", line) for line in lines if re.match(r"\d+×", line)]
 
 
@@ -97,7 +101,7 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
     explanation = explain(on(mesh))(*arguments(8192, 8192, 28672, dtype=BFLOAT16))
     assert all(decision.seconds for decision in explanation.decisions)
-    table = str(explanation)
+    table = explanation.table(WIDE)
     first, *_ = table.splitlines()[1:]
     decision = explanation.decisions[0]
     assert decision.seconds is not None
@@ -179,16 +183,24 @@ def test_einsums_that_are_matmuls_have_fused_kernels(
 
 
 def test_columns_are_aligned(make_mesh: MeshFactory) -> None:
-    head, first, second, _ = str(explain(on(make_mesh({AXIS: 2})))(*arguments())).splitlines()
+    head, first, second, _ = (
+        explain(on(make_mesh({AXIS: 2})))(*arguments()).table(WIDE).splitlines()
+    )
     for title, *cells in (("where", "tests"), ("pass", "forward"), ("why", "on cpu")):
         for line in (first, second):
             assert line[head.index(title) :].startswith(cells[0]) or title == "where"
 
 
-def test_a_program_without_the_ops() -> None:
+def test_a_program_without_the_ops(make_mesh: MeshFactory) -> None:
     explanation = explain(lambda x: x + 1)(1.0)
     assert explanation.decisions == ()
-    assert str(explanation) == "no collective matmuls"
+    assert "enters no jax.shard_map" in str(explanation)
+    assert "jax.jit with sharded arrays" in " ".join(str(explanation).split())
+    mesh = make_mesh({AXIS: 2})
+    local = jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=P(), out_specs=P())
+    assert str(explain(local)(1.0)) == (
+        "no collective matmuls: its shard_maps call no op and neither gather nor sum"
+    )
 
 
 def plain_block(x, up, down):
@@ -212,7 +224,7 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
     assert explanation.decisions == ()
     _, gather, scatter, psum, totals = [
-        re.split(r"  +", line) for line in str(explanation).splitlines()
+        re.split(r"  +", line) for line in explanation.table(WIDE).splitlines()
     ]
     for line in (gather, scatter, psum):
         assert re.fullmatch(r".*test_explain\.py:\d+ in plain_block", line[1])
@@ -220,8 +232,11 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     shapes = "float32 [4,4]@[4,6] over tensor=2"
     assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
     assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
-    reason = "the summed array comes from reduce_sum, not from a matmul"
-    assert psum[2:] == ["psum", "float32 [] over tensor", "left alone", reason]
+    assert psum[2:5] == ["psum", "float32 [] over tensor", "left alone"]
+    reason = (
+        r"the summed array comes from reduce_sum at test_explain\.py:\d+, not from a matmul; .*"
+    )
+    assert re.fullmatch(reason, psum[5])
     assert totals == [
         "3 plain gathers and sums: 2 that overlap would replace, 1 that it leaves alone"
     ]
@@ -285,7 +300,7 @@ def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -
     x, up, _ = flat_arguments()
     explanation = explain(overlap(sharded))(x, up)
     assert [decision.site.replaces for decision in explanation.decisions] == ["all_gather"] * 3
-    assert str(explanation).splitlines()[1].startswith("3×")
+    assert explanation.table(WIDE).splitlines()[1].startswith("3×")
 
 
 def test_gradients_of_what_overlap_replaced_are_ops_at_its_line(make_mesh: MeshFactory) -> None:
@@ -331,7 +346,7 @@ def test_predicted_gain_of_what_is_not_replaced() -> None:
     assert site.decision is not None and site.decision.seconds and site.decision.reference_seconds
     seconds, reference = site.decision.seconds, site.decision.reference_seconds
     assert seconds < reference
-    line = re.split(r"  +", str(explanation).splitlines()[1])
+    line = re.split(r"  +", explanation.table(WIDE).splitlines()[1])
     assert line[5:8] == [
         f"{seconds * 1e6:.0f}",
         f"{reference * 1e6:.0f}",
@@ -390,3 +405,22 @@ def test_equal_ops_side_by_side_count_each(make_mesh: MeshFactory) -> None:
     assert [line[0] for line in lines_of(fun, *arguments())] == ["2×", "2×"]
     looped = lambda x, weights: lax.fori_loop(0, 3, lambda i, x: fun(x, weights), x)  # noqa: E731
     assert [line[0] for line in lines_of(looped, *arguments())] == ["6×", "6×"]
+
+
+def test_tables_fit_120_columns(make_mesh: MeshFactory) -> None:
+    """Every text is there, in as many lines as it takes."""
+    explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
+    lines = str(explanation).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert sorted("".join(lines).replace(" ", "")) == sorted(
+        explanation.table(WIDE).replace(" ", "").replace("\n", "")
+    )
+
+
+def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFactory) -> None:
+    """On CPUs a fused kernel cannot run, and no other backend was allowed."""
+    fun = overlap(plain(make_mesh({AXIS: 2})), implementation="fused")
+    table = explain(fun)(*flat_arguments()).table(WIDE)
+    assert "overlap would use" not in table
+    assert table.count("fused is not possible") == 2
+    assert "0 that overlap would replace, 3 that it leaves alone" in table

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.source_location import SourceLocation
+
+#: Characters in a line of a table, between columns, and in the narrowest column that is wrapped.
+WIDTH, _GAP, _NARROWEST = 120, "  ", 16
 
 _HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "xla µs", "gain", "why")
 
@@ -61,12 +66,15 @@ def line_of(decision: Decision) -> Line:
     )
 
 
-def format_table(lines: Iterable[Line], runs: Mapping[Line, int] | None = None) -> str:
+def format_table(
+    lines: Iterable[Line], runs: Mapping[Line, int] | None = None, width: int = WIDTH
+) -> str:
     """A table with a header. Equal lines become one with a count; empty columns are left out.
 
     Args:
       lines: the lines.
       runs: counts that are known better than by the number of equal lines.
+      width: the number of characters in a line of text; texts in the widest columns are wrapped.
     """
     counts = {**Counter(lines), **(runs or {})}
     rows = [
@@ -85,16 +93,26 @@ def format_table(lines: Iterable[Line], runs: Mapping[Line, int] | None = None) 
         for line, count in counts.items()
     ]
     columns = [column for column in zip(_HEAD, *rows, strict=True) if any(column[1:])]
-    return _aligned([*zip(*columns, strict=True)])
+    return _aligned([*zip(*columns, strict=True)], width)
 
 
 def _microseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e6:.0f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def _aligned(rows: Sequence[Sequence[str]], width: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in rows:
+        cells = [_wrapped(text, size) for text, size in zip(row, widths, strict=True)]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            aligned = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append(_GAP.join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The lines of a cell. Paths and shapes without spaces may break at any character."""
+    return textwrap.wrap(text, max(width, 1), break_on_hyphens=False) or [""]

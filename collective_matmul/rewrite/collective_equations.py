@@ -85,14 +85,14 @@ def collective_of(equation: JaxprEqn, axis_sizes: dict[str, int]) -> Collective 
     kind, axes, parameters = kind_of(equation), axes_of(equation), equation.params
     assert kind is not None
     if len(axes) != 1:
-        return f"it is over {len(axes)} axes, {axes}"
+        return f"it communicates over {len(axes)} axes at once, {axes}; the ops take one axis"
     (axis,) = axes
     if axis not in axis_sizes:
         return f"{axis!r} is not an axis of a shard_map around it"
     if parameters.get("axis_index_groups") is not None:
-        return "it is over groups of the axis (axis_index_groups)"
+        return "it communicates in groups (axis_index_groups); the ops take whole axes"
     if len(equation.invars) != 1:
-        return f"it sums {len(equation.invars)} arrays at once"
+        return f"it sums {len(equation.invars)} arrays at once; overlap takes sums of one array"
     if equation.primitive.name == "all_gather_invariant":
         return "its result is typed as the same on all devices (to='invarying')"
     name = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}.get(kind)

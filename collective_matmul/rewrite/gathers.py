@@ -14,15 +14,15 @@ from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import CommutingOp, ShardOp, commuting_op, divided
 from collective_matmul.rewrite.graph import Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of
+from collective_matmul.rewrite.report import described
 
 #: Why a gather does not move into equations that may hold its matmuls.
 _BORDERS = {
-    "scan": "a loop, which would gather in every step,",
-    "while": "a loop, which would gather in every step,",
-    "cond": "a branch, which may not be taken,",
-    "custom_vjp_call": "a function with gradients of its own",
-    "custom_jvp_call": "a function with gradients of its own",
+    "scan": ", which would gather in every step,",
+    "while": ", which would gather in every step,",
+    "cond": ", which may not be taken,",
 }
+_NEEDED = "overlap needs a matmul there, as in all_gather(x) @ w"
 _CONTRACTED = "its matmul contracts the gathered dimension"
 
 
@@ -56,7 +56,7 @@ class GatheredView:
             return replace(self, shape=op.shape_after)
         name = op.equation.primitive.name
         if self.shape == self.base or name in ("transpose", "sharding_constraint"):
-            return f"{name} mixes the gathered dimension with others"
+            return f"{described(op.equation)} mixes the gathered dimension with others"
         shard_op = op.on_shard(graph, None, devices)
         return replace(self, shard_ops=(*self.shard_ops, shard_op))
 
@@ -145,7 +145,8 @@ def match_gather(
     products = [dot for dot in dots if not dot.contracts_rows]
     if not products:
         reasons += [_CONTRACTED] * len(dots)
-        return " and ".join(dict.fromkeys(reasons)) or "nothing uses it"
+        reason = " and ".join(dict.fromkeys(reasons)) or "nothing uses the gathered array"
+        return reason if dots or "its matmul" in reason else f"{reason}; {_NEEDED}"
     (chosen, _), *_ = Counter(dot.view for dot in products).most_common(1)
     # A dot of two arrays that are computed from the gathered one is found from either.
     wgrads = [dot for dot in dots if dot.contracts_rows]
@@ -209,7 +210,7 @@ def dots_of(
       between: filled with the indices of the equations between `var` and the dots.
     """
     if var in graph.results:
-        yield "the gathered array is a result"
+        yield "the gathered array is a result of the function around it"
     for index in graph.users(var):
         equation = graph.equations[index]
         if equation.primitive.name == "dot_general":
@@ -217,8 +218,8 @@ def dots_of(
             continue
         op = commuting_op(graph, equation)
         if op is None or op.operand is not var:
-            name = equation.primitive.name
-            yield _BORDERS.get(name, name) + " uses the gathered array"
+            border = _BORDERS.get(equation.primitive.name, "")
+            yield f"{described(equation)}{border} uses the gathered array"
             continue
         after = _widens(op) or view.after(graph, op, devices)
         if isinstance(after, str):
@@ -235,9 +236,9 @@ def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> Gat
         return "the gathered array is multiplied by itself"
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
-        return matmul
+        return f"{matmul} ({described(equation)})"
     if not matmul.w_free:
-        return "its matmul is a matrix times a vector"
+        return f"its matmul is a matrix times a vector ({described(equation)})"
     rows_last = tuple(range(len(view.shape)))
     if matmul.contracted + matmul.free == rows_last and matmul.free:
         depth = math.prod(matmul.free_shape)

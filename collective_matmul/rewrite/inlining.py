@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from collective_matmul.rewrite.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.commuting import commuting_op
@@ -24,6 +24,20 @@ def inlined(graph: Graph) -> Graph:
         outvars = _renamed(jaxpr.outvars, names)
         graph = Graph(jaxpr.replace(eqns=equations, outvars=outvars))
     return graph
+
+
+def has_matmul_beside(graph: Graph, index: int) -> bool:
+    """Whether a call that can be inlined, next to a collective, holds a matmul."""
+    calls = (graph.equations[i] for i in _neighbours(graph, index))
+    return any(_holds_matmul(c.params["jaxpr"].jaxpr) for c in calls if _can_inline(c))
+
+
+def _holds_matmul(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "dot_general"
+        or any(map(_holds_matmul, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _calls_to_inline(graph: Graph) -> set[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -33,6 +35,18 @@ _OWN_CODE = tuple(
     )
 )
 
+#: Names of primitives that say little, in words.
+_WORDS = {
+    "scan": "a loop (scan)",
+    "while": "a loop (while_loop)",
+    "cond": "a branch (cond)",
+    "custom_jvp_call": "a function with gradients of its own (custom_jvp)",
+    "custom_vjp_call": "a function with gradients of its own (custom_vjp)",
+    "add_any": "a sum of gradients",
+    "select_n": "jnp.where (select_n)",
+    "convert_element_type": "a cast (convert_element_type)",
+}
+
 
 @dataclass(frozen=True)
 class FoundSite:
@@ -46,6 +60,7 @@ class FoundSite:
       decision: what executes the site; None if it is left alone.
       reason: why that was chosen, or why the site is left alone.
       communication_seconds: predicted time of the collective alone; None if unknown.
+      kept: whether the decision is to keep the program's own collective and matmuls.
     """
 
     kind: CollectiveKind
@@ -55,10 +70,11 @@ class FoundSite:
     decision: Decision | None
     reason: str
     communication_seconds: float | None = None
+    kept: bool = False
 
     @property
     def replaced(self) -> bool:
-        """Whether an op of this library replaces it."""
+        """Whether it is a site, which an op replaces unless it is `kept` on these devices."""
         return self.decision is not None
 
     @property
@@ -69,9 +85,10 @@ class FoundSite:
     @property
     def line(self) -> Line:
         """Its line in a table."""
-        if self.decision is not None:
+        if self.decision is not None and not self.kept:
             return line_of(self.decision)
-        return Line(self.source, "", self.kind, self.shapes, "left alone", self.reason)
+        chosen = "left alone" if self.decision is None else f"{self.decision.implementation}, kept"
+        return Line(self.source, "", self.kind, self.shapes, chosen, self.reason)
 
 
 def table(sites: Sequence[FoundSite]) -> str:
@@ -88,6 +105,45 @@ def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSi
     """The report of a collective that an op replaces. Records the decision."""
     record(decision)
     return _site(equation, matmuls, decision, decision.reason)
+
+
+def kept_as_it_is(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
+    """The report of a site where the op would transpose arrays for XLA's own collective."""
+    reason = f"arrays would be transposed without gain ({decision.reason})"
+    return replace(_site(equation, matmuls, decision, reason), kept=True)
+
+
+_considered: contextvars.ContextVar[list[FoundSite] | None] = contextvars.ContextVar(
+    "considered", default=None
+)
+
+
+@contextlib.contextmanager
+def record_considered() -> Iterator[list[FoundSite]]:
+    """Collects what `overlap` finds inside the block and leaves in the program as it is."""
+    sites: list[FoundSite] = []
+    token = _considered.set(sites)
+    try:
+        yield sites
+    finally:
+        _considered.reset(token)
+
+
+def consider(sites: Iterable[FoundSite]) -> None:
+    """Adds those of the sites that stay in the program to the active record, if any."""
+    record = _considered.get()
+    if record is not None:
+        record += (site for site in sites if not site.replaced or site.kept)
+
+
+def described(equation: JaxprEqn) -> str:
+    """An equation as its author knows it, with its line: "relu() at model.py:12"."""
+    name, parameters = equation.primitive.name, equation.params
+    if name in ("jit", "pjit"):
+        name = f"{str(parameters['name']).strip('_')}()"
+    what = _WORDS.get(name, name)
+    source = source_of(equation)
+    return what if source is None else f"{what} at {Path(source.file).name}:{source.line}"
 
 
 def source_of(equation: JaxprEqn) -> SourceLocation | None:

@@ -30,7 +30,7 @@ from collective_matmul.rewrite.divergence import (
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
 from collective_matmul.rewrite.graph import Graph
-from collective_matmul.rewrite.inlining import inlined
+from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.replacements import (
     Replacement,
@@ -42,8 +42,10 @@ from collective_matmul.rewrite.replacements import (
 )
 from collective_matmul.rewrite.report import (
     FoundSite,
+    described,
     is_named,
     is_ours,
+    kept_as_it_is,
     left_alone,
     replaced_by,
     source_of,
@@ -196,7 +198,7 @@ class Rewriter:
         if name in _ENTERED and not is_named(equation):
             return self._rewrite_jaxprs(equation, values)
         if self._axis_sizes:
-            reason = f"it is inside {name}, which is not entered"
+            reason = f"it is inside {described(equation)}, which overlap does not rewrite"
             inside = collectives_in(jaxprs_in_params(equation.params))
             unseen = [inner for inner in inside if not is_ours(equation)]
             self.found += [left_alone(inner, reason) for inner in unseen]
@@ -257,24 +259,29 @@ class Rewriter:
                 continue
             match = self._match(graph, index)
             if isinstance(match, str):
-                reports[index] = left_alone(equation, match)
+                reports[index] = left_alone(equation, self._reason_inside(graph, index) or match)
             else:
                 matches.append(match)
         sites: list[TracedSite] = []
         found = -1
-        while len(sites) > found:
+        while len(selection.placed) > found:
             # A site that was refused may be possible without matmuls that others have taken.
-            found, refused = len(sites), []
+            found, refused = len(selection.placed), []
             for match in sorted(matches, key=_priority):
                 equation = graph.equations[match.index]
                 site = self._trace_site(selection, match, divergent)
                 if isinstance(site, str):
                     reports.setdefault(match.index, left_alone(equation, site))
                     refused.append(match.index)
+                    continue
+                # Sites are the same for all devices: where its own equations stay, it takes them.
+                selection.accept(site.placed)
+                decision = site.decisions[0]
+                if decision.implementation == REFERENCE.name and needs_transpose(match):
+                    reports[match.index] = kept_as_it_is(equation, match.matmuls, decision)
                 else:
-                    selection.accept(site.placed)
                     sites.append(site)
-                    reports[match.index] = replaced_by(equation, match.matmuls, site.decisions[0])
+                    reports[match.index] = replaced_by(equation, match.matmuls, decision)
             again = [self._match(graph, index, selection.consumed) for index in refused]
             matches = [match for match in again if not isinstance(match, str)]
         self.found += [reports[index] for index in sorted(reports)]
@@ -292,6 +299,17 @@ class Rewriter:
         if isinstance(found, str):
             return match_einsum(graph, index, collective) or found
         return found
+
+    def _reason_inside(self, graph: Graph, index: int) -> str | None:
+        """Why a collective is left alone, where its matmul is inside a call beside it."""
+        if not has_matmul_beside(graph, index):
+            return None
+        equation, inside = graph.equations[index], inlined(graph)
+        for at, other in enumerate(inside.equations):
+            if other.source_info is equation.source_info and other.primitive is equation.primitive:
+                match = self._match(inside, at)
+                return match if isinstance(match, str) else None
+        return None
 
     def _trace_site(
         self, selection: SiteSelection, match: Match, divergent: Axes
@@ -321,11 +339,28 @@ class Rewriter:
                 return error.reason
             except ShardingTypeError:
                 return "the op would reshape arrays that an explicit mesh axis shards"
-        site = instantiate(placed, replacements, self._traced[key], equation)
-        decision = site.decisions[0]
-        if decision.implementation == REFERENCE.name and needs_transpose(placed.match):
-            return f"arrays would be transposed without gain ({decision.reason})"
-        return site
+        sites: list[TracedSite] = []
+        found = -1
+        while len(selection.placed) > found:
+            # A site that was refused may be possible without matmuls that others have taken.
+            found, refused = len(selection.placed), []
+            for match in sorted(matches, key=_priority):
+                equation = graph.equations[match.index]
+                site = self._trace_site(selection, match, divergent)
+                if isinstance(site, str):
+                    reports.setdefault(match.index, left_alone(equation, site))
+                    refused.append(match.index)
+                    continue
+                # Sites are the same for all devices: where its own equations stay, it takes them.
+                selection.accept(site.placed)
+                decision = site.decisions[0]
+                if decision.implementation == REFERENCE.name and needs_transpose(match):
+                    reports[match.index] = kept_as_it_is(equation, match.matmuls, decision)
+                else:
+                    sites.append(site)
+                    reports[match.index] = replaced_by(equation, match.matmuls, decision)
+            again = [self._match(graph, index, selection.consumed) for index in refused]
+            matches = [match for match in again if not isinstance(match, str)]
 
 
 def _replacements(placed: PlacedMatch, equation: JaxprEqn, call: OpParams) -> Sequence[Replacement]:

@@ -19,8 +19,10 @@ from collective_matmul.rewrite.commuting import (
 )
 from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of
+from collective_matmul.rewrite.report import described
 
 _ADDED = "something is added to its matmul before the sum over devices"
+_NEEDED = "only casts, reshapes and constant factors may stand between x @ w and its sum"
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,11 @@ def _back_to_product(
     while True:
         index = graph.producer(atom)
         if index is None:
-            return "the summed array comes from outside, not from a matmul"
+            return (
+                "the summed array is an argument of the function around it, not from a matmul"
+            )
         if graph.only_user(atom) is None:
-            return "the summed array is also used elsewhere"
+            return _other_use(graph, atom, path)
         equation = graph.equations[index]
         name = equation.primitive.name
         path = replace(path, consumed=(*path.consumed, index))
@@ -183,13 +187,20 @@ def _sum(
     return terms
 
 
+def _other_use(graph: Graph, atom: Atom, path: SumPath) -> str:
+    """What else uses the operand of the sum, which an op would not compute."""
+    others = [graph.equations[user] for user in graph.users(atom) if user not in path.consumed]
+    others_named = " and ".join(map(described, others)) or "the result of the function around it"
+    return f"the summed array is also used elsewhere, by {others_named}"
+
+
 def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, SumPath] | str:
     """Goes back one more equation, which will be executed after the sum over devices."""
     equation = graph.equations[index]
     name = equation.primitive.name
     op = commuting_op(graph, equation)
     if op is None:
-        return f"the summed array comes from {name}, not from a matmul"
+        return f"the summed array comes from {described(equation)}, not from a matmul; {_NEEDED}"
     if name == "pvary":  # The replacement types its operands and its result.
         return op.operand, path
     if name == "convert_element_type":
@@ -205,12 +216,12 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     if op.reshapes and path.dimension is not None:
         return op.operand, _before_reshape(path, op, devices)
     if path.shape is not None and name in ("transpose", "sharding_constraint"):
-        return f"{name} and a reshape mix the scattered dimension with others"
+        return f"{described(equation)} and a reshape mix the scattered dimension with others"
     before = path.dimension
     if before is not None and path.shape is None:
         before = op.dimension_before(before, devices)
         if before is None:
-            return f"{name} mixes the scattered dimension with others"
+            return f"{described(equation)} mixes the scattered dimension with others"
     shard_op = op.on_shard(graph, path.dimension, devices)
     return op.operand, replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before)
 
@@ -237,9 +248,9 @@ def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
         return rounds
     matmul = matmul_of(equation, 0 if in_lhs else 1)
     if isinstance(matmul, str):
-        return matmul
+        return f"{matmul} ({described(equation)})"
     if not matmul.w_free or not matmul.free:
-        return "its matmul is a matrix times a vector"
+        return f"its matmul is a matrix times a vector ({described(equation)})"
     if path.shape is not None and not _splits(matmul, path):
         return "a reshape mixes the scattered dimension with others"
     return matmul

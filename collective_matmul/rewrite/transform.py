@@ -9,14 +9,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
 from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
-from collective_matmul.rewrite.report import FoundSite, table
+from collective_matmul.log import warn_once
+from collective_matmul.rewrite.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
+
+#: Why a function has no sites, and what to do about it.
+NO_SHARD_MAP = (
+    "it enters no jax.shard_map, and collectives are replaced inside shard_map only. In code under"
+    " jax.jit with sharded arrays, the compiler inserts them later. Write the communication with"
+    " jax.shard_map, or give the model's linear layers to collective_matmul.layers.parallelize"
+)
 
 
 def overlap(
@@ -54,7 +62,9 @@ def overlap(
       fun: a function of pytrees of arrays. Flax nnx objects are treated as by `overlap_jit`.
         Arguments of other types are passed on unchanged. It may contain `jax.jit`, gradients,
         `jax.vmap` or `overlap`, and the result may be transformed by them.
-      require: the minimum number of gathers and sums that must be replaced.
+      require: the minimum number of sites: gathers and sums that ops replace. Sites are the same
+        for all devices, also where the decision for these devices is to keep the program's own
+        equations. Only a request for backends that need GPUs depends on the devices of the mesh.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
         site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
         and a warning says why, once.
@@ -64,7 +74,7 @@ def overlap(
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if fewer sites than `require` were replaced, with a table of them; at
+      ValueError: when called, if there are fewer sites than `require`, with a table of them; at
         once, for an invalid `require` or `implementation`.
     """
     requested = checks.implementation(implementation)
@@ -77,7 +87,10 @@ def overlap(
         traced = _Traced(fun, args, kwargs)
         rewriter = Rewriter(requested)
         program = rewriter.rewrite(traced.program)
-        _check(require, rewriter.found)
+        if not enters_shard_map(traced.program):
+            warn_once(f"overlap changes nothing in {_name(fun)}: {NO_SHARD_MAP}")
+        consider(rewriter.found)
+        _check(require, rewriter.found, enters_shard_map(traced.program))
         return traced.call(program)
 
     @functools.wraps(fun)
@@ -132,6 +145,23 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
     return rewriter.found
 
 
+def enters_shard_map(program: Any) -> bool:
+    """Whether a closed jaxpr has a shard_map at any depth, or is traced inside one."""
+
+    def has_one(jaxpr: Jaxpr) -> bool:
+        return any(
+            equation.primitive.name == "shard_map"
+            or any(map(has_one, jaxprs_in_params(equation.params)))
+            for equation in jaxpr.eqns
+        )
+
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or has_one(program.jaxpr)
+
+
+def _name(fun: Callable) -> str:
+    return getattr(fun, "__qualname__", None) or repr(fun)
+
+
 class _Traced:
     """A function traced for its arguments. Arrays are traced; other arguments are constants."""
 
@@ -169,10 +199,12 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
-def _check(require: int | None, found: list[FoundSite]) -> None:
+def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> None:
     replaced = sum(site.replaced for site in found)
     if require is not None and replaced < require:
         raise ValueError(
             f"require={require}: only {replaced} gathers and sums over devices were replaced;"
             f" see why the others were left alone, or require fewer\n{table(found)}"
+            if in_shard_map
+            else f"require={require}: {NO_SHARD_MAP}"
         )

@@ -146,13 +146,11 @@ def test_fewer_sites_than_required_are_refused_with_a_table(
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     with pytest.raises(ValueError, match="require=1: only 0 ") as error:
         overlap(fun, require=1)(*arguments)
-    (line,) = str(error.value).splitlines()[2:]
-    assert re.split(r"  +", line)[2:5] == [
-        "reduce_scatter",
-        "float32 [2,4,4] over tensor",
-        "left alone",
-    ]
-    assert "forms.py" in line and "something is added to its matmul" in line
+    _, head, *lines = str(error.value).splitlines()
+    assert re.split(r"  +", head.strip()) == ["where", "op", "local shapes", "chosen", "why"]
+    cells = re.split(r"  +", lines[0])
+    assert cells[2:5] == ["reduce_scatter", "float32 [2,4,4] over tensor", "left alone"]
+    assert "forms.py" in lines[0] and "something is added" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,7 @@ def test_a_site_that_would_only_gain_transposes_is_left_alone(make_mesh: MeshFac
     )
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     (site,) = find_sites(fun)(*arguments)
-    assert not site.replaced and site.reason.startswith("arrays would be transposed without gain")
+    assert site.kept and site.reason.startswith("arrays would be transposed without gain")
     assert [site.replaced for site in sites(fun, *arguments)] == [True]
     assert_same(jax.jit(ring(fun))(*arguments), jax.jit(fun)(*arguments))
 
@@ -201,7 +199,7 @@ def test_contracting_the_gathered_dimension_after_a_reshape_is_left_alone(
     )
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     (site,) = sites(fun, *arguments)
-    assert site.reason == "its matmul contracts the gathered dimension"
+    assert site.reason.startswith("its matmul contracts the gathered dimension")
 
 
 def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(
