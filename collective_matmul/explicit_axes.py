@@ -68,6 +68,11 @@ def spec_of(dimensions: Sequence[Entry]) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
+def product_spec(x: Any, w: Any, transpose_w: bool = False) -> PartitionSpec:
+    """The spec of x [..., K] times w [K, N], or [N, K] if transposed: of x's rows, w's columns."""
+    return spec_of((*entries(x)[:-1], entries(w)[0 if transpose_w else 1]))
+
+
 def with_type_of(array: Any, result: jax.Array) -> jax.Array:
     """The result, sharded over explicit axes as the array is."""
     if not jax.sharding.get_abstract_mesh().explicit_axes or entries(array) == entries(result):

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import (
     inside_branch_or_loop,
@@ -31,7 +30,14 @@ from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.explicit_axes import Entry, entries, spec_of, specs_like, with_auto_axes
+from collective_matmul.explicit_axes import (
+    Entry,
+    entries,
+    product_spec,
+    spec_of,
+    specs_like,
+    with_auto_axes,
+)
 from collective_matmul.site import Op, Site
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -150,7 +156,11 @@ def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...],
         return ys, *_parts(gathered)
 
     def specs():
-        return tuple(_product_spec(x, w, call) for w in ws), spec_of(entries(x)), spec_of(())
+        return (
+            tuple(product_spec(x, w, call.transpose_w) for w in ws),
+            spec_of(entries(x)),
+            spec_of(()),
+        )
 
     ys, chunks, starts = with_auto_axes(in_parts, specs, x, ws)
     return ys, chunks if starts is None else ChunkedArray(chunks, starts)
@@ -233,7 +243,7 @@ def matmul_scatter(
             xs, ws, call.axis_name, dimension=call.shard_dimension, transpose_w=call.transpose_w
         )[0]
 
-    spec = lambda: _product_spec(xs[0], ws[0], call)  # noqa: E731
+    spec = lambda: product_spec(xs[0], ws[0], call.transpose_w)  # noqa: E731
     return with_auto_axes(matmul_reduce_scatter, spec, xs, ws)
 
 
@@ -277,7 +287,7 @@ def matmul_all_reduce(
     def all_reduce(xs, ws):
         return chosen.matmul_all_reduce(xs, ws, call.axis_name)
 
-    return with_auto_axes(all_reduce, lambda: _product_spec(xs[0], ws[0], call), xs, ws)
+    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0], call.transpose_w), xs, ws)
 
 
 def _matmul_all_reduce_forward(xs, ws, call: OpParams):
@@ -372,11 +382,6 @@ def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]
     if not isinstance(gathered, ChunkedArray):
         return results
     return lax.optimization_barrier(results)
-
-
-def _product_spec(x: jax.Array, w: jax.Array, call: OpParams) -> PartitionSpec:
-    """The explicit axes that shard x @ w: those of x's rows and of w's columns."""
-    return spec_of((*entries(x)[:-1], entries(w)[0 if call.transpose_w else 1]))
 
 
 def _column_entry(array: jax.Array | ChunkedArray) -> Entry:

@@ -408,13 +408,13 @@ def test_equal_ops_side_by_side_count_each(make_mesh: MeshFactory) -> None:
 
 
 def test_tables_fit_120_columns(make_mesh: MeshFactory) -> None:
-    """Every text is there, in as many lines as it takes."""
+    """Places, shapes and reasons get lines of their own, and are wrapped."""
     explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
-    lines = str(explanation).splitlines()
-    assert max(map(len, lines)) <= 120
-    assert sorted("".join(lines).replace(" ", "")) == sorted(
-        explanation.table(WIDE).replace(" ", "").replace("\n", "")
-    )
+    table = str(explanation)
+    assert max(map(len, table.splitlines())) <= 120
+    joined = " ".join(table.split())
+    for line in explanation.table(WIDE).splitlines()[1:]:
+        assert all(" ".join(cell.split()) in joined for cell in re.split(r"  +", line.strip()))
 
 
 def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFactory) -> None:

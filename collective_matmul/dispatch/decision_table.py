@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,10 @@ from dataclasses import dataclass
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.source_location import SourceLocation
 
-#: Characters in a line of a table, between columns, and in the narrowest column that is wrapped.
-WIDTH, _GAP, _NARROWEST = 120, "  ", 16
+#: Characters in a line of a table.
+WIDTH = 120
+#: The columns that get lines of their own where a table would be wider.
+_LONG, _INDENT = ("where", "local shapes", "why"), "    "
 
 _HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "xla µs", "gain", "why")
 
@@ -74,7 +75,8 @@ def format_table(
     Args:
       lines: the lines.
       runs: counts that are known better than by the number of equal lines.
-      width: the number of characters in a line of text; texts in the widest columns are wrapped.
+      width: the number of characters in a line. Where the table would be wider, places, shapes and
+        reasons are on lines of their own.
     """
     counts = {**Counter(lines), **(runs or {})}
     rows = [
@@ -93,26 +95,38 @@ def format_table(
         for line, count in counts.items()
     ]
     columns = [column for column in zip(_HEAD, *rows, strict=True) if any(column[1:])]
-    return _aligned([*zip(*columns, strict=True)], width)
+    table = [*zip(*columns, strict=True)]
+    aligned = _aligned(table)
+    return "\n".join(aligned if max(map(len, aligned)) <= width else _in_paragraphs(table, width))
 
 
 def _microseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e6:.0f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], width: int) -> str:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _in_paragraphs(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Short cells in columns; beneath each line the long ones, wrapped."""
+    head, *_ = rows
+    short = [i for i, title in enumerate(head) if title not in _LONG]
+    columns = _aligned([[row[i] for i in short] for row in rows])
     lines = []
-    for row in rows:
-        cells = [_wrapped(text, size) for text, size in zip(row, widths, strict=True)]
-        for parts in itertools.zip_longest(*cells, fillvalue=""):
-            aligned = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
-            lines.append(_GAP.join(aligned).rstrip())
-    return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """The lines of a cell. Paths and shapes without spaces may break at any character."""
-    return textwrap.wrap(text, max(width, 1), break_on_hyphens=False) or [""]
+    for line, row in zip(columns, rows, strict=True):
+        lines.append(line)
+        texts = [text for i, text in enumerate(row) if i not in short and text]
+        for text in (", ".join(texts),) if row is head else texts:
+            lines += textwrap.wrap(
+                text,
+                width,
+                initial_indent=_INDENT,
+                subsequent_indent=f"{_INDENT}  ",
+                break_on_hyphens=False,
+            )
+    return lines

@@ -155,9 +155,7 @@ def _back_to_product(
     while True:
         index = graph.producer(atom)
         if index is None:
-            return (
-                "the summed array is an argument of the function around it, not from a matmul"
-            )
+            return "the summed array is an argument of the function around it, not from a matmul"
         if graph.only_user(atom) is None:
             return _other_use(graph, atom, path)
         equation = graph.equations[index]

@@ -81,7 +81,7 @@ def test_a_kept_site_computes_the_same(make_mesh: MeshFactory) -> None:
     np.testing.assert_array_equal(jax.jit(overlap(fun, require=1))(x, w), w)
 
 
-def test_a_function_without_shard_map_is_said_to_have_no_sites(
+def test_a_function_without_shard_map_is_warned_about(
     caplog: pytest.LogCaptureFixture, make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under jax.jit with sharded arrays, the compiler inserts collectives after tracing."""
@@ -91,7 +91,7 @@ def test_a_function_without_shard_map_is_said_to_have_no_sites(
     (message,) = caplog.messages
     assert "enters no jax.shard_map" in message and "layers.parallelize" in message
     caplog.clear()
-    with pytest.raises(ValueError, match="require=1: it enters no jax.shard_map"):
+    with pytest.raises(ValueError, match=r"require=1: it enters no jax\.shard_map"):
         overlap(lambda x: x @ x, require=1)(np.ones((2, 2), np.float32))
     caplog.clear()
     jax.eval_shape(overlap(sharded(make_mesh({AXIS: 2}))), *shapes(8))
