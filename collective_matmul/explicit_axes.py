@@ -73,6 +73,11 @@ def product_spec(x: Any, w: Any, transpose_w: bool = False) -> PartitionSpec:
     return spec_of((*entries(x)[:-1], entries(w)[0 if transpose_w else 1]))
 
 
+def columns_spec(x: Any, y: Any) -> PartitionSpec:
+    """The spec of xᵀ y [K, N], contracted over all rows of x [..., K] and y [..., N]."""
+    return spec_of((entries(x)[-1], entries(y)[-1]))
+
+
 def with_type_of(array: Any, result: jax.Array) -> jax.Array:
     """The result, sharded over explicit axes as the array is."""
     if not jax.sharding.get_abstract_mesh().explicit_axes or entries(array) == entries(result):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import (
     inside_branch_or_loop,
@@ -30,14 +31,7 @@ from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.explicit_axes import (
-    Entry,
-    entries,
-    product_spec,
-    spec_of,
-    specs_like,
-    with_auto_axes,
-)
+from collective_matmul.explicit_axes import columns_spec, product_spec, specs_like, with_auto_axes
 from collective_matmul.site import Op, Site
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -156,11 +150,8 @@ def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...],
         return ys, *_parts(gathered)
 
     def specs():
-        return (
-            tuple(product_spec(x, w, call.transpose_w) for w in ws),
-            spec_of(entries(x)),
-            spec_of(()),
-        )
+        products = tuple(product_spec(x, w, call.transpose_w) for w in ws)
+        return products, specs_like(x), PartitionSpec()
 
     ys, chunks, starts = with_auto_axes(in_parts, specs, x, ws)
     return ys, chunks if starts is None else ChunkedArray(chunks, starts)
@@ -328,7 +319,7 @@ def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tupl
     products = functools.partial(chunked_array.weight_gradients, dimension=dimension)
 
     def specs():
-        return tuple(spec_of((_column_entry(x), _column_entry(y))) for y in ys)
+        return tuple(columns_spec(*map(_any_chunk, (x, y))) for y in ys)
 
     return with_auto_axes(products, specs, x, ys)
 
@@ -384,8 +375,8 @@ def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]
     return lax.optimization_barrier(results)
 
 
-def _column_entry(array: jax.Array | ChunkedArray) -> Entry:
-    return entries(array.chunks[0] if isinstance(array, ChunkedArray) else array)[-1]
+def _any_chunk(array: jax.Array | ChunkedArray) -> jax.Array:
+    return array.chunks[0] if isinstance(array, ChunkedArray) else array
 
 
 def _parts(gathered: GatherResidual) -> tuple[Any, Any]:
