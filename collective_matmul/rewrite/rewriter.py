@@ -263,10 +263,10 @@ class Rewriter:
             else:
                 matches.append(match)
         sites: list[TracedSite] = []
-        found = -1
-        while len(selection.placed) > found:
+        accepted, found = 0, -1
+        while accepted > found:
             # A site that was refused may be possible without matmuls that others have taken.
-            found, refused = len(selection.placed), []
+            found, refused = accepted, []
             for match in sorted(matches, key=_priority):
                 equation = graph.equations[match.index]
                 site = self._trace_site(selection, match, divergent)
@@ -276,8 +276,8 @@ class Rewriter:
                     continue
                 # Sites are the same for all devices: where its own equations stay, it takes them.
                 selection.accept(site.placed)
-                decision = site.decisions[0]
-                if decision.implementation == REFERENCE.name and needs_transpose(match):
+                accepted, decision = accepted + 1, site.decisions[0]
+                if decision.implementation == REFERENCE.name and needs_transpose(site.placed.match):
                     reports[match.index] = kept_as_it_is(equation, match.matmuls, decision)
                 else:
                     sites.append(site)
@@ -339,28 +339,7 @@ class Rewriter:
                 return error.reason
             except ShardingTypeError:
                 return "the op would reshape arrays that an explicit mesh axis shards"
-        sites: list[TracedSite] = []
-        found = -1
-        while len(selection.placed) > found:
-            # A site that was refused may be possible without matmuls that others have taken.
-            found, refused = len(selection.placed), []
-            for match in sorted(matches, key=_priority):
-                equation = graph.equations[match.index]
-                site = self._trace_site(selection, match, divergent)
-                if isinstance(site, str):
-                    reports.setdefault(match.index, left_alone(equation, site))
-                    refused.append(match.index)
-                    continue
-                # Sites are the same for all devices: where its own equations stay, it takes them.
-                selection.accept(site.placed)
-                decision = site.decisions[0]
-                if decision.implementation == REFERENCE.name and needs_transpose(match):
-                    reports[match.index] = kept_as_it_is(equation, match.matmuls, decision)
-                else:
-                    sites.append(site)
-                    reports[match.index] = replaced_by(equation, match.matmuls, decision)
-            again = [self._match(graph, index, selection.consumed) for index in refused]
-            matches = [match for match in again if not isinstance(match, str)]
+        return instantiate(placed, replacements, self._traced[key], equation)
 
 
 def _replacements(placed: PlacedMatch, equation: JaxprEqn, call: OpParams) -> Sequence[Replacement]:
