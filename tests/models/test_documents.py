@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import attention
+from models import attention, rotary
 from models.attention import causal_attention
 from models.documents import Documents, locate_documents
 from tests.models import reference
@@ -84,6 +84,22 @@ def test_loss_and_gradients_equal_those_of_each_document_alone(expected, make_me
     # The lengths matter: another loss without them.
     whole, _ = loss_and_grads(random_params(functions), *random_tokens())
     assert abs(float(whole) - float(loss)) > 1e-2
+
+
+def test_positions_restart_in_the_model(make_mesh, monkeypatch: pytest.MonkeyPatch):
+    """Attention depends on distances alone, so only the positions themselves show it."""
+    _, functions = model_functions(overlap="xla")
+    shapes = []
+
+    def rotate(x, frequencies, positions=None):
+        shapes.append(None if positions is None else positions.shape)
+        return x
+
+    monkeypatch.setattr(rotary, "rotate", rotate)
+    batch = (*random_tokens(), LENGTHS)
+    mesh = make_mesh({"data": 1, "tensor": 2})
+    sharded_loss_and_grads(functions, mesh).trace(functions.abstract_params, *batch)
+    assert set(shapes) == {(BATCH, SEQUENCE)}
 
 
 def test_a_document_does_not_see_the_tokens_of_another(make_mesh):

@@ -35,3 +35,12 @@ def test_rotation_depends_on_distance_alone():
         diagonal = np.diagonal(products, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-3, atol=1e-3)
     assert abs(products[0, 0] - products[0, 5]) > 0.1
+
+
+def test_positions_of_tokens_may_be_given():
+    frequencies = rotary.frequencies(llama3_8b())
+    x = np.random.default_rng(0).normal(size=(1, 8, 2, 128)).astype(np.float32)
+    positions = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4]])
+    alone = [rotary.rotate(part, frequencies) for part in (x[:, :3], x[:, 3:])]
+    rotated = rotary.rotate(x, frequencies, positions)
+    np.testing.assert_allclose(rotated, np.concatenate(alone, axis=1), rtol=1e-6, atol=1e-6)
