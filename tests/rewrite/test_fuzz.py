@@ -43,26 +43,46 @@ def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search(range(25), stop=1).findings
 
 
-def test_a_second_pass_finds_no_gather_that_would_wait_for_an_op() -> None:
-    """Its weight is made by a matmul, which the first pass replaces."""
-    case = Case(
-        lines=(
-            "y1 = lax.all_gather(a0, 't', tiled=True)",
-            "y2 = jnp.einsum('ab,av->bv', y1, a1)",
-            "y3 = lax.all_gather(y2, 't', tiled=True)",
-            "y4 = y3 @ a2",
-        ),
-        results=("y4",),
-        arguments=(((6, 6), ("t", None)), ((12, 6), ("t", None)), ((12, 12), ("t", None))),
+def case_of(*lines: str, arguments: tuple, implementation: str, mode: str = "not") -> Case:
+    return Case(
+        lines,
+        results=(lines[-1].split(" = ")[0],),
+        arguments=arguments,
         mesh=(("t", 2),),
         manual=("t",),
         explicit=False,
         dtype="float32",
         rounds=False,
-        mode="inside",
+        mode=mode,
         check_vma=False,
         strict=False,
-        implementation="ring",
+        implementation=implementation,
         seed=0,
+    )
+
+
+def test_a_second_pass_takes_no_gather_that_would_wait_for_an_op() -> None:
+    """Its weight is made by a matmul, which the first pass replaces."""
+    case = case_of(
+        "y1 = lax.all_gather(a0, 't', tiled=True)",
+        "y2 = jnp.einsum('ab,av->bv', y1, a1)",
+        "y3 = lax.all_gather(y2, 't', tiled=True)",
+        "y4 = y3 @ a2",
+        arguments=(((6, 6), ("t", None)), ((12, 6), ("t", None)), ((12, 12), ("t", None))),
+        implementation="ring",
+        mode="inside",
+    )
+    assert finding(case) is None
+
+
+def test_one_pass_replaces_a_gather_that_shares_a_matmul_with_a_sum() -> None:
+    """Of its two matmuls, one would need a transpose and belongs to the sum."""
+    case = case_of(
+        "y1 = lax.all_gather(a0, 't', tiled=True)",
+        "y2 = y1 @ a1",
+        "y3 = jnp.einsum('ab,ub->au', y2, y1)",
+        "y4 = lax.psum(y3, 't')",
+        arguments=(((8, 2), ("t", None)), ((2, 2), (None, None))),
+        implementation="xla",
     )
     assert finding(case) is None
