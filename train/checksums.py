@@ -48,8 +48,10 @@ def json_checksum(value: Any) -> str:
 def _combined(name: str, array: jax.Array, sums: np.ndarray) -> str:
     """The checksum from the sums of all devices, uint32 [devices, 2]. Copies count once."""
     distinct: dict[tuple[tuple[int | None, int | None], ...], tuple[Any, np.ndarray]] = {}
-    indices = array.sharding.devices_indices_map(array.shape)
-    for device, own in zip(array.sharding.mesh.devices.flat, sums, strict=True):
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    indices = sharding.devices_indices_map(array.shape)
+    for device, own in zip(sharding.mesh.devices.flat, sums, strict=True):
         shard = tuple((part.start, part.stop) for part in indices[device])
         other, same = distinct.setdefault(shard, (device, own))
         if (own != same).any():

@@ -317,7 +317,7 @@ def report_errors_once() -> None:
 
 
 @contextmanager
-def _reader() -> Iterator[ocp.PyTreeCheckpointHandler]:
+def _reader() -> Iterator[Any]:
     reader = ocp.PyTreeCheckpointHandler()
     try:
         yield reader

@@ -235,7 +235,8 @@ def check(life: Life, before: Sequence[int], disk: Path, sums: dict[int, Any]) -
 
 def reread(path: Path) -> None:
     """Restores a checkpoint on one device, which verifies it."""
-    tree = ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
+    handler: Any = ocp.PyTreeCheckpointHandler()
+    tree = handler.metadata(path / "state").tree
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
