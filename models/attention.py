@@ -86,7 +86,7 @@ def _attend_in_packs(
     if any(pack.starts.size > _LARGEST_GRID for pack in packs):
         if sequences == 1:
             raise ValueError(
-                f"a sequence of {query.shape[1]} tokens with more than 16 documents: cuDNN's"
+                f"a sequence of {query.shape[1]} tokens with more than 64 documents: cuDNN's"
                 f" attention takes at most {_LARGEST_GRID} places for documents; give shorter"
                 " sequences or do not keep documents apart"
             )

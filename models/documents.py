@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 #: cuDNN's backward needs a workspace for as many blocks as there are documents. Up to this many
-#: documents in a sequence, a block is the whole sequence.
-_DOCUMENTS_OF_ONE_PACK = 16
+#: documents in a sequence, a block is the whole sequence: several packs are slower.
+_DOCUMENTS_OF_ONE_PACK = 64
 #: How much shorter the blocks of each further pack are.
 _RATIO = 8
 _SHORTEST_BLOCK = 32

@@ -262,5 +262,5 @@ def test_more_documents_than_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "_LARGEST_GRID", 100)
     documents = locate_documents(jnp.full((1, 128), 4, jnp.int32), 512)
     heads = [jnp.zeros((1, 512, 1, 8))] * 3
-    with pytest.raises(ValueError, match=r"512 tokens with more than 16 documents: .* shorter"):
+    with pytest.raises(ValueError, match=r"512 tokens with more than 64 documents: .* shorter"):
         attention._attend_in_packs(*heads, documents.packs)
