@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# This call releases the interpreter's lock and takes many minutes. Python runs no handler before it ends.
+# This call releases the interpreter's lock and takes many minutes. Python runs no handler before it
+# ends.
 BUSY = """
 import hashlib
 from train.shutdown import Shutdown
