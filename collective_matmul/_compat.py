@@ -203,7 +203,8 @@ def packed_attention(
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     # One column more than there are documents.
     offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
-    return cudnn.dot_product_attention(
+    attention: Any = cudnn.dot_product_attention
+    return attention(
         query,
         key,
         value,

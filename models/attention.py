@@ -136,7 +136,7 @@ def _forward(
 
 def _backward(residuals: tuple, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     query, key, value, documents, *_ = residuals
-    _, transpose = jax.vjp(lambda *heads: _attend(*heads, documents), query, key, value)
+    _, transpose = jax.vjp(lambda q, k, v: _attend(q, k, v, documents), query, key, value)
     return *transpose(cotangent), None
 
 

@@ -116,7 +116,7 @@ def sharded(mesh: Mesh, form: Form, fun: Callable, **keywords: Any) -> Callable:
     )
 
 
-def results_and_gradients(fun: Callable, x: jax.Array, w: jax.Array) -> tuple:
+def results_and_gradients(fun: Callable, x: Any, w: Any) -> tuple:
     def loss(x: jax.Array, w: jax.Array) -> tuple:
         y = fun(x, w)
         return jnp.sum(jnp.sin(y)), y

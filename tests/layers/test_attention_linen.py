@@ -96,7 +96,7 @@ class Attention(linen.Module):
         return self.kind(name=NO_PATH, **options)(*inputs, **arguments)
 
 
-def made(module: linen.Module, *inputs: Any, **arguments: Any) -> Any:
+def made(module: Any, *inputs: Any, **arguments: Any) -> Any:
     return jax.jit(lambda key, *inputs: module.init(key, *inputs, **arguments))(
         jax.random.key(0), *inputs
     )

@@ -61,7 +61,7 @@ class Block(nnx.Module):
         self.attention = attention(**options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mask = nnx.make_causal_mask(np.ones((x.shape[0], LENGTH)))
+        mask = nnx.make_causal_mask(jnp.ones((x.shape[0], LENGTH)))
         return x + self.attention(self.norm(x), mask=mask)
 
 
@@ -158,13 +158,14 @@ def test_weights_stay_sown_and_out_sharding_is_kept(mesh: Mesh) -> None:
     def call(model: nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
         return model(x, sow_weights=True, out_sharding=P("data"))
 
-    assert call(model, x).sharding.spec == P("data")
+    sharding: Any = call(model, x).sharding
+    assert sharding.spec == P("data")
     state = nnx.state(model, nnx.Intermediate)
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == [(2, HEADS, LENGTH, LENGTH)]
 
 
 @nnx.jit
-def decode(model: nnx.Module, x: jax.Array) -> Any:
+def decode(model: Any, x: jax.Array) -> Any:
     return model(x, decode=True)
 
 
@@ -175,7 +176,8 @@ def test_decoding_stays_the_same_with_a_cache_sharded_over_heads(
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind, kind))
     batch = NamedSharding(mesh, P("data"))
     tokens = random(3, 2, 1, FEATURES)
-    expected_model, model = attention(**GROUPED), attention(**GROUPED)
+    expected_model: Any = attention(**GROUPED)
+    model: Any = attention(**GROUPED)
     expected_model.init_cache((2, 3, FEATURES))
     expected = [decode(expected_model, x) for x in tokens]
     if kind == AxisType.Auto:  # Before, and in the other case after.

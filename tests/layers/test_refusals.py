@@ -31,11 +31,15 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
 
 
 def column(**options: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(FEATURES, HIDDEN, **{"rngs": nnx.Rngs(0), **options})
+    return ColumnParallelLinear(FEATURES, HIDDEN, **_with_rngs(options))
 
 
 def row(**options: Any) -> RowParallelLinear:
-    return RowParallelLinear(HIDDEN, FEATURES, **{"rngs": nnx.Rngs(0), **options})
+    return RowParallelLinear(HIDDEN, FEATURES, **_with_rngs(options))
+
+
+def _with_rngs(options: dict[str, Any]) -> dict[str, Any]:
+    return {"rngs": nnx.Rngs(0), **options}
 
 
 REFUSED_AT_CONSTRUCTION = {

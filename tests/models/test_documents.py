@@ -153,7 +153,7 @@ def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch
     documents = locate_documents(lengths, SHAPES[0][1])
 
     def values() -> list[jax.Array]:
-        attended, transpose = jax.vjp(lambda *h: causal_attention(*h, documents), *heads)
+        attended, transpose = jax.vjp(lambda q, k, v: causal_attention(q, k, v, documents), *heads)
         return [attended, *transpose(cotangent)]
 
     expected = values()
@@ -230,13 +230,13 @@ def test_packs_hold_every_document_once(
     ]
     # cuDNN's workspace is proportional to this.
     assert all(pack.starts.shape[1] <= 16 for pack in documents.packs)
-    assert (sum(pack.members.astype(int) for pack in documents.packs) == 1).all()
+    assert np.all(sum(pack.members.astype(int) for pack in documents.packs) == 1)
 
     monkeypatch.setattr(attention, "packed_attention", packed_as_cudnn)
     monkeypatch.setattr(attention, "_LARGEST_GRID", largest_grid)
     shapes = (2, sequence, 4, 8), (2, sequence, 2, 8), (2, sequence, 2, 8)
-    found = values(lambda *h: attention._attend_in_packs(*h, documents.packs), shapes)
-    expected = values(lambda *h: causal_attention(*h, documents), shapes)
+    found = values(lambda q, k, v: attention._attend_in_packs(q, k, v, documents.packs), shapes)
+    expected = values(lambda q, k, v: causal_attention(q, k, v, documents), shapes)
     for actual, value in zip(found, expected, strict=True):
         # Both are float32 sums of at most 512 terms, in another order.
         np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-5)
@@ -261,6 +261,6 @@ def entered(documents: Documents, tokens: int) -> list[tuple[int, int]]:
 def test_more_documents_than_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "_LARGEST_GRID", 100)
     documents = locate_documents(jnp.full((1, 128), 4, jnp.int32), 512)
-    heads = [jnp.zeros((1, 512, 1, 8))] * 3
+    heads = jnp.zeros((1, 512, 1, 8))
     with pytest.raises(ValueError, match=r"512 tokens with more than 64 documents: .* shorter"):
-        attention._attend_in_packs(*heads, documents.packs)
+        attention._attend_in_packs(heads, heads, heads, documents.packs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,7 +40,7 @@ def test_rotation_depends_on_distance_alone():
 
 def test_positions_of_tokens_may_be_given():
     frequencies = rotary.frequencies(llama3_8b())
-    x = np.random.default_rng(0).normal(size=(1, 8, 2, 128)).astype(np.float32)
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 128))
     positions = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4]])
     alone = [rotary.rotate(part, frequencies) for part in (x[:, :3], x[:, 3:])]
     rotated = rotary.rotate(x, frequencies, positions)

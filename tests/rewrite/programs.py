@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.rewrite import FoundSite, find_sites, overlap
@@ -49,7 +49,7 @@ class Program:
     dtype: str = "float32"
     rounds: str | None = None
 
-    def sharded(self, mesh: Mesh, check_vma: bool = True) -> Callable:
+    def sharded(self, mesh: Mesh | AbstractMesh, check_vma: bool = True) -> Callable:
         """The function of global arrays."""
         return jax.shard_map(
             self.body,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -352,6 +353,7 @@ def test_a_text_shorter_than_one_sequence_is_refused(counting_file: Path):
     ("argument", "value"), [("sequence_length", 0), ("batch_size", 0), ("seed", -1)]
 )
 def test_numbers_out_of_range_are_refused(counting_file: Path, argument: str, value: int):
-    numbers = {"sequence_length": 7, "batch_size": 4, "seed": 0} | {argument: value}
+    numbers: dict[str, Any] = {"sequence_length": 7, "batch_size": 4, "seed": 0}
+    numbers[argument] = value
     with pytest.raises(ValueError, match=f"{argument}={value}: .* at least {value + 1}"):
         open_dataset(str(counting_file), None, **numbers)

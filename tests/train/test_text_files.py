@@ -117,7 +117,7 @@ def test_parquet_is_read_in_parts(tmp_path: Path):
         pyarrow.table({"text": texts}),
         path,
         row_group_size=1000,
-        compression=None,
+        compression="none",
         use_dictionary=False,
     )
     content = bytearray(path.read_bytes())
