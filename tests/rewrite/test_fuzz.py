@@ -76,7 +76,7 @@ def test_a_second_pass_takes_no_gather_that_would_wait_for_an_op() -> None:
 
 
 def test_one_pass_replaces_a_gather_that_shares_a_matmul_with_a_sum() -> None:
-    """Of its two matmuls, one would need a transpose and belongs to the sum."""
+    """One of its two matmuls would need a transpose and belongs to the sum."""
     case = case_of(
         "y1 = lax.all_gather(a0, 't', tiled=True)",
         "y2 = y1 @ a1",

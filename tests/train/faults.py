@@ -31,7 +31,7 @@ from train.saved_checkpoint import CHECKSUMS, SavedCheckpoint, step_folders, who
 
 KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "full disk")
 LONGEST_WAIT = 5  # Maximum number of steps of a run before it is struck.
-LONGEST_LIFE = 9  # Steps of a run that are enough for the wait, and for what the fault allows.
+LONGEST_LIFE = 30  # Steps of a run that are enough for the wait, and for what the fault allows.
 LONGEST_START = 5.0  # Maximum number of seconds before a fault that strikes a run that starts.
 SAVE_INTERVAL = 3
 FILE_SYSTEM_BYTES = 24 << 20
