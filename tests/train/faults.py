@@ -202,6 +202,8 @@ def check(life: Life, before: Sequence[int], disk: Path, sums: dict[int, Any]) -
       AssertionError: if it did otherwise.
     """
     assert not any("Traceback" in line for line in life.output), life.description()
+    if life.exit_status == 0:  # The run ended before the fault came.
+        return
     newest, expected = (max(life.whole, default=0), max(before, default=0))
     reached = life.last_step or expected
     if life.last_step is not None:
@@ -273,9 +275,12 @@ def strike_often(
         lives.append(life)
         if verbose:
             print(life, flush=True)
-    resume = ["--resume"] * bool(whole)
-    run = Run(folder / "disk" / "struck", folder / "struck.jsonl", steps, *resume)
-    assert run.finish() == 0, "\n".join(run.output)
+        if life.exit_status == 0:
+            break
+    if lives[-1].exit_status != 0:
+        resume = ["--resume"] * bool(whole)
+        run = Run(folder / "disk" / "struck", folder / "struck.jsonl", steps, *resume)
+        assert run.finish() == 0, "\n".join(run.output)
     assert curve(folder / "struck.jsonl") == expected
     last = folder / "disk" / "struck" / f"step_{steps}"
     reread(last)
