@@ -101,7 +101,7 @@ def test_the_column_of_text_has_a_name(tmp_path: Path):
 
 def test_compressed_files_are_read(tmp_path: Path):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "first"}\n{"text": "second"}\n'))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"third"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"third", mtime=0))
     assert open_text(tmp_path / "*.gz").tokens.tobytes() == b"first\xffsecond\xffthird\xff"
 
 
@@ -139,7 +139,7 @@ def test_parquet_is_read_in_parts(tmp_path: Path):
     [
         (b"text and a \0 byte", "a NUL byte at offset 11; "),
         (b"PAR1\x15\x04\x15\xff", "at offset 0 it begins like a Parquet file: .*parquet"),
-        (gzip.compress(b"x"), "at offset 0 it begins like gzip data: .*gz"),
+        (gzip.compress(b"x", mtime=0), "at offset 0 it begins like gzip data: .*gz"),
         (lzma.compress(b"x"), "at offset 0 it begins like xz data"),
         ("text".encode("utf-16"), "at offset 0 it begins like UTF-16: convert it to UTF-8"),
         (b"%PDF-1.4 in ASCII", "at offset 0 it begins like a PDF"),
@@ -158,7 +158,9 @@ def test_binary_lines_after_text_are_refused_with_their_offset(tmp_path: Path):
     path.write_bytes(b'{"text": "one"}\n\0\0\n')
     with pytest.raises(ValueError, match=r"a.jsonl': a binary file, .* a NUL byte at offset 16; "):
         open_text(path)
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one"}\n{"text": "' + gzip.compress(b"x"))
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"text": "one"}\n{"text": "' + gzip.compress(b"x", mtime=0)
+    )
     with pytest.raises(ValueError, match=r"b.jsonl': a binary file, .* a NUL byte at offset"):
         open_text(tmp_path / "b.jsonl")
 
