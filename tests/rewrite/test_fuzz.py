@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -85,4 +86,16 @@ def test_one_pass_replaces_a_gather_that_shares_a_matmul_with_a_sum() -> None:
         arguments=(((8, 2), ("t", None)), ((2, 2), (None, None))),
         implementation="xla",
     )
+    assert finding(case) is None
+
+
+def test_a_chunk_that_an_explicit_axis_cannot_divide_is_left_alone() -> None:
+    """The halves of a two-way ring have one row; two devices share it."""
+    case = case_of(
+        "y1 = lax.all_gather(a0, 't', axis=0, tiled=True)",
+        "y2 = jnp.einsum('abc,cv->abv', y1, a1)",
+        arguments=(((2, 3, 4), (None, None, None)), ((4, 3), (None, None))),
+        implementation="ring_two_way",
+    )
+    case = replace(case, results=("y2", "y1"), mesh=(("d", 2), ("t", 2)), explicit=True)
     assert finding(case) is None
