@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda", "rocm") and not parsed.without_gpus:
         parser.error(
-            f"JAX finds no GPU, only {jax.devices()[0].platform} devices, where nothing runs under"
+            f"JAX finds no GPU, only {platform} devices, where nothing runs under"
             " a matmul; add --without-gpus to measure them all the same"
         )
     devices = parsed.devices or jax.device_count()

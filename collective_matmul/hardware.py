@@ -9,7 +9,7 @@ matmuls do on average. With few rows the host limits the program, since it launc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -69,8 +69,10 @@ HOPPER = Rates(
 )
 
 #: The A100 of 80 GB with NVSwitch: its data sheet, and the shares that Hopper GPUs reach of theirs.
-#: An A100 is not limited by its power as they are. Nothing was measured on one.
-AMPERE = Rates(
+#: An A100 is not limited by its power as they are. Nothing was measured on one; the overheads that
+#: are not given are those of Hopper GPUs.
+AMPERE = replace(
+    HOPPER,
     basis="estimate from the data sheet",
     multiplies_in_place=False,
     multiprocessors=108,
@@ -79,12 +81,8 @@ AMPERE = Rates(
     sustained_flops=2.5e14,
     operand_bytes=1.7e12,
     kernel_seconds=5e-6,
-    unaligned_slowdown=2.0,
     link_bytes=2.5e11,
-    collective_seconds=28e-6,
-    copy_seconds=10e-6,
     pass_bytes=2.0e12,
-    host_seconds=40e-6,
 )
 
 #: Rates by JAX's names of the kinds of device.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import TracebackType
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -50,12 +49,7 @@ class Shutdown:
         threading.Thread(target=self._receive, name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._previous:
             return
         for number, handler in self._previous.items():

@@ -31,7 +31,7 @@ _REPLICATING = frozenset(
 _UNKNOWN = frozenset({"rng_uniform", "infeed", "device_constant"})
 _CHOOSING = frozenset({"cond", "while"})
 #: Calls, whose jaxprs have the arguments of the equation.
-_CALLS = frozenset(
+CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"}
     | {"custom_vjp_call", "custom_jvp_call"}
 )
@@ -153,7 +153,7 @@ class Divergence:
         if name == "scan":
             return self._returned(params["jaxpr"], self._scan(equation, operands))
         inner = list(jaxprs_in_params(params))
-        if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
+        if name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
             return self._returned(inner[0], operands)
         # Communication is an effect that names its axis. Each device gets values of its own.
         effects = [getattr(effect, "name", None) for effect in equation.effects]

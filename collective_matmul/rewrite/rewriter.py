@@ -20,6 +20,7 @@ from collective_matmul.rewrite.collective_equations import (
     kind_of,
 )
 from collective_matmul.rewrite.divergence import (
+    CALLS,
     EVERYWHERE,
     Axes,
     Divergence,
@@ -65,10 +66,7 @@ from collective_matmul.rewrite.sums import SumMatch, match_sum
 
 #: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
 #: nothing but what these read and return.
-_ENTERED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"}
-    | {"scan", "while", "cond", "custom_vjp_call", "custom_jvp_call"}
-)
+_ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 class Rewriter:
