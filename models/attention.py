@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul._compat import packed_attention
-from models.documents import Documents, Pack
+from models.documents import DOCUMENTS_OF_ONE_PACK, Documents, Pack
 
 #: Blocks times documents of a block are a dimension of the grid of cuDNN's kernels.
 _LARGEST_GRID = 2**16 - 1
@@ -86,9 +86,9 @@ def _attend_in_packs(
     if any(pack.starts.size > _LARGEST_GRID for pack in packs):
         if sequences == 1:
             raise ValueError(
-                f"a sequence of {query.shape[1]} tokens with more than 64 documents: cuDNN's"
-                f" attention takes at most {_LARGEST_GRID} places for documents; give shorter"
-                " sequences or do not keep documents apart"
+                f"a sequence of {query.shape[1]} tokens with more than {DOCUMENTS_OF_ONE_PACK}"
+                f" documents: cuDNN's attention takes at most {_LARGEST_GRID} places for documents;"
+                " give shorter sequences or do not keep documents apart"
             )
         halves = (slice(0, sequences // 2), slice(sequences // 2, sequences))
         parts = (

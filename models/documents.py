@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 #: cuDNN's backward needs a workspace for as many blocks as there are documents. Up to this many
 #: documents in a sequence, a block is the whole sequence: several packs are slower.
-_DOCUMENTS_OF_ONE_PACK = 64
+DOCUMENTS_OF_ONE_PACK = 64
 #: How much shorter the blocks of each further pack are.
 _RATIO = 8
 _SHORTEST_BLOCK = 32
@@ -82,7 +82,7 @@ def _kinds(sequence_length: int, documents: int) -> list[tuple[int, int, int]]:
     """
     if documents == 1:
         return []
-    if documents <= _DOCUMENTS_OF_ONE_PACK:
+    if documents <= DOCUMENTS_OF_ONE_PACK:
         return [(sequence_length, documents, 0)]
     kinds, block = [], sequence_length
     while block > _SHORTEST_BLOCK and block % _RATIO == 0:

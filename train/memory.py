@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
 from train.config import Config
 from train.mesh import make_abstract_mesh
@@ -74,13 +75,13 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
     """
     data, tensor = mesh.axis_sizes
     tensors = [n for n in range(tensor, 4 * tensor + 1) if config.model.fits_tensor_axis(n)]
-    largest = max((n for n in range(1, 129) if config.model.fits_tensor_axis(n)), default=tensor)
+    largest = max(tensor, *(n for n in range(1, 129) if config.model.fits_tensor_axis(n)))
     # The state is sharded over the tensor axis alone, up to a few vectors.
-    if memory.state * tensor / max(largest, tensor) > limit:
-        least = memory.state * tensor // max(largest, tensor)
+    if memory.state * tensor / largest > limit:
+        least = memory.state * tensor // largest
         return (
             f"no flag makes it fit: parameters, gradients and optimizer state alone take about"
-            f" {least:,} bytes with --mesh.tensor {max(largest, tensor)}, the largest that fits the"
+            f" {least:,} bytes with --mesh.tensor {largest}, the largest that fits the"
             " model; use a smaller model or a GPU with more memory"
         )
     for size in tensors:
@@ -118,8 +119,8 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
     batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
     if config.separate_documents:
-        # The text knows how many there are. What attention saves is the same for any larger number.
-        documents = min(64, config.sequence_length)
+        # The text knows how many there are. Attention saves most for as many as one call takes.
+        documents = min(DOCUMENTS_OF_ONE_PACK, config.sequence_length)
         batch["document_lengths"] = jax.ShapeDtypeStruct((sequences, documents), jnp.int32)
     return batch
 
