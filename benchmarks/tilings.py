@@ -81,18 +81,17 @@ def make_operands(problem: MatmulProblem) -> tuple[Any, ...]:
     ]
     ws = [[normal(planes, *shape) for shape in term] for term in w_shapes]
     outs = [normal(problem.batch, m, n) for n in problem.n]
-    zero = jnp.int32(0)
-    indices = [[zero] * len(terms), [[zero] * len(outs)] * len(terms), zero]
-    return xs, ws, outs, indices
+    zeros = [jnp.int32(0)] * (len(terms) * (1 + len(outs)) + 1)
+    return xs, ws, outs, (zeros, zeros)
 
 
 def kernel(problem: MatmulProblem, tiling: Tiling) -> Any:
     """The chunk kernel; it writes into its third argument."""
     terms, results = len(problem.k), len(problem.n)
-    layout = ((1, 1),) * (terms + terms * results)
+    layout = ((1, 1, 1),) * (terms + terms * results)
     if problem.x_contracted_axis == 2:
-        layout = ((1, 0),) * terms + ((0, 0),) * (terms * results)
-    launch = shared_launch(problem, tiling, layout, kernel_target())
+        layout = ((1, 0, 1),) * terms + ((0, 0, 1),) * (terms * results)
+    launch = shared_launch(problem, tiling, (*layout, 1), kernel_target())
     return jax.jit(lambda *args: launch(*args), donate_argnums=2)
 
 

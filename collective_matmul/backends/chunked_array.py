@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import lax
@@ -111,16 +112,23 @@ def _chunks_of(
 
 def read(chunk: Rows, dimension: int) -> jax.Array:
     """The chunk as an array of its own."""
-    if chunk.array.shape[dimension] == chunk.size:
-        return chunk.array
-    return lax.dynamic_slice_in_dim(chunk.array, chunk.start, chunk.size, dimension)
+    array, columns = chunk.array, chunk.columns
+    if chunk.column_blocks > 1:
+        array = lax.dynamic_slice_in_dim(array, chunk.column_block * columns, columns, -1)
+    if array.shape[dimension] == chunk.size:
+        return array
+    return lax.dynamic_slice_in_dim(array, chunk.start, chunk.size, dimension)
 
 
 def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
     """The chunk's array with `value` in its place."""
-    if chunk.array.shape[dimension] == chunk.size:
+    array = chunk.array
+    if array.shape == value.shape:
         return value
-    return lax.dynamic_update_slice_in_dim(chunk.array, value, chunk.start, dimension)
+    start: list[Any] = [0] * array.ndim
+    start[dimension] = chunk.start if array.shape[dimension] > chunk.size else 0
+    start[-1] = chunk.column_block * chunk.columns if chunk.column_blocks > 1 else 0
+    return lax.dynamic_update_slice(array, value, start)
 
 
 def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> jax.Array:

@@ -2,12 +2,14 @@
 
 A chunk is a range of one dimension of an array [..., rows, ..., columns]. Chunks of equal size fill
 the dimension. The kernel sees the array as planes [planes, rows, columns]: one plane for each chunk
-and each index of the dimensions before it. Dimensions after it are merged with the rows.
+and each index of the dimensions before it. Dimensions after it are merged with the rows. Of the
+columns a chunk has all, or one of several equal blocks.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,11 +33,20 @@ class Rows(NamedTuple):
       array: the array.
       start: first index of the chunk, a multiple of `size`: an int or an int32 scalar.
       size: of the chunk.
+      column_block: which block of the columns it has: an int or an int32 scalar.
+      column_blocks: number of equal blocks that the columns are divided into.
     """
 
     array: Any
     start: Any
     size: int
+    column_block: Any = 0
+    column_blocks: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the chunk."""
+        return self.array.shape[-1] // self.column_blocks
 
 
 def multiply_chunks(
@@ -62,19 +73,28 @@ def multiply_chunks(
     problem = MatmulProblem(
         batch=lead,
         m=xs[0].size * trail,
-        k=tuple(x.array.shape[-1] for x in xs),
-        n=tuple(out.array.shape[-1] for out in outs),
+        k=tuple(x.columns for x in xs),
+        n=tuple(out.columns for out in outs),
         w_contracted_axis=2 if transpose_w else 1,
+        reads_block=any(x.column_blocks > 1 for x in xs),
+        writes_block=any(out.column_blocks > 1 for out in outs),
     )
     if not _is_supported(problem, xs[0].array.dtype):
         return None
     x_operands = [
-        Operand(_planes(x, dimension), 2, _chunk_index(x), per_batch=_chunk_count(x, dimension))
+        Operand(
+            _planes(x, dimension),
+            2,
+            _chunk_index(x),
+            per_batch=_chunk_count(x, dimension),
+            column_block=x.column_block,
+            column_blocks=x.column_blocks,
+        )
         for x in xs
     ]
     w_operands = [[Operand(w[None], problem.w_contracted_axis) for w in term] for term in ws]
     planes = [_planes(out, dimension) for out in outs]
-    written = _launch(problem, x_operands, w_operands, planes, _chunk_index(outs[0]))
+    written = _launch(problem, x_operands, w_operands, planes, outs[0])
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
@@ -94,9 +114,9 @@ def contract_chunks(
     lead, trail = _around(xs[0].array, dimension)
     problem = MatmulProblem(
         batch=1,
-        m=xs[0].array.shape[-1],
+        m=xs[0].columns,
         k=tuple(x.size * trail for x in xs),
-        n=tuple(y.array.shape[-1] for y in ys[0]),
+        n=tuple(y.columns for y in ys[0]),
         contracted_planes=lead,
         x_contracted_axis=1,
     )
@@ -105,15 +125,21 @@ def contract_chunks(
         return None
 
     def operand(chunk: Rows) -> Operand:
-        count = _chunk_count(chunk, dimension)
-        return Operand(_planes(chunk, dimension), 1, _chunk_index(chunk), per_contracted=count)
+        return Operand(
+            _planes(chunk, dimension),
+            1,
+            _chunk_index(chunk),
+            per_contracted=_chunk_count(chunk, dimension),
+            column_block=chunk.column_block,
+            column_blocks=chunk.column_blocks,
+        )
 
     axes = varying_axes(xs[0].array) | varying_axes(ys[0][0].array)
     shapes = [(1, problem.m, columns) for columns in problem.n]
     empty = [vary_over(lax.empty(shape, dtype), axes) for shape in shapes]
-    products = _launch(
-        problem, [operand(x) for x in xs], [[operand(y) for y in term] for term in ys], empty, 0
-    )
+    x_operands = [operand(x) for x in xs]
+    y_operands = [[operand(y) for y in term] for term in ys]
+    products = _launch(problem, x_operands, y_operands, empty, Rows(empty[0], 0, problem.m))
     return tuple(product[0] for product in products)
 
 
@@ -122,20 +148,27 @@ def _launch(
     xs: Sequence[Operand],
     ws: Sequence[Sequence[Operand]],
     outs: Sequence[jax.Array],
-    out_index: Any,
+    written: Rows,
 ) -> tuple[jax.Array, ...]:
-    layout = tuple((o.per_batch, o.per_contracted) for o in [*xs, *(w for t in ws for w in t)])
+    """Writes the chunk of every `outs` that is in the place of `written`; all are planes."""
+    operands = [*xs, *itertools.chain.from_iterable(ws)]
+    layout = (*map(_layout, operands), written.column_blocks)
     launch = shared_launch(problem, choose_tiling(problem), layout, device.target())
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
-    indices = [[o.index for o in xs], [[w.index for w in term] for term in ws], out_index]
-    return launch(*arrays, list(outs), jax.tree.map(jnp.int32, indices))
+    planes = [*(o.index for o in operands), _chunk_index(written)]
+    blocks = [*(o.column_block for o in operands), written.column_block]
+    return launch(*arrays, list(outs), jax.tree.map(jnp.int32, (planes, blocks)))
+
+
+def _layout(operand: Operand) -> tuple[int, int, int]:
+    return operand.per_batch, operand.per_contracted, operand.column_blocks
 
 
 @functools.cache
 def shared_launch(
     problem: MatmulProblem,
     tiling: Tiling,
-    layout: tuple[tuple[int, int], ...],
+    layout: tuple[Any, ...],
     target: device.Target,
 ) -> Any:
     """Returns one function for all equal launches: they are traced, lowered and compiled once.
@@ -143,32 +176,35 @@ def shared_launch(
     Args:
       problem: the shapes.
       tiling: how the matmul is tiled.
-      layout: (per_batch, per_contracted) of every operand: the xs, then the ws of each x.
+      layout: (per_batch, per_contracted, column_blocks) of every operand, the xs, then the ws of
+        each x; and the column_blocks of the results.
       target: the GPU to build for.
 
     Returns:
-      ``launch(xs, ws, outs, (x indices, w indices, out index)) -> outs``; all arrays are
-      planes.
+      ``launch(xs, ws, outs, (planes, column blocks)) -> outs``. All arrays are planes. Planes and
+      blocks are int32 scalars, one for every operand and one for the results.
     """
 
     @sequential_vmap
     def launch(xs, ws, outs, indices):
-        x_indices, w_indices, out_index = indices
-        strides = iter(layout)
+        *operands, (out_index, out_column_block) = zip(*indices, strict=True)
+        places = iter([(*index, *each) for index, each in zip(operands, layout[:-1], strict=True)])
 
-        def operand(array, contracted, index):
-            return Operand(array, contracted, index, *next(strides))
+        def operand(array, contracted):
+            index, column_block, per_batch, per_contracted, column_blocks = next(places)
+            return Operand(
+                array, contracted, index, per_batch, per_contracted, column_block, column_blocks
+            )
 
         return matmul(
-            [operand(x, problem.x_contracted_axis, i) for x, i in zip(xs, x_indices, strict=True)],
-            [
-                [operand(w, problem.w_contracted_axis, i) for w, i in zip(*term, strict=True)]
-                for term in zip(ws, w_indices, strict=True)
-            ],
+            [operand(x, problem.x_contracted_axis) for x in xs],
+            [[operand(w, problem.w_contracted_axis) for w in term] for term in ws],
             outs,
             out_index,
             batch=problem.batch,
             contracted_planes=problem.contracted_planes,
+            out_column_block=out_column_block,
+            out_column_blocks=layout[-1],
             tiling=tiling,
             multiprocessors=target.multiprocessors,
             interpret=target.interpret,

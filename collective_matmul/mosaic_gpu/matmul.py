@@ -34,6 +34,8 @@ def matmul(
     *,
     batch: int,
     contracted_planes: int = 1,
+    out_column_block: Any = 0,
+    out_column_blocks: int = 1,
     tiling: Tiling,
     multiprocessors: int,
     interpret: Any = False,
@@ -48,6 +50,8 @@ def matmul(
       out_index: which of every J planes to write.
       batch: planes of each result to write.
       contracted_planes: planes of every operand that are summed over, besides its contracted axis.
+      out_column_block: the block of the results' columns to write. Other columns keep their values.
+      out_column_blocks: number of blocks that the columns of each result are divided into.
       tiling: how the matmul is tiled.
       multiprocessors: number of multiprocessors of the GPU. Each executes one persistent block.
       interpret: how to interpret the kernel on the CPU, see `pl.kernel`; False for GPUs.
@@ -56,7 +60,9 @@ def matmul(
       One array for each of outs, of the same shape; the memory of outs is reused.
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
-    indices = jnp.stack([jnp.asarray(o.index, jnp.int32) for o in operands] + [out_index])
-    gemm = PersistentGemm(xs, ws, outs, batch, contracted_planes, tiling)
+    planes = [*(operand.index for operand in operands), out_index]
+    blocks = [*(operand.column_block for operand in operands), out_column_block]
+    indices = jnp.stack([jnp.asarray(index, jnp.int32) for index in (*planes, *blocks)])
+    gemm = PersistentGemm(xs, ws, outs, batch, contracted_planes, tiling, out_column_blocks)
     kernel = gemm.kernel(outs, "chunk_matmul", multiprocessors, interpret)
     return kernel(indices, *(operand.array for operand in operands))

@@ -61,17 +61,25 @@ class PersistentGemm(TileScheduler):
         batch: int,
         contracted_planes: int,
         tiling: Tiling,
+        out_column_blocks: int = 1,
     ):
         """Describes the kernel for operands and results of these shapes."""
-        self.plane_steps = [pl.cdiv(x.array.shape[x.contracted], tiling.tile_k) for x in xs]
+        self.plane_steps = [pl.cdiv(x.size(x.contracted), tiling.tile_k) for x in xs]
         steps = contracted_planes * sum(self.plane_steps)
-        columns = [out.shape[2] for out in outs]
+        columns = [out.shape[2] // out_column_blocks for out in outs]
         super().__init__(tiling, batch, outs[0].shape[1], columns, steps)
-        # In the kernel, an operand's index is the place of its index in `indices`.
-        self.xs = [x._replace(array=None, index=p) for p, x in enumerate(xs)]
-        numbers = itertools.count(len(xs))
-        self.ws = [[w._replace(array=None, index=next(numbers)) for w in term] for term in ws]
-        self.out_index = next(numbers)
+        # In the kernel, an operand's indices are their places in `indices`, see `matmul`.
+        count = len(xs) * (1 + len(outs))
+        numbers = itertools.count()
+
+        def placed(operand: Operand) -> Operand:
+            number = next(numbers)
+            return operand._replace(array=None, index=number, column_block=count + 1 + number)
+
+        self.xs = [placed(x) for x in xs]
+        self.ws = [[placed(w) for w in term] for term in ws]
+        self.out_index, self.out_column_block = count, 2 * count + 1
+        self.out_column_blocks = out_column_blocks
         self.planes_per_batch = outs[0].shape[0] // batch
         self.contracted_planes = contracted_planes
         # The rows of x to load for a tile. If x has fewer rows than a tile, the others are not
@@ -295,7 +303,8 @@ class PersistentGemm(TileScheduler):
                 def store(q: int, column: Scalar) -> None:
                     plane = outs[q].at[self.out_plane(indices, tile.batch)]
                     row = tile.row + row_offset
-                    self.store(product, plane, row, column + column_offset, store_tiles)
+                    column += column_offset + self.out_first_column(indices, plane)
+                    self.store(product, plane, row, column, store_tiles)
 
                 self.on_result(tile.cluster_n, store)
 
@@ -305,6 +314,12 @@ class PersistentGemm(TileScheduler):
     def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
         """Returns the plane of each result that the tiles of a batch are stored in."""
         return batch * self.planes_per_batch + indices[self.out_index]
+
+    def out_first_column(self, indices: Ref, plane: Ref) -> Scalar:
+        """Returns the first column of the block of a result that is written."""
+        if self.out_column_blocks == 1:
+            return 0
+        return indices[self.out_column_block] * (plane.shape[-1] // self.out_column_blocks)
 
     def mma(
         self,

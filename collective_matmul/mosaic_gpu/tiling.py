@@ -101,6 +101,9 @@ class MatmulProblem:
       contracted_planes: planes summed over.
       x_contracted_axis: the contracted axis of x's planes: 2, or 1 for a transposed x.
       w_contracted_axis: the contracted axis of w's planes: 1, or 2 for a transposed w.
+      reads_block: whether x is a block of the columns of a larger array, so that no k-block may
+        reach beyond k.
+      writes_block: the same for the results, so that no tile may reach beyond n.
     """
 
     batch: int
@@ -110,11 +113,21 @@ class MatmulProblem:
     contracted_planes: int = 1
     x_contracted_axis: Literal[1, 2] = 2
     w_contracted_axis: Literal[1, 2] = 1
+    reads_block: bool = False
+    writes_block: bool = False
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> MatmulProblem:
         """Reads what `dataclasses.asdict` and JSON have made of a problem."""
         return cls(**{**fields, "k": tuple(fields["k"]), "n": tuple(fields["n"])})
+
+    def fits(self, tiling: Tiling) -> bool:
+        """Whether a launch can have this tiling."""
+        if self.reads_block and any(k % tiling.tile_k for k in self.k):
+            return False
+        if self.writes_block and any(n % (tiling.tile_n * tiling.cluster[1]) for n in self.n):
+            return False
+        return self.can_swizzle(tiling)
 
     def can_swizzle(self, tiling: Tiling) -> bool:
         """Whether TMA can swizzle every k-block: all last axes are multiples of the swizzle."""
@@ -169,7 +182,7 @@ def candidate_tilings(problem: MatmulProblem) -> list[Tiling]:
         swizzled = (
             replace(sizes, cluster_dimension=dimension, swizzle=swizzle) for swizzle in (128, 64)
         )
-        tiling = next(filter(problem.can_swizzle, swizzled), None)
+        tiling = next(filter(problem.fits, swizzled), None)
         if tiling is not None:
             epilogue_stages = min(2, tiling.epilogue_tiles_per_warpgroup)
             found += _with_most_stages(replace(tiling, epilogue_stages=epilogue_stages))
@@ -188,8 +201,8 @@ def choose_tiling(problem: MatmulProblem) -> Tiling | None:
       None if no tiling fits, or if XLA's matmul was measured to be faster, even with the copies
       that it needs and the kernel does not.
     """
-    measured = measured_tilings().get(problem)
-    if measured is not None:
+    measured = measured_tilings().get(replace(problem, reads_block=False, writes_block=False))
+    if measured is not None and problem.fits(measured.tiling):
         xla_microseconds = measured.xla_microseconds + _copying_microseconds(problem)
         return measured.tiling if measured.microseconds < xla_microseconds else None
     found = candidate_tilings(problem)

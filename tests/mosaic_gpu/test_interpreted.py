@@ -50,7 +50,7 @@ def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
         monkeypatch.setattr(device, "target", lambda: target)
 
         def choose_tiling(problem: MatmulProblem) -> Tiling:
-            assert problem.can_swizzle(tiling) and tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
+            assert problem.fits(tiling) and tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
             return tiling
 
         monkeypatch.setattr(chunk_matmul, "choose_tiling", choose_tiling)
@@ -80,6 +80,13 @@ def rows_of(array: Any, number: int, count: int, dimension: int) -> Rows:
     """Returns chunk `number` of `count` of an array. As in rings, its start is traced."""
     size = array.shape[dimension] // count
     return Rows(jnp.asarray(array), jnp.int32(number * size), size)
+
+
+def block_among_nans(rows: Rows, number: int, count: int) -> Rows:
+    """Returns all columns of `rows` as block `number` of `count`; the other blocks are NaN."""
+    value = np.asarray(rows.array)
+    array = among_nans(value, number, count, value.ndim - 1).array
+    return rows._replace(array=array, column_block=jnp.int32(number), column_blocks=count)
 
 
 def assert_sum_of_products(
@@ -115,6 +122,8 @@ class Multiply:
       written: which chunk of the results, and of how many.
       lead: sizes of the dimensions before the chunks' dimension.
       trail: sizes of the dimensions between it and the columns.
+      read_block: which block of the xs' columns, and of how many.
+      written_block: which block of the results' columns, and of how many.
     """
 
     size: int
@@ -124,6 +133,8 @@ class Multiply:
     written: tuple[int, int] = (0, 1)
     lead: tuple[int, ...] = ()
     trail: tuple[int, ...] = ()
+    read_block: tuple[int, int] = (0, 1)
+    written_block: tuple[int, int] = (0, 1)
     transpose_w: bool = False
     dtype: str = "bfloat16"
     tiling: Tiling = TILING
@@ -167,6 +178,20 @@ MULTIPLIES = {
     "a cluster along both": Multiply(
         264, (64,), (320, 64), (0, 2), tiling=replace(TILING, cluster_dimension="mn")
     ),
+    "a block of the columns of x": Multiply(
+        72, (64, 128), (192,), (1, 2), transpose_w=True, read_block=(1, 3)
+    ),
+    "a block of the results' columns": Multiply(
+        72, (192,), (256, 128), written=(1, 2), trail=(2,), written_block=(2, 3)
+    ),
+    "blocks of both": Multiply(
+        136,
+        (64,),
+        (256,),
+        read_block=(0, 2),
+        written_block=(1, 2),
+        tiling=replace(TILING, cluster_dimension="n"),
+    ),
 }
 
 
@@ -181,21 +206,29 @@ def test_multiply_chunks(case: Multiply, use_tiling: UseTiling) -> None:
     xs = [draw_chunks(1, k) for k in case.contracted]
     ws = [[draw(k, n) for n in case.columns] for k in case.contracted]
     number, count = case.written
-    before = [draw_chunks(count, n) for n in case.columns]
+    block, blocks = case.written_block
+    before = [draw_chunks(count, blocks * n) for n in case.columns]
     results = multiply_chunks(
-        [among_nans(x, *case.read, dimension) for x in xs],
+        [block_among_nans(among_nans(x, *case.read, dimension), *case.read_block) for x in xs],
         [[jnp.asarray(w.T if case.transpose_w else w) for w in term] for term in ws],
-        [rows_of(out, number, count, dimension) for out in before],
+        [
+            rows_of(out, number, count, dimension)._replace(
+                column_block=jnp.int32(block), column_blocks=blocks
+            )
+            for out in before
+        ],
         dimension=dimension,
         transpose_w=case.transpose_w,
     )
     assert results is not None
     for q, result in enumerate(results):
-        parts = np.split(np.asarray(result), count, dimension)
+        parts, untouched = (
+            [part for rows in np.split(array, count, dimension) for part in np.split(rows, blocks, -1)]
+            for array in (np.asarray(result), before[q])
+        )
         pairs = ((x, term[q]) for x, term in zip(xs, ws, strict=True))
-        assert_sum_of_products(parts.pop(number), pairs)
-        untouched = np.split(before[q], count, dimension)
-        untouched.pop(number)
+        assert_sum_of_products(parts.pop(number * blocks + block), pairs)
+        untouched.pop(number * blocks + block)
         assert [part.tobytes() for part in parts] == [part.tobytes() for part in untouched]
 
 
@@ -210,6 +243,7 @@ class Contract:
       columns: N of each result.
       lead: sizes of the dimensions before the chunks' dimension.
       trail: sizes of the dimensions between it and the columns.
+      block: which block of the columns of the one array, and of how many.
     """
 
     gathered: Literal["x", "y"]
@@ -218,6 +252,7 @@ class Contract:
     columns: tuple[int, ...]
     lead: tuple[int, ...] = ()
     trail: tuple[int, ...] = ()
+    block: tuple[int, int] = (0, 1)
     dtype: str = "bfloat16"
     tiling: Tiling = TILING
 
@@ -225,7 +260,7 @@ class Contract:
 CONTRACTS = {
     "several results": Contract("x", 72, 192, (192, 64)),
     "dimensions around": Contract(
-        "y", 24, 192, (128,), (2,), (3,), "float16", replace(TILING, wg_dimension="n")
+        "y", 24, 192, (128,), (2,), (3,), dtype="float16", tiling=replace(TILING, wg_dimension="n")
     ),
     "224 columns": Contract("x", 40, 96, (480,), tiling=replace(TILING, tile_n=224, swizzle=64)),
     "a cluster along the rows": Contract(
@@ -234,6 +269,8 @@ CONTRACTS = {
     "a cluster along both": Contract(
         "x", 8, 192, (320,), tiling=replace(TILING, cluster_dimension="mn")
     ),
+    "a block of the columns of x": Contract("y", 24, 192, (128,), block=(1, 3)),
+    "a block of the columns of y": Contract("x", 24, 192, (192, 64), block=(0, 2)),
 }
 
 
@@ -252,7 +289,8 @@ def test_contract_chunks(case: Contract, use_tiling: UseTiling) -> None:
 
     def together(values: list[np.ndarray]) -> list[Rows]:
         whole = np.concatenate([values[places.index(i)] for i in range(len(places))], dimension)
-        return [rows_of(whole, number, len(places), dimension) for number in places]
+        chunks = [rows_of(whole, number, len(places), dimension) for number in places]
+        return [block_among_nans(chunk, *case.block) for chunk in chunks]
 
     lay_x, lay_y = (apart, together) if case.gathered == "x" else (together, apart)
     x, ys = draw_chunks(case.rows), [draw_chunks(n) for n in case.columns]

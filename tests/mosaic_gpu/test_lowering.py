@@ -270,10 +270,10 @@ def launch_of(problem: MatmulProblem, tiling_: Tiling) -> tuple[Callable, tuple]
         [planes(*(x if problem.x_contracted_axis == 1 else x[::-1]))],
         [[planes(*(w if problem.w_contracted_axis == 1 else w[::-1]))]],
         [out],
-        ([0], [[0]], 0),
+        ([0] * 3, [0] * 3),
     )
     target = device.Target(MULTIPROCESSORS)
-    return shared_launch(problem, tiling_, ((0, 0), (0, 0)), target), arguments
+    return shared_launch(problem, tiling_, ((0, 0, 1), (0, 0, 1), 1), target), arguments
 
 
 @pytest.mark.parametrize(("problem", "tiling_"), [*tuned_forms(), *FOUR_BLOCK_CLUSTERS], ids=str)
