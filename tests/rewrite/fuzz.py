@@ -311,8 +311,12 @@ def _second_pass(case: Case, program: Any, structs: list) -> str | None:
 
 def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> str | None:
     """Compiles and executes both forms, in the program's dtypes."""
-    if case.explicit and len(case.manual) < len(case.mesh):
-        return None  # The arguments would have to be placed first.
+    if len(case.manual) < len(case.mesh) and (case.explicit or case.rounds):
+        # Arguments would have to be placed first; XLA for CPUs aborts, as 16-bit sums over devices
+        # are impossible beside automatic axes (jaxlib 0.10 to 0.12), whether rewritten or not.
+        return None
+    if any(0 in shape for shape, _ in case.arguments):
+        return None  # XLA for CPUs crashes at some of them (jaxlib 0.11).
     both = jax.jit(lambda *args: [jax.tree.leaves(f(*args)) for f in (plain, rewritten)])
     arguments = _values(case)
     try:

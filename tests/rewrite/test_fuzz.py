@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax import lax
 
-from tests.rewrite.fuzz import Case, Search, finding, search
+from tests.rewrite.fuzz import Case, Search, drawn, finding, search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
 BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 400
@@ -99,3 +99,9 @@ def test_a_chunk_that_an_explicit_axis_cannot_divide_is_left_alone() -> None:
     )
     case = replace(case, results=("y2", "y1"), mesh=(("d", 2), ("t", 2)), explicit=True)
     assert finding(case) is None
+
+
+@pytest.mark.parametrize("seed", [7016000, 7023200])
+def test_programs_that_end_the_process_are_not_compiled(seed: int) -> None:
+    """The compiler does not survive the plain program: 16-bit sums, empty arrays."""
+    assert finding(drawn(seed), compiled=True) is None
