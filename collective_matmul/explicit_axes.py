@@ -7,12 +7,13 @@ sharded over them. Each result is typed again as its operands tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 #: The mesh axes that shard a dimension: one name, several, or None.
 Entry = str | tuple[str, ...] | None
@@ -25,23 +26,38 @@ def with_auto_axes(fun: Callable[..., Any], result_specs: Callable[[], Any], *ar
 
     Args:
       fun: a function of pytrees of arrays.
-      result_specs: returns a prefix of the pytree of results with a `PartitionSpec` for each.
+      result_specs: returns a prefix of the pytree of results with a `PartitionSpec` for each. A
+        dimension that its axes do not divide, as in a chunk of few rows, is not sharded.
       args: its arguments; what is not an array is passed on unchanged.
     """
-    explicit = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = mesh.explicit_axes
     if not explicit:
         return fun(*args)
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    with jax.sharding.use_abstract_mesh(
+        mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+    ):
+        results = fun(*_typed(PartitionSpec(), args))
+    return jax.tree.map(_typed, result_specs(), results)
 
-    def of_arrays(*arrays: jax.Array) -> Any:
-        filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
-        return fun(*jax.tree.unflatten(tree, filled))
 
-    typed = jax.sharding.auto_axes(of_arrays, axes=explicit, out_sharding=result_specs())
-    return typed(*(leaves[place] for place in places))
+def _typed(spec: PartitionSpec, arrays: Any) -> Any:
+    """The arrays, sharded over explicit axes by the spec where these divide them."""
+
+    def typed(array: Any) -> Any:
+        if not isinstance(array, jax.Array):
+            return array
+        dimensions = tuple(spec) + (None,) * (array.ndim - len(spec))
+        divided = map(_where_divisible, dimensions, array.shape)
+        return jax.sharding.reshard(array, PartitionSpec(*divided))
+
+    return jax.tree.map(typed, arrays)
+
+
+def _where_divisible(entry: Entry, size: int) -> Entry:
+    mesh = jax.sharding.get_abstract_mesh()
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return None if size % math.prod(mesh.shape[name] for name in names) else entry
 
 
 def entries(array: Any) -> tuple[Entry, ...]:

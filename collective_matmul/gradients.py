@@ -31,7 +31,7 @@ from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.explicit_axes import columns_spec, product_spec, specs_like, with_auto_axes
+from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
 from collective_matmul.site import Op, Site
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -310,38 +310,6 @@ def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -
     return chunked_array.weight_gradients(first, (second,), dimension=dimension)[0]
 
 
-@_custom_vjp
-def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
-    """``xᵀ y`` [K, N] for each y, in one launch; x or the only y may be in chunks.
-
-    Differentiable, for programs that contain gradients and are differentiated again.
-    """
-    products = functools.partial(chunked_array.weight_gradients, dimension=dimension)
-
-    def specs():
-        return tuple(columns_spec(*map(_any_chunk, (x, y))) for y in ys)
-
-    return with_auto_axes(products, specs, x, ys)
-
-
-def _weight_gradients_forward(x, ys, dimension: int | None):
-    return weight_gradients(x, ys, dimension), (x, ys)
-
-
-def _weight_gradients_backward(dimension: int | None, operands, dws):
-    def contract(x, ys):
-        x, *ys = (chunked_array.whole_of(array, dimension) for array in (x, *ys))
-        return tuple(contract_rows(x, y) for y in ys)
-
-    def gradients(operands, dws):
-        return jax.vjp(contract, *operands)[1](dws)
-
-    return with_auto_axes(gradients, lambda: specs_like(operands), operands, dws)
-
-
-weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
-
-
 def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
     """Types all arrays as varying over the axis and over every axis that one of them varies over.
 
@@ -373,10 +341,6 @@ def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]
     if not isinstance(gathered, ChunkedArray):
         return results
     return lax.optimization_barrier(results)
-
-
-def _any_chunk(array: jax.Array | ChunkedArray) -> jax.Array:
-    return array.chunks[0] if isinstance(array, ChunkedArray) else array
 
 
 def _parts(gathered: GatherResidual) -> tuple[Any, Any]:

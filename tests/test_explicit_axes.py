@@ -173,3 +173,63 @@ def test_overlap_of_gradients(mesh: Mesh) -> None:
         plain = jax.jit(lambda x, w: step(x, w)[0])(x, w)
         rewritten = jax.jit(cm.overlap(step, require=2, implementation="ring"))(x, w)
     np.testing.assert_allclose(rewritten[0], plain, rtol=1e-5, atol=1e-5)
+
+
+def agree(mesh: Mesh, fun: Callable, unsharded: Callable, shapes: tuple, specs: tuple) -> None:
+    """Results and gradients of a function of x and w, and of the same on whole arrays."""
+    generator = np.random.default_rng(0)
+    whole = [generator.standard_normal(shape, np.float32) for shape in shapes]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+
+    def step(fun: Callable, x: Any, w: Any) -> tuple:
+        def loss(x: jax.Array, w: jax.Array) -> tuple:
+            results = fun(x, w)
+            return sum(jnp.sum(jnp.sin(y)) for y in results), results
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+
+    with jax.set_mesh(mesh):
+        actual = jax.jit(functools.partial(step, fun))(*map(jax.device_put, whole, shardings))
+    expected = step(unsharded, *whole)
+    for value, wanted in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        # Sums of at most 200 numbers of float32, in another order.
+        np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("implementation", ["ring", "ring_two_way"])
+def test_overlap_under_vmap_of_an_array_in_use(implementation: str, rows: int, mesh: Mesh) -> None:
+    """Chunks are kept, and joined for the sine. Of 4 rows, half a shard has 1 for 2 devices."""
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        whole = lax.all_gather(x, AXIS, tiled=True)
+        return whole @ w, jnp.sin(whole) * jnp.sum(w)
+
+    def unsharded(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        halves = jnp.sum(w[:, :3]), jnp.sum(w[:, 3:])
+        return x @ w, jnp.concatenate([jnp.sin(x) * half for half in halves])
+
+    plain = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=(P(None, AXIS), P(AXIS)),
+        axis_names={AXIS},
+    )
+    fun = cm.overlap(plain, require=1, implementation=implementation)
+    specs = P(None, (AXIS, DATA)), P(None, None, AXIS)
+    shapes = (2, rows, 4), (2, 4, 6)
+    agree(mesh, jax.vmap(fun), jax.vmap(unsharded), shapes, specs)
+
+
+@pytest.mark.parametrize("implementation", PORTABLE)
+def test_rows_that_the_explicit_axis_divides_before_the_scatter_only(
+    implementation: str, mesh: Mesh
+) -> None:
+    """6 rows are on 2 devices; a shard of 3 cannot be, and is on each."""
+    call = functools.partial(
+        cm.matmul_reduce_scatter, axis_name=AXIS, implementation=implementation
+    )
+    form = Form(call, "md,df->mf", ((6, 8), (8, 4)), (P(None, AXIS), P(AXIS), P(AXIS)))
+    fun = sharded(mesh, form, lambda x, w: (call(x, w),))
+    agree(mesh, fun, lambda x, w: (x @ w,), form.shapes, (P(DATA, AXIS), P(AXIS)))

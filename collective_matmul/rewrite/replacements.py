@@ -12,7 +12,6 @@ from jax.extend.core import Var
 
 from collective_matmul._compat import vary_over
 from collective_matmul.backends.base import GatherResidual
-from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.einsum import einsum_of_gathered, einsum_scattered
 from collective_matmul.gradients import (
     OpParams,
@@ -21,10 +20,10 @@ from collective_matmul.gradients import (
     matmul_scatter,
     pvary_all,
     tie_with_barrier,
-    weight_gradients,
 )
 from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
+from collective_matmul.rewrite.gathered_uses import weight_gradients, whole_array
 from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Atom, type_of
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
@@ -111,10 +110,10 @@ def gather_replacements(
     replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
     replacements += wgrad_replacements(placed.later_wgrads, residual, {})
     if match.needs_root:
-        shape = type_of(match.root).shape
+        like = type_of(match.root)
 
         def whole(gathered: GatherResidual) -> tuple[jax.Array]:
-            return (lax.reshape(whole_of(gathered, view.dimension), shape),)
+            return (whole_array(gathered, view.dimension, like),)
 
         replacements.append(Replacement(None, [residual], [match.root], whole))
     return replacements

@@ -335,10 +335,8 @@ class Rewriter:
                 # Who requests a backend by name expects it, and may not call `explain`.
                 warn_once(f"overlap leaves {match.collective.kind} alone: {error.reason}")
                 return error.reason
-            except (ShardingTypeError, ValueError):  # The latter: the axis divides no part.
-                if not jax.sharding.get_abstract_mesh().explicit_axes:
-                    raise
-                return "the op would divide or reshape what an explicit mesh axis shards"
+            except ShardingTypeError:
+                return "the op would reshape what an explicit mesh axis shards"
         return instantiate(placed, replacements, self._traced[key], equation)
 
 

@@ -9,7 +9,8 @@ import jax
 import pytest
 from jax import lax
 
-from tests.rewrite.fuzz import Case, Search, drawn, finding, search
+from collective_matmul.rewrite import find_sites
+from tests.rewrite.fuzz import Case, Search, drawn, finding, functions, search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
 BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 400
@@ -89,7 +90,7 @@ def test_one_pass_replaces_a_gather_that_shares_a_matmul_with_a_sum() -> None:
     assert finding(case) is None
 
 
-def test_a_chunk_that_an_explicit_axis_cannot_divide_is_left_alone() -> None:
+def test_chunks_that_an_explicit_axis_cannot_divide() -> None:
     """The halves of a two-way ring have one row; two devices share it."""
     case = case_of(
         "y1 = lax.all_gather(a0, 't', axis=0, tiled=True)",
@@ -99,6 +100,8 @@ def test_a_chunk_that_an_explicit_axis_cannot_divide_is_left_alone() -> None:
     )
     case = replace(case, results=("y2", "y1"), mesh=(("d", 2), ("t", 2)), explicit=True)
     assert finding(case) is None
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape, _ in case.arguments]
+    assert find_sites(functions(case)[0], implementation="ring_two_way")(*arguments)[0].replaced
 
 
 @pytest.mark.parametrize("seed", [7016000, 7023200])
