@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import explain, graph_functions, overlap, overlap_jit
+from collective_matmul import explain, overlap, overlap_jit
 from collective_matmul.graph_functions import StaticArguments
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
@@ -320,78 +317,6 @@ def test_explain_changes_no_module(make_mesh: MeshFactory) -> None:
     before = nnx.to_pure_dict(nnx.state(model))
     assert len(explain(descend)(model, jnp.ones((2, 4))).plain) == 3
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
-
-
-class TestWithoutGraphNodes:
-    """Nothing differs from `jax.jit`."""
-
-    class Scale:
-        """A callable object without a name."""
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return 2 * x
-
-        __hash__ = object.__hash__
-
-    @pytest.mark.parametrize(
-        "fun",
-        [lambda x: 2 * x, functools.partial(jnp.multiply, 2.0), Scale(), jnp.sin, Scale().__call__],
-    )
-    def test_the_program_is_that_of_jax_jit(self, fun: Callable) -> None:
-        texts = [jit(fun).lower(1.0).as_text() for jit in (jax.jit, overlap_jit)]
-        assert texts[0] == texts[1]
-
-    def test_programs_are_cached_by_the_function(self) -> None:
-        traces = []
-
-        def fun(x: jax.Array) -> jax.Array:
-            traces.append(x)
-            return x
-
-        for _ in range(3):
-            overlap_jit(fun)(1.0)
-        assert len(traces) == 1
-
-    def test_a_call_runs_no_python_of_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        fun = overlap_jit(lambda x: x)
-        fun(1.0)
-        for name in ("holds_graph_nodes", "GraphFunction"):
-            monkeypatch.setattr(graph_functions, name, lambda *_: pytest.fail("called"))
-        assert fun(1.0) == 1
-
-    def test_functions_are_not_kept_alive(self) -> None:
-        def fun(x: jax.Array) -> jax.Array:
-            return x
-
-        overlap_jit(fun)(1.0)
-        alive = weakref.ref(fun)
-        del fun
-        jax.clear_caches()
-        gc.collect()
-        assert alive() is None
-
-    def test_mutable_arrays_are_jaxs(self) -> None:
-        ref = jax.new_ref(jnp.zeros(()))
-
-        def increase(ref: Any) -> None:
-            ref[...] += 1
-
-        fun = overlap_jit(increase)
-        fun(ref)
-        assert ref[...] == 1
-        assert not fun._is_graph_function
-
-    def test_type_errors_stay_those_of_jax(self) -> None:
-        fun = overlap_jit(lambda x: x)
-        with pytest.raises(TypeError, match="abstract array"):
-            fun(object())
-        assert not fun._is_graph_function
-
-    def test_nothing_looks_for_modules_where_flax_is_not_imported(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delitem(sys.modules, "flax.nnx")
-        assert not graph_functions.holds_graph_nodes(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""What the table says of plain gathers and sums, and of those that `overlap` replaced."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import explain, overlap
+from collective_matmul.rewrite import find_sites
+from tests.conftest import MeshFactory
+from tests.dispatch.sites import BFLOAT16, H200
+from tests.explained import HAS_KERNELS, WIDE, flat_arguments, lines_of, plain
+from tests.reference import AXIS
+
+
+def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> None:
+    explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
+    assert explanation.decisions == ()
+    _, gather, scatter, psum, totals = [
+        re.split(r"  +", line) for line in explanation.table(WIDE).splitlines()
+    ]
+    for line in (gather, scatter, psum):
+        assert re.fullmatch(r".*explained\.py:\d+ in plain_block", line[1])
+    would = "overlap would use xla: on cpu nothing runs under a matmul"
+    shapes = "float32 [4,4]@[4,6] over tensor=2"
+    assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
+    assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
+    assert psum[2:5] == ["psum", "float32 [] over tensor", "left alone"]
+    reason = r"the summed array comes from reduce_sum at explained\.py:\d+, not from a matmul; .*"
+    assert re.fullmatch(reason, psum[5])
+    assert totals == [
+        "3 plain gathers and sums: 2 that overlap would replace, 1 that it leaves alone"
+    ]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+
+    def down(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x @ w, AXIS, tiled=True)
+
+    sharded = jax.shard_map(
+        down, mesh=mesh, in_specs=(P(None, AXIS), P(AXIS)), out_specs=P(AXIS), check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((2048, 14336), (14336, 4096))]
+    (site,) = explain(sharded, peer_kernels=fused)(*shapes).plain
+    assert site.decision is not None
+    assert site.decision.implementation == ("fused" if fused and HAS_KERNELS else "xla")
+
+
+def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
+    overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
+    for fun in (overlapped, jax.jit(overlapped), overlap(overlapped)):
+        gather, scatter, psum = lines_of(fun, *flat_arguments())
+        shapes = "float32 [4,4]@[4,6] over tensor=2"
+        assert gather[2:] == ["all_gather_matmul", shapes, "ring by overlap", "requested"]
+        assert scatter[2] == "matmul_reduce_scatter" and scatter[4] == "ring by overlap"
+        assert re.fullmatch(r".*explained\.py:\d+ in plain_block", gather[1])
+        assert psum[2:5:2] == ["psum", "left alone"]
+
+
+def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
+    sharded = plain(make_mesh({AXIS: 2}))
+    fun = overlap(sharded, implementation=("fused", "ring"), require=2)
+    gather, scatter, _ = lines_of(fun, *flat_arguments())
+    reason = "fused is not possible: these kernels run on Hopper GPUs only"
+    for line in (gather, scatter):
+        assert line[4:] == ["ring by overlap", f"fallback: {reason}; requested"]
+
+
+def test_overlap_leaves_alone_what_the_backend_cannot_execute(make_mesh: MeshFactory) -> None:
+    sharded = plain(make_mesh({AXIS: 2}))
+    (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())
+    assert site.decision is None
+    assert site.reason == "fused is not possible: these kernels run on Hopper GPUs only"
+
+
+def test_every_equal_site_that_overlap_replaced_counts(make_mesh: MeshFactory) -> None:
+    """Although it traces their ops once."""
+
+    def body(x, up):
+        return [lax.all_gather(scale * x, AXIS, tiled=True) @ up for scale in (1, 2, 3)]
+
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=[P(None, AXIS)] * 3,
+    )
+    x, up, _ = flat_arguments()
+    explanation = explain(overlap(sharded))(x, up)
+    assert [decision.site.replaces for decision in explanation.decisions] == ["all_gather"] * 3
+    assert explanation.table(WIDE).splitlines()[1].startswith("3×")
+
+
+def test_gradients_of_what_overlap_replaced_are_ops_at_its_line(make_mesh: MeshFactory) -> None:
+    overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
+
+    def loss(*args):
+        return overlapped(*args)[0].sum()
+
+    explanation = explain(jax.grad(loss, (0, 1, 2)))(*flat_arguments())
+    forward, backward = explanation.decisions[:2], explanation.decisions[2:]
+    assert [decision.site.direction for decision in backward] == ["backward"] * 2
+    assert [d.site.source for d in backward] == [d.site.source for d in forward[::-1]]
+    assert not any(site.replaced for site in explanation.plain)
+
+
+def test_a_batched_matmul_that_overlap_replaced_is_at_its_line(make_mesh: MeshFactory) -> None:
+    """Once in each pass, although its gradient carries out the forward again."""
+
+    def body(x, experts):
+        return jnp.einsum("esd,edf->esf", lax.all_gather(x, AXIS, axis=1, tiled=True), experts)
+
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=(P(None, AXIS), P(None, None, AXIS)),
+        out_specs=P(None, None, AXIS),
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3, 4, 6), (3, 6, 8))]
+    gradients = jax.grad(lambda *args: overlap(sharded)(*args).sum(), (0, 1))
+    decisions = explain(gradients)(*shapes).decisions
+    assert [decision.site.direction for decision in decisions] == ["forward", "backward"]
+    for decision in decisions:
+        assert decision.site.replaces == "all_gather"
+        assert decision.site.source is not None
+        assert decision.site.source.function.endswith("body")
+
+
+def test_predicted_gain_of_what_is_not_replaced() -> None:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    shapes = flat_arguments(8192, 8192, 28672, dtype=BFLOAT16)
+    explanation = explain(plain(mesh))(*shapes)
+    site = explanation.plain[0]
+    assert site.decision is not None and site.decision.seconds and site.decision.reference_seconds
+    seconds, reference = site.decision.seconds, site.decision.reference_seconds
+    assert seconds < reference
+    line = re.split(r"  +", explanation.table(WIDE).splitlines()[1])
+    assert line[5:8] == [
+        f"{seconds * 1e6:.0f}",
+        f"{reference * 1e6:.0f}",
+        f"{(reference - seconds) * 1e6:.0f} µs ({reference / seconds:.2f}×)",
+    ]
+    assert line[8].startswith(f"overlap would use {site.decision.implementation}: ")
+
+
+def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
+    make_mesh: MeshFactory,
+) -> None:
+    fun, shapes = plain(make_mesh({AXIS: 2})), flat_arguments()
+    with pytest.raises(ValueError, match="require=3: only 2") as error:
+        overlap(fun, require=3)(*(np.zeros(shape.shape, shape.dtype) for shape in shapes))
+    *table, _ = str(explain(overlap(fun))(*shapes)).splitlines()
+    assert str(error.value).splitlines()[1:] == table[:-1]
+
+
+def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFactory) -> None:
+    """On CPUs a fused kernel cannot run, and no other backend was allowed."""
+    fun = overlap(plain(make_mesh({AXIS: 2})), implementation="fused")
+    table = explain(fun)(*flat_arguments()).table(WIDE)
+    assert "overlap would use" not in table
+    assert table.count("fused is not possible") == 2
+    assert "0 that overlap would replace, 3 that it leaves alone" in table
