@@ -127,7 +127,8 @@ def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
         return value
     start: list[Any] = [0] * array.ndim
     start[dimension] = chunk.start if array.shape[dimension] > chunk.size else 0
-    start[-1] = chunk.column_block * chunk.columns if chunk.column_blocks > 1 else 0
+    if chunk.column_blocks > 1:
+        start[-1] = chunk.column_block * chunk.columns
     return lax.dynamic_update_slice(array, value, start)
 
 
