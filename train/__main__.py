@@ -4,13 +4,17 @@ import sys
 from collections.abc import Sequence
 
 from train.shutdown import Shutdown
+from train.supervisor import is_one_of_several, supervise
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command line, ready for signals before the other imports, which take seconds.
 
-    Ctrl-C in a callback of theirs would be printed and forgotten.
+    Ctrl-C in a callback of theirs would be printed and forgotten. One of several processes runs in
+    a child, whose end its parent explains.
     """
+    if is_one_of_several(arguments):
+        raise SystemExit(supervise(arguments))
     with Shutdown() as shutdown:
         from train import command_line
 

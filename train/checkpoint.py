@@ -4,6 +4,9 @@ A checkpoint is the folder ``step_N`` of the checkpoint directory, with one item
 three, and one for their checksums. orbax writes it under a temporary name and renames it when it is
 complete. A run killed at any time leaves earlier checkpoints unchanged. A lock keeps a second run
 out of the directory.
+
+Where several processes train together, all of them write the arrays, each what its devices hold,
+into one directory that they share. Process 0 locks it, writes the other items and deletes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from train.checksums import json_checksum
-from train.run_lock import RunLock
+from train.processes import check_same, is_first, together
+from train.run_lock import RunLock, lock_owner
 from train.saved_checkpoint import (
     CHECKSUMS,
     JSON_ITEMS,
@@ -80,12 +84,22 @@ class Checkpoints:
         for name, value in (("max_to_keep", max_to_keep), ("save_interval", save_interval)):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1; give a positive number")
-        self._directory, self._lock = _open_directory(directory)
+        self._lock: RunLock | None = None
         try:
-            _check_intent(self._directory, resume, resume_step)
+            with together():
+                self._directory, self._lock = _open_directory(directory)
+            # Process 0 has locked it and written nothing else yet.
+            found = {
+                "checkpoints": list(step_folders(self._directory)),
+                "lock": lock_owner(self._directory),
+            }
+            advice = f"checkpoint_dir={str(directory)!r}: give a folder that all nodes share"
+            check_same("checkpoint directory", found, advice)
+            with together():
+                _check_intent(self._directory, resume, resume_step)
             self._manager = _make_manager(self._directory, max_to_keep)
         except BaseException:
-            self._lock.release()
+            self._unlock()
             raise
         self._save_interval = save_interval
         report_errors_once()
@@ -116,7 +130,7 @@ class Checkpoints:
             # After a save that failed, orbax raises its other errors one after the other.
             with suppress(Exception) if self._failed else nullcontext():
                 self._manager.close()
-            self._lock.release()
+            self._unlock()
 
     def should_save(self, step: int) -> bool:
         """Whether ``step`` is a multiple of the interval and newer than every checkpoint."""
@@ -189,6 +203,10 @@ class Checkpoints:
         """`SavedCheckpoint.restore` of ``step``, by default the newest."""
         return self._saved(step).restore(abstract_state)
 
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
     def _steps(self) -> list[int]:
         """The steps of the checkpoints of this run, with a pending one."""
         return [step for step in self._manager.all_steps() if step not in self._superseded]
@@ -239,12 +257,14 @@ class Checkpoints:
         """Moves the checkpoints after the step to resume from out of the way."""
         if not self._superseded:
             return
-        aside = self._directory / _SUPERSEDED
-        aside.mkdir(exist_ok=True)
-        for step in sorted(self._superseded):
-            path = self._directory / f"{PREFIX}_{step}"
-            names = [path.name, *(f"{path.name}.{count}" for count in range(2, 10_000))]
-            path.rename(next(aside / name for name in names if not (aside / name).exists()))
+        with together():
+            if is_first():
+                aside = self._directory / _SUPERSEDED
+                aside.mkdir(exist_ok=True)
+                for step in sorted(self._superseded):
+                    path = self._directory / f"{PREFIX}_{step}"
+                    names = [path.name, *(f"{path.name}.{count}" for count in range(2, 10_000))]
+                    path.rename(next(aside / name for name in names if not (aside / name).exists()))
         self._superseded.clear()
         self._manager.reload()
 
@@ -268,7 +288,8 @@ def _make_manager(directory: Path, max_to_keep: int) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(directory, options=options, handler_registry=handlers)
 
 
-def _open_directory(directory: str | Path) -> tuple[Path, RunLock]:
+def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:
+    """The directory, which exists then, and its lock on the first process."""
     if not str(directory):
         raise ValueError("checkpoint_dir='': expected the name of a folder; leave it out for none")
     if "://" in str(directory):
@@ -281,7 +302,7 @@ def _open_directory(directory: str | Path) -> tuple[Path, RunLock]:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return path, RunLock(path)
+        return path, RunLock(path) if is_first() else None
     except OSError as error:
         raise ValueError(
             f"checkpoint_dir={str(directory)!r}: cannot be written ({error.strerror}); "

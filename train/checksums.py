@@ -36,13 +36,22 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """
     arrays = {name: _on_named_mesh(array) for name, array in arrays.items()}
     started = {name: _shard_sums(array.sharding)(array) for name, array in arrays.items()}
-    sums = jax.device_get(started)
+    sums = _on_every_process(started)
     return {name: _combined(name, array, sums[name]) for name, array in arrays.items()}
 
 
 def json_checksum(value: Any) -> str:
     """A checksum of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _on_every_process(sums: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    if jax.process_count() > 1 and sums:
+        sharding = next(iter(sums.values())).sharding
+        assert isinstance(sharding, NamedSharding)
+        everywhere = NamedSharding(sharding.mesh, P())
+        sums = jax.jit(lambda arrays: arrays, out_shardings=everywhere)(sums)
+    return jax.device_get(sums)
 
 
 def _combined(name: str, array: jax.Array, sums: np.ndarray) -> str:

@@ -23,6 +23,7 @@ from train.evaluation import evaluated_sequences
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
+from train.processes import connected, describe_processes, is_first, is_told_elsewhere, own_name
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
 from train.shutdown import Interrupted, Shutdown
@@ -30,8 +31,7 @@ from train.shutdown import Interrupted, Shutdown
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
     """Runs ``python -m train`` with these arguments, until it ends or a signal asks it to."""
-    console = Console()
-    with refusing():
+    with contextlib.ExitStack() as stack, refusing():
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
@@ -41,8 +41,11 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices(config)
         if config.dry_run:
-            dry_run(config, *mesh_sizes(config.mesh, config.model, _any_number(config)), console)
+            sizes = mesh_sizes(config.mesh, config.model, _any_number(config))
+            dry_run(config, *sizes, Console())
             return
+        stack.enter_context(connected(config.distributed))
+        console = Console(quiet=not is_first())
         setup = prepare(config)
         announce(setup, console)
         conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
@@ -81,11 +84,13 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, NonFiniteError, SaveError) as error:
-        console = Console(stderr=True)
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        message = f"error: {own_name(error)}{error}"
+        console = Console(stderr=True, quiet=is_told_elsewhere(error))
+        console.print(message, style="red", highlight=False, soft_wrap=True, markup=False)
         raise SystemExit(1 if isinstance(error, NonFiniteError | SaveError) else 2) from error
     except Interrupted as interruption:
-        Console(stderr=True).print(str(interruption), highlight=False, soft_wrap=True, markup=False)
+        console = Console(stderr=True, quiet=is_told_elsewhere(interruption))
+        console.print(str(interruption), highlight=False, soft_wrap=True, markup=False)
         raise SystemExit(interruption.exit_status) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
@@ -113,6 +118,7 @@ def announce(setup: Setup, console: Console) -> None:
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
+        *describe_processes(),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
@@ -172,6 +178,7 @@ def conclude(
     shared = _without(
         plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps",
         "--tensorboard", "--wandb", "--eval-data", "--eval-interval", "--eval-batches",
+        "--distributed.",
     )  # fmt: skip
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
     if config.config is not None:  # The file may name some.
@@ -192,12 +199,13 @@ def _interpreter() -> str:
 
 
 def _without(arguments: Sequence[str], *flags: str) -> list[str]:
-    """The arguments without some flags and their values."""
+    """The arguments without some flags and their values. A flag that ends in "." is a group."""
     kept: list[str] = []
     dropping = False
     for argument in arguments:
         if argument.startswith("--"):
-            dropping = argument.split("=")[0].replace("_", "-") in flags
+            name = argument.split("=")[0].replace("_", "-")
+            dropping = name in flags or f"{name.partition('.')[0]}." in flags
         if not dropping:
             kept.append(argument)
     return kept

@@ -29,6 +29,22 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes. Under Slurm, Open MPI and Kubernetes they find each other."""
+
+    coordinator_address: str | None = None
+    """HOST:PORT where process 0 listens."""
+    num_processes: int | None = None
+    """Number of processes of the run; 1: this one alone, whatever a launcher says."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    heartbeat_timeout_seconds: int = 30
+    """Time without a sign of life after which a process counts as dead and the others end."""
+    tensor_across_processes: bool = False
+    """Allow a tensor axis that spans processes. Its collective matmuls are NCCL's."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay and clipping by global norm."""
 
@@ -67,6 +83,7 @@ class Config:
     preset: str = "debug"
     """Source of the other defaults: debug, llama3-8b, llama3-70b or llama3-405b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 1000
     """Optimizer steps of the whole run, including those before a resume."""

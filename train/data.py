@@ -97,7 +97,9 @@ class TextData:
         ends = self.document_ends if self.separate_documents else None
         return PackedWindows(self.tokens, self.sequence_length, ends)
 
-    def iterator(self) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    def iterator(
+        self, rows: np.ndarray | None = None
+    ) -> grain.DatasetIterator[dict[str, np.ndarray]]:
         """An endless iterator over batches, checkpointable with ``grain.checkpoint``.
 
         Each batch is ``{"inputs", "targets"}``, both int32 [batch_size, sequence_length], and where
@@ -105,11 +107,17 @@ class TextData:
         of the documents in each sequence, in order, and then zeros. Every sequence comes once per
         epoch; the last batch of an epoch is filled from the next epoch. The state counts sequences,
         not batches, so it stays valid with another batch size.
+
+        Args:
+          rows: the rows of each batch to read, ascending; default: all. The state does not depend
+            on them.
         """
+        rows = np.arange(self.batch_size) if rows is None else rows
         # Cutting windows of mapped memory costs less than passing them between threads.
         in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        sequences = grain.MapDataset.source(self._windows).seed(self.seed).shuffle().repeat()
-        return iter(sequences.to_iter_dataset(in_this_thread).batch(self.batch_size))
+        order = grain.MapDataset.range(self.sequences_per_epoch).seed(self.seed).shuffle().repeat()
+        batches = order.to_iter_dataset(in_this_thread).batch(self.batch_size)
+        return iter(batches.map(lambda numbers: self.sequences(numbers[rows].tolist())))
 
 
 @dataclass(frozen=True, eq=False)

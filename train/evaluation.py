@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from train.config import Config
 from train.data import TextData
+from train.processes import global_arrays, local_rows
 from train.state import ModelFunctions, Params
 from train.step import BATCH_SPEC, FORWARD_SITES, Batch, batch_losses
 
@@ -58,6 +59,8 @@ class Evaluator:
         self._text, self._mesh = text, mesh
         self._size = config.batch_size // config.gradient_accumulation_steps
         self.sequences = evaluated_sequences(config, text)
+        self._batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+        self._local_rows = local_rows(self._batch_sharding, self._size)
         params = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.specs[name])
@@ -97,11 +100,12 @@ class Evaluator:
         batch."""
         numbers = np.arange(first, first + self._size)
         weights = (numbers < self.sequences).astype(np.float32)
-        batch = self._text.sequences(np.where(numbers < self.sequences, numbers, 0).tolist())
-        return (
-            jax.device_put(batch, NamedSharding(self._mesh, BATCH_SPEC)),
-            jax.device_put(weights, NamedSharding(self._mesh, _WEIGHT_SPEC)),
-        )
+        within = np.where(numbers < self.sequences, numbers, 0)
+        batch = self._text.sequences(within[self._local_rows].tolist())
+        rows = NamedSharding(self._mesh, _WEIGHT_SPEC)
+        own = self._local_rows
+        weighted = global_arrays({"weights": weights[own]}, rows, self._size)
+        return global_arrays(batch, self._batch_sharding, self._size), weighted["weights"]
 
 
 def evaluated_sequences(config: Config, text: TextData) -> int:

@@ -16,6 +16,7 @@ from train.evaluation import Evaluator
 from train.initial_state import initial_state
 from train.log_file import LogFile
 from train.metrics import Meter, Record, model_flops_per_token
+from train.processes import StopRequest, check_same, global_arrays, is_first, local_rows
 from train.reporter import Reporter, Writer
 from train.run_record import run_record
 from train.setup import Setup
@@ -26,7 +27,9 @@ from train.trackers import TensorBoard, WeightsAndBiases
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, gradient or parameter is infinite or NaN."""
+    """A loss, gradient or parameter is infinite or NaN, on all processes."""
+
+    agreed = True
 
 
 def train(
@@ -53,9 +56,11 @@ def train(
       Interrupted: a signal asked to stop. The state after the last step that was done is saved.
     """
     config, checkpoints = setup.config, setup.checkpoints
-    batches = setup.text.iterator()
-    profiler = _Profiler(config.profile_steps, config.profile_dir)
+    rows = local_rows(setup.batch_sharding, config.batch_size)
+    batches = setup.text.iterator(rows)
+    profiler = _Profiler(config.profile_steps if is_first() else None, config.profile_dir)
     shutdown = shutdown or Shutdown()
+    stop_request = StopRequest(shutdown, setup.mesh)
     try:
         state, first_step = initial_state(setup, batches, console)
         with _open_reporter(setup, console, first_step) as reporter:
@@ -65,14 +70,15 @@ def train(
             shutdown.defer()
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
-                batch = jax.device_put(ending.meter.read(batches), setup.batch_sharding)
+                own_rows = ending.meter.read(batches)
+                batch = global_arrays(own_rows, setup.batch_sharding, config.batch_size)
                 # The step runs while the host waits for the previous one and logs it.
                 state, metrics = step(state, batch)
                 ending.wait()
                 ending.pending = number, metrics
                 profiler.after(number, metrics)
-                ending.evaluate(number, state["params"], shutdown)
-                stopping = shutdown.requested
+                ending.evaluate(number, state["params"], stop_request)
+                stopping = stop_request()
                 if checkpoints is not None and (
                     number == config.steps or stopping or checkpoints.should_save(number)
                 ):
@@ -81,7 +87,7 @@ def train(
                     checkpoints.save(number, state, batches.get_state(), setup.configuration)
                 if stopping and number < config.steps:
                     ending.wait()
-                    shutdown.stop(number, config.checkpoint_dir)
+                    shutdown.stop(number, config.checkpoint_dir, stop_request.signal)
             ending.wait()
         return reporter.records
     finally:
@@ -111,7 +117,8 @@ class _StepEnd:
                 head_dim=model.head_dim,
                 sequence_length=setup.text.attention_length,
             ),
-            devices=list(setup.mesh.devices.flat),
+            devices=setup.mesh.size,
+            device=setup.mesh.local_devices[0],
         )
 
     def wait(self) -> None:
@@ -133,7 +140,7 @@ class _StepEnd:
         if not finite:
             self._stop(number, f"loss {loss} and gradient norm {grad_norm} are not both finite")
 
-    def evaluate(self, number: int, params: Params, shutdown: Shutdown) -> None:
+    def evaluate(self, number: int, params: Params, should_stop: Callable[[], bool]) -> None:
         """Evaluates on held-out text, if it is due and nothing asks to stop. The time does not
         count for the steps."""
         config = self.setup.config
@@ -141,7 +148,7 @@ class _StepEnd:
             return
         self.wait()
         with self.meter.paused():
-            evaluation = self.evaluator(params, lambda: shutdown.requested)
+            evaluation = self.evaluator(params, should_stop)
         self.reporter.evaluated(number, evaluation)
 
     def check_parameters(self, number: int, norm: float) -> None:
@@ -188,10 +195,12 @@ class _Profiler:
 def _open_reporter(setup: Setup, console: Console, first_step: int) -> Reporter:
     """A reporter to the console and to what the configuration names. Records the run first."""
     config = setup.config
-    writers: list[Writer] = [] if config.log_file is None else [LogFile(config.log_file)]
-    if config.tensorboard is not None:
+    writers: list[Writer] = []
+    if config.log_file is not None and is_first():
+        writers.append(LogFile(config.log_file))
+    if config.tensorboard is not None and is_first():
         writers.append(TensorBoard(config.tensorboard, first_step))
-    if setup.wandb_run_id is not None:
+    if setup.wandb_run_id is not None and is_first():
         writers.append(WeightsAndBiases(setup.wandb_run_id))
     description = run_record(setup.configuration, setup.mesh) if writers else {}
     reporter = Reporter(console, writers, first_step=first_step, steps=config.steps)
@@ -212,8 +221,12 @@ def _compile(setup: Setup, state: TrainState, console: Console):
     started = time.perf_counter()
     with record_decisions() as decisions:
         step = make_step(config, setup.model, setup.optimizer, setup.mesh)
-        compiled = step.lower(state, batch).compile()
-    kinds = Counter(f"{d.implementation} ({d.reason})" for d in dict.fromkeys(decisions))
+        lowered = step.lower(state, batch)
+        kinds = Counter(f"{d.implementation} ({d.reason})" for d in dict.fromkeys(decisions))
+        # Processes whose programs differ would wait for each other for ever.
+        advice = "give all nodes the same tuned tables and the same library"
+        check_same("choice of backends", dict(sorted(kinds.items())), advice)
+        compiled = lowered.compile()
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     console.print(
         f"compiled in {time.perf_counter() - started:.1f} s; collective matmuls of different"

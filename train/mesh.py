@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
@@ -11,8 +13,12 @@ from train.config import MeshConfig
 AXES = ("data", "tensor")
 
 
-def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[int, int]:
+def mesh_sizes(
+    config: MeshConfig, model: LlamaConfig, devices: int, local_devices: int | None = None
+) -> tuple[int, int]:
     """Sizes (data, tensor), with every 0 filled in for `devices` devices.
+
+    A tensor axis of 0 stays within a process, of `local_devices` devices; default: all.
 
     Raises:
       ValueError: if a size is negative, or the mesh needs more devices than there are.
@@ -20,7 +26,9 @@ def mesh_sizes(config: MeshConfig, model: LlamaConfig, devices: int) -> tuple[in
     for name, size in (("mesh.data", config.data), ("mesh.tensor", config.tensor)):
         if size < 0:
             raise ValueError(f"{name}={size}: expected a number of devices, or 0 for what fits")
-    tensor = config.tensor or _largest_tensor_axis(model, max(devices // max(config.data, 1), 1))
+    remaining = max(devices // max(config.data, 1), 1)
+    remaining = math.gcd(remaining, local_devices or remaining)
+    tensor = config.tensor or _largest_tensor_axis(model, remaining)
     data = config.data or max(devices // tensor, 1)
     if data * tensor > devices:
         raise ValueError(
@@ -37,12 +45,16 @@ def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:
-    """A mesh over the first data × tensor devices. Neighbours share a tensor axis."""
+    """A mesh over the first data × tensor devices. Neighbours share a tensor axis.
+
+    The devices of a process are neighbours.
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     return jax.make_mesh(
         (data, tensor),
         AXES,
         axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=jax.devices()[: data * tensor],
+        devices=devices[: data * tensor],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -108,7 +108,8 @@ class Meter:
     Args:
       tokens_per_step: tokens of one step, on all devices.
       flops_per_token: model FLOPs, forward and backward.
-      devices: devices of one kind.
+      devices: number of devices of the run, of one kind.
+      device: one of them that this process drives.
       clock: returns seconds.
     """
 
@@ -117,12 +118,13 @@ class Meter:
         *,
         tokens_per_step: int,
         flops_per_token: float,
-        devices: Sequence[Device],
+        devices: int,
+        device: Device,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._tokens = tokens_per_step / len(devices)
+        self._tokens = tokens_per_step / devices
         self._flops_per_token = flops_per_token
-        self._device = devices[0]
+        self._device = device
         self._clock = clock
         self.start()
 

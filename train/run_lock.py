@@ -61,3 +61,9 @@ class RunLock:
     def _owner(self) -> str:
         self._file.seek(0)
         return self._file.read(200).decode(errors="replace").strip() or "of unknown process"
+
+
+def lock_owner(directory: Path) -> str | None:
+    """What the lock file of a directory says of the last run; None if there is no file."""
+    path = directory / LOCK_FILE
+    return path.read_text(errors="replace") if path.exists() else None

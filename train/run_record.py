@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 _PACKAGES = (
@@ -75,6 +76,7 @@ def _hardware(mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": dict(mesh.shape),
         "devices": mesh.size,
+        "processes": jax.process_count(),
         "device_kind": device.device_kind,
         # The versions of CUDA and of its driver, where there are GPUs.
         "platform": f"{device.platform}: {device.client.platform_version}".strip(),

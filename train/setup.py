@@ -16,6 +16,7 @@ from train.config import Config, check, check_optimizer
 from train.data import TextData, open_dataset
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
+from train.processes import check_mesh, check_same, is_first, together
 from train.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
@@ -72,30 +73,33 @@ def prepare(config: Config) -> Setup:
       ValueError: for settings that do not fit together, and files that cannot be read or would be
         overwritten.
     """
-    data, tensor = mesh_sizes(config.mesh, config.model, jax.device_count())
-    check(config, data, tensor)
-    check_log_file(config.log_file, config.resume)
-    check_trackers(config)
-    text = _open_text(config, config.data)
-    held_out = None
-    if config.eval_data is not None:
-        try:
-            held_out = _open_text(config, config.eval_data)
-        except ValueError as error:
-            raise ValueError(f"eval_data: {error}") from error
-    model = ModelFunctions(config)
-    init_from = _open_initial_weights(config, model)
+    with together():
+        sizes = mesh_sizes(config.mesh, config.model, jax.device_count(), jax.local_device_count())
+        check(config, *sizes)
+        mesh = make_mesh(*sizes)
+        check_mesh(mesh, config.distributed.tensor_across_processes)
+        if is_first():
+            check_log_file(config.log_file, config.resume)
+            check_trackers(config)
+        text = _open_text(config, config.data)
+        held_out = _open_held_out(config)
+        model = ModelFunctions(config)
+        init_from = _open_initial_weights(config, model)
+    identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
+    del identity["distributed"]
+    check_same("run", identity, "give all of them the same flags and the same files")
     checkpoints = _open_checkpoints(config, text)
     try:
-        saved = _saved_configuration(config, checkpoints)
-        config = _with_schedule(config, saved)
+        with together():
+            saved = _saved_configuration(config, checkpoints)
+            config = _with_schedule(config, saved)
     except ValueError:
         if checkpoints is not None:
             checkpoints.close()
         raise
     return Setup(
         config=config,
-        mesh=make_mesh(data, tensor),
+        mesh=mesh,
         text=text,
         held_out=held_out,
         init_from=init_from,
@@ -122,6 +126,15 @@ def _open_text(config: Config, data: str | None) -> TextData:
             f" {text.vocabulary_size} tokens of the tokenizer"
         )
     return text
+
+
+def _open_held_out(config: Config) -> TextData | None:
+    if config.eval_data is None:
+        return None
+    try:
+        return _open_text(config, config.eval_data)
+    except ValueError as error:
+        raise ValueError(f"eval_data: {error}") from error
 
 
 def _open_initial_weights(config: Config, model: ModelFunctions) -> SavedCheckpoint | None:
@@ -177,7 +190,8 @@ def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
     )
     if config.resume:
         try:
-            _check_resumable(checkpoints, _configuration(config, text), config.steps)
+            with together():
+                _check_resumable(checkpoints, _configuration(config, text), config.steps)
         except ValueError:
             checkpoints.close()
             raise

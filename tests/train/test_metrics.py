@@ -76,7 +76,7 @@ def test_peak_memory_is_known_or_none() -> None:
 
 def test_the_record_is_the_mean_over_its_interval() -> None:
     clock = Clock()
-    meter = Meter(tokens_per_step=800, flops_per_token=2e9, devices=[device()] * 4, clock=clock)
+    meter = Meter(tokens_per_step=800, flops_per_token=2e9, devices=4, device=device(), clock=clock)
 
     def batches(waits: list[float]) -> Any:
         for wait in waits:
@@ -112,7 +112,7 @@ def test_the_record_is_the_mean_over_its_interval() -> None:
 def test_time_before_the_start_does_not_count() -> None:
     clock = Clock()
     meter = Meter(
-        tokens_per_step=8, flops_per_token=1.0, devices=[device("cpu", None)], clock=clock
+        tokens_per_step=8, flops_per_token=1.0, devices=1, device=device("cpu", None), clock=clock
     )
     clock.now += 60
     meter.start()
@@ -127,7 +127,7 @@ def test_time_before_the_start_does_not_count() -> None:
 def test_time_of_a_pause_does_not_count() -> None:
     clock = Clock()
     meter = Meter(
-        tokens_per_step=8, flops_per_token=1.0, devices=[device("cpu", None)], clock=clock
+        tokens_per_step=8, flops_per_token=1.0, devices=1, device=device("cpu", None), clock=clock
     )
     clock.now += 2
     meter.step_done()

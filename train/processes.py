@@ -1,0 +1,320 @@
+"""Several processes that train together, through `jax.distributed`.
+
+Each process drives the devices of its node and runs the same program. Process 0 prints and logs.
+All functions also work for a run of one process, which connects to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from train.config import DistributedConfig
+from train.launchers import Placement, find_placement, local_device_ids
+from train.shutdown import Shutdown
+
+_FLAGS = "--distributed.coordinator-address, --distributed.num-processes, --distributed.process-id"
+
+
+# Texts are gathered in multiples of this size, so that few programs are compiled.
+_TEXT_BYTES = 4096
+
+
+class AgreedError(ValueError):
+    """Invalid input that all processes refuse together. Process 0 prints it."""
+
+    agreed = True
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Whether all processes raise this error and end together."""
+    return getattr(error, "agreed", False)
+
+
+def is_told_elsewhere(error: BaseException) -> bool:
+    """Whether process 0 prints this error, and this process does not."""
+    return is_agreed(error) and jax.distributed.is_initialized() and not is_first()
+
+
+def own_name(error: BaseException) -> str:
+    """The beginning of an error that only this one of several processes has; "" otherwise."""
+    if is_agreed(error) or not jax.distributed.is_initialized():
+        return ""
+    return f"process {jax.process_index()}: "
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and logs."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def connected(config: DistributedConfig) -> Iterator[None]:
+    """Connects the processes of a run. A process of its own connects to nothing.
+
+    A process that leaves alone, with an error that the others do not have, ends at once. Else it
+    would wait for them, and they for it.
+
+    Raises:
+      ValueError: the flags are not complete, or JAX cannot find the other processes.
+    """
+    placement = find_run(config, os.environ)
+    if placement is None:
+        yield
+        return
+    _initialize(config, placement)
+    try:
+        yield
+    except BaseException as error:
+        leaving = isinstance(error, SystemExit)
+        if not is_agreed(error.__context__ if leaving else error):
+            if not leaving:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.code if leaving and isinstance(error.code, int) else 1)
+        raise
+
+
+def find_run(config: DistributedConfig, variables: Mapping[str, str]) -> Placement | None:
+    """The place of this process by its flags and its launcher; None for a run of one process.
+
+    Raises:
+      ValueError: there are flags for it, but not all that are needed, or impossible ones.
+    """
+    if config.num_processes == 1:
+        return None
+    found = find_placement(variables)
+    given = (config.coordinator_address, config.num_processes, config.process_id)
+    if found is None:
+        if given == (None, None, None):
+            return None
+        address, count, number = given
+        if address is None or count is None or number is None:
+            raise ValueError(
+                f"{_FLAGS}: give all three, since neither Slurm nor Open MPI nor Kubernetes has"
+                " started this process; or none, for a run of one process"
+            )
+        found = Placement("flags", count, number)
+    if config.heartbeat_timeout_seconds < 1:
+        raise ValueError(
+            f"distributed.heartbeat_timeout_seconds={config.heartbeat_timeout_seconds}: expected at"
+            " least 1"
+        )
+    count = found.num_processes if config.num_processes is None else config.num_processes
+    number = found.process_id if config.process_id is None else config.process_id
+    if config.coordinator_address is not None and ":" not in config.coordinator_address:
+        raise ValueError(
+            f"distributed.coordinator_address={config.coordinator_address!r}: expected HOST:PORT,"
+            " a host that runs process 0 and a port that is free there"
+        )
+    if count is not None and (count < 1 or not 0 <= number < count):
+        raise ValueError(
+            f"distributed.process_id={number}: expected 0 to {count - 1}, for"
+            f" distributed.num_processes={count}"
+        )
+    return found._replace(num_processes=count, process_id=number)
+
+
+def _initialize(config: DistributedConfig, placement: Placement) -> None:
+    devices = [*local_device_ids(placement)]
+    # Else JAX replaces the handler of SIGTERM, which is `Shutdown`'s.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Where JAX is given none, it takes one GPU per process under Slurm and Open MPI; an empty list
+    # takes all.
+    own_choice = "JAX_LOCAL_DEVICE_IDS" in os.environ
+    try:
+        jax.distributed.initialize(
+            config.coordinator_address,
+            placement.num_processes,
+            placement.process_id,
+            local_device_ids=None if own_choice else devices,
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{placement.launcher}: JAX cannot find the other processes"
+            f" ({' '.join(str(error).split())}); give {_FLAGS}, or --distributed.num-processes 1"
+            " for a run of one process"
+        ) from error
+
+
+def describe_processes() -> list[str]:
+    """How many processes there are, and what that costs; nothing for one."""
+    count, devices = jax.process_count(), jax.local_device_count()
+    if count == 1:
+        return []
+    if devices > 1:
+        return [f"processes: {count}, with {devices} devices each"]
+    return [
+        f"processes: {count}, with one device each; rings and fused kernels address the memory of"
+        " GPUs of their own process, so collective matmuls between these devices are NCCL's: start"
+        " one process per node, which drives all of its GPUs"
+    ]
+
+
+def check_mesh(mesh: Mesh, across: bool) -> None:
+    """Checks that a mesh has all devices, and where its tensor axis is.
+
+    Args:
+      mesh: the mesh.
+      across: whether the tensor axis may span processes.
+
+    Raises:
+      ValueError: some process has devices that are not in the mesh, or the tensor axis spans
+        processes and may not.
+    """
+    if jax.process_count() == 1:
+        return
+    if mesh.size != jax.device_count():
+        sizes = " × ".join(f"mesh.{name}={size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"{sizes}: has {mesh.size} of {jax.device_count()} devices; with several processes,"
+            " expected a mesh of all; let a size be 0 for what fits"
+        )
+    tensor = mesh.axis_names.index("tensor")
+    groups = np.moveaxis(mesh.devices, tensor, -1).reshape(-1, mesh.shape["tensor"])
+    if not across and any(len({d.process_index for d in group}) > 1 for group in groups):
+        raise ValueError(
+            f"mesh.tensor={mesh.shape['tensor']}: the tensor axis would span processes of"
+            f" {jax.local_device_count()} devices, where rings and fused kernels cannot run; give"
+            " a --mesh.tensor that divides them, or --distributed.tensor-across-processes if that"
+            " is what you want"
+        )
+
+
+# Data
+
+
+def local_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
+    """The rows of a global array [rows, ...] that devices of this process hold, in order."""
+    parts = sharding.addressable_devices_indices_map((rows, 1)).values()
+    bounds = {part[0].indices(rows)[:2] for part in parts if part is not None}
+    return np.concatenate([np.arange(*bound) for bound in sorted(bounds)])
+
+
+def global_arrays(
+    arrays: Mapping[str, np.ndarray], sharding: NamedSharding, rows: int
+) -> dict[str, jax.Array]:
+    """Global arrays [rows, ...] from the `local_rows` that each process has."""
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array, (rows, *array.shape[1:]))
+        for name, array in arrays.items()
+    }
+
+
+# Agreement
+
+
+def gather_texts(text: str) -> list[str]:
+    """The texts of all processes, on all of them, in order."""
+    if jax.process_count() == 1:
+        return [text]
+    own = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([own.size], np.int32)).reshape(-1)
+    padded = np.pad(own, (0, -(-int(sizes.max()) // _TEXT_BYTES) * _TEXT_BYTES - own.size))
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Refuses invalid input on all processes, if one of them does.
+
+    Raises:
+      AgreedError: a process refuses its input. With one process its own error is raised.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        if jax.process_count() == 1:
+            raise
+        own = error
+    for number, message in enumerate(gather_texts("" if own is None else str(own))):
+        if message:
+            where = "" if number == 0 else f"process {number}: "
+            raise AgreedError(where + message) from own
+
+
+def check_same(what: str, value: Any, advice: str) -> None:
+    """Checks that all processes have the same JSON value.
+
+    Raises:
+      AgreedError: they do not; the message names what differs, and ends with the advice.
+    """
+    values = gather_texts(json.dumps(value, sort_keys=True))
+    for number, other in enumerate(values):
+        if other != values[0]:
+            named = ", ".join(_differences("", json.loads(values[0]), json.loads(other)))
+            raise AgreedError(
+                f"process {number} has another {what} than process 0: {named}; {advice}"
+            )
+
+
+def _differences(name: str, one: Any, other: Any) -> Iterator[str]:
+    if one == other:
+        return
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            yield from _differences(f"{name}.{key}".lstrip("."), one.get(key), other.get(key))
+        return
+    yield f"{name} {other}, not {one}".lstrip()
+
+
+class StopRequest:
+    """Whether a signal asks any process to stop. All of them get the same answer.
+
+    The number of the signal travels as a sum on the devices behind each step, and is read once the
+    host has waited for that step anyway. So the devices are never waited for, and an answer is one
+    step old.
+    """
+
+    def __init__(self, shutdown: Shutdown, mesh: Mesh) -> None:
+        self._shutdown = shutdown
+        self._answer: jax.Array | None = None
+        self._ask: Callable[[int], jax.Array] | None = None
+        self.signal = 0
+        """The number of the signal that all processes know of; 0 for none."""
+        if jax.process_count() > 1:
+            self._ask = _maximum(mesh)
+
+    def __call__(self) -> bool:
+        """Whether to stop. Every process calls it equally often, after it has started a program."""
+        if self.signal:
+            return True
+        if self._ask is None:
+            self.signal = self._shutdown.requested
+            return bool(self.signal)
+        if self._answer is not None:
+            self.signal = int(self._answer)
+        if not self.signal:
+            self._answer = self._ask(self._shutdown.requested)
+        return bool(self.signal)
+
+
+def _maximum(mesh: Mesh) -> Callable[[int], jax.Array]:
+    """A function that returns the largest of the numbers of all processes, int32 []."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+    placed: dict[int, jax.Array] = {}
+
+    def maximum(number: int) -> jax.Array:
+        if number not in placed:
+            own = np.full(jax.local_device_count(), number, np.int32)
+            placed[number] = jax.make_array_from_process_local_data(sharding, own, (mesh.size,))
+        return largest(placed[number])
+
+    return maximum
