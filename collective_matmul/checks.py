@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul.backends import BACKENDS, current_name
+from collective_matmul.site import WeightShards
 
 #: Type of the argument `implementation`: the name of a backend; several names, of which the first
 #: that can execute the op is used; or None to choose per shape.
@@ -21,7 +22,7 @@ _EXPECTED = "expected None (choose per shape), or one or several of {}"
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
-def axis_size(axis_name: str) -> int:
+def axis_size(axis_name: str, argument: str = "axis_name") -> int:
     """The size of a mesh axis that the enclosing `shard_map` made manual.
 
     Raises:
@@ -29,13 +30,13 @@ def axis_size(axis_name: str) -> int:
       NameError: if no enclosing `shard_map` has such an axis.
     """
     if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name={axis_name!r}: expected the name of one mesh axis, a string")
+        raise TypeError(f"{argument}={axis_name!r}: expected the name of one mesh axis, a string")
     try:
         return lax.axis_size(axis_name)
     except NameError:
         bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         raise NameError(
-            f"axis_name={axis_name!r}: no such axis here (there are {bound}); call this inside"
+            f"{argument}={axis_name!r}: no such axis here (there are {bound}); call this inside"
             " jax.shard_map over a mesh with that axis"
         ) from None
 
@@ -59,13 +60,52 @@ def implementation(value: Implementation) -> tuple[str, ...] | None:
     return names
 
 
-def arrays(x: jax.Array, ws: Sequence[jax.Array]) -> None:
-    """Raises TypeError unless x and every w are arrays of one floating dtype."""
+def weight_shards(
+    weight_axis_name: str | None, weight_dimension: int, axis_name: str
+) -> WeightShards | None:
+    """How the weights of an op are sharded over a second mesh axis; None if they are whole.
+
+    Raises:
+      ValueError, TypeError: for an axis that is the op's own, or another dimension than 0 and 1.
+      NameError: if no enclosing `shard_map` has such an axis.
+    """
+    if weight_axis_name is None:
+        if weight_dimension != 0:
+            raise ValueError(
+                f"weight_dimension={weight_dimension}: nothing is sharded without weight_axis_name;"
+                " name the mesh axis that shards the weights"
+            )
+        return None
+    if weight_axis_name == axis_name:
+        raise ValueError(
+            f"weight_axis_name={weight_axis_name!r}: that is axis_name too; expected another mesh"
+            " axis, such as that of the batch"
+        )
+    if weight_dimension not in (0, 1):
+        raise ValueError(
+            f"weight_dimension={weight_dimension!r}: expected 0, the contracted dimension of w"
+            " [K, *N], or 1, the first of its features"
+        )
+    devices = axis_size(weight_axis_name, "weight_axis_name")
+    return WeightShards(weight_axis_name, devices, 1 if weight_dimension else 0)
+
+
+def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:
+    """Raises TypeError unless x and every w are arrays of one floating dtype.
+
+    Sharded weights may have a wider dtype than x, to which they are cast.
+    """
     for name, array in (("x", x), *(("w", w) for w in ws)):
         if not isinstance(array, jax.Array | np.ndarray):
             raise TypeError(f"{name}: a {type(array).__name__}; expected an array")
     for w in ws:
-        if x.dtype != w.dtype:
+        if shards is not None and w.dtype != ws[0].dtype:
+            raise TypeError(
+                f"w: a shard is {w.dtype} and another is {ws[0].dtype}; expected one dtype, that of"
+                " their gradients; cast one"
+            )
+        is_cast = shards is not None and w.dtype in DTYPES and w.dtype.itemsize > x.dtype.itemsize
+        if x.dtype != w.dtype and not is_cast:
             raise TypeError(
                 f"x is {x.dtype} and w is {w.dtype}; cast one, so that what is communicated has"
                 " the dtype you mean"
@@ -75,11 +115,12 @@ def arrays(x: jax.Array, ws: Sequence[jax.Array]) -> None:
         raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
 
 
-def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
+def operands(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:
     """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
     if not ws:
         raise ValueError("w=(): expected a weight or a sequence of at least one")
-    arrays(x, ws)
+    arrays(x, ws, shards)
+    parts = shards.axis_size if shards is not None and shards.dimension == 0 else 1
     if x.ndim < 2:
         raise ValueError(
             f"x: shape {x.shape} has {x.ndim} dimension(s); expected [..., m, ..., K] with at"
@@ -88,10 +129,11 @@ def operands(x: jax.Array, ws: Sequence[jax.Array]) -> None:
     for w in ws:
         if w.ndim < 2:
             raise ValueError(f"w: shape {w.shape}; expected [K, *N] with at least 2 dimensions")
-        if x.shape[-1] != w.shape[0]:
+        if x.shape[-1] != w.shape[0] * parts:
+            times = f" × {parts} shards" if parts > 1 else ""
             raise ValueError(
-                f"w: shape {w.shape} has {w.shape[0]} rows, x {x.shape} has {x.shape[-1]} columns;"
-                " expected the contracted dimension, x's last and w's first, to agree"
+                f"w: shape {w.shape} has {w.shape[0]}{times} rows, x {x.shape} has {x.shape[-1]}"
+                " columns; expected the contracted dimension, x's last and w's first, to agree"
             )
 
 

@@ -18,6 +18,17 @@ manual axes, the predicate may differ between groups, and a ring would wait for 
 are neither chosen nor taken from a sequence of names. Who requests one ring by its name states that
 all devices take the same branch and the same number of steps; a warning says so once.
 
+With `weight_axis_name`, a second mesh axis of size F shards the weights too, as in fully sharded
+data parallelism. Along that axis devices have different x. An op then takes this device's shard,
+[K/F, *N] or [K, N_0/F, ...], of each weight that it needs. It casts the shard to x's dtype, gathers
+it while it multiplies, and keeps only the shard for the backward pass, which gathers again::
+
+    W  [K, *N]   = all_gather(w.astype(x.dtype))    over weight_axis_name
+    dw [K/F, *N] = reduce_scatter(dW)               over weight_axis_name, in w's dtype
+
+So float32 shards of bfloat16 matmuls have gradients that are summed in float32: the terms are the
+rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
+
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
 instead of communicating again.
@@ -33,10 +44,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul import checks, gradients
+from collective_matmul import checks, gradients, sharded_weights
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.checks import Implementation
 from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
+from collective_matmul.sharded_weights import ShardedOpParams
+from collective_matmul.site import WeightShards
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.
 CHECKPOINT_NAME = "collective_matmul"
@@ -49,6 +62,8 @@ def all_gather_matmul(
     axis_name: str,
     *,
     gather_dimension: int = 0,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
     implementation: Implementation = None,
 ) -> jax.Array: ...
 @overload
@@ -58,9 +73,20 @@ def all_gather_matmul(
     axis_name: str,
     *,
     gather_dimension: int = 0,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]: ...
-def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=None):
+def all_gather_matmul(
+    x,
+    w,
+    axis_name,
+    *,
+    gather_dimension=0,
+    weight_axis_name=None,
+    weight_dimension=0,
+    implementation=None,
+):
     """Gathers x along one dimension and multiplies it by w: ``all_gather(x) @ w``.
 
     Backward, with X the gathered x, [..., D*m, ..., K]::
@@ -74,9 +100,12 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
 
     Args:
       x: [..., m, ..., K], this device's shard along `gather_dimension`.
-      w: [K, *N], or a sequence of such.
+      w: [K, *N], or a sequence of such; or their shards over `weight_axis_name`.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
+      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
+        whole.
+      weight_dimension: the dimension of every w that `weight_axis_name` shards, 0 or 1.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -90,16 +119,21 @@ def all_gather_matmul(x, w, axis_name, *, gather_dimension=0, implementation=Non
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
     devices = checks.axis_size(axis_name)
     requested = checks.implementation(implementation)
-    checks.operands(x, ws)
+    shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    checks.operands(x, ws, shards)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
-    x, *matrices = pvary_all(axis_name, x, *map(_as_matrix, ws))
+    x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
     if x.size:
         call = op_params(axis_name, dimension, requested)
-        ys, _ = gather_matmul(x, tuple(matrices), call)
+        if shards is None:
+            ys, _ = gather_matmul(x, tuple(matrices), call)
+        else:
+            call = ShardedOpParams(call, shards)
+            ys = sharded_weights.gather_matmul(x, tuple(matrices), call)
     else:
         rows = x.shape[dimension] * devices
-        ys = [_product_of_nothing(x, matrix, {dimension: rows}) for matrix in matrices]
-    ys = tuple(named(_split_columns(y, weight)) for y, weight in zip(ys, ws, strict=True))
+        ys = [_product_of_nothing(x, matrix, {dimension: rows}, shards) for matrix in matrices]
+    ys = tuple(named(_split_columns(y, weight, shards)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
 
@@ -110,6 +144,8 @@ def matmul_reduce_scatter(
     *,
     scatter_dimension: int = 0,
     mean: bool = False,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Multiplies, sums over the axis and scatters: ``reduce_scatter(x @ w)``.
@@ -128,6 +164,9 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
+      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
+        whole.
+      weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -141,20 +180,30 @@ def matmul_reduce_scatter(
     """
     devices = checks.axis_size(axis_name)
     requested = checks.implementation(implementation)
-    checks.operands(x, (w,))
+    shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    checks.operands(x, (w,), shards)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
-    x, matrix = pvary_all(axis_name, x, _as_matrix(w))
+    x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
         call = op_params(axis_name, dimension, requested)
-        y = matmul_scatter((x,), (matrix,), call)
+        if shards is None:
+            y = matmul_scatter((x,), (matrix,), call)
+        else:
+            y = sharded_weights.matmul_scatter(x, (matrix,), ShardedOpParams(call, shards))
     else:
-        y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices})
-    return named(_split_columns(y / devices if mean else y, w))
+        y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices}, shards)
+    return named(_split_columns(y / devices if mean else y, w, shards))
 
 
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, axis_name: str, *, implementation: Implementation = None
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    *,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Multiplies and sums over the axis: ``psum(x @ w)``.
 
@@ -171,6 +220,9 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
+      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
+        whole.
+      weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -183,28 +235,46 @@ def matmul_all_reduce(
     """
     checks.axis_size(axis_name)
     requested = checks.implementation(implementation)
-    checks.operands(x, (w,))
-    x, matrix = pvary_all(axis_name, x, _as_matrix(w))
+    shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    checks.operands(x, (w,), shards)
+    x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
+        if shards is not None:
+            # Nothing of an all-reduce is divided into chunks, under which a gather could hide.
+            matrix = sharded_weights.gather_weight(matrix, shards, x.dtype)
         call = op_params(axis_name, None, requested)
         y = gradients.matmul_all_reduce((x,), (matrix,), call)
     else:
-        y = _product_of_nothing(x, matrix, {}, summed_over=axis_name)
-    return named(_split_columns(y, w))
+        y = _product_of_nothing(x, matrix, {}, shards, summed_over=axis_name)
+    return named(_split_columns(y, w, shards))
+
+
+def _varying(
+    axis_name: str, shards: WeightShards | None, *arrays: jax.Array
+) -> Sequence[jax.Array]:
+    """The operands, typed as varying over all axes of the op; see `pvary_all`."""
+    arrays = tuple(pvary_all(axis_name, *arrays))
+    return arrays if shards is None else pvary_all(shards.axis_name, *arrays)
 
 
 def _product_of_nothing(
-    x: jax.Array, w: jax.Array, sizes: dict[int, int], summed_over: str | None = None
+    x: jax.Array,
+    w: jax.Array,
+    sizes: dict[int, int],
+    shards: WeightShards | None,
+    summed_over: str | None = None,
 ) -> jax.Array:
     """The product of an x without elements, which XLA can neither gather nor sum over devices.
 
     Args:
       x: [..., K], with K or another size 0.
-      w: [K, N].
+      w: [K, N], or a shard of it.
       sizes: the sizes of dimensions of the result that differ from x's.
+      shards: how w is sharded.
       summed_over: an axis over which the result does not vary.
     """
-    shape = [sizes.get(i, size) for i, size in enumerate((*x.shape[:-1], w.shape[1]))]
+    columns = _features(w, shards)
+    shape = [sizes.get(i, size) for i, size in enumerate((*x.shape[:-1], *columns))]
     zeros = jnp.zeros(shape, x.dtype)
     return vary_over(zeros, (varying_axes(x) | varying_axes(w)) - {summed_over})
 
@@ -214,9 +284,17 @@ def _as_matrix(w: jax.Array) -> jax.Array:
     return w.reshape(w.shape[0], math.prod(w.shape[1:]))
 
 
-def _split_columns(y: jax.Array, w: jax.Array) -> jax.Array:
-    """[..., N] -> [..., *N], with w [K, *N]."""
-    return y.reshape(*y.shape[:-1], *w.shape[1:])
+def _split_columns(y: jax.Array, w: jax.Array, shards: WeightShards | None) -> jax.Array:
+    """[..., N] -> [..., *N], with w [K, *N], or a shard of it."""
+    return y.reshape(*y.shape[:-1], *_features(w, shards))
+
+
+def _features(w: jax.Array, shards: WeightShards | None) -> tuple[int, ...]:
+    """The sizes *N of a weight [K, *N], of which w may be a shard."""
+    first, *others = w.shape[1:]
+    if shards is not None and shards.dimension == 1:
+        first *= shards.axis_size
+    return first, *others
 
 
 def named(y: jax.Array) -> jax.Array:

@@ -36,6 +36,24 @@ class Einsum:
 
 
 @dataclass(frozen=True)
+class WeightShards:
+    """The sharding of a site's weights over a second mesh axis, over which the op gathers them.
+
+    Attributes:
+      axis_name: the mesh axis.
+      axis_size: number of devices on it.
+      dimension: the dimension of each weight [K, N] that is sharded.
+    """
+
+    axis_name: str
+    axis_size: int
+    dimension: Literal[0, 1]
+
+    def __str__(self) -> str:
+        return f"{'KN'[self.dimension]} of w over {self.axis_name or 'devices'}={self.axis_size}"
+
+
+@dataclass(frozen=True)
 class Site:
     """An op and its local shapes.
 
@@ -52,6 +70,8 @@ class Site:
       co_gathered: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether the gathered array is a result too.
       einsum: the multiplication, if it is not a matmul; or None.
+      weight_shards: how the weights are sharded, if the op gathers them too; or None. In a
+        backward pass their gradients are also summed over that axis, and scattered.
       dimension: gathered or scattered dimension of every x and of the result; None for an
         all-reduce or an einsum.
       transpose_w: whether the weights are stored as [N, K].
@@ -72,6 +92,7 @@ class Site:
     co_gathered: tuple[int, ...] | None = None
     keep_gathered: bool = False
     einsum: Einsum | None = None
+    weight_shards: WeightShards | None = None
     dimension: int | None = field(default=0, compare=False)
     transpose_w: bool = field(default=False, compare=False)
     transposed: tuple[str, ...] = field(default=(), compare=False)
@@ -92,6 +113,7 @@ class Site:
             operands=tuple(sorted(((_flat(x), w) for x, w in self.operands), reverse=True)),
             dtype=np.dtype(self.dtype),
             axis_name="",
+            weight_shards=self.weight_shards and replace(self.weight_shards, axis_name=""),
             co_gathered=None if self.co_gathered is None else _flat(self.co_gathered),
             dimension=0,
             transpose_w=self.has_weight_gradient,
@@ -128,6 +150,11 @@ class Site:
         return 2 * self.product_rows * self.contracted * self.columns
 
     @property
+    def communicates(self) -> bool:
+        """Whether more than one device takes part in an axis of the op."""
+        return max(self.axis_size, self.weight_shards.axis_size if self.weight_shards else 1) > 1
+
+    @property
     def has_weight_gradient(self) -> bool:
         """Whether a weight gradient is computed from the gathered array, as in a backward pass.
 
@@ -150,7 +177,18 @@ class Site:
             elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
         if self.op == "matmul_all_reduce":
             elements *= 2
-        return elements * np.dtype(self.dtype).itemsize + self.co_gathered_bytes
+        own = elements * np.dtype(self.dtype).itemsize
+        return own + self.co_gathered_bytes + self.weight_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """The part of `bytes_communicated` that belongs to weights, and to their gradients."""
+        if self.weight_shards is None:
+            return 0
+        devices = self.weight_shards.axis_size
+        elements = sum(math.prod(w) for _, w in self.operands) * (devices - 1) // devices
+        passes = 2 if self.direction == "backward" else 1
+        return passes * elements * np.dtype(self.dtype).itemsize
 
     @property
     def co_gathered_bytes(self) -> int:
@@ -173,7 +211,10 @@ class Site:
         kept = ", gathered kept" if self.keep_gathered else ""
         moved = f", {' and '.join(self.transposed)} transposed" if self.transposed else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
-        return f"{np.dtype(self.dtype).name} {matmuls}{co_gathered}{kept}{moved} over {axis}"
+        shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
+        return (
+            f"{np.dtype(self.dtype).name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}"
+        )
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"

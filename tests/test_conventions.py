@@ -39,7 +39,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mosaic_gpu": ("mosaic_gpu",),
     "backends": ("backends",),
     "dispatch": ("dispatch",),
-    "ops": ("checks", "einsum", "einsum_execution", "einsum_checks", "gradients", "ops"),
+    "ops": (
+        "checks",
+        "einsum",
+        "einsum_execution",
+        "einsum_checks",
+        "gradients",
+        "ops",
+        "sharded_weights",
+    ),
     "users": ("__main__", "compiler", "explain", "graph_functions", "layers", "rewrite", "tuning"),
 }
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")

@@ -21,12 +21,12 @@ def matmul(x: jax.Array, w: jax.Array, transpose_w: bool = False) -> jax.Array:
     return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transpose_w else 0,)), ((), ())))
 
 
-def add(*terms: jax.Array) -> jax.Array:
-    """The sum in the terms' dtype, rounded once: the additions themselves are in float32."""
+def add(*terms: jax.Array, dtype: Any = None) -> jax.Array:
+    """The sum in `dtype`, by default the terms', rounded once: additions are in float32."""
+    dtype = dtype or terms[0].dtype
     if len(terms) == 1:
-        return terms[0]
-    dtype = terms[0].dtype
-    wide = accumulator(dtype)
+        return terms[0].astype(dtype)
+    wide = accumulator(terms[0].dtype)
     return functools.reduce(jnp.add, (term.astype(wide) for term in terms)).astype(dtype)
 
 

@@ -1,7 +1,8 @@
 """The contract of a backend: it executes the ops, and answers questions about them.
 
 Every backend executes the three ops on matrices; an `EinsumBackend` also executes the fourth,
-einsums that are not matmuls. Shapes are local to one device: D devices are on the axis, K is
+einsums that are not matmuls; a `ShardedWeightBackend` also executes ops that gather their weights
+over a second mesh axis. Shapes are local to one device: D devices are on the axis, K is
 contracted, N are columns.
 
 =========================  =======================================  ==========================
@@ -29,6 +30,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 
 from collective_matmul.backends.chunked_array import ChunkedArray
+from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.data import Record
 from collective_matmul.equation import Equation
 from collective_matmul.site import Site
@@ -214,4 +216,49 @@ class EinsumBackend(Backend, Protocol):
           This device's shard of the sum; and `co_gathered`, which has the labels of the result,
           gathered along the label.
         """
+        ...
+
+
+@runtime_checkable
+class ShardedWeightBackend(Backend, Protocol):
+    """A backend that also executes ops on sharded weights, which it gathers over their own axis.
+
+    Weights are gathered in the dtype of x. Their gradients are summed over their axis in the dtype
+    of `ShardedWeights.gradient_dtype`, and scattered like the weights.
+    """
+
+    def gather_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """``all_gather(x) @ w`` for each w; shapes are those of `all_gather_matmul`."""
+        ...
+
+    def gather_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dys: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The gradients of x and of each shard, given those of the products."""
+        ...
+
+    def scatter_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> jax.Array:
+        """``reduce_scatter(x @ w)`` for the only w; shapes: see `matmul_reduce_scatter`."""
+        ...
+
+    def scatter_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dy: jax.Array,
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The gradients of x and of the only shard, given that of the result."""
         ...

@@ -66,11 +66,18 @@ class ChunkedArray:
         return whole
 
 
+#: A block of columns, and the number of equal blocks that the columns are divided into.
+ColumnBlock = tuple[Any, int]
+_ALL_COLUMNS: ColumnBlock = (0, 1)
+
+
 def weight_gradients(
     x: jax.Array | ChunkedArray,
     ys: Sequence[jax.Array | ChunkedArray],
     *,
     dimension: int | None,
+    x_block: ColumnBlock = _ALL_COLUMNS,
+    y_block: ColumnBlock = _ALL_COLUMNS,
 ) -> tuple[jax.Array, ...]:
     """``xᵀ y`` for each y, contracted over all rows: [K, N].
 
@@ -78,17 +85,25 @@ def weight_gradients(
       x: [..., rows, ..., K].
       ys: each [..., rows, ..., N].
       dimension: the one that chunks divide; None if neither x nor the only y is in chunks.
+      x_block: the block of x's columns to use.
+      y_block: the same for each y.
     """
     gathered = x if isinstance(x, ChunkedArray) else ys[0]
-    if isinstance(gathered, ChunkedArray):
+    divided = x_block is not _ALL_COLUMNS or y_block is not _ALL_COLUMNS
+    if isinstance(gathered, ChunkedArray) or divided:
         assert dimension is not None
-        xs = _chunks_of(x, gathered, dimension)
-        terms = zip(*(_chunks_of(y, gathered, dimension) for y in ys), strict=True)
+        xs = _chunks_of(x, gathered, dimension, x_block)
+        terms = zip(*(_chunks_of(y, gathered, dimension, y_block) for y in ys), strict=True)
         products = chunk_matmul.contract_chunks(xs, list(terms), dimension=dimension)
         if products is not None:
             return products
     x, *ys = (whole_of(array, dimension) for array in (x, *ys))
+    x, *ys = (_columns_of(x, x_block), *(_columns_of(y, y_block) for y in ys))
     return tuple(contract_rows(x, y) for y in ys)
+
+
+def _columns_of(array: jax.Array, block: ColumnBlock) -> jax.Array:
+    return read(Rows(array, 0, array.shape[0], *block), 0)
 
 
 def whole_of(array: jax.Array | ChunkedArray | None, dimension: int | None) -> jax.Array:
@@ -101,13 +116,21 @@ def whole_of(array: jax.Array | ChunkedArray | None, dimension: int | None) -> j
 
 
 def _chunks_of(
-    array: jax.Array | ChunkedArray, gathered: ChunkedArray, dimension: int
+    array: jax.Array | ChunkedArray,
+    gathered: jax.Array | ChunkedArray,
+    dimension: int,
+    block: ColumnBlock,
 ) -> list[Rows]:
     """The chunks of an array that correspond to those of `gathered`, in its order."""
+    if not isinstance(gathered, ChunkedArray):
+        assert not isinstance(array, ChunkedArray)
+        return [Rows(array, 0, array.shape[dimension], *block)]
     sizes = [chunk.shape[dimension] for chunk in gathered.chunks]
     if isinstance(array, ChunkedArray):
-        return [Rows(chunk, 0, size) for chunk, size in zip(array.chunks, sizes, strict=True)]
-    return [Rows(array, *place) for place in zip(gathered.starts, sizes, strict=True)]
+        return [
+            Rows(chunk, 0, size, *block) for chunk, size in zip(array.chunks, sizes, strict=True)
+        ]
+    return [Rows(array, *place, *block) for place in zip(gathered.starts, sizes, strict=True)]
 
 
 def read(chunk: Rows, dimension: int) -> jax.Array:

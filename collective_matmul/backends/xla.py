@@ -9,9 +9,16 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.backends.arithmetic import add, einsum, matmul
-from collective_matmul.backends.base import Backend, EinsumBackend, GatherResidual, Prediction
+from collective_matmul.backends.arithmetic import add, contract_rows, einsum, matmul
+from collective_matmul.backends.base import (
+    Backend,
+    EinsumBackend,
+    GatherResidual,
+    Prediction,
+    ShardedWeightBackend,
+)
 from collective_matmul.backends.matmul_cost import communication_seconds, multiplication_seconds
+from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.equation import Equation
 from collective_matmul.hardware import assumed_rates, rates
 from collective_matmul.site import Site
@@ -71,7 +78,7 @@ class SequentialBackend(Backend, Protocol):
         return self.all_reduce(add(*map(matmul, xs, ws)), axis_name)
 
 
-class Xla(SequentialBackend, EinsumBackend):
+class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
     """XLA's own collectives. Other backends must be faster."""
 
     name = "xla"
@@ -116,6 +123,63 @@ class Xla(SequentialBackend, EinsumBackend):
         if co_gathered is None:
             return y, None
         return y, self.all_gather(co_gathered, axis_name, dimension)
+
+    def gather_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """Gathers the weights and x, then multiplies."""
+        return self.all_gather_matmul(x, self._whole(weights), axis_name, dimension=dimension)[0]
+
+    def gather_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dys: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Gathers the weights, then multiplies and reduce-scatters."""
+        whole = self._whole(weights)
+        dx, gathered = self.matmul_reduce_scatter(
+            dys, whole, axis_name, dimension=dimension, transpose_w=True, co_gathered=x
+        )
+        assert isinstance(gathered, jax.Array)
+        return dx, tuple(self._scattered(weights, contract_rows(gathered, dy)) for dy in dys)
+
+    def scatter_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> jax.Array:
+        """Gathers the weights, multiplies, then reduce-scatters."""
+        whole = self._whole(weights)
+        return self.matmul_reduce_scatter([x], whole, axis_name, dimension=dimension)[0]
+
+    def scatter_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dy: jax.Array,
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Gathers the weights and dy, then multiplies and reduce-scatters."""
+        whole = self._whole(weights)
+        (dx,), gathered = self.all_gather_matmul(
+            dy, whole, axis_name, dimension=dimension, transpose_w=True, keep_gathered=True
+        )
+        assert isinstance(gathered, jax.Array)
+        return dx, (self._scattered(weights, contract_rows(x, gathered)),)
+
+    def _whole(self, weights: ShardedWeights) -> tuple[jax.Array, ...]:
+        return tuple(
+            self.all_gather(shard, weights.axis_name, weights.dimension) for shard in weights.shards
+        )
+
+    def _scattered(self, weights: ShardedWeights, gradient: jax.Array) -> jax.Array:
+        """This device's shard of the sum of a weight's gradients."""
+        gradient = gradient.astype(weights.gradient_dtype)
+        return self.reduce_scatter(gradient, weights.axis_name, weights.dimension)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """None: it executes every site."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from collective_matmul.backends import BACKENDS, REFERENCE
-from collective_matmul.backends.base import Backend, EinsumBackend, Prediction
+from collective_matmul.backends.base import Backend, EinsumBackend, Prediction, ShardedWeightBackend
 from collective_matmul.dispatch import lookup, table_files
 from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.hardware import traced_device
@@ -59,6 +59,9 @@ def unsupported_reason(site: Site, name: str) -> str | None:
     """Why a backend cannot execute a site, or the program may not use it; None if it can."""
     backend = BACKENDS[name]
     if not _fits(site, backend):
+        if site.weight_shards is not None:
+            axis_name = site.weight_shards.axis_name
+            return f"w is sharded over axis {axis_name!r}, and {name} multiplies whole weights"
         assert site.einsum is not None
         return f"{site.einsum.equation!r} is not a matmul, and {name} executes nothing else"
     reason = backend.unsupported_reason(site)
@@ -125,11 +128,13 @@ def _predicted(site: Site, backends: list[Backend]) -> dict[str, Comparison]:
 
 def _is_worth_asking(site: Site) -> bool:
     """Whether there is anything to communicate and to multiply."""
-    return site.axis_size > 1 and site.flops > 0
+    return site.communicates and site.flops > 0
 
 
 def _fits(site: Site, backend: Backend) -> bool:
     """Whether a backend has a function for what is multiplied at a site."""
+    if site.weight_shards is not None and not isinstance(backend, ShardedWeightBackend):
+        return False
     return site.einsum is None or isinstance(backend, EinsumBackend)
 
 

@@ -111,7 +111,7 @@ def _first_supported(assessments: Assessments, requested: Sequence[str]) -> _Cho
 
 def _fastest(assessments: Assessments) -> _Choice:
     site = assessments.site
-    if site.axis_size == 1:
+    if not site.communicates:
         return _Choice(REFERENCE, "one device: nothing to communicate")
     if site.flops == 0:
         return _Choice(REFERENCE, "an empty array: nothing to multiply")

@@ -135,7 +135,7 @@ def _kind(site: Site) -> tuple:
     is_matmul = site.einsum is None
     work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
     # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs.
-    return *work, site.dtype.itemsize, site.is_aligned
+    return *work, site.weight_shards, site.dtype.itemsize, site.is_aligned
 
 
 def _entry_from(record: Record) -> tuple[Site, Entry]:

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
-from jaxlib.mlir.dialects import nvvm
 
 from collective_matmul._compat import in_place_kernel
+from collective_matmul.mosaic_gpu.fences import wgmma_fence
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES, TileScheduler
@@ -69,12 +69,11 @@ class PersistentGemm(TileScheduler):
         columns = [out.shape[2] // out_column_blocks for out in outs]
         super().__init__(tiling, batch, outs[0].shape[1], columns, steps)
         # In the kernel, an operand's indices are their places in `indices`, see `matmul`.
-        count = len(xs) * (1 + len(outs))
-        numbers = itertools.count()
+        count, numbers = len(xs) * (1 + len(outs)), itertools.count()
 
         def placed(operand: Operand) -> Operand:
-            number = next(numbers)
-            return operand._replace(array=None, index=number, column_block=count + 1 + number)
+            index = next(numbers)
+            return operand._replace(array=None, index=index, column_block=count + 1 + index)
 
         self.xs = [placed(x) for x in xs]
         self.ws = [[placed(w) for w in term] for term in ws]
@@ -82,13 +81,12 @@ class PersistentGemm(TileScheduler):
         self.out_column_blocks = out_column_blocks
         self.planes_per_batch = outs[0].shape[0] // batch
         self.contracted_planes = contracted_planes
-        # The rows of x to load for a tile. If x has fewer rows than a tile, the others are not
-        # loaded: TMA takes longer for rows out of bounds, and their results are not stored. Blocks
+        # Rows of x beyond its end are not loaded: TMA takes longer for rows out of bounds. Blocks
         # that multicast x load equal parts of it, each of whole swizzles.
         self.x_rows = tiling.tile_m
         if xs[0].free == 1:
-            multiple = ROW_MULTIPLE * tiling.cluster[1]
-            self.x_rows = min(tiling.tile_m, pl.cdiv(xs[0].array.shape[1], multiple) * multiple)
+            multiple, rows = ROW_MULTIPLE * tiling.cluster[1], xs[0].array.shape[1]
+            self.x_rows = min(tiling.tile_m, pl.cdiv(rows, multiple) * multiple)
 
     def kernel(
         self, outs: Sequence[jax.Array], name: str, multiprocessors: int, interpret: Any = False
@@ -317,9 +315,8 @@ class PersistentGemm(TileScheduler):
 
     def out_first_column(self, indices: Ref, plane: Ref) -> Scalar:
         """Returns the first column of the block of a result that is written."""
-        if self.out_column_blocks == 1:
-            return 0
-        return indices[self.out_column_block] * (plane.shape[-1] // self.out_column_blocks)
+        blocks = self.out_column_blocks
+        return 0 if blocks == 1 else indices[self.out_column_block] * (plane.shape[-1] // blocks)
 
     def mma(
         self,
@@ -355,7 +352,7 @@ class PersistentGemm(TileScheduler):
                 w = stages.w.at[stage].at[:, w_part]
             else:
                 w = stages.w.at[stage].at[w_part, :].transpose((1, 0))
-            _wgmma_fence()
+            wgmma_fence()
             plgpu.wgmma(accumulator, x, w)
             # One wgmma may be in flight: the one before is done now, and its stage is free.
             plgpu.wgmma_wait(1)
@@ -401,13 +398,3 @@ class PersistentGemm(TileScheduler):
             # descriptor, so TMA would not stop at their end.
             pl.when(column == 0)(copy)
         plgpu.commit_smem_to_gmem_group()
-
-
-@plgpu.inline_mgpu()
-def _wgmma_fence(_: Any) -> None:
-    """Orders the accumulator's registers before a wgmma.
-
-    Without this ptxas adds fences itself. Where it cannot prove that all lanes arrive together, it
-    makes each wgmma wait for the one before.
-    """
-    nvvm.wgmma_fence_aligned()

@@ -294,7 +294,7 @@ class Simulation:
         own = {
             "async_remote_store": self.async_remote_store,
             "signal_peers": self.signal_peers,
-            "_wgmma_fence": _nothing,
+            "wgmma_fence": _nothing,
         }
         for module in modules:
             for name, played in primitives.items():

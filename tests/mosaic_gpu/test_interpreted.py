@@ -223,7 +223,11 @@ def test_multiply_chunks(case: Multiply, use_tiling: UseTiling) -> None:
     assert results is not None
     for q, result in enumerate(results):
         parts, untouched = (
-            [part for rows in np.split(array, count, dimension) for part in np.split(rows, blocks, -1)]
+            [
+                part
+                for rows in np.split(array, count, dimension)
+                for part in np.split(rows, blocks, -1)
+            ]
             for array in (np.asarray(result), before[q])
         )
         pairs = ((x, term[q]) for x, term in zip(xs, ws, strict=True))

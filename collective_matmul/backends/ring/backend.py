@@ -12,18 +12,24 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from collective_matmul.backends.base import EinsumBackend, GatherResidual, Prediction
+from collective_matmul.backends.base import (
+    EinsumBackend,
+    GatherResidual,
+    Prediction,
+    ShardedWeightBackend,
+)
 from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
-from collective_matmul.backends.ring import cost, einsum_walk
+from collective_matmul.backends.ring import cost, einsum_walk, weight_gather
 from collective_matmul.backends.ring.schedule import Chunk, Pattern
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
+from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.equation import Equation
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.site import Site
 
 
-class RingBackend(EinsumBackend):
+class RingBackend(EinsumBackend, ShardedWeightBackend):
     """A ring with one pattern of schedule; see `Backend` for shapes."""
 
     def __init__(self, name: str, pattern: Pattern):
@@ -131,6 +137,46 @@ class RingBackend(EinsumBackend):
         y = einsum_walk.scatter_einsum(equation, a, b, scatter, gather)
         return y, None if gather is None else gather.gathered()
 
+    def gather_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """Multiplies the first shard of x by the weights as they arrive, the others by all."""
+        return weight_gather.gather_matmul(x, weights, self.pattern, axis_name, dimension)
+
+    def gather_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dys: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Both gradients; see `ring.weight_gather`."""
+        return weight_gather.gather_matmul_gradients(
+            x, weights, dys, self.pattern, axis_name, dimension
+        )
+
+    def scatter_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> jax.Array:
+        """Multiplies the first chunk of x by the weights as they arrive, the others by all."""
+        return weight_gather.matmul_scatter(x, weights, self.pattern, axis_name, dimension)
+
+    def scatter_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dy: jax.Array,
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Both gradients; see `ring.weight_gather`."""
+        return weight_gather.matmul_scatter_gradients(
+            x, weights, dy, self.pattern, axis_name, dimension
+        )
+
     def unsupported_reason(self, site: Site) -> str | None:
         """Permutes meet on all devices; and an all-reduce scatters rows, which the axis divides."""
         if site.divergent_axes:
@@ -148,7 +194,10 @@ class RingBackend(EinsumBackend):
 
     def unprofitable_reason(self, site: Site) -> str | None:
         """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
-        reason = no_peer_copies_reason(site.axis_name)
+        axes = [site.axis_name] if site.axis_size > 1 else []
+        if site.weight_shards is not None and site.weight_shards.axis_size > 1:
+            axes.append(site.weight_shards.axis_name)
+        reason = next(filter(None, map(no_peer_copies_reason, axes)), None)
         return None if reason is None else f"would hide nothing: {reason}"
 
     def predict(self, site: Site) -> Prediction | None:

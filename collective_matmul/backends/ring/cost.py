@@ -64,19 +64,45 @@ def _on_device(site: Site) -> float:
     copy = gpu.copy_seconds + bytes_at_once / gpu.link_bytes
     multiply = _chunk_matmuls(site, site.product_rows // site.axis_size)
     steps = permutes * max(multiply, copy) + multiply
-    return steps + _passes(site) + weight_gradient_seconds(site)
+    gradients = weight_gradient_seconds(site)
+    return steps + _passes(site) + gradients + _waits_for_weights(site, multiply, gradients)
+
+
+def _waits_for_weights(site: Site, multiply: float, gradients: float) -> float:
+    """Seconds in which the gather of weights, and the scatter of gradients, has nothing to hide it.
+
+    Shards travel under the first product with them, but for its last block. In a backward pass
+    without a ring they travel under the weight gradients instead.
+    """
+    if site.weight_shards is None:
+        return 0.0
+    gpu, devices = assumed_rates(), site.weight_shards.axis_size
+    passes = 2 if site.direction == "backward" else 1
+    travels = (devices - 1) * gpu.copy_seconds + site.weight_bytes / passes / gpu.link_bytes
+    hidden = (devices - 1) / devices
+    if site.direction == "forward":
+        return max(0.0, travels - hidden * multiply)
+    if site.axis_size == 1:
+        return 2 * max(0.0, travels - hidden * gradients)
+    return max(0.0, travels - hidden * multiply) + max(0.0, travels - hidden * gradients)
 
 
 def _on_host(site: Site) -> float:
     permutes = 1 if site.co_gathered is None else 2
     operands = len(site.operands) - 1
     step = permutes * HOST_SECONDS_PER_PERMUTE + operands * HOST_SECONDS_PER_OPERAND
-    return assumed_rates().host_seconds + (site.axis_size - 1) * step
+    weights = 0.0
+    if site.weight_shards is not None:
+        passes = 2 if site.direction == "backward" else 1
+        copies = passes * (site.weight_shards.axis_size - 1) * len(site.operands)
+        weights = copies * HOST_SECONDS_PER_PERMUTE
+    return assumed_rates().host_seconds + (site.axis_size - 1) * step + weights
 
 
 def _bytes_sent(site: Site) -> int:
     """Bytes that each device sends in the ring; for an all-reduce, in its first half."""
-    return site.bytes_communicated // (2 if site.op == "matmul_all_reduce" else 1)
+    own = site.bytes_communicated - site.weight_bytes
+    return own // (2 if site.op == "matmul_all_reduce" else 1)
 
 
 def _chunk_matmuls(site: Site, rows: int) -> float:

@@ -9,6 +9,7 @@ the one being multiplied and the one arriving, or one more in the direct pattern
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from collective_matmul.backends.arithmetic import add
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.backends.ring.schedule import Chunk, Pattern, Step, Use, make_schedule
 
-Chunks = dict[Chunk, jax.Array]
+#: Arrays by chunk; or several arrays of each, where no chunk is divided into parts.
+Chunks = dict[Chunk, Any]
 
 
 class Ring:
@@ -143,21 +145,27 @@ def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, res
 
 
 def walk_scatter(
-    scatter: Ring, gather: Gather | None, multiply: Callable[..., jax.Array], operands: Any
-) -> jax.Array:
+    scatter: Ring,
+    gather: Gather | None,
+    multiply: Callable[..., Any],
+    operands: Any,
+    dtype: Any = None,
+) -> Any:
     """Sums the chunks while their accumulators travel.
 
     Args:
       scatter: the place of the chunks.
       gather: shards to gather in the same loop, if any.
-      multiply: ``multiply(chunk, operands)`` is this device's term of the chunk's sum.
+      multiply: ``multiply(chunk, operands)`` is this device's term of the chunk's sum: an array, or
+        several if the schedule does not divide shards into parts.
       operands: arrays that are sliced.
+      dtype: of the result; by default that of the terms.
 
     Returns:
       The sum of this device's own chunk.
     """
     # The terms of each chunk's sum so far. They are added in one pass when the sum leaves.
-    terms: dict[Chunk, list[jax.Array]] = {}
+    terms: dict[Chunk, list[Any]] = {}
     for i, step in enumerate(scatter.steps):
         leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
         arriving = scatter.permute(leaving, step)
@@ -168,7 +176,7 @@ def walk_scatter(
         for chunk, value in arriving.items():
             terms.setdefault(chunk, []).append(value)
         for chunk in scatter.chunks_sent_by(i + 1):
-            terms[chunk] = [add(*terms[chunk])]
+            terms[chunk] = [jax.tree.map(add, *terms[chunk])]
         if i + 1 < len(scatter.steps):
             # The operands are tied too, so that the next matmul starts after this step. Arrived
             # chunks are tied too: an array that is being sent stays in memory until it has arrived.
@@ -177,4 +185,5 @@ def walk_scatter(
             operands, terms, co_gathered = lax.optimization_barrier(tied)
             if gather is not None:
                 gather.held |= co_gathered
-    return scatter.join({chunk: add(*values) for chunk, values in terms.items()})
+    total = functools.partial(add, dtype=dtype)
+    return scatter.join({chunk: jax.tree.map(total, *each) for chunk, each in terms.items()})

@@ -1,0 +1,119 @@
+"""Weights that are sharded over a second mesh axis, and products with blocks of them.
+
+A device's shard is a block of a weight [K, N]: a slice of K, or of N. Depending on which of them a
+product contracts, it is a sum over blocks, or each block of its columns is a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul.backends import chunked_array
+from collective_matmul.backends.chunked_array import ChunkedArray, multiply_chunks
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+
+#: Blocks of all weights: the number of the block, an int32 scalar, and each weight's shard.
+Blocks = Sequence[tuple[Any, Sequence[jax.Array]]]
+
+
+@dataclass(frozen=True)
+class ShardedWeights:
+    """The shards of several weights, which all are sharded alike.
+
+    Attributes:
+      shards: each [K/F, N] or [K, N/F], with F the size of the axis.
+      axis_name: the mesh axis.
+      dimension: the sharded dimension.
+      gradient_dtype: the dtype in which gradients are summed over the axis.
+    """
+
+    shards: tuple[jax.Array, ...]
+    axis_name: str
+    dimension: Literal[0, 1]
+    gradient_dtype: jnp.dtype
+
+    @property
+    def devices(self) -> int:
+        """F, the size of the axis."""
+        return lax.axis_size(self.axis_name)
+
+    def whole_shape(self, shard: jax.Array) -> tuple[int, int]:
+        """(K, N) of the weight that a shard belongs to."""
+        sizes = list(shard.shape)
+        sizes[self.dimension] *= self.devices
+        return sizes[0], sizes[1]
+
+    def divides_columns(self, transpose_w: bool) -> bool:
+        """Whether blocks are columns of a product with the weights, and not terms of a sum."""
+        return (self.dimension == 1) != transpose_w
+
+
+def multiply_blocks(
+    weights: ShardedWeights,
+    blocks: Blocks,
+    xs: Sequence[Rows],
+    outs: Sequence[Rows],
+    *,
+    dimension: int,
+    transpose_w: bool,
+) -> tuple[jax.Array, ...]:
+    """Multiplies xs by the blocks that are given, and writes the result into chunks of `outs`.
+
+    Either there is one x, and each weight has a result; or there is one result, the sum over pairs
+    of an x and a weight.
+
+    Args:
+      weights: how the weights are sharded.
+      blocks: the blocks to multiply by.
+      xs: chunks of arrays [..., rows, ..., K].
+      outs: chunks of arrays [..., rows, ..., N].
+      dimension: the dimension that is divided into chunks, in xs and outs.
+      transpose_w: whether the weights are contracted along their last dimension.
+
+    Returns:
+      The arrays of outs. If blocks are terms of a sum, that of the given blocks; if they are
+      columns, other columns keep their values.
+    """
+    devices = weights.devices
+
+    def as_terms(shards: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        return [list(shards)] if len(xs) == 1 else [[shard] for shard in shards]
+
+    def block_of(rows: Rows, number: Any) -> Rows:
+        return rows._replace(column_block=number, column_blocks=devices)
+
+    options: dict[str, Any] = {"dimension": dimension, "transpose_w": transpose_w}
+    if not weights.divides_columns(transpose_w):
+        operands = [block_of(x, number) for number, _ in blocks for x in xs]
+        terms = [term for _, shards in blocks for term in as_terms(shards)]
+        return multiply_chunks(operands, terms, outs, **options)
+    for number, shards in blocks:
+        places = [block_of(out, number) for out in outs]
+        arrays = multiply_chunks(xs, as_terms(shards), places, **options)
+        outs = [out._replace(array=array) for out, array in zip(outs, arrays, strict=True)]
+    return tuple(out.array for out in outs)
+
+
+def weight_gradients(
+    weights: ShardedWeights,
+    number: Any,
+    x: jax.Array | ChunkedArray,
+    ys: Sequence[jax.Array | ChunkedArray],
+    *,
+    dimension: int,
+) -> tuple[jax.Array, ...]:
+    """One block of ``xᵀ y`` for each y, contracted over all rows: [K/F, N] or [K, N/F]."""
+    block, all_columns = (number, weights.devices), (0, 1)
+    return chunked_array.weight_gradients(
+        x,
+        ys,
+        dimension=dimension,
+        x_block=block if weights.dimension == 0 else all_columns,
+        y_block=block if weights.dimension == 1 else all_columns,
+    )

@@ -1,0 +1,173 @@
+"""The ops whose weights are sharded over a second mesh axis, with their gradients.
+
+`collective_matmul.ops` derives them. Call them inside `jax.shard_map`. Between forward and backward
+pass only shards are kept: the backward gathers the weights again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from collective_matmul.backends.base import ShardedWeightBackend
+from collective_matmul.backends.weight_blocks import ShardedWeights
+from collective_matmul.dispatch.selection import choose
+from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
+from collective_matmul.gradients import OpParams, ReverseMode
+from collective_matmul.site import Op, Site, WeightShards
+
+
+@dataclass(frozen=True)
+class ShardedOpParams:
+    """Parameters of an op with sharded weights.
+
+    Attributes:
+      op: the parameters of the op.
+      shards: how the weights are sharded.
+    """
+
+    op: OpParams
+    shards: WeightShards
+
+    def weights(self, shards: Sequence[jax.Array], dtype: Any) -> ShardedWeights:
+        """The weights of these shards, cast to `dtype` before they are gathered."""
+        cast = tuple(shard.astype(dtype) for shard in shards)
+        axis_name, _, dimension = dataclasses.astuple(self.shards)
+        return ShardedWeights(cast, axis_name, dimension, shards[0].dtype)
+
+    def choose(
+        self, op: Op, xs: Sequence[jax.Array], weights: ShardedWeights, **attributes: Any
+    ) -> ShardedWeightBackend:
+        """The backend for one pass; `attributes` are further attributes of its `Site`."""
+        backward = attributes.get("direction") == "backward"
+        shapes = map(weights.whole_shape, weights.shards)
+        site = Site(
+            op=op,
+            operands=tuple(
+                (x.shape, w[::-1] if backward else w) for x, w in zip(xs, shapes, strict=True)
+            ),
+            dtype=xs[0].dtype,
+            axis_name=self.op.axis_name,
+            axis_size=lax.axis_size(self.op.axis_name),
+            weight_shards=self.shards,
+            dimension=self.op.dimension,
+            transpose_w=backward,
+            divergent_axes=self.op.divergent_axes,
+            source=self.op.source,
+            **attributes,
+        )
+        chosen: Any = choose(site, self.op.implementation)
+        return chosen
+
+
+# The types of `jax.custom_vjp` do not survive `functools.partial`.
+_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
+
+
+@_custom_vjp
+def gather_matmul(
+    x: jax.Array, shards: tuple[jax.Array, ...], call: ShardedOpParams
+) -> tuple[jax.Array, ...]:
+    """``all_gather(x) @ w`` for the weight w of each shard."""
+
+    def products(x, shards):
+        weights = call.weights(shards, x.dtype)
+        chosen = call.choose("all_gather_matmul", (x,) * len(shards), weights)
+        dimension = call.op.shard_dimension
+        return chosen.gather_with_shards(x, weights, call.op.axis_name, dimension=dimension)
+
+    return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in shards), x, shards)
+
+
+def _gather_matmul_forward(x, shards, call: ShardedOpParams):
+    return gather_matmul(x, shards, call), (x, shards)
+
+
+def _gather_matmul_backward(call: ShardedOpParams, residuals, dys):
+    def gradients(residuals, dys):
+        # Without the barrier, XLA would reuse what the forward gathered, and keep it until now.
+        (x, shards), dys = lax.optimization_barrier((residuals, dys))
+        weights = call.weights(shards, x.dtype)
+        attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
+        chosen = call.choose("matmul_reduce_scatter", dys, weights, **attributes)
+        dimension = call.op.shard_dimension
+        return chosen.gather_with_shards_gradients(
+            x, weights, dys, call.op.axis_name, dimension=dimension
+        )
+
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dys)
+
+
+gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+
+
+@_custom_vjp
+def matmul_scatter(x: jax.Array, shards: tuple[jax.Array, ...], call: ShardedOpParams) -> jax.Array:
+    """``reduce_scatter(x @ w)`` for the weight w of the only shard."""
+
+    def product(x, shards):
+        weights = call.weights(shards, x.dtype)
+        chosen = call.choose("matmul_reduce_scatter", (x,), weights)
+        dimension = call.op.shard_dimension
+        return chosen.scatter_with_shards(x, weights, call.op.axis_name, dimension=dimension)
+
+    return with_auto_axes(product, lambda: product_spec(x, shards[0]), x, shards)
+
+
+def _matmul_scatter_forward(x, shards, call: ShardedOpParams):
+    return matmul_scatter(x, shards, call), (x, shards)
+
+
+def _matmul_scatter_backward(call: ShardedOpParams, residuals, dy):
+    def gradients(residuals, dy):
+        (x, shards), dy = lax.optimization_barrier((residuals, dy))
+        weights = call.weights(shards, x.dtype)
+        attributes: dict[str, Any] = {"direction": "backward", "keep_gathered": True}
+        chosen = call.choose("all_gather_matmul", (dy,), weights, **attributes)
+        dimension = call.op.shard_dimension
+        return chosen.scatter_with_shards_gradients(
+            x, weights, dy, call.op.axis_name, dimension=dimension
+        )
+
+    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+
+
+matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+
+
+@functools.partial(ReverseMode, nondiff_argnums=(1, 2))
+def gather_weight(shard: jax.Array, shards: WeightShards, dtype: Any) -> jax.Array:
+    """The whole weight [K, N] of a shard, cast to `dtype` before the gather.
+
+    Its gradient is summed over the axis in the shard's dtype, and scattered.
+    """
+
+    def gather(shard):
+        cast = shard.astype(dtype)
+        return lax.all_gather(cast, shards.axis_name, axis=shards.dimension, tiled=True)
+
+    return with_auto_axes(gather, lambda: specs_like(shard), shard)
+
+
+def _gather_weight_forward(shard, shards: WeightShards, dtype):
+    return gather_weight(shard, shards, dtype), shard
+
+
+def _gather_weight_backward(shards: WeightShards, dtype, shard, gradient):
+    del dtype
+
+    def scatter(gradient):
+        gradient = gradient.astype(shard.dtype)
+        dimension = shards.dimension
+        return lax.psum_scatter(gradient, shards.axis_name, scatter_dimension=dimension, tiled=True)
+
+    return (with_auto_axes(scatter, lambda: specs_like(shard), gradient),)
+
+
+gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
