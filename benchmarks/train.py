@@ -25,7 +25,7 @@ from benchmarks.programs import Program
 from benchmarks.report import Report
 from benchmarks.settings import check_names
 from models.llama import Remat
-from train.config import PRESETS, Config
+from train.config import PRESETS, Config, MeshSizes
 from train.mesh import make_mesh
 from train.metrics import model_flops_per_token, peak_flops
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
@@ -87,7 +87,7 @@ class TrainCase:
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
         config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
-        mesh = make_mesh(1, operands.mesh.devices.size)
+        mesh = make_mesh(MeshSizes(tensor=operands.mesh.devices.size))
         model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
         tokens = jax.ShapeDtypeStruct(
             (config.batch_size, config.sequence_length),

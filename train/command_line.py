@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from train.checkpoint import SaveError
-from train.config import PRESETS, Config, OptimizerConfig
+from train.config import PRESETS, Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.dry_run import dry_run
 from train.evaluation import evaluated_sequences
@@ -27,6 +27,7 @@ from train.processes import connected, describe_processes, is_first, is_told_els
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
 from train.shutdown import Interrupted, Shutdown
+from train.zero import describe_zero
 
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices(config)
         if config.dry_run:
-            sizes = mesh_sizes(config.mesh, config.model, _any_number(config))
-            dry_run(config, *sizes, Console())
+            dry_run(config, mesh_sizes(config, _any_number(config)), Console())
             return
         stack.enter_context(connected(config.distributed))
         console = Console(quiet=not is_first())
@@ -117,8 +117,9 @@ def announce(setup: Setup, console: Console) -> None:
         f"{config.preset}: {setup.model.parameter_count:,} parameters,"
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
-        f"mesh: data={mesh.shape['data']} × tensor={mesh.shape['tensor']} of {kind} devices",
+        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices",
         *describe_processes(),
+        *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
@@ -212,7 +213,7 @@ def _without(arguments: Sequence[str], *flags: str) -> list[str]:
 
 
 def _any_number(config: Config) -> int:
-    """The number of devices of the requested mesh, or of the machine where the mesh leaves it
-    open."""
-    sizes = (config.mesh.data, config.mesh.tensor)
-    return math.prod(sizes) if all(sizes) else max(jax.device_count(), *sizes)
+    """The number of devices of the requested mesh, or of the machine if that has more."""
+    mesh = config.mesh
+    requested = math.prod(size or 1 for size in (mesh.data, mesh.fsdp, mesh.tensor))
+    return max(jax.device_count(), requested)

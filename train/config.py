@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import collective_matmul
 from models import config as models
@@ -18,12 +18,39 @@ from models.config import LlamaConfig
 from models.llama import Remat
 
 
+class MeshSizes(NamedTuple):
+    """The sizes of the axes of a mesh, from the outermost to the innermost."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self)
+
+    @property
+    def flags(self) -> str:
+        """The sizes as the configuration names them."""
+        return " × ".join(f"mesh.{name}={size}" for name, size in self._asdict().items())
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in self._asdict().items())
+
+
+ONE_DEVICE = MeshSizes()
+
+
 @dataclass(frozen=True)
 class MeshConfig:
-    """The mesh of devices, data × tensor. A size of 0 takes what fits."""
+    """The mesh of devices, data × fsdp × tensor. A size of 0 takes what fits."""
 
     data: int = 0
-    """Number of copies of the model; 0: as many as the remaining devices allow."""
+    """Number of replicas; 0: as many as the remaining devices allow, with --zero one."""
+    fsdp: int = 0
+    """Number of devices that --zero shards weights over, each with sequences of its own; 0: one,
+    with --zero as many as the remaining devices allow."""
     tensor: int = 0
     """Number of devices that share one copy and each sequence; 0: as many as divide the model."""
 
@@ -98,6 +125,11 @@ class Config:
     xla, requires that backend; several names separated by commas take the first that can; rewrite
     trains a model of JAX's own collectives, with its whole step passed to
     collective_matmul.overlap."""
+    zero: Literal[0, 1, 2] = 0
+    """ZeRO level, over the fsdp axis: 1 and 2 shard parameters and optimizer state, 2 gradients
+    too. Weights are gathered in --compute-dtype."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are summed over the data and fsdp axes."""
     remat: Remat = "none"
     """What the backward recomputes: nothing, all but matmul results (dots), or all (full)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -180,8 +212,8 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def check(config: Config, data: int, tensor: int) -> None:
-    """Checks that a configuration fits together, and fits a data × tensor mesh.
+def check(config: Config, sizes: MeshSizes) -> None:
+    """Checks that a configuration fits together, and fits a mesh.
 
     Raises:
       ValueError: if it does not.
@@ -193,20 +225,24 @@ def check(config: Config, data: int, tensor: int) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+    if config.zero not in (0, 1, 2):
+        raise ValueError(f"zero={config.zero}: expected 0, 1 or 2")
     _check_overlap(config.overlap)
     check_optimizer(config.optimizer)
-    config.model.check_tensor_axis(tensor)
-    if config.sequence_length % tensor:
+    config.model.check_tensor_axis(sizes.tensor)
+    if config.sequence_length % sizes.tensor:
         raise ValueError(
-            f"sequence_length={config.sequence_length} is not divisible by mesh.tensor={tensor};"
-            f" nearest that works: {-(-config.sequence_length // tensor) * tensor}"
+            f"sequence_length={config.sequence_length} is not divisible by"
+            f" mesh.tensor={sizes.tensor}; nearest that works:"
+            f" {-(-config.sequence_length // sizes.tensor) * sizes.tensor}"
         )
-    unit = data * config.gradient_accumulation_steps
+    unit = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
     if config.batch_size % unit:
         raise ValueError(
-            f"batch_size={config.batch_size} is not divisible by mesh.data={data} ×"
-            f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest"
-            f" that works: {-(-config.batch_size // unit) * unit}"
+            f"batch_size={config.batch_size} is not divisible by mesh.data={sizes.data} ×"
+            f" mesh.fsdp={sizes.fsdp} ×"
+            f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest that"
+            f" works: {-(-config.batch_size // unit) * unit}"
         )
     if config.resume and config.checkpoint_dir is None:
         raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")

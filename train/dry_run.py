@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from collective_matmul import explain
-from train.config import Config, check
+from train.config import Config, MeshSizes, check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.state import ModelFunctions, abstract_state, make_optimizer
 from train.step import sharded_step
+from train.zero import describe_zero
 
 
 class Gpu(NamedTuple):
@@ -43,8 +44,8 @@ GPUS = {
 }
 
 
-def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
-    """Prints bytes per device and the collective matmuls of one step on a data × tensor mesh.
+def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
+    """Prints bytes per device and the collective matmuls of one step on a mesh.
 
     Compiles nothing and needs no devices; the mesh may have any size. Predicts for the GPUs of this
     machine, or for those that the configuration names, or for H200.
@@ -52,19 +53,21 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
     Raises:
       ValueError: for sizes that do not fit together.
     """
-    check(config, data, tensor)
+    check(config, sizes)
     here = config.device is None and jax.default_backend() == "gpu"
     gpu = None if here else GPUS[config.device or "H200"]
-    model = ModelFunctions(config)
+    model = ModelFunctions(config, sizes)
     console.print(
-        f"{config.preset}: {model.parameter_count:,} parameters on data={data} × tensor={tensor},"
+        f"{config.preset}: {model.parameter_count:,} parameters on {sizes},"
         f" {config.batch_size} sequences of {config.sequence_length} tokens per step",
         highlight=False,
         soft_wrap=True,
     )
-    mesh = make_abstract_mesh(data, tensor, None if gpu is None else gpu.device)
+    for line in describe_zero(config, model, sizes):
+        console.print(line, highlight=False, soft_wrap=True)
+    mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     memory = memory_of(config, mesh, model)
-    _print_memory(memory, config, console)
+    _print_memory(memory, config, model, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
     else:
@@ -86,13 +89,15 @@ def dry_run(config: Config, data: int, tensor: int, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _print_memory(memory: Memory, config: Config, console: Console) -> None:
+def _print_memory(memory: Memory, config: Config, model: ModelFunctions, console: Console) -> None:
+    saved = "activations" if model.zero else f"activations and {config.compute_dtype} weights"
     table = Table("bytes per device", "", box=None)
     sizes = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer_state,
         "gradients": memory.gradients,
-        f"activations and {config.compute_dtype} weights, saved for the backward": memory.saved,
+        **({f"gathered {config.compute_dtype} weights": memory.weights} if model.zero else {}),
+        f"{saved}, saved for the backward": memory.saved,
         "total": memory.total,
     }
     for name, size in sizes.items():

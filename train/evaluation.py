@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from train.config import Config
 from train.data import TextData
+from train.mesh import BATCH_AXES
 from train.processes import global_arrays, local_rows
 from train.state import ModelFunctions, Params
 from train.step import BATCH_SPEC, FORWARD_SITES, Batch, batch_losses
 
-_WEIGHT_SPEC = P("data")
+_WEIGHT_SPEC = P(BATCH_AXES)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _sharded_total_loss(
 
     def total_loss(params: Params, batch: Batch, weights: jax.Array) -> jax.Array:
         losses = batch_losses(model, params, batch)
-        return lax.psum(jnp.sum(losses * weights[:, None]), "data")
+        return lax.psum(jnp.sum(losses * weights[:, None]), BATCH_AXES)
 
     sharded = jax.shard_map(
         total_loss,

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
-from train.config import Config
-from train.mesh import make_abstract_mesh
+from train.config import Config, MeshSizes
+from train.mesh import BATCH_AXES, make_abstract_mesh
 from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
-from train.step import BATCH_SPEC, Batch, batch_losses
+from train.step import BATCH_SPEC, Batch, losses
+from train.zero import local_weights
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,21 @@ class Memory:
       parameters: the float32 parameters.
       optimizer_state: the optimizer's moments.
       gradients: the float32 gradients.
-      saved: what the forward of one microbatch saves for its backward: activations, and weights in
-        the dtype in which they are used.
+      weights: the gathered weights, in the dtype in which they are used.
+      saved: what the forward of one microbatch saves for its backward: activations, and without
+        ZeRO weights in the dtype in which they are used.
     """
 
     parameters: int
     optimizer_state: int
     gradients: int
+    weights: int
     saved: int
 
     @property
     def state(self) -> int:
         """What does not depend on the batch or on remat."""
-        return self.parameters + self.optimizer_state + self.gradients
+        return self.parameters + self.optimizer_state + self.gradients + self.weights
 
     @property
     def total(self) -> int:
@@ -52,16 +55,30 @@ class Memory:
 
 def memory_of(config: Config, mesh: AbstractMesh, model: ModelFunctions | None = None) -> Memory:
     """The memory of a run on a mesh; which attention is used depends on its kind of device."""
-    model = model or ModelFunctions(config)
+    model = model or ModelFunctions(config, MeshSizes(**mesh.shape))
     optimizer = make_optimizer(config.optimizer, config.steps)
     state, specs = abstract_state(model, optimizer), state_specs(model, optimizer)
     parameters = _bytes_per_device(state["params"], specs["params"], mesh)
+    whole = _bytes_per_device(state["params"], model.unsharded_specs, mesh)
+    # Without accumulation, a gradient is scattered as soon as it is there.
+    accumulated = model.zero == 1 and config.gradient_accumulation_steps > 1
     return Memory(
         parameters,
         _bytes_per_device(state["opt_state"], specs["opt_state"], mesh),
-        parameters,
+        whole if accumulated else parameters,
+        _gathered_bytes(model, mesh),
         _saved_for_backward(config, model, mesh),
     )
+
+
+def _gathered_bytes(model: ModelFunctions, mesh: AbstractMesh) -> int:
+    """Bytes per device of gathered weights."""
+    weights = {
+        name: jax.ShapeDtypeStruct(model.abstract_params[name].shape, shards.dtype)
+        for name, shards in model.weight_shards.items()
+    }
+    specs = {name: model.unsharded_specs[name] for name in weights}
+    return _bytes_per_device(weights, specs, mesh)
 
 
 def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
@@ -73,7 +90,8 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
       memory: the memory of the run.
       limit: bytes of a device.
     """
-    data, tensor = mesh.axis_sizes
+    sizes = MeshSizes(**mesh.shape)
+    tensor = sizes.tensor
     tensors = [n for n in range(tensor, 4 * tensor + 1) if config.model.fits_tensor_axis(n)]
     largest = max(tensor, *(n for n in range(1, 129) if config.model.fits_tensor_axis(n)))
     # The state is sharded over the tensor axis alone, up to a few vectors.
@@ -87,8 +105,8 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
     for size in tensors:
         if memory.state * tensor / size > limit:
             continue
-        for changed, flags in _cheaper(config, data):
-            larger = make_abstract_mesh(data, size, mesh.abstract_device)
+        for changed, flags in _cheaper(config, sizes.data * sizes.fsdp):
+            larger = make_abstract_mesh(sizes._replace(tensor=size), mesh.abstract_device)
             total = memory_of(changed, larger).total
             if total <= limit:
                 if size != tensor:
@@ -99,10 +117,10 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
     )
 
 
-def _cheaper(config: Config, data: int) -> Iterator[tuple[Config, list[str]]]:
+def _cheaper(config: Config, groups: int) -> Iterator[tuple[Config, list[str]]]:
     """The configuration with ever less saved for the backward, and the flags that make it so."""
     levels = get_args(Remat)
-    least_rows = config.batch_size // data  # One sequence at a time on each device.
+    least_rows = config.batch_size // groups  # One sequence at a time on each device.
     for remat in levels[levels.index(config.remat) :]:
         for steps in dict.fromkeys((config.gradient_accumulation_steps, least_rows)):
             changed = dataclasses.replace(config, remat=remat, gradient_accumulation_steps=steps)
@@ -129,7 +147,8 @@ def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
     """The bytes of one device's shards."""
 
     def leaf_bytes(leaf: jax.ShapeDtypeStruct, spec: P) -> int:
-        shards = math.prod(mesh.shape[axis] for axis in spec if axis is not None)
+        named = [axes if isinstance(axes, tuple) else (axes,) for axes in spec if axes is not None]
+        shards = math.prod(mesh.shape[axis] for axes in named for axis in axes)
         return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards
 
     return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, specs)))
@@ -142,15 +161,16 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
     def forward(params, batch):
         nonlocal saved
 
-        def loss(params):
-            return jnp.sum(batch_losses(model, params, batch))
+        def loss(weights):
+            return jnp.sum(losses(model, weights, batch))
 
-        value, backward = jax.vjp(loss, params)
+        weights = local_weights(model, params)
+        value, backward = jax.vjp(loss, weights)
         residuals = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
-        for leaf in params.values():
+        for leaf in weights.values():
             residuals.pop(id(leaf), None)
         saved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in residuals.values())
-        return jax.lax.psum(value, "data")
+        return jax.lax.psum(value, BATCH_AXES)
 
     traced = jax.shard_map(
         forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=P(), check_vma=True

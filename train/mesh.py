@@ -1,4 +1,4 @@
-"""The mesh of devices."""
+"""The mesh of devices: replicas × shards of weights × tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,34 +8,44 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from models.config import LlamaConfig
-from train.config import MeshConfig
+from train.config import Config, MeshSizes
 
-AXES = ("data", "tensor")
+AXES = MeshSizes._fields
+#: The axes whose devices have sequences of their own.
+BATCH_AXES = ("data", "fsdp")
 
 
-def mesh_sizes(
-    config: MeshConfig, model: LlamaConfig, devices: int, local_devices: int | None = None
-) -> tuple[int, int]:
-    """Sizes (data, tensor), with every 0 filled in for `devices` devices.
+def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -> MeshSizes:
+    """The sizes of the axes, with every 0 filled in for `devices` devices.
+
+    The tensor axis takes as many as divide the model. With ZeRO the fsdp axis takes the rest,
+    without it the data axis does.
 
     A tensor axis of 0 stays within a process, of `local_devices` devices; default: all.
 
     Raises:
       ValueError: if a size is negative, or the mesh needs more devices than there are.
     """
-    for name, size in (("mesh.data", config.data), ("mesh.tensor", config.tensor)):
-        if size < 0:
-            raise ValueError(f"{name}={size}: expected a number of devices, or 0 for what fits")
-    remaining = max(devices // max(config.data, 1), 1)
+    mesh = config.mesh
+    for name in AXES:
+        if getattr(mesh, name) < 0:
+            raise ValueError(
+                f"mesh.{name}={getattr(mesh, name)}: expected a number of devices, or 0 for what"
+                " fits"
+            )
+    remaining = max(devices // (max(mesh.data, 1) * max(mesh.fsdp, 1)), 1)
     remaining = math.gcd(remaining, local_devices or remaining)
-    tensor = config.tensor or _largest_tensor_axis(model, remaining)
-    data = config.data or max(devices // tensor, 1)
-    if data * tensor > devices:
+    tensor = mesh.tensor or _largest_tensor_axis(config.model, remaining)
+    fsdp = mesh.fsdp or 1
+    if config.zero and not mesh.fsdp:
+        fsdp = max(devices // (tensor * max(mesh.data, 1)), 1)
+    sizes = MeshSizes(mesh.data or max(devices // (tensor * fsdp), 1), fsdp, tensor)
+    if sizes.devices > devices:
         raise ValueError(
-            f"mesh.data={data} × mesh.tensor={tensor} needs {data * tensor} devices and there are"
-            f" {devices}; make one smaller, or 0 to take what fits"
+            f"{sizes.flags} needs {sizes.devices} devices and there are {devices}; make one"
+            " smaller, or 0 to take what fits"
         )
-    return data, tensor
+    return sizes
 
 
 def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
@@ -44,23 +54,21 @@ def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
     return max(n for n in sizes if devices % n == 0 and model.fits_tensor_axis(n))
 
 
-def make_mesh(data: int, tensor: int) -> Mesh:
-    """A mesh over the first data × tensor devices. Neighbours share a tensor axis.
+def make_mesh(sizes: MeshSizes) -> Mesh:
+    """A mesh over the first devices. Neighbours share a tensor axis.
 
     The devices of a process are neighbours.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     return jax.make_mesh(
-        (data, tensor),
+        sizes,
         AXES,
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[: data * tensor],
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=devices[: sizes.devices],
     )
 
 
-def make_abstract_mesh(
-    data: int, tensor: int, device: AbstractDevice | None = None
-) -> AbstractMesh:
+def make_abstract_mesh(sizes: MeshSizes, device: AbstractDevice | None = None) -> AbstractMesh:
     """The same mesh without devices, for tracing; `device` is the kind to trace for."""
-    types = (AxisType.Auto, AxisType.Auto)
-    return AbstractMesh((data, tensor), AXES, axis_types=types, abstract_device=device)
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)

@@ -11,7 +11,9 @@ FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
 #: Values by field and by the names that they had.
 VALUES = {"overlap": {"bulk": "xla"}}
 #: Fields that earlier releases did not have, with the values that mean what these releases did.
-NEW_FIELDS = {"text_column": "text", "separate_documents": False}
+NEW_FIELDS = {
+    "text_column": "text", "separate_documents": False, "zero": 0, "gradient_dtype": "float32",
+}  # fmt: skip
 #: Fields of `train.metrics.Record` by the names that they had. Both were per device.
 RECORD_FIELDS = {"tokens_per_second": "tokens_per_second_per_device", "tflops": "tflops_per_device"}
 
@@ -45,12 +47,14 @@ def current_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that was saved with a checkpoint, with today's names and fields."""
-    current = current_configuration(saved)
+    current = {**NEW_FIELDS, **current_configuration(saved)}
+    if isinstance(current.get("mesh"), Mapping):
+        current["mesh"] = {"fsdp": 0, **current["mesh"]}
     optimizer = current.get("optimizer")
     if not isinstance(optimizer, Mapping) or "decay_steps" in optimizer or "steps" not in current:
         return current
     decay_steps = max(current["steps"], optimizer.get("warmup_steps", 0) + 1)
-    return {**NEW_FIELDS, **current, "optimizer": {**optimizer, "decay_steps": decay_steps}}
+    return {**current, "optimizer": {**optimizer, "decay_steps": decay_steps}}
 
 
 def current_record(logged: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Setup:
 
     Attributes:
       config: its configuration.
-      mesh: mesh with the axes "data" and "tensor".
+      mesh: mesh with the axes "data", "fsdp" and "tensor".
       text: the data.
       held_out: the text to evaluate on, or None.
       init_from: the checkpoint with the initial weights; None for random ones, or if the run
@@ -74,16 +74,16 @@ def prepare(config: Config) -> Setup:
         overwritten.
     """
     with together():
-        sizes = mesh_sizes(config.mesh, config.model, jax.device_count(), jax.local_device_count())
-        check(config, *sizes)
-        mesh = make_mesh(*sizes)
+        sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
+        check(config, sizes)
+        mesh = make_mesh(sizes)
         check_mesh(mesh, config.distributed.tensor_across_processes)
         if is_first():
             check_log_file(config.log_file, config.resume)
             check_trackers(config)
         text = _open_text(config, config.data)
         held_out = _open_held_out(config)
-        model = ModelFunctions(config)
+        model = ModelFunctions(config, sizes)
         init_from = _open_initial_weights(config, model)
     identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
     del identity["distributed"]

@@ -5,8 +5,8 @@ The state is one pytree of global arrays::
     {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
 
 Parameters are float32, keyed by their dotted path in the model. They are sharded over the tensor
-axis as the layers specify and replicated over the data axis. The optimizer's moments are sharded
-like them.
+axis as the layers specify, with ZeRO over the fsdp axis too, and replicated over the data axis. The
+optimizer's moments are sharded like them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.llama import Llama
-from train.config import Config, OptimizerConfig
+from models.sharded_weights import WeightShards, sharded_dimension, sharded_spec
+from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
@@ -35,9 +36,20 @@ class ModelFunctions:
     Attributes:
       abstract_params: global shapes and dtypes by name.
       specs: `PartitionSpec` by name.
+      unsharded_specs: the same without the fsdp axis.
+      zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
+      weight_shards: how the fsdp axis shards parameters, by name; empty without ZeRO.
+      gradient_dtype: dtype in which gradients are summed over data and fsdp.
+
+    Args:
+      config: the configuration.
+      sizes: the mesh. Only ZeRO depends on it.
+
+    Raises:
+      ValueError: if the fsdp axis divides no parameter.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, sizes: MeshSizes = ONE_DEVICE):
         def build() -> Llama:
             return self._build(config)
 
@@ -48,10 +60,41 @@ class ModelFunctions:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for name, (_, leaf) in self._variables.items()
         }
-        self.specs: dict[str, P] = {
+        self.unsharded_specs: dict[str, P] = {
             _name(path): spec.get_value()
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
+        self.specs = dict(self.unsharded_specs)
+        self.gradient_dtype = config.gradient_dtype
+        self.zero = config.zero if sizes.fsdp > 1 else 0
+        self.weight_shards: dict[str, WeightShards] = {}
+        if self.zero:
+            self._shard_weights(config, sizes)
+
+    def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
+        """Shards the parameters over the fsdp axis too."""
+        for name, leaf in self.abstract_params.items():
+            spec = sharded_spec(leaf.shape, self.specs[name], "fsdp", sizes._asdict())
+            dimension = sharded_dimension(spec, "fsdp")
+            if dimension is not None:
+                self.specs[name] = spec
+                self.weight_shards[name] = WeightShards(
+                    "fsdp", dimension, config.compute_dtype, config.gradient_dtype
+                )
+        if not self.weight_shards:
+            raise ValueError(
+                f"mesh.fsdp={sizes.fsdp}: divides no matrix of the model; choose a divisor of"
+                f" model.features={config.model.features}"
+            )
+
+    @property
+    def whole_matrices(self) -> list[str]:
+        """The matrices that the fsdp axis does not divide, and which stay whole."""
+        return [
+            name
+            for name, leaf in self.abstract_params.items()
+            if len(leaf.shape) > 1 and name not in self.weight_shards
+        ]
 
     @property
     def parameter_count(self) -> int:

@@ -1,10 +1,9 @@
 """One optimizer step: a pure function of the state, inside one `shard_map` over the whole mesh.
 
-Legend of local shapes: b is the number of sequences of this data group, S is the number of tokens,
-D is the size of the tensor axis. Parameters and moments are local shards. The types of `shard_map`
-say which values vary over which axes, so JAX itself sums the gradients of parameters that are
-replicated over the tensor axis. Over the data axis, gradients stay local until all microbatches are
-done, and are summed once.
+Legend of local shapes: b is the number of sequences of a device and its tensor group, S is the
+number of tokens, D is the size of the tensor axis. Parameters and moments are local shards. The
+types of `shard_map` say which values vary over which axes, so JAX itself sums the gradients of
+parameters that are replicated over the tensor axis. Over the other axes `train.zero` sums them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
 from train.config import Config
+from train.mesh import BATCH_AXES
 from train.state import ModelFunctions, Params, TrainState, make_schedule, state_specs
+from train.zero import gathered_weights, summed_gradients, variables
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
-BATCH_SPEC = P("data", None)
+BATCH_SPEC = P(BATCH_AXES, None)
 
 #: The minimum number of sites in the forward of the plain model. Attention and feed-forward have a
 #: gather and a scatter each, the head has a gather. All blocks are calls of one function, whose
@@ -40,8 +41,8 @@ def make_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
-    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data,
-    and where documents are kept apart "document_lengths", as `Llama` takes them.
+    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data
+    and fsdp, and where documents are kept apart "document_lengths", as `Llama` takes them.
     Metrics are float32 scalars: "loss", in nats per token, "grad_norm", before clipping, and
     "learning_rate", which the step was made with.
     """
@@ -90,41 +91,49 @@ def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params],
 
 def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Array:
     """The loss of each target in nats, float32 [b, S]. Parameters and batch are local."""
+    return losses(model, gathered_weights(model, params), batch)
+
+
+def losses(model: ModelFunctions, weights: Params, batch: Batch) -> jax.Array:
+    """The same from what `gathered_weights` returns."""
     documents = batch.get("document_lengths")
-    return model.merge(params).loss(batch["inputs"], batch["targets"], documents)
+    return model.merge(weights).loss(batch["inputs"], batch["targets"], documents)
 
 
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
-    """Mean loss of the whole batch and its gradient, summed over the data axis."""
+    """Mean loss of the whole batch, and its gradient with respect to the local parameters."""
     tokens = config.batch_size * config.sequence_length
+    local, weights_of = variables(model, params)
 
-    def loss(params: Params, microbatch: Batch) -> jax.Array:
-        return jnp.sum(batch_losses(model, params, microbatch)) / tokens
+    def loss(local: Params, microbatch: Batch) -> jax.Array:
+        return jnp.sum(losses(model, weights_of(local), microbatch)) / tokens
 
-    # Typed as varying over data, so that JAX does not sum their gradients over it.
-    local_params = lax.pcast(params, "data", to="varying")
     loss_and_grads = jax.value_and_grad(loss)
     if config.gradient_accumulation_steps == 1:
-        return lax.psum(loss_and_grads(local_params, batch), "data")
+        total, grads = loss_and_grads(local, batch)
+        return lax.psum(total, BATCH_AXES), summed_gradients(model, grads)
     microbatches = jax.tree.map(
         lambda array: array.reshape(config.gradient_accumulation_steps, -1, array.shape[-1]), batch
     )
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, loss_and_grads(local_params, microbatch)), None
+        return jax.tree.map(jnp.add, total, loss_and_grads(local, microbatch)), None
 
-    nothing = lax.pcast(jnp.zeros((), jnp.float32), "data", to="varying")
-    total, _ = lax.scan(add, (nothing, jax.tree.map(jnp.zeros_like, local_params)), microbatches)
-    return lax.psum(total, "data")
+    nothing = lax.pcast(jnp.zeros((), jnp.float32), BATCH_AXES, to="varying")
+    no_grads = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), local)
+    (total, grads), _ = lax.scan(add, (nothing, no_grads), microbatches)
+    return lax.psum(total, BATCH_AXES), summed_gradients(model, grads)
 
 
 def _global_norm(leaves: Params) -> jax.Array:
-    """The norm over all shards. Sums the squares of each leaf over the axes that shard it."""
-    squares = jnp.zeros((), jnp.float32)
+    """The norm over all shards. Squares are summed over the axes that shard a leaf, once for all
+    leaves of the same axes."""
+    squares: dict[tuple[str, ...], jax.Array] = {}
     for leaf in leaves.values():
         square = jnp.sum(jnp.square(leaf))
         axes = tuple(sorted(jax.typeof(square).manual_axis_type.varying))
-        squares += lax.psum(square, axes) if axes else square
-    return jnp.sqrt(squares)
+        squares[axes] = squares[axes] + square if axes in squares else square
+    sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
+    return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))

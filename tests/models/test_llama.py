@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import LlamaConfig, RotaryScaling
 from models.llama import Llama
 from tests.models import reference
-from train.config import Config
+from train.config import ONE_DEVICE, Config
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions
 
@@ -156,7 +156,7 @@ def test_remat_dots_recomputes_less_than_full():
 
     def dots(remat: str) -> int:
         _, functions = model_functions(overlap="xla", remat=remat)
-        step = sharded_loss_and_grads(functions, make_abstract_mesh(1, 1))
+        step = sharded_loss_and_grads(functions, make_abstract_mesh(ONE_DEVICE))
         tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
         text = step.trace(functions.abstract_params, tokens, tokens).lower().as_text()
         return text.count("stablehlo.dot_general")

@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], status: in
 def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     log = tmp_path / "run.jsonl"
     output = printed(capsys, ["--log-file", str(log), "--checkpoint-dir", str(tmp_path / "saved")])
-    assert "mesh: data=2 × tensor=2 of cpu devices" in output
+    assert "mesh: data=2 × fsdp=1 × tensor=2 of cpu devices" in output
     assert re.search(r"data: Python .* manual .* sha256 [0-9a-f]{64}", output)
     assert "ring (requested)" in output
     columns = (
@@ -53,7 +53,7 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     start, *records = read_log(log)
     assert (start["event"], start["configuration"]["steps"]) == ("start", 6)
     assert start["configuration"]["text"]["sha256"] in output
-    assert start["hardware"]["mesh"] == {"data": 2, "tensor": 2}
+    assert start["hardware"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 2}
     assert [record["step"] for record in records] == [1, 2, 4, 6]
     assert list(records[0]) == [
         "event", "step", "loss", "grad_norm", "learning_rate", "tokens_per_second_per_device",
@@ -97,7 +97,7 @@ def test_print_config_is_the_whole_configuration(capsys):
     assert values["preset"] == "llama3-8b"
     assert values["model"]["features"] == 4096
     assert values["model"]["num_layers"] == 1
-    assert values["mesh"] == {"data": 2, "tensor": 2}
+    assert values["mesh"] == {"data": 2, "fsdp": 0, "tensor": 2}
 
 
 def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
@@ -201,17 +201,22 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
     ("arguments", "sentence"),
     [
         ("--preset llama", "preset='llama': expected one of debug, llama3-8b"),
-        ("--mesh.tensor 3", "mesh.data=2 × mesh.tensor=3"),
-        ("--mesh.data 8", "mesh.data=8 × mesh.tensor=2 needs 16 devices and there are 8"),
-        ("--mesh.data 16 --mesh.tensor 0", "mesh.data=16 × mesh.tensor=1 needs 16 devices"),
+        ("--mesh.tensor 3", "mesh.data=2 × mesh.fsdp=1 × mesh.tensor=3"),
+        ("--mesh.data 8", "mesh.data=8 × mesh.fsdp=1 × mesh.tensor=2 needs 16 devices and there"),
+        ("--mesh.data 16 --mesh.tensor 0", "mesh.data=16 × mesh.fsdp=1 × mesh.tensor=1 needs 16"),
         ("--optimizer.clip-norm 0", "optimizer.clip_norm=0.0: expected a positive number"),
         ("--optimizer.decay-steps 10", "optimizer.decay_steps=10: expected more than"),
         ("--optimizer.b2 1", "optimizer.b2=1.0: expected at least 0 and less than 1"),
         ("--checkpoint-dir ''", "checkpoint_dir='': expected the name of a folder"),
         ("--profile 5:7", "profile='5:7': the run has 6 steps"),
         ("--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0"),
+        ("--mesh.fsdp -2", "mesh.fsdp=-2: expected a number of devices, or 0"),
+        ("--mesh.fsdp 8", "mesh.data=2 × mesh.fsdp=8 × mesh.tensor=2 needs 32 devices"),
+        ("--mesh.data 1 --mesh.fsdp 3 --batch-size 3 --zero 1 --model.features 100"
+         " --model.hidden-features 100 --model.num-heads 4 --model.num-key-value-heads 4",
+         "mesh.fsdp=3: divides no matrix of the model; choose a divisor of model.features=100"),
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
-        ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × gradient_accum"),
+        ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
         ("--model.num-key-value-heads 1", "num_key_value_heads=1 is not divisible by"),
         ("--data missing.txt", "data='missing.txt'"),

@@ -20,7 +20,7 @@ from tests.models import reference
 from tests.train.reports import reporter
 from train import config as configs
 from train.command_line import describe_held_out, main, parse
-from train.config import Config
+from train.config import ONE_DEVICE, Config, MeshSizes
 from train.data import TextData, open_dataset
 from train.evaluation import Evaluation, Evaluator
 from train.log_file import read_log
@@ -108,11 +108,11 @@ def text(path: str | None = None, separate_documents: bool = False) -> TextData:
 
 
 def evaluate(
-    held_out: str, sizes: tuple[int, int], separate_documents: bool = False, **changes: Any
+    held_out: str, sizes: MeshSizes, separate_documents: bool = False, **changes: Any
 ) -> Evaluation:
     """Evaluates the initial parameters."""
     config = dataclasses.replace(TINY, **changes)
-    mesh, model = make_mesh(*sizes), ModelFunctions(config)
+    mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
     state = init_state(model, make_optimizer(config.optimizer, config.steps), mesh)
     data = text(held_out, separate_documents)
     evaluation = Evaluator(config, model, mesh, data)(state["params"])
@@ -131,17 +131,19 @@ def reference_loss(held_out: str, config: Config, sequences: int) -> float:
 @pytest.mark.parametrize(
     ("sizes", "changes", "sequences"),
     [
-        ((2, 2), {"overlap": "ring"}, 13),
-        ((1, 4), {"eval_batches": 2, "overlap": "rewrite"}, 8),
-        pytest.param((1, 1), {}, 13, marks=pytest.mark.exhaustive),
+        ((2, 2, 2), {"overlap": "ring", "zero": 2}, 13),
+        ((1, 1, 4), {"eval_batches": 2, "overlap": "rewrite"}, 8),
+        pytest.param((1, 1, 1), {}, 13, marks=pytest.mark.exhaustive),
         # Each data group has one sequence at a time.
-        pytest.param((2, 2), {"gradient_accumulation_steps": 2}, 13, marks=pytest.mark.exhaustive),
-        pytest.param((1, 1), {"eval_batches": 100}, 13, marks=pytest.mark.exhaustive),
+        pytest.param(
+            (2, 1, 2), {"gradient_accumulation_steps": 2}, 13, marks=pytest.mark.exhaustive
+        ),
+        pytest.param((1, 1, 1), {"eval_batches": 100}, 13, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_the_loss_is_the_mean_over_the_text(held_out, sizes, changes, sequences):
-    evaluation = evaluate(held_out, sizes, **changes)
+    evaluation = evaluate(held_out, MeshSizes(*sizes), **changes)
     assert evaluation.tokens == 16 * sequences
     # float32 on another mesh: sums differ in their order.
     assert evaluation.loss == pytest.approx(reference_loss(held_out, TINY, sequences), rel=1e-5)
@@ -153,14 +155,14 @@ def test_documents_are_kept_apart_as_in_training(tmp_path):
     documents = ["abcdefg hijklmn", "opqrstu vwxyz 0123456789 abcde", "short"]
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    apart = evaluate(str(path), (1, 1), separate_documents=True)
-    together = evaluate(str(path), (1, 1))
+    apart = evaluate(str(path), ONE_DEVICE, separate_documents=True)
+    together = evaluate(str(path), ONE_DEVICE)
     assert apart.tokens == together.tokens
     assert apart.loss != pytest.approx(together.loss, rel=1e-6)
 
 
 def test_the_same_parameters_evaluate_to_the_same_bits(held_out):
-    mesh, model = make_mesh(1, 1), ModelFunctions(TINY)
+    mesh, model = make_mesh(ONE_DEVICE), ModelFunctions(TINY)
     params = init_state(model, make_optimizer(TINY.optimizer, 5), mesh)["params"]
     evaluator = Evaluator(TINY, model, mesh, text(held_out))
     before = jax.device_get(params)

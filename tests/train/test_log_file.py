@@ -18,6 +18,7 @@ import pytest
 
 from tests.train.reports import RECORD, reporter
 from tests.train.reports import run as run_with_writers
+from train.config import MeshSizes
 from train.log_file import LogFile, check_log_file, read_log
 from train.mesh import make_mesh
 from train.metrics import Record
@@ -191,13 +192,15 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_run_is_recorded_with_its_versions_and_hardware(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "x")
-    record = run_record({"steps": 6, "optimizer": {"clip_norm": math.inf}}, make_mesh(2, 4))
+    record = run_record(
+        {"steps": 6, "optimizer": {"clip_norm": math.inf}}, make_mesh(MeshSizes(2, 1, 4))
+    )
     LogFile(tmp_path / "log").write("start", record)
     (start,) = read(tmp_path / "log")
     assert start["configuration"]["steps"] == 6
     assert start["versions"]["jax"] == jax.__version__
     assert start["versions"]["python"] == platform.python_version()
-    assert start["hardware"]["mesh"] == {"data": 2, "tensor": 4}
+    assert start["hardware"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 4}
     assert start["hardware"]["device_kind"] == "cpu"
     assert start["variables"]["NCCL_DEBUG"] == "INFO"
     assert "SECRET_TOKEN" not in json.dumps(start)

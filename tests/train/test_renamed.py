@@ -14,6 +14,7 @@ from rich.console import Console
 
 from train.checkpoint import Checkpoints
 from train.command_line import main, parse
+from train.config import MeshSizes
 from train.dry_run import dry_run
 from train.initial_state import changed_settings
 from train.renamed import current_arguments, current_configuration, trained_configuration
@@ -137,4 +138,4 @@ def test_a_checkpoint_of_an_earlier_release_resumes_without_a_difference(
 def test_several_backends_may_be_named_for_the_first_that_can() -> None:
     config = parse([*TINY, "--overlap", "fused,xla"])
     assert config.overlap == "fused,xla"
-    dry_run(config, 2, 2, Console(quiet=True))
+    dry_run(config, MeshSizes(2, 1, 2), Console(quiet=True))

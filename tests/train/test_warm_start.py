@@ -12,6 +12,7 @@ import pytest
 
 from tests.train.test_schedule import logged
 from train.command_line import main, parse
+from train.config import ONE_DEVICE
 from train.log_file import read_log
 from train.mesh import make_mesh
 from train.saved_checkpoint import find_checkpoint
@@ -51,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def saved_params(path: Path) -> dict[str, np.ndarray]:
     config = parse([*MODEL, *FIRST])
     model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
-    abstract = state_on_mesh(model, optimizer, make_mesh(1, 1))
+    abstract = state_on_mesh(model, optimizer, make_mesh(ONE_DEVICE))
     params = find_checkpoint(path).restore_params(abstract["params"])
     return {name: np.asarray(array) for name, array in params.items()}
 

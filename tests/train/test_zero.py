@@ -1,0 +1,157 @@
+"""ZeRO: what is sharded over the fsdp axis, and how gradients are summed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models.sharded_weights import WeightShards, sharded_dimension, sharded_spec
+from train import config as configs
+from train.config import MeshConfig, MeshSizes
+from train.memory import Memory, memory_of
+from train.mesh import make_abstract_mesh, mesh_sizes
+from train.state import ModelFunctions
+from train.zero import describe_zero
+
+TINY = dataclasses.replace(
+    configs.debug(),
+    model=dataclasses.replace(configs.debug().model, num_layers=1),
+    batch_size=8,
+    sequence_length=16,
+    overlap="xla",
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        # A column-parallel kernel, a row-parallel one, an embedding: the residual stream's width.
+        ((128, 16, 8), P(None, "tensor"), P("fsdp", "tensor", None)),
+        ((16, 8, 128), P("tensor"), P("tensor", None, "fsdp")),
+        ((256, 128), P("tensor", None), P("tensor", "fsdp")),
+        # The larger one of two; the first one of two as large.
+        ((64, 128), P(None, None), P(None, "fsdp")),
+        ((128, 128), P(None, None), P("fsdp", None)),
+        # A dimension that tensor shards too, where no other can be divided.
+        ((130, 32), P(None, "tensor"), P(None, ("tensor", "fsdp"))),
+        # 8 over tensor=2 leaves 4 rows, which fsdp=8 does not divide.
+        ((130, 8), P(None, "tensor"), P(None, "tensor")),
+        ((128,), P(None), P(None)),
+    ],
+)  # fmt: skip
+def test_the_dimension_that_fsdp_shards(shape, spec, expected):
+    sizes = MeshSizes(1, 8, 2)._asdict()
+    assert sharded_spec(shape, spec, "fsdp", sizes) == expected
+
+
+def test_every_matrix_of_a_published_model_is_sharded():
+    """By the width of the residual stream, which ops can gather."""
+    config = dataclasses.replace(configs.llama3_8b(), zero=2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
+    model = ModelFunctions(config, MeshSizes(1, 64, 8))
+    assert model.whole_matrices == []
+    for parameter, shards in model.weight_shards.items():
+        shape = model.abstract_params[parameter].shape
+        assert shape[shards.dimension] == config.model.features, parameter
+        assert sharded_dimension(model.specs[parameter], "fsdp") == shards.dimension
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "devices", "expected"),
+    [
+        (MeshConfig(), 0, 8, (1, 1, 8)),
+        (MeshConfig(tensor=2), 0, 8, (4, 1, 2)),
+        # With ZeRO, fsdp takes what is left.
+        (MeshConfig(tensor=2), 1, 8, (1, 4, 2)),
+        (MeshConfig(data=2, tensor=2), 2, 8, (2, 2, 2)),
+        (MeshConfig(fsdp=2, tensor=2), 2, 8, (2, 2, 2)),
+        (MeshConfig(fsdp=2), 2, 8, (1, 2, 4)),
+        (MeshConfig(fsdp=4, tensor=2), 0, 8, (1, 4, 2)),
+    ],
+)
+def test_sizes_that_are_left_open_take_what_fits(mesh, zero, devices, expected):
+    assert mesh_sizes(dataclasses.replace(configs.debug(), mesh=mesh, zero=zero), devices) == (
+        expected
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_travel_and_are_summed_in_the_dtype_asked_for(make_mesh, dtype):
+    """A sum of one and of many small numbers shows the precision."""
+    mesh = make_mesh({"fsdp": 8})
+    shards = WeightShards("fsdp", 0, "bfloat16", dtype)
+
+    def gradient(shard, coefficients):
+        def use(shard):
+            return (shards.gather(shard).astype("float32") * coefficients[0]).sum()
+
+        return jax.grad(use)(shard)
+
+    coefficients = np.full((8, 8), 2.0**-10, np.float32)
+    coefficients[0] = 1.0
+    summed = jax.jit(
+        jax.shard_map(gradient, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
+    )
+    found = np.asarray(summed(np.zeros(8, np.float32), coefficients))
+    # Between 1 and 2, float32 holds steps of 2**-23 and bfloat16 of 2**-7.
+    exact = 1 + 7 * 2.0**-10
+    assert found.dtype == np.float32
+    assert np.all(found == exact) if dtype == "float32" else np.all(abs(found - exact) >= 2**-10)
+    (collective,) = [
+        line
+        for line in summed.lower(np.zeros(8, np.float32), coefficients).as_text().splitlines()
+        if line.strip().startswith("}) : (tensor<8x")
+    ]
+    assert ("xf32" in collective) == (dtype == "float32")
+
+
+def test_memory_of_each_level():
+    """Compared with the bytes that each array takes, of 8 devices: 2 of tensor, 4 of fsdp."""
+    sizes = MeshSizes(fsdp=4, tensor=2)
+
+    def memory(zero: Any, steps: int = 1) -> Memory:
+        config = dataclasses.replace(
+            TINY, zero=zero, compute_dtype="bfloat16", gradient_accumulation_steps=steps
+        )
+        return memory_of(config, make_abstract_mesh(sizes))
+
+    shapes = ModelFunctions(TINY).abstract_params.values()
+    matrices = sum(math.prod(leaf.shape) for leaf in shapes if len(leaf.shape) > 1)
+    vectors = sum(math.prod(leaf.shape) for leaf in shapes if len(leaf.shape) == 1)
+    whole, shards = 4 * (matrices // 2 + vectors), 4 * (matrices // 8 + vectors)
+    counts = 8  # Of steps: AdamW's and its schedule's.
+    assert dataclasses.replace(memory(0), saved=0) == Memory(whole, 2 * whole + counts, whole, 0, 0)
+    # Whole weights in half precision, and gradients that stay where they are summed.
+    sharded = Memory(shards, 2 * shards + counts, shards, 2 * matrices // 2, 0)
+    assert dataclasses.replace(memory(1), saved=0) == sharded
+    assert dataclasses.replace(memory(2, steps=2), saved=0) == sharded
+    accumulated = dataclasses.replace(sharded, gradients=whole)
+    assert dataclasses.replace(memory(1, steps=2), saved=0) == accumulated
+    # Without ZeRO the forward saves weights in half precision; else they are counted above.
+    assert memory(0).saved - memory(2).saved > matrices // 2
+
+
+def test_zero_without_shards_is_reported():
+    sizes = MeshSizes(tensor=8)
+    config = dataclasses.replace(TINY, zero=2)
+    (line,) = describe_zero(config, ModelFunctions(config, sizes), sizes)
+    assert line == "zero=2: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"
+
+
+def test_matrices_that_stay_whole_are_reported():
+    sizes = MeshSizes(fsdp=3)
+    config = dataclasses.replace(TINY, zero=1)
+    lines = describe_zero(config, ModelFunctions(config, sizes), sizes)
+    assert lines[0] == "zero=1: parameters and optimizer state are sharded over fsdp=3"
+    assert lines[1].startswith("mesh.fsdp=3 does not divide 6 matrices, which stay whole: embedd")
+
+
+def test_unknown_levels_are_refused():
+    with pytest.raises(ValueError, match="zero=5: expected 0, 1 or 2"):
+        configs.check(dataclasses.replace(TINY, zero=5), MeshSizes())  # pyright: ignore
