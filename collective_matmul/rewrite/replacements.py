@@ -298,11 +298,36 @@ def _dimensions(matmul: Matmul) -> tuple:
 
 def needs_transpose(match: Match) -> bool:
     """Whether the op transposes arrays that the program does not."""
+    return len(_plain_products(match)) < match.matmuls
+
+
+def shared_out(matches: Sequence[Match]) -> list[Match]:
+    """The matches, of which no gather has a matmul that another match has without transposes.
+
+    Unless it has no others.
+    """
+    plain = {var for match in matches for var in _plain_products(match)}
+
+    def without_shared(match: Match) -> Match:
+        if not isinstance(match, GatherMatch):
+            return match
+        own = _plain_products(match)
+        dots = [dot for dot in match.dots if dot.result in own or dot.result not in plain]
+        return replace(match, dots=dots or match.dots)
+
+    return [*map(without_shared, matches)]
+
+
+def _plain_products(match: Match) -> list[Var]:
+    """The products for which the op transposes nothing that the program does not."""
     if isinstance(match, EinsumMatch):
-        return False  # Einsums multiply chunks in the layout of the program.
-    if isinstance(match, SumMatch):
-        return any(term.needs_transpose or _transposes_x(term) for term in match.terms)
-    return any(dot.matmul.needs_transpose or _transposes_x(dot.matmul) for dot in match.dots)
+        return match.products  # Einsums multiply chunks in the layout of the program.
+    matmuls = match.terms if isinstance(match, SumMatch) else [dot.matmul for dot in match.dots]
+    return [
+        matmul.equation.outvars[0]
+        for matmul in matmuls
+        if not matmul.needs_transpose and not _transposes_x(matmul)
+    ]
 
 
 def _transposes_x(matmul: Matmul) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul._compat import ShardingTypeError
@@ -30,7 +29,7 @@ from collective_matmul.rewrite.divergence import (
 )
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
-from collective_matmul.rewrite.graph import Graph
+from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.replacements import (
@@ -38,6 +37,7 @@ from collective_matmul.rewrite.replacements import (
     einsum_replacement,
     gather_replacements,
     needs_transpose,
+    shared_out,
     signature,
     sum_replacement,
 )
@@ -58,6 +58,7 @@ from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSel
 from collective_matmul.rewrite.splice import (
     TracedReplacements,
     TracedSite,
+    inside_shard_map,
     instantiate,
     splice,
     trace,
@@ -177,7 +178,7 @@ class Rewriter:
         equations = []
         calls = []
         for index, equation in enumerate(graph.equations):
-            if _has_jaxprs(equation):
+            if executes_jaxprs(equation):
                 calls.append(index)
                 equation = forwarding.with_chunk_arguments(index, equation)
                 equation = self._rewrite_equation(equation, values)
@@ -240,7 +241,7 @@ class Rewriter:
         arguments = [a | b for a, b in zip(values.of(equation), sharded, strict=True)]
         region = self._divergence.region(parameters["jaxpr"], values.divergent, arguments)
         try:
-            new = _inside_shard_map(parameters, lambda: self.rewrite(parameters["jaxpr"], region))
+            new = inside_shard_map(parameters, lambda: self.rewrite(parameters["jaxpr"], region))
         finally:
             self._axis_sizes, self._shard_maps, self._divergence = outside
         if new is parameters["jaxpr"]:
@@ -265,7 +266,7 @@ class Rewriter:
         while accepted > found:
             # A site that was refused may be possible without matmuls that others have taken.
             found, refused = accepted, []
-            for match in sorted(matches, key=_priority):
+            for match in sorted(shared_out(matches), key=_priority):
                 equation = graph.equations[match.index]
                 site = self._trace_site(selection, match, divergent)
                 if isinstance(site, str):
@@ -275,11 +276,12 @@ class Rewriter:
                 # Sites are the same for all devices: where its own equations stay, it takes them.
                 selection.accept(site.placed)
                 accepted, decision = accepted + 1, site.decisions[0]
+                matmuls = site.placed.match.matmuls
                 if decision.implementation == REFERENCE.name and needs_transpose(site.placed.match):
-                    reports[match.index] = kept_as_it_is(equation, match.matmuls, decision)
+                    reports[match.index] = kept_as_it_is(equation, matmuls, decision)
                 else:
                     sites.append(site)
-                    reports[match.index] = replaced_by(equation, match.matmuls, decision)
+                    reports[match.index] = replaced_by(equation, matmuls, decision)
             again = [self._match(graph, index, selection.consumed) for index in refused]
             matches = [match for match in again if not isinstance(match, str)]
         self.found += [reports[index] for index in sorted(reports)]
@@ -358,39 +360,3 @@ def _priority(match: Match) -> tuple[int, bool]:
     """
     kinds = (GatherMatch, SumMatch, EinsumMatch)
     return kinds.index(type(match)), needs_transpose(match)
-
-
-def _inside_shard_map(parameters: dict[str, Any], fun: Callable[[], Any]) -> Any:
-    """Calls a function as in the body of a shard_map with these parameters."""
-    results = []
-
-    def body() -> tuple:
-        results.append(fun())
-        return ()
-
-    sharded = jax.shard_map(
-        body,
-        mesh=parameters["mesh"],
-        in_specs=(),
-        out_specs=(),
-        axis_names=set(parameters["newly_manual_axes"]),
-        check_vma=parameters["check_vma"],
-    )
-    jax.make_jaxpr(sharded)()
-    return results[0]
-
-
-def _has_jaxprs(equation: JaxprEqn) -> bool:
-    """Whether the equation executes jaxprs. Plain loops, as programs have many equations."""
-    for value in equation.params.values():
-        if isinstance(value, tuple):
-            for inner in value:
-                if _is_jaxpr(inner):
-                    return True
-        elif _is_jaxpr(value):
-            return True
-    return False
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(getattr(value, "jaxpr", value), Jaxpr)

@@ -86,6 +86,26 @@ def trace(
     return TracedReplacements(tuple(jaxprs), tuple(trees), tuple(decisions))
 
 
+def inside_shard_map(parameters: dict[str, Any], fun: Callable[[], Any]) -> Any:
+    """Calls a function as in the body of a shard_map with these parameters."""
+    results = []
+
+    def body() -> tuple:
+        results.append(fun())
+        return ()
+
+    sharded = jax.shard_map(
+        body,
+        mesh=parameters["mesh"],
+        in_specs=(),
+        out_specs=(),
+        axis_names=set(parameters["newly_manual_axes"]),
+        check_vma=parameters["check_vma"],
+    )
+    jax.make_jaxpr(sharded)()
+    return results[0]
+
+
 def _typed(replacement: Replacement) -> Callable[..., tuple]:
     """A replacement as one call, its results sharded over explicit mesh axes as the program's."""
 

@@ -90,6 +90,19 @@ def test_one_pass_replaces_a_gather_that_shares_a_matmul_with_a_sum() -> None:
     assert finding(case) is None
 
 
+def test_one_pass_replaces_a_gather_with_the_matmuls_that_transpose_nothing() -> None:
+    """The derivative of y3 multiplies two gathered arrays, one of which would be transposed."""
+    case = case_of(
+        "y1 = lax.all_gather(a0, 't', tiled=True)",
+        "y2 = y1 @ a1",
+        "y3 = jnp.einsum('ub,ab->au', y1, y1)",
+        arguments=(((4, 4), (None, None)), ((4, 6), (None, None))),
+        implementation="xla",
+        mode="forward",
+    )
+    assert finding(case) is None
+
+
 def test_chunks_that_an_explicit_axis_cannot_divide() -> None:
     """The halves of a two-way ring have one row; two devices share it."""
     case = case_of(
