@@ -196,6 +196,11 @@ def scale(array: jax.Array, factor: float) -> jax.Array:
     return lax.mul(array, lax.full_like(array, factor))
 
 
+def scaling(factor: float) -> ShardOp:
+    """A multiplication by a constant, in the array's own dtype."""
+    return _scale("mul", np.asarray(factor))
+
+
 def _scale(name: str, value: np.ndarray) -> ShardOp:
     operation = lax.mul if name == "mul" else lax.div
 

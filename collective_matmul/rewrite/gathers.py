@@ -7,11 +7,18 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import CommutingOp, ShardOp, commuting_op, divided
+from collective_matmul.rewrite.commuting import (
+    CommutingOp,
+    ShardOp,
+    commuting_op,
+    divided,
+    scaling,
+)
 from collective_matmul.rewrite.graph import Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of
 from collective_matmul.rewrite.report import described
@@ -70,12 +77,14 @@ class GatheredDot:
       matmul: the dot, with the gathered operand as x.
       contracts_rows: whether it contracts all but x's last dimension, as weight gradients do.
       view: view of x as [*rows, K].
+      factor: what the viewed array is multiplied by in x, exactly.
     """
 
     index: int
     matmul: Matmul
     contracts_rows: bool
     view: GatheredView
+    factor: float
 
     @property
     def result(self) -> Var:
@@ -198,7 +207,12 @@ def follow(
 
 
 def dots_of(
-    graph: Graph, var: Var, view: GatheredView, devices: int, between: list[int]
+    graph: Graph,
+    var: Var,
+    view: GatheredView,
+    devices: int,
+    between: list[int],
+    factor: float = 1.0,
 ) -> Iterator[GatheredDot | str]:
     """Yields each dot that uses the gathered array, or why another use is not such a dot.
 
@@ -208,28 +222,36 @@ def dots_of(
       view: view of `var`.
       devices: size of the axis.
       between: filled with the indices of the equations between `var` and the dots.
+      factor: what the viewed array is multiplied by in `var`, exactly. Arrays that differ by it
+        alone, as a cotangent and its negative, are multiplied in one ring.
     """
     if var in graph.results:
         yield "the gathered array is a result of the function around it"
     for index in graph.users(var):
         equation = graph.equations[index]
         if equation.primitive.name == "dot_general":
-            yield _gathered_dot(graph, index, var, view)
+            yield _gathered_dot(graph, index, var, view, factor)
             continue
         op = commuting_op(graph, equation)
         if op is None or op.operand is not var:
             border = _BORDERS.get(equation.primitive.name, "")
             yield f"{described(equation)}{border} uses the gathered array"
             continue
-        after = _widens(op) or view.after(graph, op, devices)
+        exact, dtype = op.exact_factor(graph), type_of(equation.outvars[0]).dtype
+        before, scale = view, factor * (exact or 1.0)
+        if abs(scale) != 1 and dtype == jnp.float16:  # It has few numbers near zero.
+            before, scale = replace(view, shard_ops=(*view.shard_ops, scaling(scale))), 1.0
+        after = before if exact else _widens(op) or before.after(graph, op, devices)
         if isinstance(after, str):
             yield after
         else:
             between.append(index)
-            yield from dots_of(graph, equation.outvars[0], after, devices, between)
+            yield from dots_of(graph, equation.outvars[0], after, devices, between, scale)
 
 
-def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> GatheredDot | str:
+def _gathered_dot(
+    graph: Graph, index: int, var: Var, view: GatheredView, factor: float
+) -> GatheredDot | str:
     """Describes a dot that uses `var`, or says why the ring cannot execute it."""
     equation = graph.equations[index]
     if equation.invars[0] is equation.invars[1]:
@@ -244,11 +266,11 @@ def _gathered_dot(graph: Graph, index: int, var: Var, view: GatheredView) -> Gat
         depth = math.prod(matmul.free_shape)
         oriented = _as_rows(view, depth)
         if oriented is not None:
-            return GatheredDot(index, matmul, contracts_rows=True, view=oriented)
+            return GatheredDot(index, matmul, True, oriented, factor)
     oriented = _oriented(view, matmul)
     if isinstance(oriented, str):
         return oriented
-    return GatheredDot(index, matmul, contracts_rows=False, view=oriented)
+    return GatheredDot(index, matmul, False, oriented, factor)
 
 
 def _oriented(view: GatheredView, matmul: Matmul) -> GatheredView | str:

@@ -99,7 +99,8 @@ def gather_replacements(
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
         results: list[Any] = [
-            dot.matmul.result(y, dot.matmul.free_shape) for dot, y in zip(dots, ys, strict=True)
+            scale(dot.matmul.result(y, dot.matmul.free_shape), dot.factor)
+            for dot, y in zip(dots, ys, strict=True)
         ]
         for group, made in zip(placed.immediate_wgrads, products, strict=True):
             results += _results(group, made)
@@ -183,7 +184,7 @@ def _products(
 def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of the dots, in the layouts of the program, from the products."""
     return [
-        dot.matmul.contraction(product, transposed=not group.gathered_first)
+        dot.matmul.contraction(scale(product, dot.factor), transposed=not group.gathered_first)
         for dot, product in zip(group.dots, products, strict=True)
     ]
 
@@ -286,7 +287,7 @@ def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple
         match.collective,
         match.needs_root,
         types,
-        tuple((dot.view, dot.contracts_rows, _dimensions(dot.matmul)) for dot in dots),
+        tuple((dot.view, dot.contracts_rows, dot.factor, _dimensions(dot.matmul)) for dot in dots),
         len(placed.immediate_wgrads),
         tuple((len(group.dots), group.gathered_first) for group in groups),
     )

@@ -62,12 +62,26 @@ def _added_in_float32(h, w):
     return scatter((first + second).astype(h.dtype))
 
 
+def _exactly_scaled_uses(x, w):
+    """The gathered array, half of it and its negative are multiplied, and it is used whole."""
+    whole = gather(x)
+    return whole @ w + whole / 2 @ jnp.cos(w) + -(whole * 4) @ jnp.sin(w) + jnp.mean(jnp.sin(whole))
+
+
+def _scaled_for_float16(x, w):
+    """Without the factor, float16 could not hold the array."""
+    whole, w = gather(x * 1e6), w.astype(jnp.float16)
+    return sum((whole / 2**10).astype(jnp.float16) @ v for v in (w / 2**10, w / 2**9))
+
+
 def _upcast(x, w):
     return gather(x.astype(jnp.bfloat16)).astype(jnp.float32) @ w
 
 
 GATHERS = {
     "cast up": Form(gathering(_upcast), 0, "more would be communicated"),
+    "scaled exactly": Form(gathering(_exactly_scaled_uses)),
+    "scaled for float16": Form(gathering(_scaled_for_float16, rounds="float16")),
     "in float32": Form(gathering(lambda x, w: _in_float32(gather(x), w), dtype="bfloat16")),
     "in float32 with a bias": Form(
         gathering(lambda x, w: _in_float32_with_bias(gather(x), w), dtype="bfloat16"),

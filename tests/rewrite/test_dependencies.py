@@ -6,6 +6,7 @@ that something else reads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -77,17 +78,17 @@ def _weight_gradients_of_itself(x, w):
     return (whole.T @ (2 * whole) + whole.T @ jnp.sin(whole)) @ w + jnp.sum(whole @ w)
 
 
-def _scaled_by_itself(x, w):
+def _scaled_by_itself(x, w, factor=0.3):
     """The second operand is used in no other way."""
     whole = gather(x)
-    half = whole * 0.5
-    return jnp.tensordot(half, whole, ((0,), (0,))) @ w + jnp.sum(half @ w)
+    scaled = whole * factor
+    return jnp.tensordot(scaled, whole, ((0,), (0,))) @ w + jnp.sum(scaled @ w)
 
 
-def _alike(x, w):
+def _alike(x, w, factor=0.3):
     """Two arrays computed in the same way are multiplied with each other."""
     whole = gather(x)
-    first, second = whole * 0.5, whole * 0.5
+    first, second = whole * factor, whole * factor
     return jnp.tensordot(first, second, ((0,), (0,))) @ w + jnp.sum(first @ w)
 
 
@@ -128,7 +129,9 @@ SHARED: dict[str, tuple[Callable, int]] = {
     "attention": (_attention, 1),
     "weight gradients of itself": (_weight_gradients_of_itself, 1),
     "scaled by itself": (_scaled_by_itself, 0),
+    "exactly scaled by itself": (functools.partial(_scaled_by_itself, factor=0.5), 1),
     "alike": (_alike, 0),
+    "exactly alike": (functools.partial(_alike, factor=0.5), 1),
     "gathered twice": (_gathered_twice, 1),
     "one after another": (_one_after_another, 2),
     "weight made of a weight gradient": (_weight_made_of_a_weight_gradient, 1),

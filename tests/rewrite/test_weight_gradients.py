@@ -31,6 +31,7 @@ from tests.rewrite.programs import (
     gathering,
     gradients_of,
     ring,
+    scattering,
     sites,
 )
 
@@ -242,3 +243,23 @@ def test_a_residual_that_two_calls_use_is_joined(
     assert joins(ring(fun), *arguments) == 1
     assert not launches
     assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_gather_serves_both_terms_of_a_difference(
+    check_vma: bool, launches: Counter[Shapes], make_mesh: MeshFactory
+) -> None:
+    """The gradient of a difference gathers dy, and multiplies dy and -dy."""
+
+    def difference(h: jax.Array, w: jax.Array) -> jax.Array:
+        return blocks.scatter(h @ w - jnp.sin(h) @ jnp.cos(w))
+
+    program = scattering(difference)
+    mesh, arguments = make_mesh({AXIS: 2}), program.arguments()
+    plain = gradients_of(program.sharded(mesh, check_vma), 2)
+    scattered, gathered = sites(plain, *arguments)
+    assert (scattered.replaced, gathered.replaced, gathered.matmuls) == (True, True, 2)
+    launches.clear()
+    actual, expected = jax.jit(lambda *args: (ring(plain)(*args), plain(*args)))(*arguments)
+    assert sum(launches.values()) == 2  # The operands of the weight gradients differ.
+    assert_same(actual, expected)
