@@ -14,7 +14,7 @@ from train.config import Config, MeshSizes, check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
-from train.state import ModelFunctions, abstract_state, make_optimizer
+from train.state import ModelFunctions, make_optimizer, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
 
@@ -66,7 +66,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     for line in describe_zero(config, model, sizes):
         console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
-    memory = memory_of(config, mesh, model)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = state_on_mesh(model, optimizer, mesh)
+    memory = memory_of(config, mesh, model, state)
     _print_memory(memory, config, model, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
@@ -77,9 +79,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         sentence += f": {advice(config, mesh, memory, limit)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
-    optimizer = make_optimizer(config.optimizer, config.steps)
     step = sharded_step(config, model, optimizer, mesh)
-    state = abstract_state(model, optimizer)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:

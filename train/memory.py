@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
 from train.config import Config, MeshSizes
 from train.mesh import BATCH_AXES, make_abstract_mesh
-from train.state import ModelFunctions, abstract_state, make_optimizer, state_specs
+from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
 from train.step import BATCH_SPEC, Batch, losses
 from train.zero import local_weights
 
@@ -53,18 +53,29 @@ class Memory:
         return self.state + self.saved
 
 
-def memory_of(config: Config, mesh: AbstractMesh, model: ModelFunctions | None = None) -> Memory:
-    """The memory of a run on a mesh; which attention is used depends on its kind of device."""
+def memory_of(
+    config: Config,
+    mesh: AbstractMesh,
+    model: ModelFunctions | None = None,
+    state: TrainState | None = None,
+) -> Memory:
+    """The memory of a run.
+
+    Args:
+      config: the configuration.
+      mesh: the mesh; which attention is used depends on its kind of device.
+      model: the model of the configuration, if it is at hand.
+      state: shapes, dtypes and shardings of the state, from `state_on_mesh`, if they are at hand.
+    """
     model = model or ModelFunctions(config, MeshSizes(**mesh.shape))
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    state, specs = abstract_state(model, optimizer), state_specs(model, optimizer)
-    parameters = _bytes_per_device(state["params"], specs["params"], mesh)
-    whole = _bytes_per_device(state["params"], model.unsharded_specs, mesh)
+    state = state or state_on_mesh(model, make_optimizer(config.optimizer, config.steps), mesh)
+    parameters = _bytes_per_device(state["params"])
+    whole = _bytes_per_device(_on_mesh(state["params"], model.unsharded_specs, mesh))
     # Without accumulation, a gradient is scattered as soon as it is there.
     accumulated = model.zero == 1 and config.gradient_accumulation_steps > 1
     return Memory(
         parameters,
-        _bytes_per_device(state["opt_state"], specs["opt_state"], mesh),
+        _bytes_per_device(state["opt_state"]),
         whole if accumulated else parameters,
         _gathered_bytes(model, mesh),
         _saved_for_backward(config, model, mesh),
@@ -77,8 +88,7 @@ def _gathered_bytes(model: ModelFunctions, mesh: AbstractMesh) -> int:
         name: jax.ShapeDtypeStruct(model.abstract_params[name].shape, shards.dtype)
         for name, shards in model.weight_shards.items()
     }
-    specs = {name: model.unsharded_specs[name] for name in weights}
-    return _bytes_per_device(weights, specs, mesh)
+    return _bytes_per_device(_on_mesh(weights, model.unsharded_specs, mesh))
 
 
 def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
@@ -143,15 +153,24 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     return batch
 
 
-def _bytes_per_device(tree: Any, specs: Any, mesh: AbstractMesh) -> int:
+def _on_mesh(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], specs: Mapping[str, P], mesh: AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes with shardings."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, specs[name])
+        )
+        for name, leaf in shapes.items()
+    }
+
+
+def _bytes_per_device(tree: Any) -> int:
     """The bytes of one device's shards."""
-
-    def leaf_bytes(leaf: jax.ShapeDtypeStruct, spec: P) -> int:
-        named = [axes if isinstance(axes, tuple) else (axes,) for axes in spec if axes is not None]
-        shards = math.prod(mesh.shape[axis] for axes in named for axis in axes)
-        return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards
-
-    return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, specs)))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMesh) -> int:

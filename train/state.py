@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.llama import Llama
@@ -190,9 +190,12 @@ def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) 
 
 
 def state_on_mesh(
-    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
+    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
-    """Global shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+    """Global shapes, dtypes and shardings of the state, to restore a checkpoint into.
+
+    The mesh may be abstract.
+    """
     return jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
