@@ -23,16 +23,19 @@ from tests.models.test_llama import (
     sharded_loss_and_grads,
 )
 
-# One document, and documents of one token at the begin, in the middle and at the end.
-LENGTHS = np.array([[8, 0, 0, 0], [3, 5, 0, 0], [1, 4, 1, 2], [5, 2, 1, 0]], np.int32)
+# One document, and documents of one token at the begin, in the middle and at the end. Each length
+# is another program of the reference.
+LENGTHS = np.array([[8, 0, 0, 0], [3, 5, 0, 0], [1, 3, 1, 3], [5, 1, 1, 1]], np.int32)
+
+located = jax.jit(locate_documents, static_argnums=1)
 
 
 def test_tokens_know_their_document_and_their_position_in_it():
-    documents = locate_documents(jnp.asarray(LENGTHS), SEQUENCE)
+    documents = located(LENGTHS, SEQUENCE)
     np.testing.assert_array_equal(documents.ids[1], [0, 0, 0, 1, 1, 1, 1, 1])
     np.testing.assert_array_equal(documents.positions[1], [0, 1, 2, 0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(documents.ids[2], [0, 1, 1, 1, 1, 2, 3, 3])
-    np.testing.assert_array_equal(documents.positions[2], [0, 0, 1, 2, 3, 0, 0, 1])
+    np.testing.assert_array_equal(documents.ids[2], [0, 1, 1, 1, 2, 3, 3, 3])
+    np.testing.assert_array_equal(documents.positions[2], [0, 0, 1, 2, 0, 0, 1, 2])
     np.testing.assert_array_equal(documents.positions[0], range(8))
 
 
@@ -81,8 +84,9 @@ def test_loss_and_gradients_equal_those_of_each_document_alone(expected, make_me
     np.testing.assert_allclose(loss, expected[0], **TOLERANCE)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, expected[1][name], **TOLERANCE, err_msg=name)
-    # The lengths matter: another loss without them.
-    whole, _ = loss_and_grads(random_params(functions), *random_tokens())
+    # The lengths matter: another loss with one document in each sequence.
+    one = np.broadcast_to(LENGTHS[0], LENGTHS.shape)
+    whole, _ = loss_and_grads(random_params(functions), *random_tokens(), one)
     assert abs(float(whole) - float(loss)) > 1e-2
 
 
@@ -133,11 +137,10 @@ def test_one_document_is_the_whole_sequence(make_mesh):
     _, functions = model_functions(overlap="xla")
     params, batch = random_params(functions), random_tokens()
     loss_and_grads = sharded_loss_and_grads(functions, make_mesh({"data": 1, "tensor": 2}))
+    loss = jax.jit(lambda *arguments: loss_and_grads(*arguments)[0])
     whole = np.full((BATCH, 1), SEQUENCE, np.int32)
     # The mask leaves every score as it is; the order of fused sums may differ.
-    np.testing.assert_allclose(
-        loss_and_grads(params, *batch, whole)[0], loss_and_grads(params, *batch)[0], rtol=1e-6
-    )
+    np.testing.assert_allclose(loss(params, *batch, whole), loss(params, *batch), rtol=1e-6)
 
 
 # Attention
@@ -149,8 +152,8 @@ def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch
         jax.random.normal(key, shape, jnp.bfloat16)
         for key, shape in zip(keys, (*SHAPES, SHAPES[0]), strict=True)
     )
-    lengths = jnp.asarray([[100, 156, 0], [1, 250, 5]], jnp.int32)
-    documents = locate_documents(lengths, SHAPES[0][1])
+    lengths = np.array([[100, 156, 0], [1, 250, 5]], np.int32)
+    documents = located(lengths, SHAPES[0][1])
 
     def values() -> list[jax.Array]:
         attended, transpose = jax.vjp(lambda q, k, v: causal_attention(q, k, v, documents), *heads)
@@ -222,7 +225,7 @@ def test_packs_hold_every_document_once(
     lengths = np.zeros((2, max(map(len, lists))), np.int32)
     for row, spans in zip(lengths, lists, strict=True):
         row[: len(spans)] = spans
-    documents = jax.jit(locate_documents, static_argnums=1)(lengths, sequence)
+    documents = located(lengths, sequence)
     assert entered(documents, 2 * sequence) == [
         (row * sequence + start, length)
         for row, spans in enumerate(lists)
@@ -260,7 +263,7 @@ def entered(documents: Documents, tokens: int) -> list[tuple[int, int]]:
 
 def test_more_documents_than_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "_LARGEST_GRID", 100)
-    documents = locate_documents(jnp.full((1, 128), 4, jnp.int32), 512)
+    documents = located(np.full((1, 128), 4, np.int32), 512)
     heads = jnp.zeros((1, 512, 1, 8))
     with pytest.raises(ValueError, match=r"512 tokens with more than 64 documents: .* shorter"):
         attention._attend_in_packs(heads, heads, heads, documents.packs)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ SHORT = dataclasses.replace(
 MESH = MeshSizes(data=2, tensor=4)
 
 STEPS = 20  # The loss falls by a third.
+COMPARED = 8  # A wrong gradient changes the second loss.
 
 
 class Trainer:
@@ -75,7 +76,8 @@ def one_device() -> dict[str, np.ndarray]:
         ((2, 2, 2), "ring", {"zero": 1, "gradient_accumulation_steps": 2, "remat": "full"}),
         ((1, 1, 8), "ring", {"remat": "dots"}),
         ((1, 4, 2), "xla", {"zero": 2}),
-        ((2, 1, 4), "rewrite", {}),
+        # It chooses xla on CPUs; the rewrite to rings has a test of its own.
+        pytest.param((2, 1, 4), "rewrite", {}, marks=pytest.mark.exhaustive),
         # With xla it is the curve that all are compared with.
         pytest.param((1, 1, 1), "ring", {}, marks=pytest.mark.exhaustive),
         pytest.param((8, 1, 1), "xla", {}, marks=pytest.mark.exhaustive),
@@ -88,25 +90,25 @@ def one_device() -> dict[str, np.ndarray]:
 )
 def test_every_mesh_gives_the_same_loss_curve(one_device, sizes, overlap, changes):
     config = dataclasses.replace(SHORT, overlap=overlap, **changes)
-    curve = Trainer(config, MeshSizes(*sizes)).run(STEPS)
+    curve = Trainer(config, MeshSizes(*sizes)).run(COMPARED)
     assert one_device["loss"][0] > 5.4
     assert one_device["loss"][-1] < 3.6
     # Everything is float32. Meshes differ in the order of sums, a relative error of about 1e-7 per
     # step in the gradient. Adam divides by the root of the second moment, which keeps relative
     # errors, and training amplifies them: measured, the curves differ by at most 2e-5 after 50
     # steps. A wrong gradient changes the loss of the second step by 1e-2.
-    np.testing.assert_allclose(curve["loss"], one_device["loss"], rtol=3e-4)
+    np.testing.assert_allclose(curve["loss"], one_device["loss"][:COMPARED], rtol=3e-4)
     np.testing.assert_allclose(curve["grad_norm"][:5], one_device["grad_norm"][:5], rtol=1e-3)
 
 
 def test_half_precision_stays_near_float32(one_device):
     config = dataclasses.replace(SHORT, overlap="ring", compute_dtype="bfloat16")
     trainer = Trainer(config, MESH)
-    curve = trainer.run(10)
+    curve = trainer.run(5)
     assert all(leaf.dtype == "float32" for leaf in trainer.state["params"].values())
     # bfloat16 has 8 bits: activations are off by up to 0.4 %, and losses, which are means, by less.
-    np.testing.assert_allclose(curve["loss"], one_device["loss"][:10], rtol=2e-2)
-    assert not np.allclose(curve["loss"], one_device["loss"][:10], rtol=1e-6)
+    np.testing.assert_allclose(curve["loss"], one_device["loss"][:5], rtol=2e-2)
+    assert not np.allclose(curve["loss"], one_device["loss"][:5], rtol=1e-6)
 
 
 def test_the_optimizer_equals_adamw_with_clipping_in_optax():
@@ -127,14 +129,18 @@ def test_the_optimizer_equals_adamw_with_clipping_in_optax():
         optax.clip_by_global_norm(0.7),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.5, mask=mask),
     )
-    opt_state, expected_params = expected.init(params), cast(Any, params)
-    gradient = jax.jit(
-        jax.grad(lambda p, b: reference.loss(config.model, p, b["inputs"], b["targets"]).mean())
+    opt_state, expected_params = jax.jit(expected.init)(params), params
+    gradient = jax.grad(
+        lambda p, b: reference.loss(config.model, p, b["inputs"], b["targets"]).mean()
     )
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: Any) -> Any:
+        updates, opt_state = expected.update(gradient(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     for _ in range(4):
-        gradients = gradient(expected_params, next(batches))
-        updates, opt_state = expected.update(gradients, opt_state, expected_params)
-        expected_params = cast(Any, optax.apply_updates(expected_params, updates))
+        expected_params, opt_state = update(expected_params, opt_state, next(batches))
     trainer.run(4)
     for name, leaf in trainer.state["params"].items():
         # Adam's first steps change every weight by about the learning rate, so the sign of a
@@ -150,7 +156,7 @@ def collectives(text: str) -> Counter:
     return Counter(re.findall(rf"= \S+ ({kinds})(?:-start)?\(", text))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     model = dataclasses.replace(SHORT.model, num_layers=layers)
     config = dataclasses.replace(SHORT, overlap="ring", model=model)

@@ -22,7 +22,7 @@ from train.trackers import TensorBoard, WeightsAndBiases
 Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported.
 
 RUN = shlex.split(
-    "--model.num-layers 1 --mesh.data 1 --mesh.tensor 2 --batch-size 2 --sequence-length 16"
+    "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
     " --log-interval 1 --overlap xla --steps 3"
 )
 
