@@ -162,7 +162,7 @@ CONFIGS = {
         AllGatherProblem(2, 1, 72, 192, (192, 64)), LOW, False, 72, 1, (12, 192), 1, (1,)
     ),
     "clusters": AllGatherConfig(
-        AllGatherProblem(2, 2, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)
+        AllGatherProblem(2, 1, 136, 128, (192,)), HIGH, False, 136, 2, (8, 64), 1, (1,)
     ),
     "transposed": AllGatherConfig(
         AllGatherProblem(2, 1, 64, 128, (128,), 2), LOW, False, 64, 1, (1, 64), 4, (1,)

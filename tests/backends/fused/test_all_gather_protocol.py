@@ -219,7 +219,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))]
+)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_row_is_here_when_it_is_multiplied(
     config: AllGatherConfig, seed: int, keep: bool, monkeypatch: pytest.MonkeyPatch

@@ -239,7 +239,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))]
+)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_sums_are_right_in_any_order_of_threads(
     config: ReduceScatterConfig, seed: int, monkeypatch: pytest.MonkeyPatch
