@@ -37,10 +37,10 @@ XLA_FLAGS = (
 _PATIENT = hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("short", _PATIENT, max_examples=10)
+hypothesis.settings.register_profile("short", _PATIENT, max_examples=5)
 # The same examples on every run, so that a change alone can turn the suite red.
 hypothesis.settings.register_profile(
-    "exhaustive", _PATIENT, max_examples=100, derandomize=True, print_blob=True
+    "exhaustive", _PATIENT, max_examples=60, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("short")
 

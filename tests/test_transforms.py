@@ -25,6 +25,7 @@ from collective_matmul import (
     matmul_reduce_scatter,
 )
 from tests.conftest import MeshFactory
+from tests.covering import pairwise
 from tests.reference import AXIS, OPS, Case, poisoned_results, reference
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -68,9 +69,9 @@ REMATERIALIZATIONS = {
 }
 
 
-@pytest.mark.parametrize("rematerialize", REMATERIALIZATIONS)
-@xla_and_ring
-@vma_on_and_off
+@pairwise(
+    rematerialize=list(REMATERIALIZATIONS), implementation=["xla", "ring"], check_vma=[True, False]
+)
 def test_scan_over_checkpointed_layers(
     rematerialize: str, implementation: str, check_vma: bool, make_mesh: MeshFactory
 ) -> None:
@@ -103,9 +104,7 @@ def test_scan_over_checkpointed_layers(
     )
 
 
-@every_op
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 2)], ids=str)
-@vma_on_and_off
+@pairwise(op=OPS, in_axes=[(0, None), (None, 0), (1, 2)], check_vma=[True, False])
 def test_vmap(
     op: str, in_axes: tuple[int | None, int | None], check_vma: bool, make_mesh: MeshFactory
 ) -> None:
@@ -175,9 +174,7 @@ def test_gradients_of_weights_are_summed_over_data(
     assert_same(jax.jit(sharded)(x, tuple(ws), tuple(dys)), tuple(reference(x, ws, dys)))
 
 
-@every_op
-@xla_and_ring
-@pytest.mark.parametrize("operand", ["x", "w"])
+@pairwise(op=OPS, implementation=["xla", "ring"], operand=["x", "w"])
 def test_gradients_of_replicated_operands_are_summed(
     op: str, implementation: str, operand: str, make_mesh: MeshFactory
 ) -> None:
