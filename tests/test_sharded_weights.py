@@ -72,10 +72,8 @@ class ShardedCase(Case):
 
     def bounds(self, arrays: tuple) -> Any:
         """As for a case on all devices: sums over either axis are rounded."""
-        everywhere = Case(
-            **{name: getattr(self, name) for name in Case.__dataclass_fields__}
-            | {"devices": self.devices * self.weight_devices}
-        )
+        fields: Any = {name: getattr(self, name) for name in Case.__dataclass_fields__}
+        everywhere = Case(**fields | {"devices": self.devices * self.weight_devices})
         return everywhere.bounds(arrays)
 
 
@@ -83,7 +81,7 @@ def case_of(op: str, devices: int, weight_devices: int, **changes: Any) -> Shard
     """A case whose sizes all axes divide, with two weights where the op takes several."""
     size = devices * weight_devices
     columns = ((2 * size,), (size, 2)) if op == "all_gather_matmul" else ((weight_devices, 3),)
-    fields: dict[str, Any] = {"implementation": "ring", "dimension": 1} | changes
+    fields: Any = {"implementation": "ring", "dimension": 1} | changes
     return ShardedCase(
         op=op,
         devices=devices,
