@@ -141,7 +141,10 @@ def _matmul_scatter_backward(call: ShardedOpParams, residuals, dy):
 matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
-@functools.partial(ReverseMode, nondiff_argnums=(1, 2))
+_custom_vjp_of_shard: Any = functools.partial(ReverseMode, nondiff_argnums=(1, 2))
+
+
+@_custom_vjp_of_shard
 def gather_weight(shard: jax.Array, shards: WeightShards, dtype: Any) -> jax.Array:
     """The whole weight [K, N] of a shard, cast to `dtype` before the gather.
 

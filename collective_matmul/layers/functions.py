@@ -9,6 +9,7 @@ row-parallel ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,15 @@ from collective_matmul.layers.sequence_form import (
     scattered_dimension,
     with_reference,
 )
-from collective_matmul.layers.sharding_context import ShardingContext, partition_spec, sharded
+from collective_matmul.layers.sharding_context import (
+    ShardingContext,
+    WeightSharding,
+    partition_spec,
+    sharded,
+)
 from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul.sharded_weights import gather_weight
+from collective_matmul.site import WeightShards
 
 #: The sizes of a kernel's contracted dimensions [*K], and of its other dimensions [*N].
 KernelShape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -34,6 +42,7 @@ def column_parallel(
     biases: Sequence[jax.Array | None],
     kernel_shapes: Sequence[KernelShape],
     *,
+    weight_sharding: WeightSharding | None = None,
     gather_dimension: int | None,
     implementation: tuple[str, ...] | None,
 ) -> tuple[jax.Array, ...]:
@@ -46,6 +55,7 @@ def column_parallel(
       kernels: each global [*K, *N], or local [*K, N_0/D, *N_1...].
       biases: for each kernel None or [*N], sharded like the kernel's columns.
       kernel_shapes: the expected global shape of each kernel. All have the same [*K].
+      weight_sharding: the second axis of the kernels; None if they have none.
       gather_dimension: the dimension of x to gather; None for no gather. Negative numbers count
         from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
@@ -58,9 +68,10 @@ def column_parallel(
       ValueError: for shapes that do not fit each other or the axis.
     """
     axis_name = context.axis_name
+    shards = context.weight_shards(weight_sharding)
     for kernel, (inputs, outputs) in zip(kernels, kernel_shapes, strict=True):
         layer_checks.features("out_features", outputs, axis_name, context.devices)
-        layer_checks.kernel(kernel, (*inputs, *outputs), len(inputs), context)
+        layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
         layer_checks.input_features(x, inputs)
     contracted = len(kernel_shapes[0][0])
     count = x.ndim - contracted
@@ -71,12 +82,14 @@ def column_parallel(
     def on_shards(x, kernels, biases):
         x = x.reshape(*x.shape[:count], -1)
         kernels = tuple(kernel.reshape(-1, *kernel.shape[contracted:]) for kernel in kernels)
+        kernels, keywords = _kernels_of_op(kernels, x, shards)
         if gather is None:
+            if shards is not None:
+                kernels = tuple(gather_weight(kernel, shards, x.dtype) for kernel in kernels)
             ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
         else:
-            ys = all_gather_matmul(
-                x, kernels, axis_name, gather_dimension=gather, implementation=implementation
-            )
+            keywords |= {"gather_dimension": gather, "implementation": implementation}
+            ys = all_gather_matmul(x, kernels, axis_name, **keywords)
         return tuple(map(_add_bias, ys, biases))
 
     whole = [None] * contracted
@@ -97,6 +110,7 @@ def row_parallel(
     bias: jax.Array | None,
     kernel_shape: KernelShape,
     *,
+    weight_sharding: WeightSharding | None = None,
     scatter_dimension: int | None,
     implementation: tuple[str, ...] | None,
 ) -> jax.Array:
@@ -108,6 +122,7 @@ def row_parallel(
       kernel: global [*K, *N], or local [K_0/D, *K_1..., *N].
       bias: None or [*N], the same on every device; added once, after the sum.
       kernel_shape: the expected global shape of the kernel.
+      weight_sharding: the second axis of the kernel; None if it has none.
       scatter_dimension: the dimension of the result to scatter; None for an all-reduce. Negative
         numbers count from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
@@ -123,8 +138,9 @@ def row_parallel(
     axis_name = context.axis_name
     inputs, outputs = kernel_shape
     layer_checks.features("in_features", inputs, axis_name, context.devices)
-    layer_checks.kernel(kernel, (*inputs, *outputs), 0, context)
-    layer_checks.input_features(x, kernel.shape[: len(inputs)])
+    shards = context.weight_shards(weight_sharding)
+    layer_checks.kernel(kernel, kernel_shape, 0, context, shards)
+    layer_checks.input_features(x, (inputs[0] // context.parameter_shards, *inputs[1:]))
     count = x.ndim - len(inputs)
     requested = layer_checks.leading_dimension("scatter_dimension", scatter_dimension, count)
     leading = context.leading_axes(x, count)
@@ -132,14 +148,14 @@ def row_parallel(
 
     def on_shards(x, kernel, bias):
         x = x.reshape(*x.shape[:count], -1)
-        kernel = kernel.reshape(-1, *outputs)
+        kernel = kernel.reshape(-1, *kernel.shape[len(inputs) :])
+        (kernel,), keywords = _kernels_of_op([kernel], x, shards)
         if scatter is None:
             names = implementation if requested is None else with_reference(implementation)
-            y = matmul_all_reduce(x, kernel, axis_name, implementation=names)
+            y = matmul_all_reduce(x, kernel, axis_name, implementation=names, **keywords)
         else:
-            y = matmul_reduce_scatter(
-                x, kernel, axis_name, scatter_dimension=scatter, implementation=implementation
-            )
+            keywords |= {"scatter_dimension": scatter, "implementation": implementation}
+            y = matmul_reduce_scatter(x, kernel, axis_name, **keywords)
         return _add_bias(y, bias)
 
     rows = (axis_name, *[None] * (len(inputs) - 1))
@@ -153,3 +169,13 @@ def row_parallel(
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """[..., *N] + [*N]."""
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def _kernels_of_op(
+    kernels: Sequence[jax.Array], x: jax.Array, shards: WeightShards | None
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Kernels as an op takes them, and its arguments about them; it casts shards itself."""
+    if shards is None:
+        return tuple(kernel.astype(x.dtype) for kernel in kernels), {}
+    keywords = {"weight_axis_name": shards.axis_name, "weight_dimension": shards.dimension}
+    return tuple(kernels), keywords

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collective_matmul.layers.sharding_context import ShardingContext, known_axis_size
+from collective_matmul.site import WeightShards
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -59,26 +60,56 @@ def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
 
 
 def kernel(
-    value: jax.Array, shape: tuple[int, ...], sharded_dimension: int, context: ShardingContext
+    value: jax.Array,
+    features: tuple[tuple[int, ...], tuple[int, ...]],
+    sharded_dimension: int,
+    context: ShardingContext,
+    weight_shards: WeightShards | None,
 ) -> None:
     """Checks the shape of a kernel, local or global according to `context`.
 
+    Args:
+      value: the kernel.
+      features: the global sizes of its input features, and of its output features.
+      sharded_dimension: the dimension that the axis of `context` shards.
+      context: whether it is local.
+      weight_shards: how a second axis shards it too, or None.
+
     Raises:
-      ValueError: if it is not the (shard of the) global `shape`.
+      ValueError: if it is not the (shard of the) global kernel.
     """
+    shape = (*features[0], *features[1])
     expected = list(shape)
     expected[sharded_dimension] //= context.parameter_shards
+    axes = f"axis {context.axis_name!r}"
+    if weight_shards is not None:
+        expected[len(features[0]) if weight_shards.dimension else 0] //= weight_shards.axis_size
+        axes = f"axes {context.axis_name!r} and {weight_shards.axis_name!r}"
     if value.shape == tuple(expected):
         return
-    if context.parameter_shards == 1:
+    if context.parameter_shards == 1 and weight_shards is None:
         advice = f"the global shape {shape}"
     else:
         advice = (
-            f"{tuple(expected)}, this device's shard over axis {context.axis_name!r} of the global"
+            f"{tuple(expected)}, this device's shard over {axes} of the global"
             f" {shape}; pass the parameters through shard_map with the in_specs that"
             " nnx.get_partition_spec gives for nnx, partition_specs for linen"
         )
     raise ValueError(f"kernel: shape {value.shape}; expected {advice}")
+
+
+def weight_sharding(weight_axis_name: str, weight_dimension: int, axis_name: str) -> None:
+    """Raises ValueError for a second axis that is the first, or a dimension but 0 and 1."""
+    if weight_axis_name == axis_name:
+        raise ValueError(
+            f"weight_axis_name={weight_axis_name!r}: that is axis_name too; expected another mesh"
+            " axis, such as that of the batch"
+        )
+    if weight_dimension not in (0, 1):
+        raise ValueError(
+            f"weight_dimension={weight_dimension!r}: expected 0 for the first of in_features, or 1"
+            " for the first of out_features"
+        )
 
 
 def input_features(x: Any, expected: tuple[int, ...]) -> None:

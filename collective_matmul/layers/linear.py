@@ -16,7 +16,7 @@ from typing import Literal, Required, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
+from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.sharding import Mesh, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -25,7 +25,11 @@ from collective_matmul.checks import Implementation
 from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
-from collective_matmul.layers.sharding_context import current_context, known_axis_size
+from collective_matmul.layers.sharding_context import (
+    WeightSharding,
+    current_context,
+    known_axis_size,
+)
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -36,6 +40,8 @@ class LinearOptions(TypedDict, total=False):
 
     use_bias: bool
     implementation: Implementation
+    weight_axis_name: str | None
+    weight_dimension: Literal[0, 1]
     dtype: DTypeLike | None
     param_dtype: DTypeLike
     kernel_init: nnx.Initializer
@@ -67,6 +73,8 @@ class _ParallelLinear(nnx.Module):
         *,
         use_bias: bool = False,
         implementation: Implementation = None,
+        weight_axis_name: str | None = None,
+        weight_dimension: Literal[0, 1] = 1,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
@@ -80,17 +88,23 @@ class _ParallelLinear(nnx.Module):
         self.axis_name, self.mesh = axis_name, mesh
         self.implementation = check_implementation(implementation)
         self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
-        names: list[str | None] = [None] * (len(inputs) + len(outputs))
-        names[0 if sharded_features == "in_features" else len(inputs)] = axis_name
+        self.weight_axis_name = weight_axis_name
+        self.weight_dimension: Literal[0, 1] = weight_dimension
+        names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
+        names[0 if sharded_features == "in_features" else len(inputs)] = (axis_name,)
         if devices := known_axis_size(axis_name, mesh):
             sizes = inputs if sharded_features == "in_features" else outputs
             layer_checks.features(sharded_features, sizes, axis_name, devices)
+        bias_names = names[len(inputs) :]
+        if weight_axis_name is not None:
+            layer_checks.weight_sharding(weight_axis_name, weight_dimension, axis_name)
+            names[len(inputs) if weight_dimension else 0] += (weight_axis_name,)
         flat = math.prod(inputs), math.prod(outputs)
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         self.kernel = _param(kernel.reshape(*inputs, *outputs), names)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
-            self.bias = _param(bias.reshape(outputs), names[len(inputs) :])
+            self.bias = _param(bias.reshape(outputs), bias_names)
         else:
             self.bias = nnx.data(None)
 
@@ -99,6 +113,13 @@ class _ParallelLinear(nnx.Module):
         """The global shape of the kernel: its input features, and its output features."""
         sizes = layer_checks.sizes
         return sizes("in_features", self.in_features), sizes("out_features", self.out_features)
+
+    @property
+    def weight_sharding(self) -> WeightSharding | None:
+        """The second axis of the kernel, and the dimension that it shards; None without one."""
+        if self.weight_axis_name is None:
+            return None
+        return self.weight_axis_name, self.weight_dimension
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -127,6 +148,11 @@ class ColumnParallelLinear(_ParallelLinear):
       **options: use_bias (default False): whether to add a bias.
         implementation: which backends execute the matmuls, as the ops take it; None chooses for
         each shape. See `collective_matmul.backends`.
+        weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded data
+        parallelism; or None. Inside a `shard_map` over both axes, the ops gather the kernel in
+        their own loop, in `dtype`; elsewhere the compiler does.
+        weight_dimension (default 1): what it shards: 0 for the first of in_features, 1 for the
+        first of out_features.
         dtype: dtype of the computation and of the communicated arrays; None promotes x and the
         parameters.
         param_dtype (default float32): dtype of the parameters.
@@ -218,16 +244,16 @@ class RowParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it in S.
         """
-        x, kernel, bias = promote_dtype(
-            (x, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype
-        )
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
         context = current_context(self.axis_name, self.mesh, (x, kernel))
         y = row_parallel(
             context,
-            x,
+            jnp.asarray(x, dtype),
             kernel,
-            bias,
+            None if bias is None else bias.astype(dtype),
             self.kernel_shape,
+            weight_sharding=self.weight_sharding,
             scatter_dimension=self.scatter_dimension,
             implementation=self.implementation,
         )
@@ -260,7 +286,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     Args:
       x: global [..., S, *in_features] or local [..., s, *in_features].
       layers: at least one layer. All have the same in_features, axis_name, gather_dimension,
-        implementation, dtype and mesh.
+        implementation, weight_axis_name, weight_dimension, dtype and mesh.
 
     Returns:
       The results of the layers, in their order.
@@ -271,7 +297,8 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     if not layers:
         raise ValueError(f"layers={layers!r}: expected at least one ColumnParallelLinear")
     first = layers[0]
-    for name in ("axis_name", "gather_dimension", "implementation", "dtype", "mesh"):
+    alike = "axis_name", "gather_dimension", "implementation", "weight_sharding", "dtype", "mesh"
+    for name in alike:
         values = [getattr(layer, name) for layer in layers]
         if any(value != values[0] for value in values):
             raise ValueError(
@@ -284,14 +311,16 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     return column_parallel(
         current_context(first.axis_name, first.mesh, (x, kernels)),
         jnp.asarray(x, dtype),
-        [kernel.astype(dtype) for kernel in kernels],
+        kernels,
         [None if bias is None else bias.astype(dtype) for bias in biases],
         [layer.kernel_shape for layer in layers],
+        weight_sharding=first.weight_sharding,
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
     )
 
 
-def _param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param[jax.Array]:
+def _param(value: jax.Array, names: Sequence[tuple[str, ...]]) -> nnx.Param[jax.Array]:
     """A parameter with a partition spec. It is not placed yet, as there may be no mesh."""
-    return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
+    sharding = tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in names)
+    return nnx.Param(value, out_sharding=sharding, eager_sharding=False)

@@ -22,12 +22,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+from collective_matmul.site import WeightShards
+
+#: A second mesh axis of a kernel [*K, *N], and which of its features it shards: the first of *K, 0,
+#: or of *N, 1. Inside a `shard_map` over that axis, kernels are shards, of x's dtype or a wider
+#: one, and the ops gather them.
+WeightSharding = tuple[str, Literal[0, 1]]
 
 #: The mesh axes that shard each dimension before the features, major first.
 LeadingAxes = tuple[tuple[str, ...], ...]
@@ -56,6 +63,13 @@ class LocalShards:
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
         """The axes that are known to shard the first `count` dimensions of x: none."""
         return ((),) * count
+
+    def weight_shards(self, sharding: WeightSharding | None) -> WeightShards | None:
+        """How a second axis shards kernels, if the `shard_map` is over that axis too."""
+        if sharding is None or sharding[0] not in jax.sharding.get_abstract_mesh().manual_axes:
+            return None
+        axis_name, dimension = sharding
+        return WeightShards(axis_name, lax.axis_size(axis_name), dimension)
 
     def shards(self, axes: tuple[str, ...]) -> int:
         """The number of pieces that a dimension sharded over `axes` is still to be split into."""
@@ -103,6 +117,10 @@ class GlobalArrays:
         others = set(self._explicit_axes()) - {self.axis_name}
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
         return tuple(tuple(axis for axis in axes if axis in others) for axes in named)
+
+    def weight_shards(self, sharding: WeightSharding | None) -> None:
+        """None: the compiler gathers what a second axis shards."""
+        del sharding
 
     def shards(self, axes: tuple[str, ...]) -> int:
         """The number of pieces that a dimension sharded over `axes` is still to be split into."""
