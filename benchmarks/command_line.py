@@ -8,13 +8,14 @@ from typing import Any
 
 import tyro
 
-from benchmarks import configs, ops, stack, tilings, train
+from benchmarks import configs, ops, sharded_stack, stack, tilings, train
 from benchmarks.comparison import Comparison
 from benchmarks.settings import choose_platform
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "ops": (ops.Ops, ops.run),
     "stack": (stack.Stack, stack.run),
+    "sharded_stack": (sharded_stack.ShardedStack, sharded_stack.run),
     "train": (train.Train, train.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
