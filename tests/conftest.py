@@ -6,6 +6,7 @@ Give jitted functions NumPy arrays: their shards are cut on the host, while each
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -73,6 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_finish() -> None:
+    """What is alive now stays so: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -55,8 +55,12 @@ def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch
     )
 
     def values() -> list[jax.Array]:
-        attended, transpose = jax.vjp(causal_attention, *heads)
-        return [attended, *transpose(cotangent)]
+        # A function of its own each time, so that it is traced again.
+        def compute(*heads: jax.Array) -> list[jax.Array]:
+            attended, transpose = jax.vjp(causal_attention, *heads)
+            return [attended, *transpose(cotangent)]
+
+        return jax.jit(compute)(*heads)
 
     expected = values()
     monkeypatch.setattr(attention, "_for_gpus", lambda: True)

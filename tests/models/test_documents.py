@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,8 +158,13 @@ def test_traces_for_gpus_compute_the_same_values(monkeypatch: pytest.MonkeyPatch
     documents = located(lengths, SHAPES[0][1])
 
     def values() -> list[jax.Array]:
-        attended, transpose = jax.vjp(lambda q, k, v: causal_attention(q, k, v, documents), *heads)
-        return [attended, *transpose(cotangent)]
+        # A function of its own each time, so that it is traced again.
+        def compute(*heads: jax.Array) -> list[jax.Array]:
+            attend = functools.partial(causal_attention, documents=documents)
+            attended, transpose = jax.vjp(attend, *heads)
+            return [attended, *transpose(cotangent)]
+
+        return jax.jit(compute)(*heads)
 
     expected = values()
     monkeypatch.setattr(attention, "_for_gpus", lambda: True)
