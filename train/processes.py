@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from train.config import DistributedConfig
 from train.launchers import Placement, find_placement, local_device_ids
 from train.shutdown import Shutdown
+from train.supervisor import RESUME
 
 _FLAGS = "--distributed.coordinator-address, --distributed.num-processes, --distributed.process-id"
 
@@ -80,12 +82,23 @@ def connected(config: DistributedConfig) -> Iterator[None]:
     except BaseException as error:
         leaving = isinstance(error, SystemExit)
         if not is_agreed(error.__context__ if leaving else error):
-            if not leaving:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                _print_failure(error)
+            elif not leaving:
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(error.code if leaving and isinstance(error.code, int) else 1)
         raise
+
+
+def _print_failure(error: BaseException) -> None:
+    """Says that a program failed, which also happens where another process has died in it."""
+    print(
+        f"error: process {jax.process_index()}: a program failed ({' '.join(str(error).split())});"
+        f" if another process has died, {RESUME}",
+        file=sys.stderr,
+    )
 
 
 def find_run(config: DistributedConfig, variables: Mapping[str, str]) -> Placement | None:
@@ -129,6 +142,8 @@ def find_run(config: DistributedConfig, variables: Mapping[str, str]) -> Placeme
 
 
 def _initialize(config: DistributedConfig, placement: Placement) -> None:
+    if config.coordinator_address is not None and placement.process_id == 0:
+        _check_port(config.coordinator_address)
     devices = [*local_device_ids(placement)]
     # Else JAX replaces the handler of SIGTERM, which is `Shutdown`'s.
     jax.config.update("jax_enable_preemption_service", False)
@@ -149,6 +164,21 @@ def _initialize(config: DistributedConfig, placement: Placement) -> None:
             f" ({' '.join(str(error).split())}); give {_FLAGS}, or --distributed.num-processes 1"
             " for a run of one process"
         ) from error
+
+
+def _check_port(address: str) -> None:
+    """Refuses a port that another program of this node listens at. JAX 0.10 crashes there."""
+    port = address.rpartition(":")[2]
+    with socket.socket() as probe:
+        # As the coordination service will open it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            probe.bind(("", int(port)))
+        except (OSError, OverflowError, ValueError) as error:
+            raise ValueError(
+                f"distributed.coordinator_address={address!r}: process 0 cannot listen at its port"
+                f" ({error}); give the port of a host that runs process 0, and that is free there"
+            ) from None
 
 
 def describe_processes() -> list[str]:

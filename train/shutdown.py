@@ -9,6 +9,7 @@ signals and passes them on through a pipe.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -115,4 +116,6 @@ class Shutdown:
 
 def _print(message: str) -> None:
     """Prints on stderr. The main thread may hold the locks of `sys.stderr`."""
-    os.write(2, f"{message}\n".encode())
+    # Who read it may have ended, as a parent that was killed.
+    with contextlib.suppress(OSError):
+        os.write(2, f"{message}\n".encode())

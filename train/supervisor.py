@@ -20,7 +20,7 @@ from train.shutdown import FORWARDED, SIGNALS
 
 # The beginning of the last message of a process that JAX ends.
 _FATAL = b"Terminating process because the JAX distributed service detected fatal errors"
-_RESUME = (
+RESUME = (
     "checkpoints that are complete are kept; start all processes again, with --resume if there"
     " are any"
 )
@@ -81,8 +81,6 @@ def describe_end(status: int, last_words: str) -> str | None:
       status: its exit status; negative for a signal.
       last_words: what JAX printed when it ended the process; "" if it did not.
     """
-    if status >= 0:
-        return None
     if "RegisterTask" in last_words:
         return (
             "the processes did not find each other in time; check that all of them are started,"
@@ -96,10 +94,12 @@ def describe_end(status: int, last_words: str) -> str | None:
         else:
             one = named[1].strip().isdigit()
             who = f"process {named[1]} has died" if one else f"processes {named[1]} have died"
-        return f"{who}, so this process was ended too; {_RESUME}"
+        return f"{who}, so this process was ended too; {RESUME}"
+    if status >= 0:
+        return None
     name = signal.Signals(-status).name
     hint = ", as by the kernel when memory runs out" if -status == signal.SIGKILL else ""
-    return f"this process was ended by {name}{hint}; the others will end too; {_RESUME}"
+    return f"this process was ended by {name}{hint}; the others will end too; {RESUME}"
 
 
 def _forward_errors(child: subprocess.Popen[bytes]) -> str:

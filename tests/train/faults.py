@@ -158,7 +158,7 @@ def curve(log_file: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step; the later line of a step that is logged twice."""
     text = log_file.read_text()
     lines = text[: text.rfind("\n") + 1].splitlines()  # The last line may be incomplete.
-    records = [record for line in lines if "loss" in (record := json.loads(line))]
+    records = [record for line in lines if "grad_norm" in (record := json.loads(line))]
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 
