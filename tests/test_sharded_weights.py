@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import collective_matmul
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.backends.ring.schedule import make_schedule
+from tests.backends.ring.test_program_structure import equations
 from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.hopper import _for_hopper  # noqa: F401
@@ -179,6 +180,32 @@ def test_rings_communicate_in_permutes_alone(
     assert count(text, "collective_permute") == own + 3 * weights * (4 - 1)
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         assert count(text, name) == 0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
+@pytest.mark.parametrize("op", OPS[:2])
+def test_shards_wait_for_their_op(op: str, implementation: str, make_mesh: MeshFactory) -> None:
+    """Without barriers all weights could be gathered at the start of the program, and the backward
+    would reuse what the forward gathered."""
+    case = case_of(op, 1, 2, implementation=implementation)
+    x, ws, dys = case.arrays()
+
+    def both(x: Any, ws: Any, dys: Any) -> Any:
+        ys, transpose = jax.vjp(case.sharded(make_mesh({FSDP: 2, AXIS: 1})), x, ws)
+        return ys, transpose(dys)
+
+    found = list(equations(jax.make_jaxpr(both)(x, tuple(ws), tuple(dys)).jaxpr))
+    producers = {variable: equation for equation in found for variable in equation.outvars}
+    name = "all_gather" if implementation == "xla" else "ppermute"
+    after_barriers = sum(
+        producers[equation.invars[0]].primitive.name == "optimization_barrier"
+        for equation in found
+        if equation.primitive.name == name
+        and FSDP in str(equation.params["axis_name"])
+        and equation.invars[0] in producers
+    )
+    # Shards in both passes, and terms of their gradients. With "xla" the forward is the compiler's.
+    assert after_barriers == len(ws) * (1 if implementation == "xla" else 3)
 
 
 @pytest.mark.usefixtures("_for_hopper")
