@@ -62,9 +62,10 @@ def kill_once(folder: Path, rng: random.Random, steps: int, count: int, resume: 
         else:
             assert status not in (0, -9), whole()
             died = f"process {struck} has died, so this process was ended"
-            failed = f"process {number}: a program failed"
+            # Before JAX notices, a step or a save may have failed.
+            failed = f"error: process {number}: "
             assert died in errors[-1] or failed in errors[-1], whole()
-            assert "--resume" in errors[-1], whole()
+            assert "--resume" in errors[-1] or "start anew" in errors[-1], whole()
             assert not any("Traceback" in line for line in errors), whole()
     newest = max(whole_steps(folder), default=0)
     reached = trainers.logged[-1] if trainers.logged else before

@@ -80,7 +80,7 @@ def open_mpi(count: int):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["--mesh.data 2 --mesh.tensor 2", "--mesh.data 4"])
+@pytest.mark.parametrize("mesh", ["--mesh.fsdp 2 --mesh.tensor 2 --zero 2", "--mesh.data 4"])
 def test_processes_times_devices(tmp_path, mesh):
     """Four devices as 1 × 4, 2 × 2 and 4 × 1, started by each launcher; then a chain of resumes
     through them."""
