@@ -16,12 +16,13 @@ from pathlib import Path
 
 import jax
 
-from tests.train.faults import LONGEST_WAIT, curve, reread, saved_checksums
+from tests.train.faults import curve, reread, saved_checksums
 from tests.train.trainers import Trainers, train
 from train.saved_checkpoint import step_folders, whole_steps
 
 SAVE_INTERVAL = 3
 DEVICES = 4
+LONGEST_WAIT = 9  # Maximum number of steps of a run before it is struck; several are saved.
 LONGEST_LIFE = 12  # Steps of a run that are enough for the wait and for those until it ends.
 # Survivors end within a minute: the heartbeat timeout is 5 seconds here, on a busy machine.
 LONGEST_END = 60.0
