@@ -11,9 +11,12 @@ FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
 #: Values by field and by the names that they had.
 VALUES = {"overlap": {"bulk": "xla"}}
 #: Fields that earlier releases did not have, with the values that mean what these releases did.
-NEW_FIELDS = {
-    "text_column": "text", "separate_documents": False, "zero": 0, "gradient_dtype": "float32",
-}  # fmt: skip
+NEW_FIELDS: dict[str, Any] = {
+    "text_column": "text",
+    "separate_documents": False,
+    "zero": 0,
+    "gradient_dtype": "float32",
+}
 #: Fields of `train.metrics.Record` by the names that they had. Both were per device.
 RECORD_FIELDS = {"tokens_per_second": "tokens_per_second_per_device", "tflops": "tflops_per_device"}
 
