@@ -22,6 +22,8 @@ from models import plain, rotary, vocabulary
 from models.attention import causal_attention
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
+from models.regather import apply_blocks
+from models.sharded_weights import WeightShards, sharded_dimension
 
 Remat = Literal["none", "dots", "full"]
 
@@ -107,6 +109,10 @@ class Llama(nnx.Module):
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
         matmuls; "full", everything inside a block.
+      weight_axis_name: a mesh axis that shards parameters, where their partition specs name it, and
+        whose devices have sequences of their own. Each block gathers its weights, for the forward
+        and again for the backward. None: parameters are not sharded so.
+      gradient_dtype: dtype in which gradients are summed over that axis.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -121,6 +127,8 @@ class Llama(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         remat: Remat = "none",
+        weight_axis_name: str | None = None,
+        gradient_dtype: str = "float32",
         rngs: nnx.Rngs,
     ):
         if remat not in get_args(Remat):
@@ -142,6 +150,7 @@ class Llama(nnx.Module):
         self.implementation = tuple(implementation) if is_sequence else implementation
         self.dtype = dtype
         self.remat: Remat = remat
+        self.weight_axis_name, self.gradient_dtype = weight_axis_name, gradient_dtype
         self.embedding = nnx.Param(
             _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
             out_sharding=(axis_name, None),
@@ -170,28 +179,64 @@ class Llama(nnx.Module):
         documents = None
         if document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
-        table = self.embedding[...].astype(self.dtype)
+        table = self._table(nnx.State({"embedding": self.embedding}))
         x = vocabulary.embed(tokens, table, self.axis_name)
-        graph, _ = nnx.split(self.layers[0])
-
-        # All blocks have the same graph, so one function is traced once for all of them.
-        @jax.jit
-        def apply_block(state: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-            def apply(state, x, documents):
-                return nnx.merge(graph, state)(x, documents)
-
-            return _rematerialize(apply, self.remat)(state, x, documents)
-
-        for block in self.layers:
-            x = apply_block(nnx.state(block), x, documents)
+        x, outside = self._apply_blocks(x, documents)
         x = self.norm(x)
         if self.head is not None:
-            return self.head(x)
+            head: Any = nnx.merge(nnx.graphdef(self.head), self.gather(outside["head"]))
+            return head(x)
+        table = self._table(outside)
         if self.implementation == "plain":
             return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table.T
         return all_gather_matmul(
             x, table.T, self.axis_name, gather_dimension=1, implementation=self.implementation
         )
+
+    def _table(self, parameters: nnx.State) -> jax.Array:
+        """The embedding [V/D, features] in `dtype`, whole along the axis that shards weights."""
+        embedding: Any = self.gather(parameters)["embedding"]
+        return embedding[...].astype(self.dtype)
+
+    def _apply_blocks(
+        self, x: jax.Array, documents: Documents | None
+    ) -> tuple[jax.Array, nnx.State]:
+        """The residual stream after all blocks, and the parameters outside of blocks.
+
+        If weights are sharded, those of the head wait to be gathered until the last block begins.
+        """
+        graph = nnx.graphdef(self.layers[0])
+        outside = nnx.state(self, lambda path, _: path[0] != "layers")
+
+        def apply(state: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
+            block: Any = nnx.merge(graph, state)
+            return block(x, documents)
+
+        # All blocks have the same graph, so one function is traced once for all of them.
+        apply = _rematerialize(apply, self.remat)
+        if self.weight_axis_name is None:
+            apply_block = jax.jit(apply)
+            for block in self.layers:
+                x = apply_block(nnx.state(block), x, documents)
+            return x, outside
+        blocks = [nnx.state(block) for block in self.layers]
+        return apply_blocks(apply, self.gather, blocks, x, documents, last=outside)
+
+    def gather(self, state: nnx.State) -> nnx.State:
+        """Weights from their shards, in `dtype`; what is not sharded stays as it is.
+
+        Args:
+          state: parameters of any part of the model, local.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        specs = jax.tree.leaves(nnx.get_partition_spec(state))
+        for number, spec in enumerate(specs):
+            dimension = sharded_dimension(spec, self.weight_axis_name)
+            if self.weight_axis_name is not None and dimension is not None:
+                dtype = jnp.dtype(self.dtype).name
+                shards = WeightShards(self.weight_axis_name, dimension, dtype, self.gradient_dtype)
+                leaves[number] = shards.gather(leaves[number])
+        return jax.tree.unflatten(structure, leaves)
 
     def loss(
         self,

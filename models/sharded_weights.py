@@ -118,7 +118,7 @@ def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[s
     return P(*names)
 
 
-def sharded_dimension(spec: P, axis_name: str) -> int | None:
+def sharded_dimension(spec: P, axis_name: str | None) -> int | None:
     """The dimension that an axis shards, or None."""
     for dimension, names in enumerate(spec):
         if axis_name in (names if isinstance(names, tuple) else (names,)):

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import collective_matmul
 from models import config as models
 from models.config import LlamaConfig
 from models.llama import Remat
+
+#: ZeRO levels.
+Zero = Literal[0, 1, 2, 3]
 
 
 class MeshSizes(NamedTuple):
@@ -125,9 +128,9 @@ class Config:
     xla, requires that backend; several names separated by commas take the first that can; rewrite
     trains a model of JAX's own collectives, with its whole step passed to
     collective_matmul.overlap."""
-    zero: Literal[0, 1, 2] = 0
-    """ZeRO level, over the fsdp axis: 1 and 2 shard parameters and optimizer state, 2 gradients
-    too. Weights are gathered in --compute-dtype."""
+    zero: Zero = 0
+    """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
+    weights where they are used too. Weights are gathered in --compute-dtype."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over the data and fsdp axes."""
     remat: Remat = "none"
@@ -225,8 +228,8 @@ def check(config: Config, sizes: MeshSizes) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
-    if config.zero not in (0, 1, 2):
-        raise ValueError(f"zero={config.zero}: expected 0, 1 or 2")
+    if config.zero not in get_args(Zero):
+        raise ValueError(f"zero={config.zero}: expected 0, 1, 2 or 3")
     _check_overlap(config.overlap)
     check_optimizer(config.optimizer)
     config.model.check_tensor_axis(sizes.tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -11,13 +12,15 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
-from train.config import Config, MeshSizes
-from train.mesh import BATCH_AXES, make_abstract_mesh
+from models.regather import dependents
+from train.config import Config, MeshSizes, Zero
+from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
 from train.step import BATCH_SPEC, Batch, losses
 from train.zero import local_weights
@@ -83,12 +86,18 @@ def memory_of(
 
 
 def _gathered_bytes(model: ModelFunctions, mesh: AbstractMesh) -> int:
-    """Bytes per device of gathered weights."""
+    """Bytes per device of gathered weights: all, or those of two blocks or a block and the head."""
     weights = {
         name: jax.ShapeDtypeStruct(model.abstract_params[name].shape, shards.dtype)
         for name, shards in model.weight_shards.items()
     }
-    return _bytes_per_device(_on_mesh(weights, model.unsharded_specs, mesh))
+    sizes: Counter[str] = Counter()
+    for name, leaf in _on_mesh(weights, model.unsharded_specs, mesh).items():
+        # A block is named "layers.0".
+        part = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        sizes[part] += _bytes_per_device(leaf)
+    largest = 2 if model.zero == 3 else None
+    return sum(size for _, size in sizes.most_common(largest))
 
 
 def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
@@ -101,30 +110,64 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
       limit: bytes of a device.
     """
     sizes = MeshSizes(**mesh.shape)
-    tensor = sizes.tensor
-    tensors = [n for n in range(tensor, 4 * tensor + 1) if config.model.fits_tensor_axis(n)]
-    largest = max(tensor, *(n for n in range(1, 129) if config.model.fits_tensor_axis(n)))
-    # The state is sharded over the tensor axis alone, up to a few vectors.
-    if memory.state * tensor / largest > limit:
-        least = memory.state * tensor // largest
+    shards = _shards(config, sizes)
+    for zero, larger in _more_shards(config, sizes):
+        sharded = dataclasses.replace(config, zero=zero)
+        if memory.state * shards / _shards(sharded, larger) > limit:
+            continue
+        abstract = make_abstract_mesh(larger, mesh.abstract_device)
+        for changed, flags in _cheaper(sharded, larger.data * larger.fsdp):
+            total = memory_of(changed, abstract).total
+            if total <= limit:
+                flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
+                return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
+    fitting = [n for n in range(1, 129) if config.model.fits_tensor_axis(n)]
+    largest = max(sizes.tensor, *fitting)
+    # The state is sharded over the tensor axis, up to a few vectors.
+    least = memory.state * sizes.tensor // largest
+    if least > limit:
         return (
             f"no flag makes it fit: parameters, gradients and optimizer state alone take about"
-            f" {least:,} bytes with --mesh.tensor {largest}, the largest that fits the"
-            " model; use a smaller model or a GPU with more memory"
+            f" {least:,} bytes with --mesh.tensor {largest}, the largest that fits the model; use a"
+            " smaller model, a GPU with more memory, or --zero 3 over more devices, with a sequence"
+            " for each"
         )
-    for size in tensors:
-        if memory.state * tensor / size > limit:
-            continue
-        for changed, flags in _cheaper(config, sizes.data * sizes.fsdp):
-            larger = make_abstract_mesh(sizes._replace(tensor=size), mesh.abstract_device)
-            total = memory_of(changed, larger).total
-            if total <= limit:
-                if size != tensor:
-                    flags = [f"--mesh.tensor {size}", *flags]
-                return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
     return (
-        f"it fits with more --mesh.tensor than {tensors[-1]}, or with a shorter --sequence-length"
+        f"it fits with more --mesh.tensor than {4 * sizes.tensor}, or with a shorter"
+        " --sequence-length"
     )
+
+
+def _shards(config: Config, sizes: MeshSizes) -> int:
+    """The number of devices that share the state."""
+    return sizes.tensor * (sizes.fsdp if config.zero else 1)
+
+
+def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshSizes]]:
+    """ZeRO levels and meshes over which ever more is sharded: first those of as many devices."""
+    yield config.zero, sizes
+    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor)
+    for mesh in dict.fromkeys((sizes, groups)):
+        if mesh.fsdp > 1:
+            same = config.zero if mesh == sizes else 0
+            yield from ((zero, mesh) for zero in get_args(Zero) if zero > same)
+    for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):
+        if config.model.fits_tensor_axis(tensor):
+            yield config.zero, sizes._replace(tensor=tensor)
+    fsdp = 2 * groups.fsdp
+    while config.batch_size % fsdp == 0:
+        yield 3, groups._replace(fsdp=fsdp)
+        fsdp *= 2
+
+
+def _mesh_flags(config: Config, zero: Zero, old: MeshSizes, new: MeshSizes) -> list[str]:
+    """The flags that change a mesh and the ZeRO level."""
+    flags = [
+        f"--mesh.{name} {size}"
+        for name, size in new._asdict().items()
+        if size != getattr(old, name)
+    ]
+    return flags + [f"--zero {zero}"] * (zero != config.zero)
 
 
 def _cheaper(config: Config, groups: int) -> Iterator[tuple[Config, list[str]]]:
@@ -179,20 +222,23 @@ def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMes
 
     def forward(params, batch):
         nonlocal saved
-
-        def loss(weights):
-            return jnp.sum(losses(model, weights, batch))
-
         weights = local_weights(model, params)
-        value, backward = jax.vjp(loss, weights)
-        residuals = {id(leaf): leaf for leaf in jax.tree.leaves(backward)}
-        for leaf in weights.values():
-            residuals.pop(id(leaf), None)
-        saved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in residuals.values())
-        return jax.lax.psum(value, BATCH_AXES)
+
+        def residuals(weights, batch):
+            _, backward = jax.vjp(lambda weights: jnp.sum(losses(model, weights, batch)), weights)
+            return jax.tree.leaves(backward)
+
+        jaxpr = jax.make_jaxpr(residuals)(weights, batch).jaxpr
+        own, inputs = jaxpr.invars[: len(weights)], jaxpr.invars[len(weights) :]
+        kept = {leaf for leaf in jaxpr.outvars if isinstance(leaf, Var)}.difference(own)
+        if model.zero:
+            # What is made of weights alone is counted as weights.
+            kept -= dependents(jaxpr, own) - dependents(jaxpr, inputs)
+        types: list[Any] = [leaf.aval for leaf in kept]
+        saved = sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)
 
     traced = jax.shard_map(
-        forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=P(), check_vma=True
+        forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=None, check_vma=True
     )
     sequences = config.batch_size // config.gradient_accumulation_steps
     jax.eval_shape(traced, model.abstract_params, abstract_batch(config, sequences))

@@ -54,6 +54,8 @@ class ModelFunctions:
             return self._build(config)
 
         self._config = config
+        self.gradient_dtype = config.gradient_dtype
+        self.zero = config.zero if sizes.fsdp > 1 else 0
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
@@ -65,8 +67,6 @@ class ModelFunctions:
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
         self.specs = dict(self.unsharded_specs)
-        self.gradient_dtype = config.gradient_dtype
-        self.zero = config.zero if sizes.fsdp > 1 else 0
         self.weight_shards: dict[str, WeightShards] = {}
         if self.zero:
             self._shard_weights(config, sizes)
@@ -78,6 +78,7 @@ class ModelFunctions:
             dimension = sharded_dimension(spec, "fsdp")
             if dimension is not None:
                 self.specs[name] = spec
+                self._variables[name][1].set_metadata(out_sharding=tuple(spec))
                 self.weight_shards[name] = WeightShards(
                     "fsdp", dimension, config.compute_dtype, config.gradient_dtype
                 )
@@ -101,14 +102,15 @@ class ModelFunctions:
         """Number of parameters of the whole model."""
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
 
-    @staticmethod
-    def _build(config: Config) -> Llama:
+    def _build(self, config: Config) -> Llama:
         rngs: Any = _Keys(config.seed)
         return Llama(
             config.model,
             implementation=_implementation(config.overlap),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
+            weight_axis_name="fsdp" if self.zero == 3 else None,
+            gradient_dtype=config.gradient_dtype,
             rngs=rngs,
         )
 

@@ -130,10 +130,12 @@ def _loss_and_grads(
 def _global_norm(leaves: Params) -> jax.Array:
     """The norm over all shards. Squares are summed over the axes that shard a leaf, once for all
     leaves of the same axes."""
-    squares: dict[tuple[str, ...], jax.Array] = {}
+    squares: dict[tuple[str, ...], list[jax.Array]] = {}
     for leaf in leaves.values():
-        square = jnp.sum(jnp.square(leaf))
-        axes = tuple(sorted(jax.typeof(square).manual_axis_type.varying))
-        squares[axes] = squares[axes] + square if axes in squares else square
-    sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
-    return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
+        axes = tuple(sorted(jax.typeof(leaf).manual_axis_type.varying))
+        squares.setdefault(axes, []).append(jnp.sum(jnp.square(leaf)))
+    total = jnp.zeros((), jnp.float32)
+    for axes, parts in squares.items():
+        part = jnp.sum(jnp.stack(parts))
+        total += lax.psum(part, axes) if axes else part
+    return jnp.sqrt(total)

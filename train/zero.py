@@ -7,6 +7,8 @@ axis, and each device updates its shards. Levels differ in what happens before::
     0      parameters are whole on every device      summed, once per step
     1      gathered once per step                    reduce-scattered, once per step
     2      gathered once per step                    reduce-scattered by each backward
+    3      gathered by each block, forward and       reduce-scattered by each backward
+           backward, and freed
 
 Gradients are summed over the data axis once per step. What is done once per step is done for each
 parameter as soon as its gradient is there: without accumulation, while the backward goes on. The
@@ -94,6 +96,8 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     what = "parameters and optimizer state"
     if model.zero > 1:
         what = "parameters, gradients and optimizer state"
+    if model.zero == 3:
+        what += ", and weights in use"
     lines = [f"zero={model.zero}: {what} are sharded over fsdp={sizes.fsdp}"]
     if whole := model.whole_matrices:
         lines.append(

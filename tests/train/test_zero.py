@@ -133,6 +133,11 @@ def test_memory_of_each_level():
     assert dataclasses.replace(memory(2, steps=2), saved=0) == sharded
     accumulated = dataclasses.replace(sharded, gradients=whole)
     assert dataclasses.replace(memory(1, steps=2), saved=0) == accumulated
+    # Level 3 has two blocks whole at most; this model has one, and an embedding as large as a head.
+    attention, feed_forward = 128 * 8 * (2 * 16 + 2 * 8), 3 * 128 * 384
+    blocks = 2 * (attention + feed_forward + 256 * 128) // 2
+    assert dataclasses.replace(memory(3), saved=0) == dataclasses.replace(sharded, weights=blocks)
+    assert memory(3).saved < memory(2).saved
     # Without ZeRO the forward saves weights in half precision; else they are counted above.
     assert memory(0).saved - memory(2).saved > matrices // 2
 
@@ -153,5 +158,5 @@ def test_matrices_that_stay_whole_are_reported():
 
 
 def test_unknown_levels_are_refused():
-    with pytest.raises(ValueError, match="zero=5: expected 0, 1 or 2"):
+    with pytest.raises(ValueError, match="zero=5: expected 0, 1, 2 or 3"):
         configs.check(dataclasses.replace(TINY, zero=5), MeshSizes())  # pyright: ignore
