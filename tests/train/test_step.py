@@ -75,8 +75,8 @@ def one_device() -> dict[str, np.ndarray]:
         ((8, 1, 1), "ring", {}),
         ((2, 2, 2), "ring", {"zero": 1, "gradient_accumulation_steps": 2, "remat": "full"}),
         ((1, 1, 8), "ring", {"remat": "dots"}),
-        ((1, 4, 2), "xla", {"zero": 2}),
-        ((2, 4, 1), "xla", {"zero": 3, "gradient_accumulation_steps": 2}),
+        ((2, 4, 1), "xla", {"zero": 2}),
+        ((1, 4, 2), "xla", {"zero": 3, "gradient_accumulation_steps": 2}),
         # It chooses xla on CPUs; the rewrite to rings has a test of its own.
         pytest.param((2, 1, 4), "rewrite", {}, marks=pytest.mark.exhaustive),
         # With xla it is the curve that all are compared with.
