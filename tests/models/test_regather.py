@@ -104,7 +104,8 @@ def test_weights_are_gathered_twice_and_not_kept(make_mesh):
     compiled = {
         depth: loss_and_gradients(make_mesh({"fsdp": DEVICES}))
         .lower(make_blocks(depth), X)
-        .compile()
+        # Older jaxlib removes barriers early on CPUs, and merges the gathers of both passes.
+        .compile({"xla_disable_hlo_passes": "cse_barrier_expander"})
         for depth in (3, 7)
     }
     texts = {depth: program.as_text() or "" for depth, program in compiled.items()}

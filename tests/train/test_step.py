@@ -101,6 +101,9 @@ def test_every_mesh_gives_the_same_loss_curve(one_device, sizes, overlap, change
     # steps. A wrong gradient changes the loss of the second step by 1e-2.
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:COMPARED], rtol=3e-4)
     np.testing.assert_allclose(curve["grad_norm"][:5], one_device["grad_norm"][:5], rtol=1e-3)
+    # Before training amplifies anything: measured at most 6e-7. Weights that are gathered in half
+    # precision differ by more.
+    np.testing.assert_allclose(curve["loss"][:3], one_device["loss"][:3], rtol=5e-6)
 
 
 def test_half_precision_stays_near_float32(one_device):
