@@ -88,7 +88,8 @@ class TrainCase:
         """``(state, batch) -> (state, metrics)``."""
         config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
         mesh = make_mesh(MeshSizes(tensor=operands.mesh.devices.size))
-        model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
+        model = ModelFunctions(config)
+        optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
         tokens = jax.ShapeDtypeStruct(
             (config.batch_size, config.sequence_length),
             "int32",

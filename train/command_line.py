@@ -23,6 +23,7 @@ from train.evaluation import evaluated_sequences
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
+from train.muon import describe_muon
 from train.processes import connected, describe_processes, is_first, is_told_elsewhere, own_name
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
@@ -123,6 +124,7 @@ def announce(setup: Setup, console: Console) -> None:
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
+        *describe_muon(config.optimizer, setup.model.specs),
         describe_schedule(config.optimizer, config.steps),
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -76,8 +76,10 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay and clipping by global norm."""
+    """AdamW or Muon, with linear warm-up, cosine decay and clipping by global norm."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the matrices between embedding and head; AdamW updates all else."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     final_learning_rate_fraction: float = 0.1
@@ -90,11 +92,19 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to matrices but not to norms."""
     b1: float = 0.9
-    """Decay rate of the mean of gradients."""
+    """Decay rate of AdamW's mean of gradients."""
     b2: float = 0.95
-    """Decay rate of the mean of squared gradients."""
+    """Decay rate of AdamW's mean of squared gradients."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradient; larger gradients are scaled down."""
+    muon_momentum: float = 0.95
+    """Decay rate of Muon's mean of gradients."""
+    muon_update_rms: float | None = 0.2
+    """Root mean square of Muon's updates before the learning rate; 0.2 is about that of AdamW, so
+    that one learning rate suits both. None: the root of columns over rows, or 1 if that is more,
+    times an orthogonal matrix."""
+    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype in which Muon's matrices travel and are orthogonalized."""
 
     def with_schedule_of(self, steps: int) -> OptimizerConfig:
         """The same with a length of the schedule: its own, or else that of a run of `steps`."""
@@ -270,7 +280,7 @@ def _check_overlap(value: str) -> None:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raises ValueError for a value that AdamW, its schedule or clipping cannot use."""
+    """Raises ValueError for a value that the optimizer, its schedule or clipping cannot use."""
     for name, fits, expected in (
         ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
         ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
@@ -284,6 +294,14 @@ def check_optimizer(config: OptimizerConfig) -> None:
         ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),
         ("b2", 0 <= config.b2 < 1, "at least 0 and less than 1"),
         ("clip_norm", config.clip_norm > 0, "a positive number; inf never clips"),
+        ("kind", config.kind in ("adamw", "muon"), "adamw or muon"),
+        ("muon_momentum", 0 <= config.muon_momentum < 1, "at least 0 and less than 1"),
+        (
+            "muon_update_rms",
+            config.muon_update_rms is None or 0 < config.muon_update_rms < math.inf,
+            "a positive number, or None",
+        ),
+        ("muon_dtype", config.muon_dtype in ("bfloat16", "float32"), "bfloat16 or float32"),
     ):
         if not fits:
             raise ValueError(f"optimizer.{name}={getattr(config, name)}: expected {expected}")

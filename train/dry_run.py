@@ -14,6 +14,7 @@ from train.config import Config, MeshSizes, check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
+from train.muon import describe_muon
 from train.state import ModelFunctions, make_optimizer, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
@@ -65,8 +66,10 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     )
     for line in describe_zero(config, model, sizes):
         console.print(line, highlight=False, soft_wrap=True)
+    for line in describe_muon(config.optimizer, model.specs):
+        console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
     memory = memory_of(config, mesh, model, state)
     _print_memory(memory, config, model, console)
@@ -94,7 +97,7 @@ def _print_memory(memory: Memory, config: Config, model: ModelFunctions, console
     table = Table("bytes per device", "", box=None)
     sizes = {
         "parameters": memory.parameters,
-        "optimizer state": memory.optimizer_state,
+        f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
         "gradients": memory.gradients,
         **({f"gathered {config.compute_dtype} weights": memory.weights} if model.zero else {}),
         f"{saved}, saved for the backward": memory.saved,

@@ -71,7 +71,9 @@ def memory_of(
       state: shapes, dtypes and shardings of the state, from `state_on_mesh`, if they are at hand.
     """
     model = model or ModelFunctions(config, MeshSizes(**mesh.shape))
-    state = state or state_on_mesh(model, make_optimizer(config.optimizer, config.steps), mesh)
+    if state is None:
+        optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+        state = state_on_mesh(model, optimizer, mesh)
     parameters = _bytes_per_device(state["params"])
     whole = _bytes_per_device(_on_mesh(state["params"], model.unsharded_specs, mesh))
     # Without accumulation, a gradient is scattered as soon as it is there.

@@ -17,6 +17,13 @@ NEW_FIELDS: dict[str, Any] = {
     "zero": 0,
     "gradient_dtype": "float32",
 }
+#: The same of `train.config.OptimizerConfig`.
+NEW_OPTIMIZER_FIELDS: dict[str, Any] = {
+    "kind": "adamw",
+    "muon_momentum": 0.95,
+    "muon_update_rms": 0.2,
+    "muon_dtype": "bfloat16",
+}
 #: Fields of `train.metrics.Record` by the names that they had. Both were per device.
 RECORD_FIELDS = {"tokens_per_second": "tokens_per_second_per_device", "tflops": "tflops_per_device"}
 
@@ -53,8 +60,11 @@ def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
     current = {**NEW_FIELDS, **current_configuration(saved)}
     if isinstance(current.get("mesh"), Mapping):
         current["mesh"] = {"fsdp": 0, **current["mesh"]}
-    optimizer = current.get("optimizer")
-    if not isinstance(optimizer, Mapping) or "decay_steps" in optimizer or "steps" not in current:
+    if not isinstance(current.get("optimizer"), Mapping):
+        return current
+    optimizer = {**NEW_OPTIMIZER_FIELDS, **current["optimizer"]}
+    current["optimizer"] = optimizer
+    if "decay_steps" in optimizer or "steps" not in current:
         return current
     decay_steps = max(current["steps"], optimizer.get("warmup_steps", 0) + 1)
     return {**current, "optimizer": {**optimizer, "decay_steps": decay_steps}}

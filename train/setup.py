@@ -104,7 +104,7 @@ def prepare(config: Config) -> Setup:
         held_out=held_out,
         init_from=init_from,
         model=model,
-        optimizer=make_optimizer(config.optimizer, config.steps),
+        optimizer=make_optimizer(config.optimizer, config.steps, model.specs),
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
         checkpoints=checkpoints,
     )
@@ -198,14 +198,31 @@ def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
     return checkpoints
 
 
+def check_same_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares the kinds of optimizer of two configurations, the saved one and the run's.
+
+    Raises:
+      ValueError: they differ.
+    """
+    was, kind = (values.get("optimizer", {}).get("kind", "adamw") for values in (saved, now))
+    if was != kind:
+        raise ValueError(
+            f"optimizer.kind={kind!r}: the checkpoint has the state of {was}, with which {kind}"
+            f" cannot continue; resume with --optimizer.kind {was}, or begin a new run with the"
+            " checkpoint's weights: --init-from CHECKPOINT in place of --resume"
+        )
+
+
 def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Checks that the newest checkpoint has the same model and data, and fewer than `steps` steps.
+    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
+    than `steps` steps.
 
     Raises:
       ValueError: if it has not.
     """
     checkpoints.check_same_model(now)
     saved = checkpoints.configuration()
+    check_same_optimizer(saved, now)
     # The position in the data is a number of sequences, which is meaningless for other data.
     names = ("text", "sequence_length", "seed")
     changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from models.llama import Llama
 from models.sharded_weights import WeightShards, sharded_dimension, sharded_spec
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.muon import muon
 
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
@@ -159,14 +161,39 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with `make_schedule`, and weight decay on matrices. It does not clip."""
+def make_optimizer(
+    config: OptimizerConfig, steps: int, specs: Mapping[str, P]
+) -> optax.GradientTransformation:
+    """AdamW or Muon with `make_schedule`, and weight decay on matrices. It does not clip.
+
+    Args:
+      config: the optimizer.
+      steps: the length of the run.
+      specs: how each parameter is sharded, by its name.
+    """
+    schedule = make_schedule(config, steps)
+    if config.kind == "adamw":
+        return _adamw(config, schedule)
+    # As in `optax.contrib.muon`, all momentum is Nesterov's.
+    return muon(config, schedule, specs, _adamw(config, schedule, nesterov=True))
+
+
+def _adamw(
+    config: OptimizerConfig, schedule: optax.Schedule, *, nesterov: bool = False
+) -> optax.GradientTransformation:
+    def decayed(params: Params) -> Any:
+        # Norms of stacked layers have two dimensions.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: not path[-1].key.endswith("norm.scale"), params
+        )
+
     return optax.adamw(
-        make_schedule(config, steps),
+        schedule,
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        mask=decayed,
+        nesterov=nesterov,
     )
 
 
@@ -181,12 +208,17 @@ def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformatio
 
 def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
     """A `PartitionSpec` for every leaf of the state."""
+
+    def masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, spec: spec,
+        lambda leaf, spec: leaf if masked(leaf) else spec,
         jax.eval_shape(optimizer.init, model.abstract_params),
         model.specs,
         transform_non_params=lambda _: P(),
+        is_leaf=masked,
     )
     return {"params": model.specs, "opt_state": opt_state, "step": P()}
 

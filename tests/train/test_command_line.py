@@ -117,7 +117,7 @@ def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
     parameter_bytes = 4 * (sharded // 8 + 3 * features)
     assert lines["parameters"] == f"{parameter_bytes:,}"
     # Two moments like the parameters, and the step counts of AdamW and its schedule.
-    assert lines["optimizer state"] == f"{2 * parameter_bytes + 8:,}"
+    assert lines["optimizer state (adamw)"] == f"{2 * parameter_bytes + 8:,}"
     *parts, total = (int(size.replace(",", "")) for size in lines.values())
     assert total == sum(parts)
     assert (

@@ -113,7 +113,7 @@ def evaluate(
     """Evaluates the initial parameters."""
     config = dataclasses.replace(TINY, **changes)
     mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
-    state = init_state(model, make_optimizer(config.optimizer, config.steps), mesh)
+    state = init_state(model, make_optimizer(config.optimizer, config.steps, model.specs), mesh)
     data = text(held_out, separate_documents)
     evaluation = Evaluator(config, model, mesh, data)(state["params"])
     assert evaluation is not None
@@ -164,7 +164,7 @@ def test_documents_are_kept_apart_as_in_training(tmp_path):
 
 def test_the_same_parameters_evaluate_to_the_same_bits(held_out):
     mesh, model = make_mesh(ONE_DEVICE), ModelFunctions(TINY)
-    params = init_state(model, make_optimizer(TINY.optimizer, 5), mesh)["params"]
+    params = init_state(model, make_optimizer(TINY.optimizer, 5, model.specs), mesh)["params"]
     evaluator = Evaluator(TINY, model, mesh, text(held_out))
     before = jax.device_get(params)
     first, second = evaluator(params), evaluator(params)

@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, config: Config, sizes: MeshSizes):
         self.mesh = make_mesh(sizes)
         self.model = ModelFunctions(config, sizes)
-        optimizer = make_optimizer(config.optimizer, config.steps)
+        optimizer = make_optimizer(config.optimizer, config.steps, self.model.specs)
         self.state = init_state(self.model, optimizer, self.mesh)
         self.step = make_step(config, self.model, optimizer, self.mesh)
         self.batches = open_dataset(
@@ -196,7 +196,7 @@ def test_xla_has_no_permute():
 def traced(config: Config) -> tuple:
     """A step before compilation, and the shapes of its arguments."""
     model = ModelFunctions(config)
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     step = sharded_step(config, model, optimizer, make_abstract_mesh(MESH))
     return step, abstract_state(model, optimizer), {"inputs": tokens, "targets": tokens}

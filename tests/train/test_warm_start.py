@@ -51,7 +51,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def saved_params(path: Path) -> dict[str, np.ndarray]:
     config = parse([*MODEL, *FIRST])
-    model, optimizer = ModelFunctions(config), make_optimizer(config.optimizer, config.steps)
+    model = ModelFunctions(config)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     abstract = state_on_mesh(model, optimizer, make_mesh(ONE_DEVICE))
     params = find_checkpoint(path).restore_params(abstract["params"])
     return {name: np.asarray(array) for name, array in params.items()}

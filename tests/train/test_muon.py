@@ -1,0 +1,420 @@
+"""Muon: it equals optax's on whole arrays on every mesh, and the devices share its work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from train import config as configs
+from train.checkpoint import Checkpoints
+from train.command_line import main, parse
+from train.config import MeshSizes, OptimizerConfig
+from train.log_file import read_log
+from train.memory import memory_of
+from train.mesh import make_abstract_mesh, make_mesh
+from train.muon import matrix_dimensions, to_shards, to_whole
+from train.renamed import trained_configuration
+from train.saved_checkpoint import find_checkpoint
+from train.setup import check_same_optimizer
+from train.state import (
+    ModelFunctions,
+    Params,
+    abstract_state,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    state_on_mesh,
+    state_specs,
+)
+
+#: The learning rate is not constant, nor 0 at first. The iterations are float32.
+OPTIMIZER = OptimizerConfig(
+    kind="muon", learning_rate=0.1, warmup_steps=0, weight_decay=0.5, b1=0.8,
+    muon_momentum=0.7, muon_dtype="float32",
+)  # fmt: skip
+LAYERS = 3
+#: 3 of its matrices travel together: two devices have several batches of them, and of eight some
+#: have none. Heads, width and vocabulary suit every mesh.
+TINY = dataclasses.replace(
+    configs.debug(),
+    model=dataclasses.replace(
+        configs.debug().model, num_layers=LAYERS, features=16, hidden_features=24, num_heads=8,
+        num_key_value_heads=8, head_dim=4, vocabulary_size=32,
+    ),
+    optimizer=OPTIMIZER,
+    steps=4,
+)  # fmt: skip
+#: One for each way in which a parameter is treated, and for each shape and sharding.
+COMPARED = re.compile("embedding|norm|output|query|up")
+
+
+def random_arrays(*, stack: bool) -> list[Any]:
+    """Parameters, and the gradients of each step."""
+    shapes = {n: leaf.shape for n, leaf in compared_model(MeshSizes()).abstract_params.items()}
+    generator = np.random.default_rng(0)
+    arrays = [
+        {name: generator.normal(size=shape).astype("f") for name, shape in shapes.items()}
+        for _ in range(TINY.steps)
+    ]
+    return list(map(stacked, arrays)) if stack else arrays
+
+
+def compared_model(
+    sizes: MeshSizes, zero: Any = 0, *, layers: int = LAYERS, stack: bool = False
+) -> ModelFunctions:
+    """A model of which only some parameters are left; with `stack`, all layers' in one array."""
+    shape = dataclasses.replace(TINY.model, num_layers=layers)
+    model = ModelFunctions(dataclasses.replace(TINY, model=shape, zero=zero), sizes)
+    kept = [name for name in model.abstract_params if COMPARED.search(name)]
+    model.abstract_params = {name: model.abstract_params[name] for name in kept}
+    model.specs = {name: model.specs[name] for name in kept}
+    if stack:
+        names = {name: re.sub(r"\.\d+\.", ".", name) for name in kept}
+        model.abstract_params = jax.eval_shape(stacked, model.abstract_params)
+        model.specs = {
+            new: model.specs[old] if new == old else P(None, *model.specs[old])
+            for old, new in names.items()
+        }
+    return model
+
+
+def stacked(params: Any) -> Any:
+    """The parameters of all layers as one array each, of which dimension 0 is the layer."""
+    groups: dict[str, list[Any]] = {}
+    for name, leaf in params.items():
+        groups.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(leaf)
+    # A name that has no number is not that of a layer, or its layers are stacked.
+    stack = jnp.stack if isinstance(next(iter(params.values())), jax.Array) else np.stack
+    return {
+        name: stack(leaves) if name not in params else leaves[0] for name, leaves in groups.items()
+    }
+
+
+def distributed_steps(
+    model: ModelFunctions, sizes: MeshSizes, config: OptimizerConfig, arrays: list[Any]
+) -> Params:
+    """Parameters after steps with the gradients that follow them in `arrays`."""
+    optimizer = make_optimizer(config, TINY.steps, model.specs)
+    specs = state_specs(model, optimizer)
+
+    def step(state: Any, gradients: Params) -> Any:
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+
+    mesh = make_mesh(sizes)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, model.specs), out_specs=specs))
+    params, *gradients = arrays
+    state = init_state(model, optimizer, mesh, params)
+    for gradient in gradients:
+        state = step(state, gradient)
+    return jax.device_get(state["params"])
+
+
+#: The matrices of the layers, stacked, as optax calls their dimensions.
+NUMBERS = {
+    "layers.attention.output.kernel": MuonDimensionNumbers((1, 2), 3),
+    "layers.attention.projection.query.kernel": MuonDimensionNumbers(1, (2, 3)),
+    "layers.feed_forward.up.kernel": MuonDimensionNumbers(1, 2),
+}
+
+
+@functools.cache
+def whole_steps(config: OptimizerConfig) -> dict[str, np.ndarray]:
+    """The same by `optax.contrib.muon` without a mesh, on stacked parameters."""
+
+    def numbers(tree: Any) -> Any:
+        return {
+            name: leaf if isinstance(leaf, optax.MaskedNode) else NUMBERS.get(name)
+            for name, leaf in tree.items()
+        }
+
+    def muon(adam_weight_decay: float) -> optax.GradientTransformation:
+        return optax.contrib.muon(
+            make_schedule(config, TINY.steps),
+            beta=config.muon_momentum,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=adam_weight_decay,
+            muon_weight_dimension_numbers=numbers,
+            consistent_rms=config.muon_update_rms,
+        )
+
+    params, *gradients = random_arrays(stack=True)
+    # Optax decays norms as it decays the embedding.
+    optimizer = optax.partition(
+        {"norm": muon(0), "other": muon(config.weight_decay)},
+        {name: "norm" if "norm" in name else "other" for name in params},
+    )
+
+    @jax.jit
+    def step(params, opt_state, gradient):
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = jax.jit(optimizer.init)(params)
+    for gradient in gradients:
+        params, opt_state = step(params, opt_state, gradient)
+    return jax.device_get(params)
+
+
+MESHES = [(1, 1, 1), (1, 1, 8), (1, 8, 1), (2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 1)]
+CASES = [
+    (sizes, zero, stack)
+    for sizes in MESHES
+    for zero in ((0, 1, 2) if sizes[1] > 1 else (0,))
+    for stack in (False, True)
+]
+#: Replicas and two axes that shard; stacked layers.
+QUICK = [((2, 2, 2), 1, False), ((1, 4, 2), 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "stack"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in CASES],
+    ids=str,
+)
+def test_it_equals_optax_on_every_mesh(sizes, zero, stack):
+    sizes = MeshSizes(*sizes)
+    model = compared_model(sizes, zero, stack=stack)
+    found = distributed_steps(model, sizes, OPTIMIZER, random_arrays(stack=stack))
+    for name, leaf in whole_steps(OPTIMIZER).items():
+        # The iterations multiply small singular values by 3.4 five times, and so their rounding.
+        # Updates have a root mean square of 0.02.
+        np.testing.assert_allclose(stacked(found)[name], leaf, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        # bfloat16 has 8 bits, and there are 15 matmuls. Updates add up to 0.06.
+        ("bfloat16", 3e-3),
+        pytest.param("float32", 1e-5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_half_precision_and_several_batches(dtype, tolerance):
+    """On replicas alone. The scale of the updates is the one that optax has by default."""
+    sizes = MeshSizes(fsdp=2)
+    options = {"muon_update_rms": None, "learning_rate": 0.02}
+    config = dataclasses.replace(OPTIMIZER, muon_dtype=dtype, **options)
+    found = distributed_steps(compared_model(sizes), sizes, config, random_arrays(stack=False))
+    expected = whole_steps(dataclasses.replace(OPTIMIZER, **options))
+    for name, leaf in expected.items():
+        difference = np.abs(stacked(found)[name] - leaf).mean()
+        assert difference < tolerance, name
+        assert difference > 1e-5 or dtype == "float32" or name not in NUMBERS, name
+
+
+def test_matrices_are_put_together_in_order():
+    """Whichever dimensions two axes shard, beside an axis of replicas."""
+    shardings = [
+        (("fsdp",), ("tensor",)),
+        (("tensor",), (), ("fsdp",)),
+        (("tensor", "fsdp"), ()),
+        ((), ("fsdp", "tensor")),
+        ((), ("tensor",)),
+        ((), ()),
+    ]
+    mesh = make_mesh(MeshSizes(2, 2, 2))
+
+    def there_and_back(arrays):
+        whole = [to_whole(x, s) for x, s in zip(arrays, shardings, strict=True)]
+        return whole, [to_shards(x, s) for x, s in zip(whole, shardings, strict=True)]
+
+    specs = [P(None, *(names or None for names in sharding)) for sharding in shardings]
+    axes = [list(itertools.chain(*sharding)) for sharding in shardings]
+    order = [P((*(n for n in mesh.axis_names if n not in used), *used)) for used in axes]
+    arrays = [
+        np.arange(16 * 4 ** len(sharding), dtype="f").reshape(16, *[4] * len(sharding))
+        for sharding in shardings
+    ]
+    whole, shards = jax.jit(
+        jax.shard_map(there_and_back, mesh=mesh, in_specs=(specs,), out_specs=(order, specs))
+    )(arrays)
+    for sharding, array, *found in zip(shardings, arrays, whole, shards, strict=True):
+        for result in found:
+            np.testing.assert_array_equal(result, array, err_msg=str(sharding))
+        assert found[0].addressable_shards[0].data.shape == (2, *array.shape[1:])
+
+
+def test_devices_share_the_work_and_shards_travel_in_half_precision():
+    config = dataclasses.replace(OPTIMIZER, muon_dtype="bfloat16")
+
+    def traced(sizes: MeshSizes) -> Any:
+        model = compared_model(sizes, 1, layers=16, stack=True)
+        optimizer = make_optimizer(config, TINY.steps, model.specs)
+        specs = state_specs(model, optimizer)["opt_state"]
+        update = jax.shard_map(
+            lambda grads, state: optimizer.update(grads, state, grads)[0],
+            mesh=make_abstract_mesh(sizes),
+            in_specs=(model.specs, specs),
+            out_specs=model.specs,
+        )
+        state = abstract_state(model, optimizer)
+        return jax.make_jaxpr(update)(state["params"], state["opt_state"]).jaxpr
+
+    one, many = traced(MeshSizes()), traced(MeshSizes(2, 2, 2))
+    assert matmul_flops(one) == 8 * matmul_flops(many) > 0
+    travelling = [
+        equation.invars[0].aval.dtype
+        for equation in equations(many)
+        if equation.primitive.name in ("all_to_all", "all_gather_invariant")
+    ]
+    # Of 3 shapes, 2 batches each: there, and back, and to the other replica.
+    assert travelling == ["bfloat16"] * 3 * 3 * 2
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Twice the multiplications of all matmuls of one device."""
+    flops = 0
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            x = equation.invars[0].aval.shape
+            flops += (
+                2
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(x[dimension] for dimension in contracted)
+            )
+    return flops
+
+
+RUN = shlex.split(
+    "--model.num-layers 1 --batch-size 4 --sequence-length 16 --log-interval 1 --overlap xla"
+    " --compute-dtype float32 --optimizer.muon-dtype float32 --optimizer.warmup-steps 1"
+    " --steps 4 --save-interval 2"
+)
+MUON = [*RUN, "--optimizer.kind", "muon"]
+OTHER_MESH = shlex.split("--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --zero 2")
+
+
+def setting_of(arguments: list[str], sizes: MeshSizes) -> tuple[Any, Any]:
+    """The model and the optimizer of a run."""
+    config = parse(arguments)
+    model = ModelFunctions(config, sizes)
+    return model, make_optimizer(config.optimizer, config.steps, model.specs)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A directory with a checkpoint of Muon, and its state, on two devices."""
+    folder = tmp_path_factory.mktemp("saved")
+    sizes = MeshSizes(tensor=2)
+    state = init_state(*setting_of(MUON, sizes), make_mesh(sizes))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(0, state, {}, parse(MUON).to_json())
+    return folder, state
+
+
+def test_its_state_restores_onto_another_mesh(saved):
+    sizes = MeshSizes(2, 2, 2)
+    wanted = state_on_mesh(*setting_of([*MUON, *OTHER_MESH], sizes), make_mesh(sizes))
+    restored = find_checkpoint(saved[0]).restore(wanted)
+    for shape, found, array in zip(
+        *map(jax.tree.leaves, (wanted, restored.state, saved[1])), strict=True
+    ):
+        assert found.sharding == shape.sharding
+        np.testing.assert_array_equal(found, array)
+
+
+def test_adamw_does_not_continue_from_its_checkpoint(saved, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*RUN, "--checkpoint-dir", str(saved[0]), "--resume"])
+    assert stopped.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "optimizer.kind='adamw': the checkpoint has the state of muon" in error
+    assert "resume with --optimizer.kind muon, or begin a new run" in error
+    assert "--init-from" in error
+
+
+@pytest.mark.exhaustive
+def test_a_run_learns_and_goes_on_on_another_mesh(tmp_path, capsys):
+    logs = [tmp_path / name for name in ("first", "second")]
+    saved = ["--checkpoint-dir", str(tmp_path / "saved")]
+    meshes = [shlex.split("--mesh.data 1 --mesh.tensor 2"), [*OTHER_MESH, "--resume-step", "2"]]
+    losses = []
+    for log, mesh in zip(logs, meshes, strict=True):
+        main([*MUON, *mesh, *saved, "--log-file", str(log)])
+        steps = (event for event in read_log(log) if event["event"] == "step")
+        losses.append({event["step"]: event["loss"] for event in steps})
+    output = capsys.readouterr().out
+    assert "\noptimizer: muon for 7 matrices, in float32; adamw for all else\n" in output
+    assert losses[0][4] < losses[0][1] - 0.1
+    # Meshes differ in the order of sums.
+    assert losses[1] == pytest.approx({step: losses[0][step] for step in (3, 4)}, rel=1e-5)
+
+
+def test_a_checkpoint_of_an_earlier_release_is_one_of_adamw():
+    now = configs.debug().to_json()
+    fields = ("kind", "muon_momentum", "muon_update_rms", "muon_dtype", "decay_steps")
+    optimizer = {name: value for name, value in now["optimizer"].items() if name not in fields}
+    saved = trained_configuration({**now, "optimizer": optimizer})
+    check_same_optimizer(saved, now)
+    with pytest.raises(ValueError, match="kind='muon': the checkpoint has the state of adamw"):
+        check_same_optimizer(saved, TINY.to_json())
+
+
+def test_its_state_has_one_moment_of_matrices():
+    def memory(kind: Any) -> int:
+        config = dataclasses.replace(TINY, optimizer=OptimizerConfig(kind=kind), batch_size=8)
+        return memory_of(config, make_abstract_mesh(MeshSizes())).optimizer_state
+
+    shapes = ModelFunctions(TINY).abstract_params
+    matrices = sum(
+        math.prod(leaf.shape) for name, leaf in shapes.items() if matrix_dimensions(name)
+    )
+    # Muon has a count of steps, one for its schedule, and three coefficients.
+    assert memory("adamw") - memory("muon") == 4 * matrices - 4 * (2 + 3)
+
+
+def test_a_dry_run_names_the_optimizer(capsys):
+    main(shlex.split("--dry-run --optimizer.kind muon --mesh.tensor 2 --overlap xla"))
+    output = capsys.readouterr().out
+    assert "optimizer: muon for 14 matrices, in bfloat16; adamw for all else" in output
+    assert "optimizer state (muon)" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kind": "sgd"}, "optimizer.kind=sgd: expected adamw or muon"),
+        ({"muon_momentum": 1.0}, "optimizer.muon_momentum=1.0: expected at least 0 and less than"),
+        ({"muon_update_rms": 0.0}, "optimizer.muon_update_rms=0.0: expected a positive number, or"),
+        ({"muon_dtype": "int8"}, "optimizer.muon_dtype=int8: expected bfloat16 or float32"),
+    ],
+    ids=str,
+)
+def test_values_that_it_cannot_use_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        configs.check_optimizer(dataclasses.replace(OPTIMIZER, **changes))
+
+
+def test_stacked_layers_that_are_sharded_are_refused():
+    model = compared_model(MeshSizes(), stack=True)
+    model.specs["layers.feed_forward.up.kernel"] = P("fsdp", None, "tensor")
+    with pytest.raises(ValueError, match=r"is sharded by .* over the layers that are stacked"):
+        distributed_steps(model, MeshSizes(fsdp=LAYERS), OPTIMIZER, random_arrays(stack=True))
