@@ -49,7 +49,12 @@ def apply_blocks(
     Returns:
       The result of the last block, and `last`, which waits until that block begins.
     """
-    apply = jax.jit(_make_block(fun, gather))
+    block = _make_block(fun, gather)
+
+    @jax.jit
+    def apply(*arguments: Any) -> tuple:
+        return block(*arguments)  # JAX names this line as the source of what is in a block.
+
     # Ends of the stack have no neighbour. Their own shards stand in, so that all blocks are alike.
     earlier, waiting = lax.stop_gradient(blocks[0]), blocks[0]
     for later in blocks[1:]:

@@ -90,7 +90,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
 
     assert curve(halves) == curve(whole)
     (tmp_path / "saved" / "step_6").rename(tmp_path / "again")
-    printed(capsys, [*every, *saved, "--resume", "--mesh.tensor", "4"])
+    printed(capsys, [*every, *saved, "--resume", "--mesh.fsdp", "2", "--zero", "3"])
     # bfloat16 sums in another order, two steps after the resume.
     assert curve(halves)[6][0] == pytest.approx(curve(whole)[6][0], rel=1e-2)
 
