@@ -63,27 +63,36 @@ def _neighbours(graph: Graph, index: int) -> set[int]:
 
 
 def _users(graph: Graph, var: Var) -> Iterator[int]:
-    for index in graph.users(var):
-        equation = graph.equations[index]
-        if commuting_op(graph, equation) is None:
-            yield index
-        else:
-            yield from _users(graph, equation.outvars[0])
+    """Equations that read an array, or what commuting equations make of it."""
+    pending, seen = [var], {var}
+    while pending:
+        for index in graph.users(pending.pop()):
+            equation = graph.equations[index]
+            if commuting_op(graph, equation) is None:
+                yield index
+            elif equation.outvars[0] not in seen:
+                seen.add(equation.outvars[0])
+                pending.append(equation.outvars[0])
 
 
 def _makers(graph: Graph, atom: Atom) -> Iterator[int | None]:
     """Producers of an array, or of the terms that it is the sum of; None for an argument."""
-    index = graph.producer(atom)
-    equation = None if index is None else graph.equations[index]
-    if equation is None:
-        yield None
-    elif (passed := commuting_op(graph, equation)) is not None:
-        yield from _makers(graph, passed.operand)
-    elif equation.primitive.name in ("add", "add_any"):
-        for operand in equation.invars:
-            yield from _makers(graph, operand)
-    else:
-        yield index
+    # A stack and a set, since sums may have thousands of terms, and terms be sums of others.
+    pending, seen = [atom], set()
+    while pending:
+        index = graph.producer(pending.pop())
+        if index in seen:
+            continue
+        seen.add(index)
+        equation = None if index is None else graph.equations[index]
+        if equation is None:
+            yield None
+        elif (passed := commuting_op(graph, equation)) is not None:
+            pending.append(passed.operand)
+        elif equation.primitive.name in ("add", "add_any"):
+            pending += equation.invars
+        else:
+            yield index
 
 
 def _reaches_outside(jaxpr: Jaxpr) -> bool:
@@ -103,11 +112,15 @@ def _reaches_outside(jaxpr: Jaxpr) -> bool:
 
 
 def _is_returned(graph: Graph, var: Var) -> bool:
-    return var in graph.results or any(
-        _is_returned(graph, graph.equations[index].outvars[0])
-        for index in graph.users(var)
-        if commuting_op(graph, graph.equations[index]) is not None
-    )
+    """Whether an array, or what commuting equations make of it, is a result of the jaxpr."""
+    pending = [var]
+    while pending:
+        var = pending.pop()
+        if var in graph.results:
+            return True
+        users = map(graph.equations.__getitem__, graph.users(var))
+        pending += [user.outvars[0] for user in users if commuting_op(graph, user) is not None]
+    return False
 
 
 def _can_inline(equation: JaxprEqn) -> bool:

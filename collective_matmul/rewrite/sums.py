@@ -138,14 +138,30 @@ def _terms(
     graph: Graph, atom: Atom, path: SumPath, devices: int
 ) -> list[tuple[Matmul, SumPath]] | str:
     """The dots whose sum `atom` is, each with the way back to it."""
-    found = _back_to_product(graph, atom, path, devices)
-    if isinstance(found, str):
-        return found
-    equation, path = found
-    if equation.primitive.name != "dot_general":
-        return _sum(graph, equation, path, devices)
-    term = _term(equation, path)
-    return term if isinstance(term, str) else [(term, path)]
+    terms = []
+    # A stack, since sums of many terms are deep. With each atom, whether it is one of several.
+    pending = [(atom, path, False)]
+    while pending:
+        atom, path, is_summand = pending.pop()
+        found = _back_to_product(graph, atom, path, devices)
+        if isinstance(found, str):
+            reason = found
+        else:
+            equation, path = found
+            if equation.primitive.name == "dot_general":
+                term = _term(equation, path)
+                if not isinstance(term, str):
+                    terms.append((term, path))
+                    continue
+                reason = term
+            elif summands := _summands(equation, path):
+                pending += [(*summand, True) for summand in reversed(summands)]
+                continue
+            else:
+                reason = _ADDED
+        is_said = not is_summand or reason.startswith(_ADDED)
+        return reason if is_said else f"{_ADDED} ({reason})"
+    return terms
 
 
 def _back_to_product(
@@ -169,20 +185,17 @@ def _back_to_product(
         atom, path = previous
 
 
-def _sum(
-    graph: Graph, equation: JaxprEqn, path: SumPath, devices: int
-) -> list[tuple[Matmul, SumPath]] | str:
+def _summands(equation: JaxprEqn, path: SumPath) -> list[tuple[Atom, SumPath]]:
+    """Both operands of a sum or difference, with the way back to each; none if they differ."""
     first, second = equation.invars
     if first is second or type_of(first).shape != type_of(second).shape:
-        return _ADDED
-    terms = []
+        return []
     sign = -1 if equation.primitive.name == "sub" else 1
-    for operand, factor in ((first, path.factor), (second, sign * path.factor)):
-        found = _terms(graph, operand, replace(path, factor=factor), devices)
-        if isinstance(found, str):
-            return found if found.startswith(_ADDED) else f"{_ADDED} ({found})"
-        terms += found
-    return terms
+    factors = path.factor, sign * path.factor
+    return [
+        (operand, replace(path, factor=factor))
+        for operand, factor in zip((first, second), factors, strict=True)
+    ]
 
 
 def _other_use(graph: Graph, atom: Atom, path: SumPath) -> str:
