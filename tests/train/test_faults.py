@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.train import faults
 
 
+@pytest.mark.exhaustive
 def test_a_run_struck_by_signals_computes_the_same(tmp_path: Path) -> None:
     lives = faults.strike_often(tmp_path, ["SIGTERM", "SIGKILL"], seed=17)
     assert any(life.whole for life in lives)

@@ -33,6 +33,7 @@ def assert_same_curve(actual: Path, expected: Path) -> None:
         np.testing.assert_allclose(actual_curve[step], values, rtol=TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys):
     more = "--mesh.data 2 --mesh.tensor 1 --steps 3"
     outputs = train(flags(tmp_path, "two", more), count=2, devices=1)

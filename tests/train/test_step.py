@@ -41,16 +41,21 @@ class Trainer:
     def __init__(self, config: Config, sizes: MeshSizes):
         self.mesh = make_mesh(sizes)
         self.model = ModelFunctions(config, sizes)
-        optimizer = make_optimizer(config.optimizer, config.steps, self.model.specs)
-        self.state = init_state(self.model, optimizer, self.mesh)
-        self.step = make_step(config, self.model, optimizer, self.mesh)
-        self.batches = open_dataset(
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self.model.specs)
+        self.step = make_step(config, self.model, self.optimizer, self.mesh)
+        self._dataset = open_dataset(
             None,
             None,
             sequence_length=config.sequence_length,
             batch_size=config.batch_size,
             seed=config.seed,
-        ).iterator()
+        )
+        self.restart()
+
+    def restart(self):
+        """Back to the initial state and the first batch."""
+        self.state = init_state(self.model, self.optimizer, self.mesh)
+        self.batches = self._dataset.iterator()
 
     def batch(self):
         return jax.device_put(next(self.batches), NamedSharding(self.mesh, BATCH_SPEC))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.covering import cover
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint import Checkpoints
 from train.config import ONE_DEVICE, MeshSizes
-from train.state import make_optimizer, state_on_mesh
+from train.state import state_on_mesh
 from train.step import BATCH_SPEC
 
 MESHES = [(1, 1, 8), (1, 8, 1), (2, 2, 2), (2, 4, 1), (1, 4, 2)]
@@ -44,6 +45,18 @@ def covering_cases() -> list[dict[str, Any]]:
 CASES = covering_cases()
 
 
+@functools.cache
+def trainer_of(number: int) -> Trainer:
+    """The trainer of a case, compiled once; its state is where the last test left it."""
+    case = CASES[number]
+    changes = {name: case[name] for name in case if name != "sizes"}
+    return Trainer(dataclasses.replace(RUN, **changes), case["sizes"])
+
+
+def name_of(number: int) -> str:
+    return "-".join(map(str, CASES[number].values()))
+
+
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, np.ndarray]:
     return Trainer(dataclasses.replace(RUN, overlap="xla"), ONE_DEVICE).run(STEPS)
@@ -57,10 +70,10 @@ def assert_same_curve(curve: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_a_run_has_the_curve_of_one_device(one_device, case):
-    sizes, changes = case["sizes"], {name: case[name] for name in case if name != "sizes"}
-    trainer = Trainer(dataclasses.replace(RUN, **changes), sizes)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=name_of)
+def test_a_run_has_the_curve_of_one_device(one_device, number):
+    trainer = trainer_of(number)
+    trainer.restart()
     assert_same_curve(trainer.run(STEPS)["loss"], one_device["loss"])
 
 
@@ -69,14 +82,12 @@ def test_a_chain_of_resumes_through_all_of_them_has_the_curve_of_one_device(
     one_device, tmp_path: Path
 ):
     losses: list[float] = []
-    for number, case in enumerate(CASES):
-        sizes, changes = case["sizes"], {name: case[name] for name in case if name != "sizes"}
-        config = dataclasses.replace(RUN, **changes)
-        trainer = Trainer(config, sizes)
+    for number in range(len(CASES)):
+        trainer = trainer_of(number)
+        trainer.restart()
         with Checkpoints(tmp_path, resume=number > 0, save_interval=1) as checkpoints:
             if number:
-                optimizer = make_optimizer(config.optimizer, config.steps, trainer.model.specs)
-                abstract = state_on_mesh(trainer.model, optimizer, trainer.mesh)
+                abstract = state_on_mesh(trainer.model, trainer.optimizer, trainer.mesh)
                 restored = checkpoints.restore(abstract)
                 trainer.state = restored.state
                 trainer.batches.set_state(restored.data_position)
