@@ -159,8 +159,8 @@ def _terms(
                 continue
             else:
                 reason = _ADDED
-        is_said = not is_summand or reason.startswith(_ADDED)
-        return reason if is_said else f"{_ADDED} ({reason})"
+        is_complete = not is_summand or reason.startswith(_ADDED)
+        return reason if is_complete else f"{_ADDED} ({reason})"
     return terms
 
 
