@@ -6,7 +6,6 @@ pass only shards are kept: the backward gathers the weights again.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ from jax import lax
 
 from collective_matmul.backends.base import ShardedWeightBackend
 from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
 from collective_matmul.gradients import OpParams, ReverseMode
-from collective_matmul.site import Op, Site, WeightShards
+from collective_matmul.site import Op, WeightShards
 
 
 @dataclass(frozen=True)
@@ -38,31 +36,14 @@ class ShardedOpParams:
     def weights(self, shards: Sequence[jax.Array], dtype: Any) -> ShardedWeights:
         """The weights of these shards, cast to `dtype` before they are gathered."""
         cast = tuple(shard.astype(dtype) for shard in shards)
-        axis_name, _, dimension = dataclasses.astuple(self.shards)
-        return ShardedWeights(cast, axis_name, dimension, shards[0].dtype)
+        return ShardedWeights(cast, self.shards, shards[0].dtype)
 
     def choose(
         self, op: Op, xs: Sequence[jax.Array], weights: ShardedWeights, **attributes: Any
     ) -> ShardedWeightBackend:
         """The backend for one pass; `attributes` are further attributes of its `Site`."""
-        backward = attributes.get("direction") == "backward"
-        shapes = map(weights.whole_shape, weights.shards)
-        site = Site(
-            op=op,
-            operands=tuple(
-                (x.shape, w[::-1] if backward else w) for x, w in zip(xs, shapes, strict=True)
-            ),
-            dtype=xs[0].dtype,
-            axis_name=self.op.axis_name,
-            axis_size=lax.axis_size(self.op.axis_name),
-            weight_shards=self.shards,
-            dimension=self.op.dimension,
-            transpose_w=backward,
-            divergent_axes=self.op.divergent_axes,
-            source=self.op.source,
-            **attributes,
-        )
-        chosen: Any = choose(site, self.op.implementation)
+        whole = weights.whole
+        chosen: Any = self.op.choose(op, xs, whole, weight_shards=self.shards, **attributes)
         return chosen
 
 

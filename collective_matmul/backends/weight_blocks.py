@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from collective_matmul.backends import chunked_array
 from collective_matmul.backends.chunked_array import ChunkedArray, multiply_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.site import WeightShards
 
 #: Blocks of all weights: the number of the block, an int32 scalar, and each weight's shard.
 Blocks = Sequence[tuple[Any, Sequence[jax.Array]]]
@@ -28,30 +28,26 @@ class ShardedWeights:
 
     Attributes:
       shards: each [K/F, N] or [K, N/F], with F the size of the axis.
-      axis_name: the mesh axis.
-      dimension: the sharded dimension.
+      sharding: how they are sharded.
       gradient_dtype: the dtype in which gradients are summed over the axis.
     """
 
     shards: tuple[jax.Array, ...]
-    axis_name: str
-    dimension: Literal[0, 1]
+    sharding: WeightShards
     gradient_dtype: jnp.dtype
 
     @property
-    def devices(self) -> int:
-        """F, the size of the axis."""
-        return lax.axis_size(self.axis_name)
-
-    def whole_shape(self, shard: jax.Array) -> tuple[int, int]:
-        """(K, N) of the weight that a shard belongs to."""
-        sizes = list(shard.shape)
-        sizes[self.dimension] *= self.devices
-        return sizes[0], sizes[1]
+    def whole(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shape [K, N] and the dtype of each whole weight."""
+        devices = self.sharding.axis_size
+        k, n = (devices, 1) if self.sharding.dimension == 0 else (1, devices)
+        return tuple(
+            jax.ShapeDtypeStruct((k * w.shape[0], n * w.shape[1]), w.dtype) for w in self.shards
+        )
 
     def divides_columns(self, transpose_w: bool) -> bool:
         """Whether blocks are columns of a product with the weights, and not terms of a sum."""
-        return (self.dimension == 1) != transpose_w
+        return (self.sharding.dimension == 1) != transpose_w
 
 
 def multiply_blocks(
@@ -80,7 +76,7 @@ def multiply_blocks(
       The arrays of outs. If blocks are terms of a sum, that of the given blocks; if they are
       columns, other columns keep their values.
     """
-    devices = weights.devices
+    devices = weights.sharding.axis_size
 
     def as_terms(shards: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return [list(shards)] if len(xs) == 1 else [[shard] for shard in shards]
@@ -109,11 +105,11 @@ def weight_gradients(
     dimension: int,
 ) -> tuple[jax.Array, ...]:
     """One block of ``xᵀ y`` for each y, contracted over all rows: [K/F, N] or [K, N/F]."""
-    block, all_columns = (number, weights.devices), (0, 1)
+    block, all_columns = (number, weights.sharding.axis_size), (0, 1)
     return chunked_array.weight_gradients(
         x,
         ys,
         dimension=dimension,
-        x_block=block if weights.dimension == 0 else all_columns,
-        y_block=block if weights.dimension == 1 else all_columns,
+        x_block=block if weights.sharding.dimension == 0 else all_columns,
+        y_block=block if weights.sharding.dimension == 1 else all_columns,
     )

@@ -172,14 +172,14 @@ class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
         return dx, (self._scattered(weights, contract_rows(x, gathered)),)
 
     def _whole(self, weights: ShardedWeights) -> tuple[jax.Array, ...]:
-        return tuple(
-            self.all_gather(shard, weights.axis_name, weights.dimension) for shard in weights.shards
-        )
+        axis_name, dimension = weights.sharding.axis_name, weights.sharding.dimension
+        return tuple(self.all_gather(shard, axis_name, dimension) for shard in weights.shards)
 
     def _scattered(self, weights: ShardedWeights, gradient: jax.Array) -> jax.Array:
         """This device's shard of the sum of a weight's gradients."""
         gradient = gradient.astype(weights.gradient_dtype)
-        return self.reduce_scatter(gradient, weights.axis_name, weights.dimension)
+        sharding = weights.sharding
+        return self.reduce_scatter(gradient, sharding.axis_name, sharding.dimension)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """None: it executes every site."""

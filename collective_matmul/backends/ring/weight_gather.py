@@ -36,7 +36,8 @@ class WeightGather(Gather):
     """A running gather of weights. Its chunks are the shards of all weights of one device."""
 
     def __init__(self, weights: ShardedWeights, *, co_gathered: bool = False):
-        Ring.__init__(self, "gather", "direct", weights.axis_name, weights.dimension, rows=1)
+        sharding = weights.sharding
+        Ring.__init__(self, "gather", "direct", sharding.axis_name, sharding.dimension, rows=1)
         self.co_gathered = co_gathered
         self.held = {Chunk(0, 0): weights.shards}
         self._arrived = dict(self.held)
@@ -116,8 +117,8 @@ def gather_matmul(
     gather = Gather(x, pattern, axis_name, dimension)
     arriving = ArrivingWeights(weights)
     outs = tuple(
-        _product(x, {dimension: x.shape[dimension] * gather.devices}, columns, weights)
-        for _, columns in map(weights.whole_shape, weights.shards)
+        _product(x, {dimension: x.shape[dimension] * gather.devices}, w.shape[1], weights)
+        for w in weights.whole
     )
 
     def multiply(chunk: Chunk, shard: jax.Array, _: Any, outs: Any) -> Any:
@@ -167,7 +168,7 @@ def matmul_scatter(
     rows = x.shape[dimension] // lax.axis_size(axis_name)
     scatter = Ring("scatter", pattern, axis_name, dimension, rows)
     arriving = ArrivingWeights(weights)
-    ((_, columns),) = map(weights.whole_shape, weights.shards)
+    columns = weights.whole[0].shape[1]
 
     def multiply(chunk: Chunk, x: jax.Array) -> jax.Array:
         size = scatter.size(chunk)
@@ -220,7 +221,8 @@ def scatter_weight_gradients(
     Returns:
       The gradient of each shard; and all blocks of the weights, if `gathers`, or none.
     """
-    scatter = Ring("scatter", "direct", weights.axis_name, weights.dimension, rows=1)
+    sharding = weights.sharding
+    scatter = Ring("scatter", "direct", sharding.axis_name, sharding.dimension, rows=1)
     gather = None
     if gathers:
         gather = WeightGather(weights, co_gathered=True)
