@@ -187,8 +187,14 @@ class Site:
             return 0
         devices = self.weight_shards.axis_size
         elements = sum(math.prod(w) for _, w in self.operands) * (devices - 1) // devices
-        passes = 2 if self.direction == "backward" else 1
-        return passes * elements * np.dtype(self.dtype).itemsize
+        return self.weight_transfers * elements * np.dtype(self.dtype).itemsize
+
+    @property
+    def weight_transfers(self) -> int:
+        """Collectives of each weight: a gather and, in a backward pass, its gradient's scatter."""
+        if self.weight_shards is None:
+            return 0
+        return 2 if self.direction == "backward" else 1
 
     @property
     def co_gathered_bytes(self) -> int:

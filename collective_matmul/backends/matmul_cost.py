@@ -33,8 +33,7 @@ def communication_seconds(site: Site) -> float:
     """Seconds of a site's collectives alone."""
     gpu = assumed_rates()
     collectives = (1 if site.co_gathered is None else 2) if site.axis_size > 1 else 0
-    if site.weight_shards is not None:
-        collectives += (2 if site.direction == "backward" else 1) * len(site.operands)
+    collectives += site.weight_transfers * len(site.operands)
     return collectives * gpu.collective_seconds + site.bytes_communicated / gpu.link_bytes
 
 

@@ -77,8 +77,8 @@ def _waits_for_weights(site: Site, multiply: float, gradients: float) -> float:
     if site.weight_shards is None:
         return 0.0
     gpu, devices = assumed_rates(), site.weight_shards.axis_size
-    passes = 2 if site.direction == "backward" else 1
-    travels = (devices - 1) * gpu.copy_seconds + site.weight_bytes / passes / gpu.link_bytes
+    bytes_at_once = site.weight_bytes / site.weight_transfers
+    travels = (devices - 1) * gpu.copy_seconds + bytes_at_once / gpu.link_bytes
     hidden = (devices - 1) / devices
     if site.direction == "forward":
         return max(0.0, travels - hidden * multiply)
@@ -93,8 +93,7 @@ def _on_host(site: Site) -> float:
     step = permutes * HOST_SECONDS_PER_PERMUTE + operands * HOST_SECONDS_PER_OPERAND
     weights = 0.0
     if site.weight_shards is not None:
-        passes = 2 if site.direction == "backward" else 1
-        copies = passes * (site.weight_shards.axis_size - 1) * len(site.operands)
+        copies = site.weight_transfers * (site.weight_shards.axis_size - 1) * len(site.operands)
         weights = copies * HOST_SECONDS_PER_PERMUTE
     return assumed_rates().host_seconds + (site.axis_size - 1) * step + weights
 
