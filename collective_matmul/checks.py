@@ -76,18 +76,26 @@ def weight_shards(
                 " name the mesh axis that shards the weights"
             )
         return None
+    dimensions = "0, the contracted dimension of w [K, *N], or 1, the first of its features"
+    weight_sharding(weight_axis_name, weight_dimension, axis_name, dimensions)
+    devices = axis_size(weight_axis_name, "weight_axis_name")
+    return WeightShards(weight_axis_name, devices, 1 if weight_dimension else 0)
+
+
+def weight_sharding(
+    weight_axis_name: str, weight_dimension: int, axis_name: str, dimensions: str
+) -> None:
+    """Raises ValueError for an axis that is `axis_name`, or another dimension than 0 and 1.
+
+    `dimensions` says what they are, in the message.
+    """
     if weight_axis_name == axis_name:
         raise ValueError(
             f"weight_axis_name={weight_axis_name!r}: that is axis_name too; expected another mesh"
             " axis, such as that of the batch"
         )
     if weight_dimension not in (0, 1):
-        raise ValueError(
-            f"weight_dimension={weight_dimension!r}: expected 0, the contracted dimension of w"
-            " [K, *N], or 1, the first of its features"
-        )
-    devices = axis_size(weight_axis_name, "weight_axis_name")
-    return WeightShards(weight_axis_name, devices, 1 if weight_dimension else 0)
+        raise ValueError(f"weight_dimension={weight_dimension!r}: expected {dimensions}")
 
 
 def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:

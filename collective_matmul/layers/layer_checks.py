@@ -98,20 +98,6 @@ def kernel(
     raise ValueError(f"kernel: shape {value.shape}; expected {advice}")
 
 
-def weight_sharding(weight_axis_name: str, weight_dimension: int, axis_name: str) -> None:
-    """Raises ValueError for a second axis that is the first, or a dimension but 0 and 1."""
-    if weight_axis_name == axis_name:
-        raise ValueError(
-            f"weight_axis_name={weight_axis_name!r}: that is axis_name too; expected another mesh"
-            " axis, such as that of the batch"
-        )
-    if weight_dimension not in (0, 1):
-        raise ValueError(
-            f"weight_dimension={weight_dimension!r}: expected 0 for the first of in_features, or 1"
-            " for the first of out_features"
-        )
-
-
 def input_features(x: Any, expected: tuple[int, ...]) -> None:
     """Checks that x is [..., *K] with features `expected` and at least one dimension before them.
 

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from collective_matmul import checks
 from collective_matmul.checks import Implementation
-from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import (
@@ -86,7 +86,7 @@ class _ParallelLinear(nnx.Module):
         self.in_features = in_features if isinstance(in_features, int) else inputs
         self.out_features = out_features if isinstance(out_features, int) else outputs
         self.axis_name, self.mesh = axis_name, mesh
-        self.implementation = check_implementation(implementation)
+        self.implementation = checks.implementation(implementation)
         self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
         self.weight_axis_name = weight_axis_name
         self.weight_dimension: Literal[0, 1] = weight_dimension
@@ -97,7 +97,8 @@ class _ParallelLinear(nnx.Module):
             layer_checks.features(sharded_features, sizes, axis_name, devices)
         bias_names = names[len(inputs) :]
         if weight_axis_name is not None:
-            layer_checks.weight_sharding(weight_axis_name, weight_dimension, axis_name)
+            dimensions = "0 for the first of in_features, or 1 for the first of out_features"
+            checks.weight_sharding(weight_axis_name, weight_dimension, axis_name, dimensions)
             names[len(inputs) if weight_dimension else 0] += (weight_axis_name,)
         flat = math.prod(inputs), math.prod(outputs)
         kernel = kernel_init(rngs.params(), flat, param_dtype)
