@@ -22,8 +22,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from train.agreement import check_same, together
 from train.checksums import json_checksum
-from train.processes import check_same, is_first, together
+from train.processes import is_first
 from train.run_lock import RunLock, lock_owner
 from train.saved_checkpoint import (
     CHECKSUMS,

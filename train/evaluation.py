@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
+from train.batches import global_arrays, local_rows
 from train.config import Config
 from train.data import TextData
 from train.mesh import BATCH_AXES
-from train.processes import global_arrays, local_rows
 from train.state import ModelFunctions, Params
 from train.step import BATCH_SPEC, FORWARD_SITES, Batch, batch_losses
 

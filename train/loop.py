@@ -12,11 +12,13 @@ import jax
 from rich.console import Console
 
 from collective_matmul import record_decisions
+from train.agreement import StopRequest, check_same
+from train.batches import global_arrays, local_rows
 from train.evaluation import Evaluator
 from train.initial_state import initial_state
 from train.log_file import LogFile
 from train.metrics import Meter, Record, model_flops_per_token
-from train.processes import StopRequest, check_same, global_arrays, is_first, local_rows
+from train.processes import is_first
 from train.reporter import Reporter, Writer
 from train.run_record import run_record
 from train.setup import Setup

@@ -7,42 +7,22 @@ All functions also work for a run of one process, which connects to nothing.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from train.agreement import is_agreed
 from train.config import DistributedConfig
 from train.launchers import Placement, find_placement, local_device_ids
-from train.shutdown import Shutdown
 from train.supervisor import RESUME
 
 _FLAGS = "--distributed.coordinator-address, --distributed.num-processes, --distributed.process-id"
-
-
-# Texts are gathered in multiples of this size, so that few programs are compiled.
-_TEXT_BYTES = 4096
-
-
-class AgreedError(ValueError):
-    """Invalid input that all processes refuse together. Process 0 prints it."""
-
-    agreed = True
-
-
-def is_agreed(error: BaseException | None) -> bool:
-    """Whether all processes raise this error and end together."""
-    return getattr(error, "agreed", False)
 
 
 def is_told_elsewhere(error: BaseException) -> bool:
@@ -223,128 +203,3 @@ def check_mesh(mesh: Mesh, across: bool) -> None:
             " a --mesh.tensor that divides them, or --distributed.tensor-across-processes if that"
             " is what you want"
         )
-
-
-# Data
-
-
-def local_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """The rows of a global array [rows, ...] that devices of this process hold, in order."""
-    parts = sharding.addressable_devices_indices_map((rows, 1)).values()
-    bounds = {part[0].indices(rows)[:2] for part in parts if part is not None}
-    return np.concatenate([np.arange(*bound) for bound in sorted(bounds)])
-
-
-def global_arrays(
-    arrays: Mapping[str, np.ndarray], sharding: NamedSharding, rows: int
-) -> dict[str, jax.Array]:
-    """Global arrays [rows, ...] from the `local_rows` that each process has."""
-    return {
-        name: jax.make_array_from_process_local_data(sharding, array, (rows, *array.shape[1:]))
-        for name, array in arrays.items()
-    }
-
-
-# Agreement
-
-
-def gather_texts(text: str) -> list[str]:
-    """The texts of all processes, on all of them, in order."""
-    if jax.process_count() == 1:
-        return [text]
-    own = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([own.size], np.int32)).reshape(-1)
-    padded = np.pad(own, (0, -(-int(sizes.max()) // _TEXT_BYTES) * _TEXT_BYTES - own.size))
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Refuses invalid input on all processes, if one of them does.
-
-    Raises:
-      AgreedError: a process refuses its input. With one process its own error is raised.
-    """
-    own: Exception | None = None
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        if jax.process_count() == 1:
-            raise
-        own = error
-    for number, message in enumerate(gather_texts("" if own is None else str(own))):
-        if message:
-            where = "" if number == 0 else f"process {number}: "
-            raise AgreedError(where + message) from own
-
-
-def check_same(what: str, value: Any, advice: str) -> None:
-    """Checks that all processes have the same JSON value.
-
-    Raises:
-      AgreedError: they do not; the message names what differs, and ends with the advice.
-    """
-    values = gather_texts(json.dumps(value, sort_keys=True))
-    for number, other in enumerate(values):
-        if other != values[0]:
-            named = ", ".join(_differences("", json.loads(values[0]), json.loads(other)))
-            raise AgreedError(
-                f"process {number} has another {what} than process 0: {named}; {advice}"
-            )
-
-
-def _differences(name: str, one: Any, other: Any) -> Iterator[str]:
-    if one == other:
-        return
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys([*one, *other]):
-            yield from _differences(f"{name}.{key}".lstrip("."), one.get(key), other.get(key))
-        return
-    yield f"{name} {other}, not {one}".lstrip()
-
-
-class StopRequest:
-    """Whether a signal asks any process to stop. All of them get the same answer.
-
-    The number of the signal travels as a sum on the devices behind each step, and is read once the
-    host has waited for that step anyway. So the devices are never waited for, and an answer is one
-    step old.
-    """
-
-    def __init__(self, shutdown: Shutdown, mesh: Mesh) -> None:
-        self._shutdown = shutdown
-        self._answer: jax.Array | None = None
-        self._ask: Callable[[int], jax.Array] | None = None
-        self.signal = 0
-        """The number of the signal that all processes know of; 0 for none."""
-        if jax.process_count() > 1:
-            self._ask = _maximum(mesh)
-
-    def __call__(self) -> bool:
-        """Whether to stop. Every process calls it equally often, after it has started a program."""
-        if self.signal:
-            return True
-        if self._ask is None:
-            self.signal = self._shutdown.requested
-            return bool(self.signal)
-        if self._answer is not None:
-            self.signal = int(self._answer)
-        if not self.signal:
-            self._answer = self._ask(self._shutdown.requested)
-        return bool(self.signal)
-
-
-def _maximum(mesh: Mesh) -> Callable[[int], jax.Array]:
-    """A function that returns the largest of the numbers of all processes, int32 []."""
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
-    largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
-    placed: dict[int, jax.Array] = {}
-
-    def maximum(number: int) -> jax.Array:
-        if number not in placed:
-            own = np.full(jax.local_device_count(), number, np.int32)
-            placed[number] = jax.make_array_from_process_local_data(sharding, own, (mesh.size,))
-        return largest(placed[number])
-
-    return maximum

@@ -11,12 +11,13 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
 from train.config import Config, check, check_optimizer
 from train.data import TextData, open_dataset
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
-from train.processes import check_mesh, check_same, is_first, together
+from train.processes import check_mesh, is_first
 from train.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
