@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.test_step import SHORT, Trainer
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.command_line import main, parse
@@ -32,6 +34,7 @@ RUN = shlex.split(
     " --steps 4 --save-interval 2"
 )
 MUON = [*RUN, "--optimizer.kind", "muon"]
+STEPS = 10
 OTHER_MESH = shlex.split("--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --zero 2")
 
 
@@ -72,6 +75,24 @@ def test_adamw_does_not_continue_from_its_checkpoint(saved, capsys):
     assert "optimizer.kind='adamw': the checkpoint has the state of muon" in error
     assert "resume with --optimizer.kind muon, or begin a new run" in error
     assert "--init-from" in error
+
+
+@functools.cache
+def losses(sizes: tuple[int, int, int], zero: Any) -> np.ndarray:
+    """The first losses of a run."""
+    optimizer = dataclasses.replace(SHORT.optimizer, kind="muon", muon_dtype="float32")
+    config = dataclasses.replace(SHORT, optimizer=optimizer, zero=zero, overlap="xla")
+    return Trainer(config, MeshSizes(*sizes)).run(STEPS)["loss"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1), (2, 4, 1), (1, 4, 2)], ids=str)
+def test_every_level_has_the_loss_curve_of_one_device(sizes, zero):
+    expected = losses((1, 1, 1), 0)
+    assert expected[-1] < expected[0] - 1
+    # Meshes differ in the order of sums: measured, by at most 5e-7.
+    np.testing.assert_allclose(losses(sizes, zero), expected, rtol=5e-6)
 
 
 @pytest.mark.exhaustive
