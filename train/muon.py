@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -165,31 +165,44 @@ def _orthogonalize_all(updates: Params, config: OptimizerConfig, specs: Mapping[
             groups.setdefault(_group(name, leaf.shape, specs[name]), []).append(name)
     results = dict(updates)
     for group, names in groups.items():
-        stacked = [
+        arrays = [
             updates[name].astype(config.muon_dtype).reshape(-1, *group.local) for name in names
         ]
-        done = _orthogonalize_group(jnp.concatenate(stacked), group)
-        ends = itertools.accumulate(map(len, stacked))
-        for name, shards, end in zip(names, stacked, ends, strict=True):
-            own = done[end - len(shards) : end]
-            own = own.reshape(updates[name].shape).astype(updates[name].dtype)
+        for name, shards in zip(names, _orthogonalize_group(arrays, group), strict=True):
+            own = shards.reshape(updates[name].shape).astype(updates[name].dtype)
             results[name] = own * _scale(group, config)
     return results
 
 
-def _orthogonalize_group(shards: jax.Array, group: _Group) -> jax.Array:
-    """The same for matrices of one group, [any number, *local], without the scale."""
+def _orthogonalize_group(arrays: Sequence[jax.Array], group: _Group) -> list[jax.Array]:
+    """The same for matrices of one group, each array [any number, *local], without the scale.
+
+    A batch depends on its own matrices alone, so XLA may communicate it before, while or after it
+    multiplies another one.
+    """
     devices = _size(AXES)
-    count = len(shards)
-    rounds = -(-count // devices)
-    filler = jnp.zeros((rounds * devices - count, *group.local), shards.dtype)
-    shards = jnp.concatenate([shards, filler])
-    size = -(-rounds // _BATCHES) * devices
-    done = []
-    for first in range(0, len(shards), size):
-        whole = to_whole(shards[first : first + size], group.sharding)
-        done.append(to_shards(_orthogonalize(whole, group.numbers), group.sharding))
-    return jnp.concatenate(done)[:count]
+    rounds = -(-sum(map(len, arrays)) // devices)
+    done: list[list[jax.Array]] = [[] for _ in arrays]
+    for pieces in _batches([*map(len, arrays)], -(-rounds // _BATCHES) * devices):
+        parts = [arrays[number][rows] for number, rows in pieces]
+        ends = [*itertools.accumulate(map(len, parts))]
+        filler = jnp.zeros((-ends[-1] % devices, *group.local), parts[0].dtype)
+        whole = to_whole(jnp.concatenate([*parts, filler]), group.sharding)
+        shards = to_shards(_orthogonalize(whole, group.numbers), group.sharding)
+        for (number, _), part, end in zip(pieces, parts, ends, strict=True):
+            done[number].append(shards[end - len(part) : end])
+    return [jnp.concatenate(parts) for parts in done]
+
+
+def _batches(counts: Sequence[int], size: int) -> Iterator[list[tuple[int, slice]]]:
+    """Batches of `size` matrices, the last one maybe of fewer: arrays by number, and their rows."""
+    starts = [0, *itertools.accumulate(counts)]
+    for first in range(0, starts[-1], size):
+        bounds = [
+            (max(first - start, 0), min(first + size - start, count))
+            for start, count in zip(starts, counts, strict=False)
+        ]
+        yield [(number, slice(*rows)) for number, rows in enumerate(bounds) if rows[0] < rows[1]]
 
 
 def _orthogonalize(whole: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from train import config as configs
 from train.config import MeshSizes, OptimizerConfig
 from train.mesh import make_abstract_mesh, make_mesh
-from train.muon import to_shards, to_whole
+from train.muon import matrix_dimensions, to_shards, to_whole
 from train.state import (
     ModelFunctions,
     Params,
@@ -169,11 +169,11 @@ MESHES = [(1, 1, 1), (1, 1, 8), (1, 8, 1), (2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 
 CASES = [
     (sizes, zero, stack)
     for sizes in MESHES
-    for zero in ((0, 1, 2) if sizes[1] > 1 else (0,))
+    for zero in ((0, 1, 2, 3) if sizes[1] > 1 else (0,))
     for stack in (False, True)
 ]
 #: Replicas and two axes that shard; stacked layers.
-QUICK = [((2, 2, 2), 1, False), ((1, 4, 2), 2, True)]
+QUICK = [((2, 2, 2), 1, False), ((1, 4, 2), 3, True)]
 
 
 @pytest.mark.parametrize(
@@ -244,31 +244,73 @@ def test_matrices_are_put_together_in_order():
         assert found[0].addressable_shards[0].data.shape == (2, *array.shape[1:])
 
 
-def test_devices_share_the_work_and_shards_travel_in_half_precision():
+def traced_update(sizes: MeshSizes, *, stack: bool) -> Any:
+    """The jaxpr of an update of 16 layers in half precision, as each device runs it."""
     config = dataclasses.replace(OPTIMIZER, muon_dtype="bfloat16")
+    model = compared_model(sizes, 1, layers=16, stack=stack)
+    optimizer = make_optimizer(config, TINY.steps, model.specs)
+    specs = state_specs(model, optimizer)["opt_state"]
+    update = jax.shard_map(
+        lambda grads, state: optimizer.update(grads, state, grads)[0],
+        mesh=make_abstract_mesh(sizes),
+        in_specs=(model.specs, specs),
+        out_specs=model.specs,
+    )
+    state = abstract_state(model, optimizer)
+    (sharded,) = jax.make_jaxpr(update)(state["params"], state["opt_state"]).eqns
+    return sharded.params["jaxpr"]
 
-    def traced(sizes: MeshSizes) -> Any:
-        model = compared_model(sizes, 1, layers=16, stack=True)
-        optimizer = make_optimizer(config, TINY.steps, model.specs)
-        specs = state_specs(model, optimizer)["opt_state"]
-        update = jax.shard_map(
-            lambda grads, state: optimizer.update(grads, state, grads)[0],
-            mesh=make_abstract_mesh(sizes),
-            in_specs=(model.specs, specs),
-            out_specs=model.specs,
-        )
-        state = abstract_state(model, optimizer)
-        return jax.make_jaxpr(update)(state["params"], state["opt_state"]).jaxpr
 
-    one, many = traced(MeshSizes()), traced(MeshSizes(2, 2, 2))
+def test_devices_share_the_work_and_shards_travel_in_half_precision():
+    one, many = (traced_update(MeshSizes(*sizes), stack=True) for sizes in [(1, 1, 1), (2, 2, 2)])
     assert matmul_flops(one) == 8 * matmul_flops(many) > 0
-    travelling = [
-        equation.invars[0].aval.dtype
-        for equation in equations(many)
-        if equation.primitive.name in ("all_to_all", "all_gather_invariant")
-    ]
+    travelling = [equation.invars[0].aval.dtype for equation in equations(many) if moves(equation)]
     # Of 3 shapes, 2 batches each: there, and back, and to the other replica.
     assert travelling == ["bfloat16"] * 3 * 3 * 2
+
+
+def test_a_batch_depends_on_its_own_matrices_alone():
+    """So one can travel, there or back, while another one is orthogonalized or not yet there."""
+    jaxpr = traced_update(MeshSizes(2, 2, 2), stack=False)
+    behind = dependencies(jaxpr)
+    matrices = {var for var in jaxpr.invars if var.aval.ndim > 1}
+    multiplied = {e.outvars[0] for e in jaxpr.eqns if matmul_flops_of(e)}
+    moved = {e.outvars[0] for e in jaxpr.eqns if moves(e)}
+    arrivals = {var for var in moved if not behind[var] & multiplied}
+    # Of 3 shapes, 2 batches of 8 matrices each, which are made of gradients and moments.
+    assert len(arrivals) == 3 * 2
+    assert all(len(behind[var] & matrices) == 2 * 8 for var in arrivals)
+    assert all(len(behind[var] & arrivals) == 1 for var in moved | multiplied)
+    names = compared_model(MeshSizes(), layers=16).abstract_params
+    for name, update in zip(sorted(names), jaxpr.outvars, strict=True):
+        assert len(behind[update] & arrivals) == (matrix_dimensions(name) is not None)
+
+
+def moves(equation: Any) -> bool:
+    return equation.primitive.name in ("all_to_all", "all_gather_invariant")
+
+
+def dependencies(jaxpr: Any, given: Sequence[Any] = ()) -> dict[Any, frozenset[Any]]:
+    """For each variable, the arguments and the first results of equations that it depends on.
+
+    Args:
+      jaxpr: the equations.
+      given: what the arguments depend on, by default on themselves.
+    """
+    behind = dict(zip(jaxpr.invars, given or [{var} for var in jaxpr.invars], strict=True))
+
+    def among(found: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
+        return [() if isinstance(var, Literal) else found.get(var, ()) for var in variables]
+
+    for equation in jaxpr.eqns:
+        own = frozenset([equation.outvars[0]])
+        needed = among(behind, equation.invars)
+        results = [frozenset().union(*needed)] * len(equation.outvars)
+        if equation.primitive.name == "jit":  # XLA sees what is inside.
+            inner = equation.params["jaxpr"].jaxpr
+            results = among(dependencies(inner, needed), inner.outvars)
+        behind.update(zip(equation.outvars, (own.union(r) for r in results), strict=True))
+    return behind
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -279,18 +321,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def matmul_flops(jaxpr: Any) -> int:
-    """Twice the multiplications of all matmuls of one device."""
-    flops = 0
-    for equation in equations(jaxpr):
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            x = equation.invars[0].aval.shape
-            flops += (
-                2
-                * math.prod(equation.outvars[0].aval.shape)
-                * math.prod(x[dimension] for dimension in contracted)
-            )
-    return flops
+    """Twice the multiplications of all matmuls."""
+    return sum(map(matmul_flops_of, jaxpr.eqns))
+
+
+def matmul_flops_of(equation: Any) -> int:
+    """The same of one equation, with those inside of it."""
+    inside = sum(map(matmul_flops, jaxprs_in_params(equation.params)))
+    inside *= equation.params.get("length", 1)  # Of a scan. That of the momentum alone is 0.
+    if equation.primitive.name != "dot_general":
+        return inside
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    x = equation.invars[0].aval.shape
+    result = equation.outvars[0].aval.shape
+    return 2 * math.prod(result) * math.prod(x[dimension] for dimension in contracted)
 
 
 def test_stacked_layers_that_are_sharded_are_refused():
