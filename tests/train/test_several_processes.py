@@ -142,5 +142,6 @@ def test_bad_input_is_refused_by_all_and_printed_by_the_first(only, common, sent
 
 
 @pytest.mark.exhaustive
-def test_killed_processes_lose_nothing_that_was_saved(tmp_path):
-    process_faults.kill_often(tmp_path, kills=2, count=2, seed=5)
+@pytest.mark.parametrize(("count", "kills"), [(2, 2), (4, 1)])
+def test_killed_processes_lose_nothing_that_was_saved(tmp_path, count, kills):
+    process_faults.kill_often(tmp_path, kills=kills, count=count, seed=5)
