@@ -8,6 +8,7 @@ parameters that are replicated over the tensor axis. Over the other axes `train.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -67,8 +68,9 @@ def sharded_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = _loss_and_grads(config, model, state["params"], batch)
         grad_norm = _global_norm(grads)
-        clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * clip, grads)
+        if math.isfinite(config.optimizer.clip_norm):  # Else no update waits for all gradients.
+            clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * clip, grads)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}

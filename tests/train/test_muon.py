@@ -32,6 +32,7 @@ from train.state import (
     make_schedule,
     state_specs,
 )
+from train.step import sharded_step
 
 #: The learning rate is not constant, nor 0 at first. The iterations are float32.
 OPTIMIZER = OptimizerConfig(
@@ -284,6 +285,27 @@ def test_a_batch_depends_on_its_own_matrices_alone():
     names = compared_model(MeshSizes(), layers=16).abstract_params
     for name, update in zip(sorted(names), jaxpr.outvars, strict=True):
         assert len(behind[update] & arrivals) == (matrix_dimensions(name) is not None)
+
+
+def test_without_clipping_it_begins_under_the_backward():
+    def fewest_matmuls_before(clip_norm: float) -> int:
+        optimizer = dataclasses.replace(OPTIMIZER, clip_norm=clip_norm)
+        config = dataclasses.replace(TINY, optimizer=optimizer, zero=1, overlap="xla")
+        sizes = MeshSizes(fsdp=2)
+        model = ModelFunctions(config, sizes)
+        transformation = make_optimizer(optimizer, config.steps, model.specs)
+        step = sharded_step(config, model, transformation, make_abstract_mesh(sizes))
+        tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
+        batch = {"inputs": tokens, "targets": tokens}
+        (sharded,) = jax.make_jaxpr(step)(abstract_state(model, transformation), batch).eqns
+        jaxpr = sharded.params["jaxpr"]
+        behind = dependencies(jaxpr)
+        multiplied = {e.outvars[0] for e in jaxpr.eqns if matmul_flops_of(e)}
+        moved = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "all_to_all")
+        return min(len(behind[var] & multiplied) for var in moved)
+
+    # The norm of all gradients comes first where they are clipped.
+    assert 0 < fewest_matmuls_before(math.inf) < fewest_matmuls_before(1.0)
 
 
 def moves(equation: Any) -> bool:
