@@ -81,12 +81,15 @@ def open_mpi(count: int):
 
 
 @pytest.mark.exhaustive
-def test_processes_times_devices(tmp_path):
+@pytest.mark.parametrize(
+    "settings", ["--zero 2", "--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32"]
+)
+def test_processes_times_devices(tmp_path, settings):
     """Four devices as 1 × 4, 2 × 2 and 4 × 1, started by each launcher; then a chain of resumes
     through them."""
     text = tmp_path / "held_out.txt"
     text.write_text("A held-out text. " * 40)
-    steps = f"--mesh.fsdp 2 --mesh.tensor 2 --zero 2 --eval-data {text} --eval-interval 4"
+    steps = f"{settings} --mesh.fsdp 2 --mesh.tensor 2 --eval-data {text} --eval-interval 4"
     steps += " --save-interval 4 --optimizer.decay-steps 12 --gradient-accumulation-steps 2"
     across = "--distributed.tensor-across-processes"
     train(flags(tmp_path, "whole", f"{steps} --steps 8"), count=1, devices=4)
