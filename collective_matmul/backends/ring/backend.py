@@ -12,29 +12,23 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from collective_matmul.backends.base import (
-    EinsumBackend,
-    GatherResidual,
-    Prediction,
-    ShardedWeightBackend,
-)
-from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
-from collective_matmul.backends.ring import cost, einsum_walk, weight_gather
-from collective_matmul.backends.ring.schedule import Chunk, Pattern
-from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
-from collective_matmul.backends.weight_blocks import ShardedWeights
+from collective_matmul.backends.base import EinsumBackend, GatherResidual, Prediction
+from collective_matmul.backends.ring import cost, einsum_walk, matmul_walk
+from collective_matmul.backends.ring.matmul_walk import WholeWeights
+from collective_matmul.backends.ring.schedule import Pattern
+from collective_matmul.backends.ring.walk import Gather, Ring
+from collective_matmul.backends.ring.weight_gather import ShardedWeightRing
 from collective_matmul.equation import Equation
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.site import Site
 
 
-class RingBackend(EinsumBackend, ShardedWeightBackend):
+class RingBackend(EinsumBackend, ShardedWeightRing):
     """A ring with one pattern of schedule; see `Backend` for shapes."""
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name
-        self.pattern: Pattern = pattern
+        self.pattern = pattern
 
     def all_gather_matmul(
         self,
@@ -48,21 +42,9 @@ class RingBackend(EinsumBackend, ShardedWeightBackend):
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Multiplies the shards of x as they arrive."""
         gather = Gather(x, self.pattern, axis_name, dimension)
-        whole = {dimension: x.shape[dimension] * gather.devices}
-        columns = [w.shape[0 if transpose_w else 1] for w in ws]
-        outs = tuple(
-            empty_like(x, whole | {x.ndim - 1: n}, w) for n, w in zip(columns, ws, strict=True)
-        )
-
-        def multiply(chunk: Chunk, shard: jax.Array, _, outs):
-            here = Rows(shard, 0, gather.size(chunk))
-            places = [Rows(out, gather.start(chunk), here.size) for out in outs]
-            return multiply_chunks(
-                [here], [ws], places, dimension=dimension, transpose_w=transpose_w
-            )
-
-        outs = walk_gather(gather, multiply, (), outs)
-        return outs, gather.gathered() if keep_gathered else None
+        weights = WholeWeights(ws, transpose_w=transpose_w)
+        ys = matmul_walk.gather_matmul(gather, x, weights)
+        return ys, gather.gathered() if keep_gathered else None
 
     def matmul_reduce_scatter(
         self,
@@ -78,18 +60,8 @@ class RingBackend(EinsumBackend, ShardedWeightBackend):
         rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
         scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
         gather = self._co_gather(co_gathered, axis_name, dimension)
-        columns = ws[0].shape[0 if transpose_w else 1]
-
-        def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
-            places = [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
-            like = {dimension: places[0].size, xs[0].ndim - 1: columns}
-            out = Rows(empty_like(xs[0], like, *xs[1:], *ws), 0, places[0].size)
-            (product,) = multiply_chunks(
-                places, [[w] for w in ws], [out], dimension=dimension, transpose_w=transpose_w
-            )
-            return product
-
-        y = walk_scatter(scatter, gather, multiply, xs)
+        weights = WholeWeights(ws, transpose_w=transpose_w)
+        y = matmul_walk.matmul_scatter(scatter, gather, xs, weights)
         return y, None if gather is None else gather.gathered()
 
     def matmul_all_reduce(
@@ -136,46 +108,6 @@ class RingBackend(EinsumBackend, ShardedWeightBackend):
         gather = self._co_gather(co_gathered, axis_name, dimension)
         y = einsum_walk.scatter_einsum(equation, a, b, scatter, gather)
         return y, None if gather is None else gather.gathered()
-
-    def gather_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
-    ) -> tuple[jax.Array, ...]:
-        """Multiplies the first shard of x by the weights as they arrive, the others by all."""
-        return weight_gather.gather_matmul(x, weights, self.pattern, axis_name, dimension)
-
-    def gather_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dys: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Both gradients; see `ring.weight_gather`."""
-        return weight_gather.gather_matmul_gradients(
-            x, weights, dys, self.pattern, axis_name, dimension
-        )
-
-    def scatter_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
-    ) -> jax.Array:
-        """Multiplies the first chunk of x by the weights as they arrive, the others by all."""
-        return weight_gather.matmul_scatter(x, weights, self.pattern, axis_name, dimension)
-
-    def scatter_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dy: jax.Array,
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Both gradients; see `ring.weight_gather`."""
-        return weight_gather.matmul_scatter_gradients(
-            x, weights, dy, self.pattern, axis_name, dimension
-        )
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Permutes meet on all devices; and an all-reduce scatters rows, which the axis divides."""

@@ -12,13 +12,15 @@ which the gradient of x needs, and the finished terms of the weight gradient, ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax import lax
 
 from collective_matmul.backends.arithmetic import add
+from collective_matmul.backends.base import ShardedWeightBackend
 from collective_matmul.backends.chunked_array import ChunkedArray, empty_like, write
+from collective_matmul.backends.ring.matmul_walk import Weights, gather_matmul, matmul_scatter
 from collective_matmul.backends.ring.schedule import Chunk, Pattern
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.backends.weight_blocks import (
@@ -51,158 +53,138 @@ class WeightGather(Gather):
         return [(self.number(chunk), self._arrived[chunk]) for chunk in sorted(self._arrived)]
 
 
-class ArrivingWeights:
+class ArrivingWeights(Weights):
     """Weights that arrive while the first product with them is computed."""
 
-    def __init__(self, weights: ShardedWeights):
+    def __init__(self, weights: ShardedWeights, *, transpose_w: bool = False):
+        self.arrays = weights.shards
+        self.columns = [w.shape[0 if transpose_w else 1] for w in weights.whole]
         self._weights = weights
+        self._transpose_w = transpose_w
         self._blocks: Blocks | None = None
 
     def multiply(
-        self, xs: Sequence[Rows], outs: Sequence[Rows], *, dimension: int, transpose_w: bool = False
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
-        """The arrays of `outs`, with the products of xs and the weights in their chunks.
-
-        See `multiply_blocks`. Call it first with what is there first.
-        """
-        options: dict[str, Any] = {"dimension": dimension, "transpose_w": transpose_w}
+        """See `Weights`. Call it first with what is there first."""
         if self._blocks is not None:
-            return multiply_blocks(self._weights, self._blocks, xs, outs, **options)
+            return self._multiply(self._blocks, xs, outs, dimension)
         gather = WeightGather(self._weights)
         # Shards wait for x. Else all weights of a program could be gathered at its start.
         tied = gather.held, [x.array for x in xs]
         gather.held, arrays = lax.optimization_barrier(tied)
         xs = [x._replace(array=array) for x, array in zip(xs, arrays, strict=True)]
-        if self._weights.divides_columns(transpose_w):
-            results = self._columns_as_they_arrive(gather, xs, outs, options)
+        if self._weights.divides_columns(self._transpose_w):
+            results = self._columns_as_they_arrive(gather, xs, outs, dimension)
         else:
-            results = self._sum_in_two_parts(gather, xs, outs, options)
+            results = self._sum_in_two_parts(gather, xs, outs, dimension)
         self._blocks = gather.blocks()
         return results
 
     def _columns_as_they_arrive(
-        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], options: Any
+        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
         """Each block of columns is a product of its own."""
 
-        def multiply(chunk: Chunk, shards: Any, _: Any, arrays: Any) -> Any:
+        def multiply(chunk: Chunk, shards: Any, _: Any, arrays: Any) -> tuple[jax.Array, ...]:
             places = [out._replace(array=a) for out, a in zip(outs, arrays, strict=True)]
-            block = gather.number(chunk), shards
-            return multiply_blocks(self._weights, [block], xs, places, **options)
+            return self._multiply([(gather.number(chunk), shards)], xs, places, dimension)
 
         return walk_gather(gather, multiply, (), tuple(out.array for out in outs))
 
     def _sum_in_two_parts(
-        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], options: Any
+        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
         """The term of the own shard, while all others arrive; then their sum, in one product."""
         for i, step in enumerate(gather.steps):
             gather.receive(i, gather.send(step))
         own, *others = gather.blocks()
         if not others:
-            return multiply_blocks(self._weights, [own], xs, outs, **options)
-        dimension = options["dimension"]
+            return self._multiply([own], xs, outs, dimension)
         parts = [Rows(empty_like(o.array, {dimension: o.size}), 0, o.size) for o in outs]
-        first = multiply_blocks(self._weights, [own], xs, parts, **options)
+        first = self._multiply([own], xs, parts, dimension)
         others, first = lax.optimization_barrier((others, first))
-        rest = multiply_blocks(self._weights, others, xs, parts, **options)
+        rest = self._multiply(others, xs, parts, dimension)
         sums = map(add, first, rest)
         return tuple(write(out, total, dimension) for out, total in zip(outs, sums, strict=True))
 
-
-def gather_matmul(
-    x: jax.Array, weights: ShardedWeights, pattern: Pattern, axis_name: str, dimension: int
-) -> tuple[jax.Array, ...]:
-    """See `ShardedWeightBackend.gather_with_shards`."""
-    gather = Gather(x, pattern, axis_name, dimension)
-    arriving = ArrivingWeights(weights)
-    outs = tuple(
-        _product(x, {dimension: x.shape[dimension] * gather.devices}, w.shape[1], weights)
-        for w in weights.whole
-    )
-
-    def multiply(chunk: Chunk, shard: jax.Array, _: Any, outs: Any) -> Any:
-        here = Rows(shard, 0, gather.size(chunk))
-        places = [Rows(out, gather.start(chunk), here.size) for out in outs]
-        return arriving.multiply([here], places, dimension=dimension)
-
-    return walk_gather(gather, multiply, (), outs)
+    def _multiply(
+        self, blocks: Blocks, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
+    ) -> tuple[jax.Array, ...]:
+        return multiply_blocks(
+            self._weights, blocks, xs, outs, dimension=dimension, transpose_w=self._transpose_w
+        )
 
 
-def gather_matmul_gradients(
-    x: jax.Array,
-    weights: ShardedWeights,
-    dys: Sequence[jax.Array],
-    pattern: Pattern,
-    axis_name: str,
-    dimension: int,
-) -> Gradients:
-    """See `ShardedWeightBackend.gather_with_shards_gradients`."""
-    features = x.shape[-1]
-    if lax.axis_size(axis_name) == 1:
-        dws, blocks = scatter_weight_gradients(weights, x, dys, dimension, gathers=True)
-        rows = [_all_rows(dy, dimension) for dy in dys]
-        out = _all_rows(_product(dys[0], {}, features, weights), dimension)
-        (dx,) = multiply_blocks(weights, blocks, rows, [out], dimension=dimension, transpose_w=True)
+class ShardedWeightRing(ShardedWeightBackend, Protocol):
+    """A ring that also gathers sharded weights.
+
+    Attributes:
+      pattern: the pattern of the ring. Weights always come straight from their owners.
+    """
+
+    pattern: Pattern
+
+    def gather_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """Multiplies the first shard of x by the weights as they arrive, the others by all."""
+        gather = Gather(x, self.pattern, axis_name, dimension)
+        return gather_matmul(gather, x, ArrivingWeights(weights))
+
+    def gather_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dys: Sequence[jax.Array],
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> Gradients:
+        """Sums dx while its accumulators travel, and x beside them; then the weight gradients."""
+        if lax.axis_size(axis_name) == 1:
+            return _gradients_without_ring(x, weights, dys, dimension)
+        scatter = Ring("scatter", self.pattern, axis_name, dimension, x.shape[dimension])
+        gather = Gather(x, self.pattern, axis_name, dimension, co_gathered=True)
+        dx = matmul_scatter(scatter, gather, dys, ArrivingWeights(weights, transpose_w=True))
+        dws, _ = scatter_weight_gradients(weights, gather.gathered(), dys, dimension)
         return dx, dws
-    scatter = Ring("scatter", pattern, axis_name, dimension, x.shape[dimension])
-    gather = Gather(x, pattern, axis_name, dimension, co_gathered=True)
-    arriving = ArrivingWeights(weights)
 
-    def multiply(chunk: Chunk, dys: Sequence[jax.Array]) -> jax.Array:
-        size = scatter.size(chunk)
-        places = [Rows(dy, scatter.start(chunk), size) for dy in dys]
-        out = Rows(_product(dys[0], {dimension: size}, features, weights), 0, size)
-        (product,) = arriving.multiply(places, [out], dimension=dimension, transpose_w=True)
-        return product
+    def scatter_with_shards(
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+    ) -> jax.Array:
+        """Multiplies the first chunk of x by the weights as they arrive, the others by all."""
+        rows = x.shape[dimension] // lax.axis_size(axis_name)
+        scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
+        return matmul_scatter(scatter, None, [x], ArrivingWeights(weights))
 
-    dx = walk_scatter(scatter, gather, multiply, dys)
-    dws, _ = scatter_weight_gradients(weights, gather.gathered(), dys, dimension)
-    return dx, dws
-
-
-def matmul_scatter(
-    x: jax.Array, weights: ShardedWeights, pattern: Pattern, axis_name: str, dimension: int
-) -> jax.Array:
-    """See `ShardedWeightBackend.scatter_with_shards`."""
-    rows = x.shape[dimension] // lax.axis_size(axis_name)
-    scatter = Ring("scatter", pattern, axis_name, dimension, rows)
-    arriving = ArrivingWeights(weights)
-    columns = weights.whole[0].shape[1]
-
-    def multiply(chunk: Chunk, x: jax.Array) -> jax.Array:
-        size = scatter.size(chunk)
-        out = Rows(_product(x, {dimension: size}, columns, weights), 0, size)
-        place = Rows(x, scatter.start(chunk), size)
-        (product,) = arriving.multiply([place], [out], dimension=dimension)
-        return product
-
-    return walk_scatter(scatter, None, multiply, x)
+    def scatter_with_shards_gradients(
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        dy: jax.Array,
+        axis_name: str,
+        *,
+        dimension: int,
+    ) -> Gradients:
+        """Multiplies the shards of dy as they arrive; then the weight gradient."""
+        if lax.axis_size(axis_name) == 1:
+            return _gradients_without_ring(x, weights, [dy], dimension)
+        gather = Gather(dy, self.pattern, axis_name, dimension)
+        (dx,) = gather_matmul(gather, dy, ArrivingWeights(weights, transpose_w=True))
+        dws, _ = scatter_weight_gradients(weights, x, [gather.gathered()], dimension)
+        return dx, dws
 
 
-def matmul_scatter_gradients(
-    x: jax.Array,
-    weights: ShardedWeights,
-    dy: jax.Array,
-    pattern: Pattern,
-    axis_name: str,
-    dimension: int,
+def _gradients_without_ring(
+    x: jax.Array, weights: ShardedWeights, dys: Sequence[jax.Array], dimension: int
 ) -> Gradients:
-    """See `ShardedWeightBackend.scatter_with_shards_gradients`."""
-    if lax.axis_size(axis_name) == 1:
-        return gather_matmul_gradients(x, weights, [dy], pattern, axis_name, dimension)
-    gather = Gather(dy, pattern, axis_name, dimension)
-    arriving = ArrivingWeights(weights)
-    whole = {dimension: dy.shape[dimension] * gather.devices}
-
-    def multiply(chunk: Chunk, shard: jax.Array, _: Any, dx: jax.Array) -> jax.Array:
-        here = Rows(shard, 0, gather.size(chunk))
-        place = Rows(dx, gather.start(chunk), here.size)
-        (dx,) = arriving.multiply([here], [place], dimension=dimension, transpose_w=True)
-        return dx
-
-    dx = walk_gather(gather, multiply, (), _product(dy, whole, x.shape[-1], weights))
-    dws, _ = scatter_weight_gradients(weights, x, [gather.gathered()], dimension)
+    """The weight gradients, while the weights arrive; then dx, in one product."""
+    dws, blocks = scatter_weight_gradients(weights, x, dys, dimension, gathers=True)
+    rows = x.shape[dimension]
+    places = [Rows(dy, 0, rows) for dy in dys]
+    out = Rows(empty_like(x, {}, *dys, *weights.shards), 0, rows)
+    (dx,) = multiply_blocks(weights, blocks, places, [out], dimension=dimension, transpose_w=True)
     return dx, dws
 
 
@@ -233,14 +215,3 @@ def scatter_weight_gradients(
 
     dws = walk_scatter(scatter, gather, multiply, (x, tuple(ys)), weights.gradient_dtype)
     return dws, [] if gather is None else gather.blocks()
-
-
-def _product(
-    x: jax.Array, sizes: dict[int, int], columns: int, weights: ShardedWeights
-) -> jax.Array:
-    """An uninitialized product of x, with other sizes of dimensions, and a weight."""
-    return empty_like(x, sizes | {x.ndim - 1: columns}, *weights.shards)
-
-
-def _all_rows(array: jax.Array, dimension: int) -> Rows:
-    return Rows(array, 0, array.shape[dimension])

@@ -1,0 +1,92 @@
+"""Matmuls walked chunk by chunk in lockstep.
+
+A chunk is a slice of every x and of the result, along the gathered or scattered dimension. It is
+multiplied by all weights, which may still be arriving during the first product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
+from collective_matmul.backends.ring.schedule import Chunk
+from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+
+
+class Weights(Protocol):
+    """The weights of a walk, each [K, N] or, transposed, [N, K].
+
+    Attributes:
+      arrays: the weights, or this device's shards of them.
+      columns: N of each weight.
+    """
+
+    arrays: Sequence[jax.Array]
+    columns: Sequence[int]
+
+    def multiply(
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """Multiplies chunks [..., rows, ..., K] and writes chunks [..., rows, ..., N] of `outs`.
+
+        Either there is one x, and each weight has a result; or there is one result, the sum over
+        pairs of an x and a weight.
+
+        Returns:
+          The arrays of outs.
+        """
+        ...
+
+
+class WholeWeights(Weights):
+    """Weights that this device has whole."""
+
+    def __init__(self, ws: Sequence[jax.Array], *, transpose_w: bool):
+        self.arrays = ws
+        self.columns = [w.shape[0 if transpose_w else 1] for w in ws]
+        self._transpose_w = transpose_w
+
+    def multiply(
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
+    ) -> tuple[jax.Array, ...]:
+        """See `Weights`."""
+        terms = [self.arrays] if len(xs) == 1 else [[w] for w in self.arrays]
+        return multiply_chunks(xs, terms, outs, dimension=dimension, transpose_w=self._transpose_w)
+
+
+def gather_matmul(gather: Gather, x: jax.Array, weights: Weights) -> tuple[jax.Array, ...]:
+    """Multiplies the shards of x, which `gather` gathers, by every weight as they arrive."""
+    dimension = gather.dimension
+    whole = {dimension: gather.rows * gather.devices}
+
+    def multiply(chunk: Chunk, shard: jax.Array, _: Any, outs: Any) -> tuple[jax.Array, ...]:
+        here = Rows(shard, 0, gather.size(chunk))
+        places = [Rows(out, gather.start(chunk), here.size) for out in outs]
+        return weights.multiply([here], places, dimension)
+
+    outs = tuple(
+        empty_like(x, whole | {x.ndim - 1: n}, w)
+        for n, w in zip(weights.columns, weights.arrays, strict=True)
+    )
+    return walk_gather(gather, multiply, (), outs)
+
+
+def matmul_scatter(
+    scatter: Ring, gather: Gather | None, xs: Sequence[jax.Array], weights: Weights
+) -> jax.Array:
+    """Sums the chunks while their accumulators travel, and the shards of `gather` beside them."""
+    dimension, columns = scatter.dimension, weights.columns[0]
+
+    def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
+        size = scatter.size(chunk)
+        places = [Rows(x, scatter.start(chunk), size) for x in xs]
+        sizes = {dimension: size, xs[0].ndim - 1: columns}
+        out = Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays), 0, size)
+        (product,) = weights.multiply(places, [out], dimension)
+        return product
+
+    return walk_scatter(scatter, gather, multiply, xs)
