@@ -22,7 +22,7 @@ from collective_matmul.checks import Implementation
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
-from collective_matmul.explicit_axes import entries, spec_of, specs_like, with_auto_axes
+from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
 from collective_matmul.gradients import OpParams, ReverseMode, op_params, pvary_all
 from collective_matmul.ops import named
 from collective_matmul.site import Einsum, Op, Site
@@ -136,22 +136,10 @@ def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: OpP
     return with_auto_axes(of_gathered, lambda: _result_spec(equation, a, b), a, b)
 
 
-def _gathered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
-    with call.suppress_recording():
-        return einsum_of_gathered(a, b, equation, call), (a, b)
-
-
-def _gathered_backward(
-    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
-):
-    gradients = functools.partial(_gathered_gradients, equation, call)
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
-
-
 def _gathered_gradients(
-    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    equation: Equation, call: OpParams, operands: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
-    a, b = residuals
+    a, b = operands
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
     a, dy = lax.optimization_barrier((a, dy))
     of_a, of_b = equation.gradients
@@ -163,7 +151,7 @@ def _gathered_gradients(
     return da, contract(of_b, gathered, dy)
 
 
-einsum_of_gathered.defvjp(_gathered_forward, _gathered_backward)
+einsum_of_gathered.define_gradients(_gathered_gradients)
 
 
 @_custom_vjp
@@ -177,22 +165,10 @@ def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: OpPar
     return with_auto_axes(scattered, lambda: _result_spec(equation, a, b), a, b)
 
 
-def _scattered_forward(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams):
-    with call.suppress_recording():
-        return einsum_scattered(a, b, equation, call), (a, b)
-
-
-def _scattered_backward(
-    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
-):
-    gradients = functools.partial(_scattered_gradients, equation, call)
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
-
-
 def _scattered_gradients(
-    equation: Equation, call: OpParams, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    equation: Equation, call: OpParams, operands: tuple[jax.Array, jax.Array], dy: jax.Array
 ):
-    a, b = residuals
+    a, b = operands
     of_a, of_b = equation.gradients
     attributes = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
     chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **attributes)
@@ -201,7 +177,7 @@ def _scattered_gradients(
     return da, contract(of_b, a, gathered)
 
 
-einsum_scattered.defvjp(_scattered_forward, _scattered_backward)
+einsum_scattered.define_gradients(_scattered_gradients)
 
 
 def _chosen(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,25 @@ class ReverseMode(jax.custom_vjp):
                 " jax.hessian: the ops define reverse mode alone; use jax.vjp, jax.grad or"
                 " jax.jacrev"
             ) from error
+
+    def define_gradients(self, gradients: Callable) -> None:
+        """Defines the backward of an op that keeps only its operands for it.
+
+        Args:
+          gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of both
+            operands, the op's first two arguments. The last of its parameters is an `OpParams`.
+        """
+
+        def forward(*args: Any) -> Any:
+            with args[-1].suppress_recording():
+                return self(*args), args[:2]
+
+        def backward(*args: Any) -> Any:
+            *parameters, operands, cotangent = args
+            bound = functools.partial(gradients, *parameters)
+            return with_auto_axes(bound, lambda: specs_like(operands), operands, cotangent)
+
+        self.defvjp(forward, backward)
 
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -238,18 +257,8 @@ def matmul_scatter(
     return with_auto_axes(matmul_reduce_scatter, spec, xs, ws)
 
 
-def _matmul_scatter_forward(xs, ws, call: OpParams):
-    with call.suppress_recording():
-        return matmul_scatter(xs, ws, call), (xs, ws)
-
-
-def _matmul_scatter_backward(call: OpParams, residuals, dy):
-    gradients = functools.partial(_matmul_scatter_gradients, call)
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
-
-
-def _matmul_scatter_gradients(call: OpParams, residuals, dy):
-    xs, ws = residuals
+def _matmul_scatter_gradients(call: OpParams, operands, dy):
+    xs, ws = operands
     dimension, transpose_w = call.shard_dimension, call.transpose_w
     attributes = {"keep_gathered": True, "direction": "backward"}
     chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **attributes)
@@ -265,7 +274,7 @@ def _matmul_scatter_gradients(call: OpParams, residuals, dy):
     return tie_with_barrier(gathered, tuple(dxs), tuple(dws))
 
 
-matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+matmul_scatter.define_gradients(_matmul_scatter_gradients)
 
 
 @_custom_vjp
@@ -281,18 +290,8 @@ def matmul_all_reduce(
     return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0], call.transpose_w), xs, ws)
 
 
-def _matmul_all_reduce_forward(xs, ws, call: OpParams):
-    with call.suppress_recording():
-        return matmul_all_reduce(xs, ws, call), (xs, ws)
-
-
-def _matmul_all_reduce_backward(call: OpParams, residuals, dy):
-    gradients = functools.partial(_matmul_all_reduce_gradients, call)
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
-
-
-def _matmul_all_reduce_gradients(call: OpParams, residuals, dy):
-    xs, ws = residuals  # There is no communication that a matmul could hide.
+def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
+    xs, ws = operands  # There is no communication that a matmul could hide.
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(xs[0]))
     else:
@@ -301,7 +300,7 @@ def _matmul_all_reduce_gradients(call: OpParams, residuals, dy):
     return dxs, tuple(contract_rows(x, dy) for x in xs)
 
 
-matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)
+matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
 
 
 def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -> jax.Array:
