@@ -32,7 +32,7 @@ from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
-from collective_matmul.site import Op, Site
+from collective_matmul.site import Op, Site, WeightShards
 from collective_matmul.source_location import SourceLocation, calling_location
 
 
@@ -48,6 +48,7 @@ class OpParams:
       transpose_w: whether weights are [N, K].
       keep_gathered: whether the gathered array is a result too.
       divergent_axes: see `Site`.
+      weight_shards: see `Site`.
       source: location of the call in the user's program.
       replaces: the user's collective that the op replaces, or None.
     """
@@ -58,6 +59,7 @@ class OpParams:
     transpose_w: bool = False
     keep_gathered: bool = False
     divergent_axes: tuple[str, ...] = ()
+    weight_shards: WeightShards | None = None
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
@@ -79,6 +81,7 @@ class OpParams:
             dtype=xs[0].dtype,
             axis_name=self.axis_name,
             axis_size=lax.axis_size(self.axis_name),
+            weight_shards=self.weight_shards,
             dimension=self.dimension,
             transpose_w=transpose_w,
             divergent_axes=self.divergent_axes,
@@ -94,14 +97,23 @@ class OpParams:
 
 
 def op_params(
-    axis_name: str, dimension: int | None, implementation: tuple[str, ...] | None
+    axis_name: str,
+    dimension: int | None,
+    implementation: tuple[str, ...] | None,
+    weight_shards: WeightShards | None = None,
 ) -> OpParams:
     """The parameters of an op that the user's program calls now."""
     mesh = jax.sharding.get_abstract_mesh()
     further = [a for a in mesh.manual_axes if a != axis_name and mesh.shape[a] > 1]
     divergent = tuple(further) if further and inside_branch_or_loop() else ()
-    source = calling_location()
-    return OpParams(axis_name, dimension, implementation, divergent_axes=divergent, source=source)
+    return OpParams(
+        axis_name,
+        dimension,
+        implementation,
+        divergent_axes=divergent,
+        weight_shards=weight_shards,
+        source=calling_location(),
+    )
 
 
 class ReverseMode(jax.custom_vjp):

@@ -48,7 +48,6 @@ from collective_matmul import checks, gradients, sharded_weights
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.checks import Implementation
 from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
-from collective_matmul.sharded_weights import ShardedOpParams
 from collective_matmul.site import WeightShards
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.
@@ -124,11 +123,10 @@ def all_gather_matmul(
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
     if x.size:
-        call = op_params(axis_name, dimension, requested)
+        call = op_params(axis_name, dimension, requested, shards)
         if shards is None:
             ys, _ = gather_matmul(x, tuple(matrices), call)
         else:
-            call = ShardedOpParams(call, shards)
             ys = sharded_weights.gather_matmul(x, tuple(matrices), call)
     else:
         rows = x.shape[dimension] * devices
@@ -186,11 +184,11 @@ def matmul_reduce_scatter(
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
-        call = op_params(axis_name, dimension, requested)
+        call = op_params(axis_name, dimension, requested, shards)
         if shards is None:
             y = matmul_scatter((x,), (matrix,), call)
         else:
-            y = sharded_weights.matmul_scatter(x, (matrix,), ShardedOpParams(call, shards))
+            y = sharded_weights.matmul_scatter(x, (matrix,), call)
     else:
         y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices}, shards)
     return named(_split_columns(y / devices if mean else y, w, shards))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,106 +19,76 @@ from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_
 from collective_matmul.gradients import OpParams, ReverseMode
 from collective_matmul.site import Op, WeightShards
 
-
-@dataclass(frozen=True)
-class ShardedOpParams:
-    """Parameters of an op with sharded weights.
-
-    Attributes:
-      op: the parameters of the op.
-      shards: how the weights are sharded.
-    """
-
-    op: OpParams
-    shards: WeightShards
-
-    def weights(self, shards: Sequence[jax.Array], dtype: Any) -> ShardedWeights:
-        """The weights of these shards, cast to `dtype` before they are gathered."""
-        cast = tuple(shard.astype(dtype) for shard in shards)
-        return ShardedWeights(cast, self.shards, shards[0].dtype)
-
-    def choose(
-        self, op: Op, xs: Sequence[jax.Array], weights: ShardedWeights, **attributes: Any
-    ) -> ShardedWeightBackend:
-        """The backend for one pass; `attributes` are further attributes of its `Site`."""
-        whole = weights.whole
-        chosen: Any = self.op.choose(op, xs, whole, weight_shards=self.shards, **attributes)
-        return chosen
-
-
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
 _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
 @_custom_vjp
 def gather_matmul(
-    x: jax.Array, shards: tuple[jax.Array, ...], call: ShardedOpParams
+    x: jax.Array, shards: tuple[jax.Array, ...], call: OpParams
 ) -> tuple[jax.Array, ...]:
     """``all_gather(x) @ w`` for the weight w of each shard."""
 
     def products(x, shards):
-        weights = call.weights(shards, x.dtype)
-        chosen = call.choose("all_gather_matmul", (x,) * len(shards), weights)
-        dimension = call.op.shard_dimension
-        return chosen.gather_with_shards(x, weights, call.op.axis_name, dimension=dimension)
+        weights = _weights(call, shards, x.dtype)
+        chosen = _chosen(call, "all_gather_matmul", (x,) * len(shards), weights)
+        dimension = call.shard_dimension
+        return chosen.gather_with_shards(x, weights, call.axis_name, dimension=dimension)
 
     return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in shards), x, shards)
 
 
-def _gather_matmul_forward(x, shards, call: ShardedOpParams):
-    return gather_matmul(x, shards, call), (x, shards)
+def _gather_matmul_gradients(call: OpParams, operands, dys):
+    # Without the barrier, XLA would reuse what the forward gathered, and keep it until now.
+    (x, shards), dys = lax.optimization_barrier((operands, dys))
+    weights = _weights(call, shards, x.dtype)
+    attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
+    chosen = _chosen(call, "matmul_reduce_scatter", dys, weights, **attributes)
+    dimension = call.shard_dimension
+    return chosen.gather_with_shards_gradients(x, weights, dys, call.axis_name, dimension=dimension)
 
 
-def _gather_matmul_backward(call: ShardedOpParams, residuals, dys):
-    def gradients(residuals, dys):
-        # Without the barrier, XLA would reuse what the forward gathered, and keep it until now.
-        (x, shards), dys = lax.optimization_barrier((residuals, dys))
-        weights = call.weights(shards, x.dtype)
-        attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
-        chosen = call.choose("matmul_reduce_scatter", dys, weights, **attributes)
-        dimension = call.op.shard_dimension
-        return chosen.gather_with_shards_gradients(
-            x, weights, dys, call.op.axis_name, dimension=dimension
-        )
-
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dys)
-
-
-gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+gather_matmul.define_gradients(_gather_matmul_gradients)
 
 
 @_custom_vjp
-def matmul_scatter(x: jax.Array, shards: tuple[jax.Array, ...], call: ShardedOpParams) -> jax.Array:
+def matmul_scatter(x: jax.Array, shards: tuple[jax.Array, ...], call: OpParams) -> jax.Array:
     """``reduce_scatter(x @ w)`` for the weight w of the only shard."""
 
     def product(x, shards):
-        weights = call.weights(shards, x.dtype)
-        chosen = call.choose("matmul_reduce_scatter", (x,), weights)
-        dimension = call.op.shard_dimension
-        return chosen.scatter_with_shards(x, weights, call.op.axis_name, dimension=dimension)
+        weights = _weights(call, shards, x.dtype)
+        chosen = _chosen(call, "matmul_reduce_scatter", (x,), weights)
+        dimension = call.shard_dimension
+        return chosen.scatter_with_shards(x, weights, call.axis_name, dimension=dimension)
 
     return with_auto_axes(product, lambda: product_spec(x, shards[0]), x, shards)
 
 
-def _matmul_scatter_forward(x, shards, call: ShardedOpParams):
-    return matmul_scatter(x, shards, call), (x, shards)
+def _matmul_scatter_gradients(call: OpParams, operands, dy):
+    (x, shards), dy = lax.optimization_barrier((operands, dy))
+    weights = _weights(call, shards, x.dtype)
+    attributes: dict[str, Any] = {"direction": "backward", "keep_gathered": True}
+    chosen = _chosen(call, "all_gather_matmul", (dy,), weights, **attributes)
+    dimension = call.shard_dimension
+    return chosen.scatter_with_shards_gradients(x, weights, dy, call.axis_name, dimension=dimension)
 
 
-def _matmul_scatter_backward(call: ShardedOpParams, residuals, dy):
-    def gradients(residuals, dy):
-        (x, shards), dy = lax.optimization_barrier((residuals, dy))
-        weights = call.weights(shards, x.dtype)
-        attributes: dict[str, Any] = {"direction": "backward", "keep_gathered": True}
-        chosen = call.choose("all_gather_matmul", (dy,), weights, **attributes)
-        dimension = call.op.shard_dimension
-        return chosen.scatter_with_shards_gradients(
-            x, weights, dy, call.op.axis_name, dimension=dimension
-        )
-
-    return with_auto_axes(gradients, lambda: specs_like(residuals), residuals, dy)
+matmul_scatter.define_gradients(_matmul_scatter_gradients)
 
 
-matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+def _weights(call: OpParams, shards: Sequence[jax.Array], dtype: Any) -> ShardedWeights:
+    """The weights of these shards, cast to `dtype` before they are gathered."""
+    assert call.weight_shards is not None
+    cast = tuple(shard.astype(dtype) for shard in shards)
+    return ShardedWeights(cast, call.weight_shards, shards[0].dtype)
+
+
+def _chosen(
+    call: OpParams, op: Op, xs: Sequence[jax.Array], weights: ShardedWeights, **attributes: Any
+) -> ShardedWeightBackend:
+    """The backend for one pass; `attributes` are further attributes of its `Site`."""
+    chosen: Any = call.choose(op, xs, weights.whole, **attributes)
+    return chosen
 
 
 _custom_vjp_of_shard: Any = functools.partial(ReverseMode, nondiff_argnums=(1, 2))
