@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax.sharding import Mesh
-
 from benchmarks import candidates
 from benchmarks.candidates import Candidate
 from benchmarks.compiling import Compiled, compile_cases
@@ -74,8 +72,7 @@ def run(
     check(settings)
     check_names("candidates", settings.candidates, names)
     mesh = make_mesh(settings)
-    for case in cases:
-        _check_divisible(case, mesh)
+    check_divisible(cases, mesh.devices.size)
     report = Report(benchmark, settings)
     chosen = [
         candidates.make(name, mesh, settings.try_options)
@@ -119,10 +116,12 @@ def _measure(
         report.add({**described, "gpus": gpus}, results)
 
 
-def _check_divisible(case: ComparedCase, mesh: Mesh) -> None:
-    for name, size in case.divided_sizes.items():
-        if size % mesh.devices.size:
-            raise ValueError(
-                f"{name}={size} of {case.name!r}: not divisible by {mesh.devices.size} devices;"
-                " choose other sizes or --devices"
-            )
+def check_divisible(cases: Sequence[ComparedCase], devices: int) -> None:
+    """Raises ValueError for a size that so many devices cannot share evenly."""
+    for case in cases:
+        for name, size in case.divided_sizes.items():
+            if size % devices:
+                raise ValueError(
+                    f"{name}={size} of {case.name!r}: not divisible by {devices} devices;"
+                    " choose other sizes or --devices"
+                )

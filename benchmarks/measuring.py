@@ -15,6 +15,8 @@ from benchmarks.compiling import Compiled, Executable
 from benchmarks.environment import gpu_state
 from benchmarks.internals import measure
 from benchmarks.profiling import Profile, record
+from benchmarks.programs import Made
+from benchmarks.pytorch import FIRST_STEPS
 
 #: Groups that decide between sets of options.
 PILOT_GROUPS = 3
@@ -36,6 +38,10 @@ class Result:
     """Another candidate whose program is the same, and whose samples these are."""
     temporary_bytes: int | None = None
     """Per device, beyond arguments and results."""
+    peak_bytes: int | None = None
+    """Per device, arguments and results too; for PyTorch, the most that was allocated in a step."""
+    losses: tuple[float, ...] = ()
+    """Of the first training steps; all candidates of JAX take turns with one state."""
     trace_seconds: float | None = None
     compile_seconds: float | None = None
     decisions: dict[str, int] = field(default_factory=dict)
@@ -74,7 +80,8 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
     Returns:
       The results; and the state of every GPU under load, if it was asked for and can be known.
     """
-    warm = _warm_up(case)
+    made = case.make() if case.executables else None
+    warm = _warm_up(case, made)
     tried = _try_options(warm)
     executables = {executable: warm[executable] for executable in tried}
     runs = {executable.candidate: run for executable, run in executables.items()}
@@ -89,6 +96,7 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
             result = results[program.candidate.name]
             result.samples, result.profile = timings[executable.candidate].samples, profile
             result.tried = tried[executable]
+            result.losses = tuple(map(float, getattr(made, "losses", ())[:FIRST_STEPS]))
     if again in runs:
         results[again] = replace(
             results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again
@@ -103,13 +111,16 @@ def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
     refused = "XLA refuses its options"
     results = {name: Result(failure=case.failures.get(name, refused)) for name in case.candidates}
     for executable in executables:
+        memory = executable.compiled.memory_analysis()
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
         for program in executable.programs:
             is_first = program is executable.programs[0]
             decided = (f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
             results[program.candidate.name] = Result(
                 options=executable.options,
                 same_program_as=None if is_first else executable.candidate,
-                temporary_bytes=executable.compiled.memory_analysis().temp_size_in_bytes,
+                temporary_bytes=memory.temp_size_in_bytes,
+                peak_bytes=held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
                 trace_seconds=program.seconds,
                 compile_seconds=executable.seconds,
                 decisions=dict(Counter(decided)),
@@ -117,10 +128,9 @@ def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
     return results
 
 
-def _warm_up(case: Compiled) -> dict[Executable, Run]:
+def _warm_up(case: Compiled, made: Made | None) -> dict[Executable, Run]:
     """A function that runs each executable, in order; those that fail are left out."""
     runs: dict[Executable, Run] = {}
-    made = case.make() if case.executables else None
     for executable in sorted(case.executables, key=lambda e: case.candidates.index(e.candidate)):
         assert made is not None
         with case.noting_failure(*(program.candidate for program in executable.programs)):

@@ -148,7 +148,7 @@ def _of_candidates(content: dict[str, Any]) -> list[Section]:
     else:
         own = [
             tables.times,
-            tables.throughput,
+            tables.training_steps,
             tables.over_compute_only,
             tables.memory,
             tables.profiles,

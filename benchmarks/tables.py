@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -95,23 +96,25 @@ def times(content: Content) -> str:
     )
 
 
-def throughput(content: Content) -> str:
-    """Tokens per second and model FLOP utilization, of training steps."""
-
-    def cell(case: Content, name: str) -> str:
-        seconds = case["candidates"].get(name, {}).get("median")
-        if seconds is None:
-            return ""
-        rate = case["tokens_per_step"] / seconds / case["devices"]
-        peak = case["peak_flops"]
-        utilization = "" if peak is None else f", {rate * case['flops_per_token'] / peak:.1%}"
-        return f"{rate:,.0f}{utilization}"
-
-    if not all("tokens_per_step" in case for case in content["cases"]):
-        return ""
-    return "## Throughput\n\nTokens per second and device, model FLOP utilization.\n\n" + _grid(
-        content, cell
+def training_steps(content: Content) -> str:
+    """What training steps take, with a row for each candidate of each case."""
+    rows = []
+    for case in content["cases"]:
+        for name, result in case["candidates"].items():
+            if "median" not in result or "tokens_per_step" not in case:
+                continue
+            rate = case["tokens_per_step"] / result["median"] / case["devices"]
+            share = rate * case["flops_per_token"] / (case["peak_flops"] or math.inf)
+            times = [f"{1e3 * result[key]:.1f}" for key in ("median", "low", "high")]
+            row = [case["name"], name, *times, f"{rate:,.0f}", f"{share:.1%}", case["remat"]]
+            losses = " → ".join(f"{loss:.4f}" for loss in result["losses"][::7])
+            rows.append([*row, f"{(result['peak_bytes'] or 0) / _GIB:.1f}", losses])
+    header = ["", "candidate", "ms", "least", "most", "tokens/s", "MFU", "remat", "GiB", "loss"]
+    about = (
+        "## Training steps\n\nTokens per second and device, peak memory of a device, loss of the"
+        " first step and the eighth. PyTorch runs before JAX, one candidate after the other.\n\n"
     )
+    return about + table(header, rows) if rows else ""
 
 
 def over_compute_only(content: Content) -> str:

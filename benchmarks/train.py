@@ -2,30 +2,35 @@
 
 The candidates "baseline" and "xla" are the same step: xla is compiled as rings are, the baseline
 with XLA's own options, of which the fastest set counts. All candidates take turns with one state.
+Those of PyTorch do not, and run before JAX takes the memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import tyro
 from jax.sharding import NamedSharding
 
-from benchmarks import candidates, comparison
+from benchmarks import candidates, comparison, tables
 from benchmarks.candidates import Candidate
 from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
 from benchmarks.comparison import Comparison
 from benchmarks.internals import COMPUTE_ONLY, REFERENCE
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
+from benchmarks.pytorch import TRAINING_NAMES, runner
 from benchmarks.report import Report
-from benchmarks.settings import check_names
+from benchmarks.settings import check_least, check_names
+from models import rotary
 from models.llama import Remat
-from train.config import PRESETS, Config, MeshSizes
+from train.config import PRESETS, Config, MeshSizes, Zero
 from train.mesh import make_mesh
 from train.metrics import model_flops_per_token, peak_flops
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
@@ -38,26 +43,32 @@ CANDIDATES = tuple(
 
 @dataclass(frozen=True)
 class TrainCase:
-    """One step of one configuration."""
+    """One step of one configuration. With `zero`, weights are sharded, and tensors are not."""
 
     preset: str
     layers: int
     tokens: int
     sequences: int
     remat: Remat
+    zero: Zero = 0
+    trainer: str = ""
+    baselines: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.preset} {self.layers} layers {self.sequences}×{self.tokens}"
+        name = f"{self.preset} {self.layers} layers {self.sequences}×{self.tokens}"
+        name += f" ZeRO {self.zero}" if self.zero else ""
+        return name + (f" remat {self.remat}" if self.remat != "none" else "")
 
     def config(self, overlap: str = "auto", dtype: str = "bfloat16") -> Config:
         """The trainer's configuration."""
-        preset = PRESETS[self.preset]()
+        preset = tyro.cli(Config, default=PRESETS[self.preset](), args=shlex.split(self.trainer))
         return dataclasses.replace(
             preset,
             model=dataclasses.replace(preset.model, num_layers=self.layers),
             sequence_length=self.tokens,
             batch_size=self.sequences,
+            zero=self.zero,
             remat=self.remat,
             overlap=overlap,
             compute_dtype=dtype,
@@ -65,6 +76,8 @@ class TrainCase:
 
     @property
     def divided_sizes(self) -> dict[str, int]:
+        if self.zero:
+            return {"sequences": self.sequences}
         return {"sequence_length": self.tokens, **self.config().model.sharded_sizes}
 
     def describe(self, operands: Operands) -> dict[str, Any]:
@@ -84,11 +97,19 @@ class TrainCase:
             "peak_flops": peak_flops(kind),
         }
 
+    def for_pytorch(self) -> dict[str, Any] | None:
+        """See `benchmarks.pytorch.runner.PytorchCase`."""
+        config = self.config()
+        names = [name for name in TRAINING_NAMES.get(self.zero, ()) if name in self.baselines]
+        step = {**config.to_json(), "frequencies": rotary.frequencies(config.model).tolist()}
+        return {**step, "candidates": names} if names else None
+
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
         config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
-        mesh = make_mesh(MeshSizes(tensor=operands.mesh.devices.size))
-        model = ModelFunctions(config)
+        devices = operands.mesh.devices.size
+        sizes = MeshSizes(fsdp=devices) if self.zero else MeshSizes(tensor=devices)
+        mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
         optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
         tokens = jax.ShapeDtypeStruct(
             (config.batch_size, config.sequence_length),
@@ -131,6 +152,7 @@ class Training:
 
     def __init__(self, state: Any, batch: dict[str, jax.Array]):
         self.state, self.batch = state, batch
+        self.losses: list[jax.Array] = []
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         """A function that takes one step with a compiled program and returns its metrics."""
@@ -138,6 +160,7 @@ class Training:
 
     def _step(self, compiled: Callable) -> Any:
         self.state, metrics = compiled(self.state, self.batch)
+        self.losses.append(metrics["loss"])
         return metrics
 
 
@@ -153,15 +176,25 @@ class Train(Comparison):
     """Tokens per sequence."""
     sequences: int = 1
     """Sequences per step."""
-    remat: Remat = "none"
+    remat: tuple[Remat, ...] = ("none",)
     """What the backward recomputes: none, dots, full."""
+    zero: tuple[Zero, ...] = (0,)
+    """ZeRO levels; 0 is tensor parallelism, others shard weights over all devices."""
+    trainer: str = ""
+    """Other flags of the trainer, such as --trainer="--gradient-accumulation-steps 2"."""
+    baselines: tuple[str, ...] = ()
+    """Before, time PyTorch in processes of its own: torch_fsdp for ZeRO 3, and for 0 torch_tp,
+    torch_async_tp, torch_tp_bf16, torch_async_tp_bf16."""
     group_seconds: float = 0.5
 
     def cases(self) -> list[TrainCase]:
-        """One candidate for each length."""
+        """Every length × remat × ZeRO level."""
+        one = functools.partial(TrainCase, trainer=self.trainer, baselines=self.baselines)
         return [
-            TrainCase(self.preset, self.layers, tokens, self.sequences, self.remat)
+            one(self.preset, self.layers, tokens, self.sequences, remat, zero)
             for tokens in self.sequence_lengths
+            for remat in self.remat
+            for zero in self.zero
         ]
 
 
@@ -172,4 +205,15 @@ def run(settings: Train) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("preset", (settings.preset,), list(PRESETS))
-    return comparison.run("train", settings, settings.cases(), CANDIDATES)
+    check_names("baselines", settings.baselines, sum(TRAINING_NAMES.values(), ()))
+    check_names("candidates", settings.candidates, CANDIDATES)
+    cases, found = settings.cases(), {}
+    if settings.baselines:
+        check_least(settings, 2, "devices")
+        comparison.check_divisible(cases, settings.devices)
+        found = runner.results_of(settings, cases, settings.devices, settings.limit_seconds)
+    report = comparison.run("train", settings, cases, CANDIDATES)
+    for (case, name), result in found.items():
+        report.add_result(case, name, result)
+    print(tables.training_steps(report.content))
+    return report

@@ -9,7 +9,14 @@ from __future__ import annotations
 #: "torch" communicates with NCCL; "torch_async_tp" with the fused operators of PyTorch's async
 #: tensor parallelism.
 NAMES = ("torch", "torch_async_tp")
-#: The ways to run each; the fastest counts.
+#: Whole training steps, by ZeRO level. Masters are float32 or, with "_bf16", nothing is.
+TRAINING_NAMES: dict[int, tuple[str, ...]] = {
+    0: ("torch_tp", "torch_async_tp", "torch_tp_bf16", "torch_async_tp_bf16"),
+    3: ("torch_fsdp",),
+}
+#: The losses of so many first steps are kept.
+FIRST_STEPS = 8
+#: The ways to run each of `NAMES`; the fastest counts.
 VARIANTS = ("eager", "CUDA graph")
 
 #: NVLink multicast can take the GPUs of a shared host out of service.

@@ -40,21 +40,31 @@ class PytorchCase(Protocol):
 def add_times(report: Report, settings: Settings, cases: Sequence[PytorchCase]) -> None:
     """Adds PyTorch's times to the cases of a report that PyTorch can run."""
     measured = {case["name"]: case["devices"] for case in report.content["cases"]}
-    described = [
-        {"name": case.name, **description}
-        for case in cases
-        if case.name in measured and (description := case.for_pytorch())
-    ]
-    if not described or report.out_of_time():
+    if not measured or report.out_of_time():
         return
+    known = [case for case in cases if case.name in measured]
+    found = results_of(settings, known, max(measured.values()), report.seconds_left)
+    for (case, name), result in found.items():
+        report.add_result(case, name, result)
+
+
+def results_of(
+    settings: Settings, cases: Sequence[PytorchCase], devices: int, limit_seconds: float
+) -> dict[tuple[str, str], Result]:
+    """PyTorch's results of the cases that it can run, by the names of case and candidate."""
+    described = [
+        {"name": case.name, **description} for case in cases if (description := case.for_pytorch())
+    ]
+    if not described:
+        return {}
     results, reason = time_pytorch(
         described,
-        devices=max(measured.values()),
+        devices=devices,
         platform=settings.platform,
         dtype=settings.dtype,
         groups=settings.groups,
         group_seconds=settings.group_seconds,
-        limit_seconds=min(report.seconds_left, _LIMIT_SECONDS),
+        limit_seconds=min(limit_seconds, _LIMIT_SECONDS),
     )
     fields = {field.name for field in dataclasses.fields(Result)}
     found = {
@@ -64,33 +74,32 @@ def add_times(report: Report, settings: Settings, cases: Sequence[PytorchCase]) 
         for result in results
     }
     missing = Result(failure=reason or "the time was over before its turn")
-    for case in described:
-        for name in NAMES:
-            report.add_result(case["name"], name, found.get((case["name"], name), missing))
+    names = [(case["name"], name) for case in described for name in case.get("candidates", NAMES)]
+    return {key: found.get(key, missing) for key in names}
 
 
 def time_pytorch(
     cases: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Times stacks of layers or of single ops, in a process for each device.
+    """Times stacks of layers or of single ops, or training steps, in a process for each device.
 
     The GPUs are shared with this process, which must not use them meanwhile and must have left
     PyTorch some 20 GB of their memory.
 
     Args:
       cases: each with name; rows, features and hidden_features, global, which the devices divide;
-        layers, their number; and op, or direction for whole layers.
+        layers, their number; and op, or direction for whole layers; or what `Train` describes.
       settings: the fields of `torch_worker.Job` below.
       devices: processes, each with its own GPU, or CPU cores.
       platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.
       dtype: of all arrays.
-      groups: timed groups; in each, `NAMES` take turns.
+      groups: timed groups; in each, `NAMES` take turns, but training steps do not.
       group_seconds: how long each is timed in a group, after half as long untimed.
       limit_seconds: no further case begins after this many seconds.
 
     Returns:
       Results; and why that is not everything, if so. Each result has the case's description, and
-      candidate, devices, versions; options (the variant that was fastest), tried (seconds
+      candidate, devices; options (the variant that was fastest), tried (seconds
       per call of each in a short trial), samples (seconds per call, one for each group) and
       relative_error (of results and gradients, the largest over arrays and devices); or failure.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import json
 import math
 import os
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
+from torch.nn.attention import sdpa_kernel
 
-from benchmarks.pytorch import MULTICAST_OFF, NAMES, VARIANTS
+from benchmarks.pytorch import FIRST_STEPS, MULTICAST_OFF, NAMES, VARIANTS
 from benchmarks.pytorch.torch_communication import (
     AsyncTensorParallel,
     Collectives,
@@ -39,8 +40,9 @@ from benchmarks.pytorch.torch_communication import (
 from benchmarks.pytorch.torch_layers import TorchLayers
 from benchmarks.pytorch.torch_ops import TorchOps
 from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram, relative_error
+from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
 
-Run = Callable[[], list[Tensor]]
+Run = Callable[[], Any]
 
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.
@@ -105,7 +107,7 @@ class Worker:
             if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
                 self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
-            self.measure_case(case)
+            (self.measure_training if "model" in case else self.measure_case)(case)
         dist.barrier(self.control)
         dist.destroy_process_group()
 
@@ -115,7 +117,7 @@ class Worker:
         fastest: dict[str, Run] = {}
         described: dict[str, dict[str, Any]] = {}
         for name in NAMES:
-            described[name] = self.describe(name, case)
+            described[name] = {"candidate": name, **case, "devices": self.job.devices}
             try:
                 described[name]["relative_error"] = self.check(name, program)
                 fastest[name] = self.fastest_variant(name, program, described[name])
@@ -128,10 +130,35 @@ class Worker:
         # Graphs must be gone before the communicator whose kernels they hold.
         fastest.clear()
 
-    def describe(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
-        nccl = torch.cuda.nccl.version() if self.job.platform == "gpu" else ()
-        versions = {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
-        return {"candidate": name, **case, "devices": self.job.devices, "versions": versions}
+    def measure_training(self, case: dict[str, Any]) -> None:
+        """Measures training steps: one candidate, and then another in the memory of it."""
+        for name in case["candidates"]:
+            result = {"candidate": name, "name": case["name"], "devices": self.job.devices}
+            try:
+                result |= self.measure_steps(name, case)
+            except Failure as failure:
+                result["failure"] = str(failure)
+            self.add(result)
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
+        """The result of a candidate; raises Failure if it cannot run."""
+        compiler = "inductor" if self.job.platform == "gpu" else None
+        dtype = getattr(torch, self.job.dtype)
+        build = functools.partial(TorchTraining, case, name, self.place, dtype, compiler)
+        with sdpa_kernel(ATTENTION, set_priority=True):
+            training = self.together(build)
+            self.together(training.step)  # Compiles, and makes the optimizer's state.
+            if compiler:
+                torch.cuda.reset_peak_memory_stats()
+            self.together(training.step)
+            samples = self.measure({name: training.step}, self.job.groups)[name]
+        losses = torch.stack(training.losses[:FIRST_STEPS]).double().cpu()
+        dist.all_reduce(losses, group=self.control)
+        means, peak = (losses / self.job.devices).tolist(), torch.cuda.max_memory_allocated()
+        return {"samples": samples, "losses": means, "peak_bytes": int(self.largest(peak))}
 
     def communications(self, name: str, program: TorchProgram) -> dict[str, TorchCommunication]:
         """The ways to communicate that are tried, by what distinguishes them."""
@@ -258,10 +285,9 @@ class Worker:
             part.replace(output)
         outcome = result.get("failure")
         if outcome is None:
-            outcome = (
-                f"{1e3 * statistics.median(result['samples']):.3f} ms {result['options']},"
-                f" relative error {result['relative_error']:.2g}"
-            )
+            shown = ("options", "relative_error", "peak_bytes", "losses")
+            outcome = f"{1e3 * statistics.median(result['samples']):.3f} ms"
+            outcome += "".join(f", {key} {result[key]}" for key in shown if key in result)
         self.log(f"{result['name']:<30} {result['candidate']:<15} {outcome}")
 
     def log(self, line: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import json
 
-from benchmarks import candidates, train
+import numpy as np
+import pytest
+
+from benchmarks import candidates, command_line, comparison, train
 from benchmarks.compiling import compile_cases, trace
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.operands import Operands
+from benchmarks.pytorch import runner
 from collective_matmul.rewrite import transform
 
 
@@ -55,3 +59,77 @@ def test_a_case_says_what_throughput_is_counted_in(make_mesh):
     # 6 FLOPs for each weight of a block and of the head, then those of attention.
     expected = 6 * (8 * 218_103_808 + 525_336_576) + 6 * 8 * 32 * 128 * 8192
     assert described["flops_per_token"] == expected
+
+
+def test_pytorch_is_timed_before_jax_and_joins_its_cases(tmp_path, monkeypatch, capsys):
+    order, asked = [], []
+
+    def time_pytorch(cases, **settings):
+        order.append("torch")
+        asked.extend((case, settings["devices"]) for case in cases)
+        found = {"name": "debug 1 layers 2×16 ZeRO 3 remat full", "candidate": "torch_fsdp"}
+        losses = [5.5 - 0.25 * step for step in range(8)]
+        return [
+            {**found, "samples": [0.5, 0.25, 1.0], "peak_bytes": 3 << 29, "losses": losses}
+        ], "-"
+
+    def make_mesh(settings):
+        order.append("jax")
+        return made(settings)
+
+    made = comparison.make_mesh
+    monkeypatch.setattr(comparison, "make_mesh", make_mesh)
+    monkeypatch.setattr(runner, "time_pytorch", time_pytorch)
+    arguments = (
+        "train --platform cpu --devices 2 --preset debug --layers 1 --sequence-lengths 16"
+        " --sequences 2 --remat full --zero 0 3 --groups 5 --candidates xla --no-try-options"
+        " --group-seconds 1e-6 --baselines torch_fsdp torch_async_tp --output"
+    )
+    command_line.main([*arguments.split(), str(tmp_path)])
+    assert order == ["torch", "jax"]
+    assert [(case["name"], case["candidates"], devices) for case, devices in asked] == [
+        ("debug 1 layers 2×16 remat full", ["torch_async_tp"], 2),
+        ("debug 1 layers 2×16 ZeRO 3 remat full", ["torch_fsdp"], 2),
+    ]
+    tensor, sharded = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert tensor["candidates"]["torch_async_tp"]["failure"] == "-"
+    assert list(sharded["candidates"]) == ["xla", "torch_fsdp"]
+    for case in (tensor, sharded):
+        result = case["candidates"]["xla"]
+        assert result["peak_bytes"] > result["temporary_bytes"] > 0
+        assert len(result["losses"]) == 8 and result["losses"][7] < result["losses"][0]
+    # Weights and sequences are the same, and so is the loss but for rounding to bfloat16.
+    first, other = (case["candidates"]["xla"]["losses"][0] for case in (tensor, sharded))
+    np.testing.assert_allclose(first, other, rtol=1e-2)
+    table = capsys.readouterr().out.partition("## Training steps")[2].splitlines()
+    # 32 tokens in the median of half a second, by each of two devices.
+    cells = "torch_fsdp | 500.0 | 250.0 | 1000.0 | 32 | 0.0% | full | 1.5 | 5.5000 → 3.7500 |"
+    assert table[-1] == f"| {sharded['name']} | {cells}"
+    assert [line.split(" | ")[1] for line in table[-3:]] == ["xla", "xla", "torch_fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--baselines torch", "baselines: 'torch' is unknown; expected torch_tp,"),
+        ("--baselines torch_tp", "devices=0: expected at least 2"),
+        ("--baselines torch_fsdp --devices 2 --zero 3", "sequences=1 of"),
+    ],
+)
+def test_baselines_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, sentence):
+    monkeypatch.delattr(runner, "time_pytorch")
+    with pytest.raises(SystemExit):
+        command_line.main(["train", "--platform", "cpu", "--preset", "debug", *arguments.split()])
+    assert sentence in capsys.readouterr().err
+
+
+def test_flags_of_the_trainer_reach_both():
+    flags = "--gradient-accumulation-steps 2 --optimizer.b1 0.5"
+    case = train.TrainCase("debug", 1, 16, 4, "dots", 3, flags, ("torch_fsdp", "torch_tp"))
+    assert case.config().gradient_accumulation_steps == 2
+    described = case.for_pytorch()
+    assert described is not None and json.loads(json.dumps(described)) == described
+    assert described["candidates"] == ["torch_fsdp"]
+    assert described["gradient_accumulation_steps"] == 2 and described["batch_size"] == 4
+    assert described["optimizer"]["b1"] == 0.5 and described["model"]["num_layers"] == 1
+    assert described["zero"] == 3 and described["remat"] == "dots"

@@ -1,0 +1,107 @@
+"""A plain Llama 3 in PyTorch, with the shapes and the numerics of `models.llama`."""
+
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import LlamaConfig
+
+Linear = functools.partial(nn.Linear, bias=False)
+
+
+class TorchNorm(nn.Module):
+    """Root-mean-square norm; computes in float32, returns x's dtype."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(config.features))
+        self.epsilon = config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (normed * self.scale).to(x.dtype)
+
+
+class TorchAttention(nn.Module):
+    """Causal grouped-query attention. Under tensor parallelism it has some of the heads."""
+
+    def __init__(self, config: LlamaConfig, waves: Sequence[Tensor]):
+        super().__init__()
+        features, size = config.features, config.head_dim
+        self.query = Linear(features, config.num_heads * size)
+        self.key = Linear(features, config.num_key_value_heads * size)
+        self.value = Linear(features, config.num_key_value_heads * size)
+        self.output = Linear(config.num_heads * size, features)
+        # The waves are not buffers, which mixed precision would round.
+        self.head_dim, self.waves = size, waves
+
+    def forward(self, x: Tensor) -> Tensor:
+        projections = self.query, self.key, self.value
+        query, key, value = (p(x).unflatten(-1, (-1, self.head_dim)) for p in projections)
+        heads = _rotated(query, *self.waves), _rotated(key, *self.waves), value
+        heads = [x.transpose(1, 2) for x in heads]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return self.output(attended.transpose(1, 2).flatten(-2))
+
+
+class TorchFeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate = Linear(config.features, config.hidden_features)
+        self.up = Linear(config.features, config.hidden_features)
+        self.down = Linear(config.hidden_features, config.features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class TorchBlock(nn.Module):
+    """Attention, then feed-forward."""
+
+    def __init__(self, config: LlamaConfig, waves: Sequence[Tensor]):
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = TorchNorm(config), TorchNorm(config)
+        self.attention, self.feed_forward = TorchAttention(config, waves), TorchFeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class TorchLlama(nn.Module):
+    """Maps tokens to logits. Weights are float32; angles are radians [tokens, head_dim / 2]."""
+
+    def __init__(self, config: LlamaConfig, angles: Tensor, dtype: torch.dtype):
+        super().__init__()
+        waves = angles[:, None].cos(), angles[:, None].sin()
+        self.embedding = nn.Embedding(config.vocabulary_size, config.features)
+        self.layers = nn.ModuleList(TorchBlock(config, waves) for _ in range(config.num_layers))
+        self.norm, self.dtype = TorchNorm(config), dtype
+        self.head = Linear(config.features, config.vocabulary_size)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).to(self.dtype)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns feature i with feature i + head_dim / 2, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x.dtype)

@@ -1,0 +1,146 @@
+"""PyTorch's training step: FSDP2, or tensor and sequence parallelism as torchtitan places it."""
+
+# PyTorch is not a dependency: where it is not installed, nothing here is imported.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as remat
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+from torch.nn.attention import SDPBackend
+
+from benchmarks.pytorch.torch_communication import AsyncTensorParallel
+from benchmarks.pytorch.torch_llama import TorchLlama
+from benchmarks.pytorch.torch_programs import Place
+from models.config import LlamaConfig
+
+#: The kernels of attention, the preferred one first. CPUs have the last one.
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+#: What remat "dots" saves: products, and their sums over devices.
+_DOTS = (torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+_RECOMPUTE = remat.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class TorchTraining:
+    """A random model, its optimizer and a batch; `step` is the trainer's configuration."""
+
+    def __init__(
+        self, step: Mapping, name: str, place: Place, dtype: torch.dtype, compiler: str | None
+    ):
+        self.settings, self.compute_loss = step["optimizer"], _loss
+        self.losses: list[Tensor] = []
+        torch.manual_seed(step["seed"])
+        config = LlamaConfig(**step["model"])
+        with place.device:
+            positions = torch.arange(step["sequence_length"])
+            angles = torch.outer(positions, torch.tensor(step["frequencies"]))
+            self.model = model = TorchLlama(config, angles, dtype)
+            size = 2, step["batch_size"], len(positions)
+            batch = torch.randint(config.vocabulary_size, size)
+        is_sharded, is_narrow = name == "torch_fsdp", name.endswith("_bf16")
+        self.autocast = not (is_sharded or is_narrow) and dtype != torch.float32
+        model.to(dtype if is_narrow else torch.float32)
+        mesh = init_device_mesh(place.device.type, (place.devices,)) if place.devices > 1 else None
+        if mesh and not is_sharded:
+            _shard_tensors(model, mesh)
+            if "async" in name:
+                AsyncTensorParallel(place.device)
+            torch._inductor.config._micro_pipeline_tp = "async" in name
+        for number, block in enumerate(model.layers):
+            model.layers[number] = block = _rematerialized(block, step["remat"])
+            if compiler:
+                block.compile(backend=compiler, fullgraph=True)
+        if mesh and is_sharded:
+            _shard_weights(model, mesh)
+            batch = batch.chunk(place.devices, dim=1)[place.rank]
+            if compiler:
+                self.compute_loss = torch.compile(_loss, backend=compiler)
+        self.batches = batch.chunk(step["gradient_accumulation_steps"], dim=1)
+        self.parameters = list(model.parameters())
+        groups = [{"params": [p for p in self.parameters if p.ndim > 1]}]
+        groups += [{"params": [p for p in self.parameters if p.ndim == 1], "weight_decay": 0.0}]
+        betas, decay = (self.settings["b1"], self.settings["b2"]), self.settings["weight_decay"]
+        self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=decay, fused=True)
+
+    def step(self) -> None:
+        """One optimizer step. The learning rate warms up and does not decay."""
+        loss = self.backward()
+        norm = _whole(nn.utils.get_total_norm([_gradient(p) for p in self.parameters]))
+        nn.utils.clip_grads_with_norm_(self.parameters, self.settings["clip_norm"], norm)
+        warm = min(1.0, len(self.losses) / max(self.settings["warmup_steps"], 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings["learning_rate"] * warm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss)
+
+    def backward(self) -> Tensor:
+        """Leaves the gradients in the parameters; returns the loss."""
+        losses = []
+        for inputs, targets in self.batches:
+            with tp.loss_parallel():
+                with torch.autocast(inputs.device.type, self.model.dtype, enabled=self.autocast):
+                    loss = self.compute_loss(self.model(inputs), targets) / len(self.batches)
+                loss.backward()
+            losses.append(_whole(loss.detach()))
+        return torch.stack(losses).sum()
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _gradient(parameter: Any) -> Tensor:
+    """The gradient, sharded as its parameter is. Fused AdamW would take a part of a sum for it."""
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return parameter.grad
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _shard_tensors(model: TorchLlama, mesh: DeviceMesh) -> None:
+    """Tensor and sequence parallelism; logits stay sharded."""
+    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(1))
+    whole = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    norm, inner = tp.SequenceParallel(), ("query", "key", "value")
+    plan = {"attention": whole, **{f"attention.{name}": columns for name in inner}}
+    plan |= {"feed_forward": whole, "feed_forward.gate": columns, "feed_forward.up": columns}
+    plan |= {"attention.output": rows, "feed_forward.down": rows}
+    plan |= {"attention_norm": norm, "feed_forward_norm": norm}
+    for block in model.layers:
+        tp.parallelize_module(block, mesh, plan)
+    head = tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    embedding = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    tp.parallelize_module(model, mesh, {"embedding": embedding, "norm": norm, "head": head})
+
+
+def _shard_weights(model: TorchLlama, mesh: DeviceMesh) -> None:
+    """FSDP2; masters and sums are float32."""
+    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    for part in (model.embedding, *model.layers, [model.norm, model.head], model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def _rematerialized(block: nn.Module, kind: str) -> nn.Module:
+    contexts = functools.partial(remat.create_selective_checkpoint_contexts, _policy)
+    options = {"context_fn": contexts} if kind == "dots" else {}
+    wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **options)
+    return block if kind == "none" else wrapped
+
+
+def _policy(_: Any, operator: Any, *_arguments: Any, **_options: Any) -> remat.CheckpointPolicy:
+    return remat.CheckpointPolicy.MUST_SAVE if operator in _DOTS else _RECOMPUTE

@@ -1,0 +1,125 @@
+"""PyTorch's training step computes what the trainer's does, however it is parallelized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.pytorch import FIRST_STEPS
+from benchmarks.pytorch.runner import time_pytorch
+from benchmarks.train import TrainCase
+from train.config import ONE_DEVICE
+from train.mesh import make_mesh
+from train.state import ModelFunctions, init_state, make_optimizer
+from train.step import losses, make_step
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from benchmarks.pytorch.torch_programs import Place  # noqa: E402
+from benchmarks.pytorch.torch_training import TorchTraining  # noqa: E402
+
+CANDIDATES = ("torch_fsdp", "torch_tp", "torch_tp_bf16")
+REMATS: tuple[Any, ...] = ("none", "dots", "full")
+#: Frequencies are scaled from the first waves on, and there are two microbatches.
+FLAGS = (
+    "--model.rotary-scaling.factor 8 --model.rotary-scaling.original-context 16"
+    " --gradient-accumulation-steps 2"
+)
+
+
+def case_of(remat: Any, zero: Any = 0) -> TrainCase:
+    return TrainCase("debug", 2, 32, 4, remat, zero, FLAGS, CANDIDATES)
+
+
+def described(case: TrainCase) -> dict[str, Any]:
+    description = case.for_pytorch()
+    assert description is not None
+    return {"name": case.name, **description}
+
+
+def alone(case: TrainCase) -> Any:
+    """The whole model on this device, in float32."""
+    place = Place(0, 1, torch.device("cpu"))
+    return TorchTraining(described(case), "torch_tp", place, torch.float32, None)
+
+
+def for_torch(parameters: dict[str, Any]) -> dict[str, Any]:
+    """JAX's parameters by their names in PyTorch, whose weights are [out, in]."""
+    renamed = {}
+    for name, parameter in parameters.items():
+        array = np.asarray(parameter)
+        if name.endswith("output.kernel"):
+            array = array.reshape(-1, array.shape[-1]).T
+        elif name.endswith("kernel"):
+            array = array.reshape(array.shape[0], -1).T
+        name = name.replace(".projection", "").replace("kernel", "weight")
+        renamed["embedding.weight" if name == "embedding" else name] = torch.tensor(array.copy())
+    return renamed
+
+
+def test_a_step_is_the_trainers() -> None:
+    config, mesh = case_of("none").config("xla", "float32"), make_mesh(ONE_DEVICE)
+    model = ModelFunctions(config)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state = init_state(model, optimizer, mesh)
+    weights = for_torch(state["params"])
+    trainings = [alone(case_of(remat)) for remat in REMATS]
+    inputs, targets = np.concatenate(trainings[0].batches, axis=1).astype("int32")
+    batch = {"inputs": inputs, "targets": targets}
+
+    def mean_loss(params: Any, batch: Any) -> Any:
+        return losses(model, params, batch).mean()
+
+    grad = jax.shard_map(
+        jax.grad(mean_loss), mesh=mesh, in_specs=(model.specs, P()), out_specs=model.specs
+    )
+    gradients = for_torch(jax.jit(grad)(state["params"], batch))
+    step, curve = make_step(config, model, optimizer, mesh), []
+    for _ in range(FIRST_STEPS):
+        state, metrics = step(state, batch)
+        curve.append(float(metrics["loss"]))
+    assert curve[-1] < curve[0] - 0.5
+    for training in trainings:
+        parameters = {
+            name.replace("_checkpoint_wrapped_module.", ""): parameter
+            for name, parameter in training.model.named_parameters()
+        }
+        assert parameters.keys() == weights.keys()
+        for name, parameter in parameters.items():
+            parameter.data.copy_(weights[name])
+        training.backward()
+        for name, parameter in parameters.items():
+            error = float((parameter.grad - gradients[name]).norm() / gradients[name].norm())
+            # Sums of hundreds of terms in another order, in float32.
+            assert error < 1e-5
+        training.optimizer.zero_grad()
+        for _ in range(FIRST_STEPS):
+            training.step()
+        # AdamW divides by the size of gradients, which makes rounding of small ones larger.
+        np.testing.assert_allclose(training.losses, curve, rtol=1e-5)
+
+
+def test_parallel_steps_are_those_of_one_device() -> None:
+    cases = [case_of(remat, zero) for remat in REMATS for zero in (0, 3)]
+    results, reason = time_pytorch(
+        [described(case) for case in cases],
+        devices=2,
+        platform="cpu",
+        dtype="float32",
+        groups=3,
+        group_seconds=1e-6,
+        limit_seconds=200.0,
+    )
+    assert reason is None
+    assert [result.get("failure") for result in results] == [None] * 3 * (2 + 1)
+    training = alone(cases[0])
+    for _ in range(FIRST_STEPS):
+        training.step()
+    for result in results:
+        assert len(result["samples"]) == 3
+        # Rounding as above.
+        np.testing.assert_allclose(result["losses"], training.losses, rtol=1e-6)
