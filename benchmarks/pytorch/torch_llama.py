@@ -1,4 +1,7 @@
-"""A plain Llama 3 in PyTorch, with the shapes and the numerics of `models.llama`."""
+"""A plain Llama 3 in PyTorch, with the numerics of `models.llama`.
+
+Sequences are one after the other: [B * S, features]. So PyTorch fuses all gathers with matmuls.
+"""
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
@@ -45,12 +48,13 @@ class TorchAttention(nn.Module):
         self.head_dim, self.waves = size, waves
 
     def forward(self, x: Tensor) -> Tensor:
-        projections = self.query, self.key, self.value
-        query, key, value = (p(x).unflatten(-1, (-1, self.head_dim)) for p in projections)
+        sequences, size = (-1, len(self.waves[0])), (-1, self.head_dim)
+        parts = [p(x).unflatten(-1, size) for p in (self.query, self.key, self.value)]
+        query, key, value = (part.unflatten(0, sequences) for part in parts)
         heads = _rotated(query, *self.waves), _rotated(key, *self.waves), value
         heads = [x.transpose(1, 2) for x in heads]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        return self.output(attended.transpose(1, 2).flatten(-2))
+        return self.output(attended.transpose(1, 2).flatten(-2).flatten(0, 1))
 
 
 class TorchFeedForward(nn.Module):
@@ -80,7 +84,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchLlama(nn.Module):
-    """Maps tokens to logits. Weights are float32; angles are radians [tokens, head_dim / 2]."""
+    """Maps tokens [B, S] to logits [B * S, V]; angles are radians [S, head_dim / 2]."""
 
     def __init__(self, config: LlamaConfig, angles: Tensor, dtype: torch.dtype):
         super().__init__()
@@ -94,7 +98,7 @@ class TorchLlama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens).to(self.dtype)
+        x = self.embedding(tokens.flatten()).to(self.dtype)
         for block in self.layers:
             x = block(x)
         return self.head(self.norm(x))

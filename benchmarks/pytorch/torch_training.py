@@ -98,7 +98,7 @@ class TorchTraining:
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(logits.float(), targets.flatten())
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -114,17 +114,17 @@ def _whole(value: Tensor) -> Tensor:
 
 def _shard_tensors(model: TorchLlama, mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism; logits stay sharded."""
-    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(1))
-    whole = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    norm, inner = tp.SequenceParallel(), ("query", "key", "value")
+    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(0))
+    whole = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    norm, inner = tp.SequenceParallel(sequence_dim=0), ("query", "key", "value")
     plan = {"attention": whole, **{f"attention.{name}": columns for name in inner}}
     plan |= {"feed_forward": whole, "feed_forward.gate": columns, "feed_forward.up": columns}
     plan |= {"attention.output": rows, "feed_forward.down": rows}
     plan |= {"attention_norm": norm, "feed_forward_norm": norm}
     for block in model.layers:
         tp.parallelize_module(block, mesh, plan)
-    head = tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-    embedding = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    head = tp.ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
+    embedding = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     tp.parallelize_module(model, mesh, {"embedding": embedding, "norm": norm, "head": head})
 
 
