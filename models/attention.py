@@ -5,6 +5,8 @@ Legend of local shapes: B is batch, S sequence, N query heads, K key and value h
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -116,9 +118,30 @@ def _with_residuals_of_cudnn(
 ) -> jax.Array:
     """Attention for traces where cuDNN's kernel cannot be lowered, without CUDA.
 
-    Saves as much for the backward as cuDNN's kernel, so that a dry run counts the right bytes.
+    Saves as much for the backward as cuDNN's kernel, and each pass is one jitted function, so that
+    a dry run counts the right bytes.
     """
+    return attended_by_kernel(query, key, value, documents)
+
+
+@jax.jit
+def attended_by_kernel(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+) -> jax.Array:
+    """Stands for a kernel, which stores nothing but its results."""
     return _attend(query, key, value, documents)
+
+
+@jax.jit
+def gradients_by_kernel(cotangent: jax.Array, *residuals: Any) -> tuple[jax.Array, ...]:
+    """Stands for the kernel of the backward."""
+    query, key, value, documents, *_ = residuals
+    _, transpose = jax.vjp(lambda q, k, v: _attend(q, k, v, documents), query, key, value)
+    return transpose(cotangent)
+
+
+#: Names of the jitted functions that stand for kernels.
+KERNELS = ("attended_by_kernel", "gradients_by_kernel")
 
 
 def _forward(
@@ -135,9 +158,7 @@ def _forward(
 
 
 def _backward(residuals: tuple, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    query, key, value, documents, *_ = residuals
-    _, transpose = jax.vjp(lambda q, k, v: _attend(q, k, v, documents), query, key, value)
-    return *transpose(cotangent), None
+    return *gradients_by_kernel(cotangent, *residuals), None
 
 
 _with_residuals_of_cudnn.defvjp(_forward, _backward)

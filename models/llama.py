@@ -20,10 +20,11 @@ from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
 from collective_matmul import layers as collective
 from models import plain, rotary, vocabulary
 from models.attention import causal_attention
+from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
-from models.regather import apply_blocks
-from models.sharded_weights import WeightShards, sharded_dimension
+from models.parameter_use import ParameterUse, Unchanged, used
+from models.stacked_blocks import Keys, stack_blocks
 
 Remat = Literal["none", "dots", "full"]
 
@@ -62,7 +63,7 @@ class Attention(nnx.Module):
             config.num_heads,
             config.num_key_value_heads,
             config.head_dim,
-            **layer_options,
+            **_of_columns(layer_options),
         )
         self.output = layers.RowParallelLinear(
             (config.num_heads, config.head_dim), config.features, **layer_options
@@ -89,7 +90,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.feed_forward = layers.GatedFeedForward(
-            config.features, config.hidden_features, **layer_options
+            config.features, config.hidden_features, **_of_columns(layer_options)
         )
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
@@ -109,10 +110,14 @@ class Llama(nnx.Module):
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
         matmuls; "full", everything inside a block.
-      weight_axis_name: a mesh axis that shards parameters, where their partition specs name it, and
-        whose devices have sequences of their own. Each block gathers its weights, for the forward
-        and again for the backward. None: parameters are not sharded so.
-      gradient_dtype: dtype in which gradients are summed over that axis.
+      scan_layers: blocks per iteration of a scan over blocks, whose parameters then are stacked:
+        "layers.0.norm.scale" [features] of each layer becomes "layers.norm.scale" [layers,
+        features]. The time to compile does not depend on the number of layers. 0: one program of
+        all layers.
+      parameter_use: what is done to parameters before they are used, and to their gradients; for
+        trainers that shard parameters over other axes.
+      weight_axis_name: such an axis, over which the linear layers gather their kernels themselves,
+        in the loops of their matmuls. It shards the dimension of size `features`.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -127,9 +132,10 @@ class Llama(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         remat: Remat = "none",
+        scan_layers: int = 0,
+        parameter_use: ParameterUse | None = None,
         weight_axis_name: str | None = None,
-        gradient_dtype: str = "float32",
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
@@ -144,27 +150,45 @@ class Llama(nnx.Module):
         else:
             layers = collective
             options["implementation"] = implementation
+        if weight_axis_name is not None:
+            options["weight_axis_name"] = weight_axis_name
         self.axis_name = axis_name
         # A tuple, so that the module is hashable.
         is_sequence = not isinstance(implementation, str | None)
         self.implementation = tuple(implementation) if is_sequence else implementation
         self.dtype = dtype
         self.remat: Remat = remat
-        self.weight_axis_name, self.gradient_dtype = weight_axis_name, gradient_dtype
+        self.num_layers, self.scan_layers = config.num_layers, scan_layers
+        self.parameter_use = parameter_use
         self.embedding = nnx.Param(
             _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
             out_sharding=(axis_name, None),
             eager_sharding=False,
         )
-        self.layers = nnx.List([Block(config, layers, **options) for _ in range(config.num_layers)])
+
+        def block(rngs: nnx.Rngs | Keys) -> Block:
+            return Block(config, layers, **{**options, "rngs": rngs})
+
+        count = config.num_layers
+        if scan_layers:
+            self.layers = stack_blocks(block, count, rngs)
+        else:
+            self.layers = nnx.List([block(rngs) for _ in range(count)])
         self.norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.head = (
             None
             if config.tied_head
-            else layers.ColumnParallelLinear(config.features, config.vocabulary_size, **options)
+            else layers.ColumnParallelLinear(
+                config.features, config.vocabulary_size, **_of_columns(options)
+            )
         )
 
-    def __call__(self, tokens: jax.Array, document_lengths: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        document_lengths: jax.Array | None = None,
+        gathered: nnx.State | None = None,
+    ) -> jax.Array:
         """The logits of the token after each token.
 
         Args:
@@ -172,6 +196,8 @@ class Llama(nnx.Module):
           document_lengths: int32 [B, M], the lengths of the documents in each sequence, in order,
             and then zeros; they add up to S. Attention does not cross their ends, and positions
             count from 0 in each. None: a sequence is one document.
+          gathered: the state of the model with weights that were gathered before, for
+            `parameter_use`.
 
         Returns:
           [B, S, V/D] in `dtype`.
@@ -179,77 +205,104 @@ class Llama(nnx.Module):
         documents = None
         if document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
-        table = self._table(nnx.State({"embedding": self.embedding}))
-        x = vocabulary.embed(tokens, table, self.axis_name)
-        x, outside = self._apply_blocks(x, documents)
-        x = self.norm(x)
+        parameters = nnx.state(self)
+        embedding = self._weights(_select(parameters, "embedding"), gathered, whole=True)
+        x = vocabulary.embed(tokens, self._table(embedding), self.axis_name)
+        x, weights = self._apply_blocks(x, documents, parameters, gathered)
+        norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
+        x = norm(x)
         if self.head is not None:
-            head: Any = nnx.merge(nnx.graphdef(self.head), self.gather(outside["head"]))
+            head: Any = nnx.merge(nnx.graphdef(self.head), weights["head"])
             return head(x)
-        table = self._table(outside)
+        table = self._table(weights if "embedding" in weights else embedding).T
         if self.implementation == "plain":
-            return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table.T
+            return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table
         return all_gather_matmul(
-            x, table.T, self.axis_name, gather_dimension=1, implementation=self.implementation
+            x, table, self.axis_name, gather_dimension=1, implementation=self.implementation
         )
 
-    def _table(self, parameters: nnx.State) -> jax.Array:
-        """The embedding [V/D, features] in `dtype`, whole along the axis that shards weights."""
-        embedding: Any = self.gather(parameters)["embedding"]
+    def _table(self, weights: nnx.State) -> jax.Array:
+        """The embedding [V/D, features] in `dtype`."""
+        embedding: Any = weights["embedding"]
         return embedding[...].astype(self.dtype)
 
+    def _weights(
+        self, parameters: nnx.State, gathered: nnx.State | None, *, whole: bool = False
+    ) -> nnx.State:
+        """The weights of parts of the model. `gathered` may have more parts."""
+        if self.parameter_use is None:
+            return parameters
+        own = None if gathered is None else _select(gathered, *parameters)
+        return used(parameters, own, self.parameter_use, whole)
+
     def _apply_blocks(
-        self, x: jax.Array, documents: Documents | None
+        self,
+        x: jax.Array,
+        documents: Documents | None,
+        parameters: nnx.State,
+        gathered: nnx.State | None,
     ) -> tuple[jax.Array, nnx.State]:
-        """The residual stream after all blocks, and the parameters outside of blocks.
+        """The residual stream after all blocks, and the weights of what follows: norm and head, or
+        the embedding where it is gathered again."""
+        use = self.parameter_use
+        gathers_blocks = use is not None and use.gathers == "blocks"
+        names = ["norm"] + ["head"] * (self.head is not None)
+        names += ["embedding"] * (gathers_blocks and self.head is None)
+        last = _select(parameters, *names)
+        block: Any = self.layers if self.scan_layers else self.layers[0]
+        graph = nnx.graphdef(block)
 
-        If weights are sharded, those of the head wait to be gathered until the last block begins.
-        """
-        graph = nnx.graphdef(self.layers[0])
-        outside = nnx.state(self, lambda path, _: path[0] != "layers")
-
-        def apply(state: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-            block: Any = nnx.merge(graph, state)
+        def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
+            block: Any = nnx.merge(graph, weights)
             return block(x, documents)
 
         # All blocks have the same graph, so one function is traced once for all of them.
         apply = _rematerialize(apply, self.remat)
-        if self.weight_axis_name is None:
+        loop, own = self._loop(parameters)
+        others = None if gathered is None else self._loop(gathered)[1]
+        if self.scan_layers or (use is not None and use.gathers):
+            waiting = last if gathers_blocks else None
+            use = use or Unchanged()
+            x, weights = apply_blocks(apply, use, loop, own, others, x, documents, last=waiting)
+            if gathers_blocks:
+                return x, weights
+        else:
             apply_block = jax.jit(apply)
-            for block in self.layers:
-                x = apply_block(nnx.state(block), x, documents)
-            return x, outside
-        blocks = [nnx.state(block) for block in self.layers]
-        return apply_blocks(apply, self.gather, blocks, x, documents, last=outside)
+            for number in range(self.num_layers):
+                whole = None if others is None else others[number]
+                x = apply_block(self._weights(own[number], whole), x, documents)
+        return x, self._weights(last, gathered)
 
-    def gather(self, state: nnx.State) -> nnx.State:
-        """Weights from their shards, in `dtype`; what is not sharded stays as it is.
-
-        Args:
-          state: parameters of any part of the model, local.
-        """
-        leaves, structure = jax.tree.flatten(state)
-        specs = jax.tree.leaves(nnx.get_partition_spec(state))
-        for number, spec in enumerate(specs):
-            dimension = sharded_dimension(spec, self.weight_axis_name)
-            if self.weight_axis_name is not None and dimension is not None:
-                dtype = jnp.dtype(self.dtype).name
-                shards = WeightShards(self.weight_axis_name, dimension, dtype, self.gradient_dtype)
-                leaves[number] = shards.gather(leaves[number])
-        return jax.tree.unflatten(structure, leaves)
+    def _loop(self, state: nnx.State) -> tuple[BlockLoop, Any]:
+        """The loop over blocks, and the parameters of the blocks as it takes them."""
+        blocks: Any = state["layers"]
+        if self.scan_layers:
+            return Scanned(self.num_layers, self.scan_layers), blocks
+        return Unrolled(self.num_layers), [blocks[number] for number in range(self.num_layers)]
 
     def loss(
         self,
         tokens: jax.Array,
         targets: jax.Array,
         document_lengths: jax.Array | None = None,
+        gathered: nnx.State | None = None,
     ) -> jax.Array:
         """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S].
 
         The other arguments are those of a call.
         """
-        logits = self(tokens, document_lengths)
+        logits = self(tokens, document_lengths, gathered)
         return vocabulary.cross_entropy(logits, targets, self.axis_name)
+
+
+def _of_columns(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of layers whose input features are the width of the residual stream."""
+    return options | ({"weight_dimension": 0} if "weight_axis_name" in options else {})
+
+
+def _select(state: nnx.State, *names: str) -> nnx.State:
+    """Parts of a state."""
+    return nnx.State({name: state[name] for name in names})
 
 
 def _rematerialize(fun, remat: Remat):

@@ -19,6 +19,7 @@ from models.llama import Remat
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
+WeightGather = Literal["auto", "matmuls", "blocks"]
 
 
 class MeshSizes(NamedTuple):
@@ -141,10 +142,16 @@ class Config:
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
     weights where they are used too. Weights are gathered in --compute-dtype."""
+    weight_gather: WeightGather = "auto"
+    """Where weights are gathered with --zero 3: in the loop of each matmul (matmuls), or block by
+    block, one block ahead (blocks); auto: in matmuls if --overlap auto may choose rings for it."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over the data and fsdp axes."""
     remat: Remat = "none"
     """What the backward recomputes: nothing, all but matmul results (dots), or all (full)."""
+    scan_layers: int = 0
+    """Layers per iteration of a loop over stacked layers, so that the time to compile does not
+    depend on their number; 0: one program of all layers."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of weights where they are used; master weights are float32."""
     seed: int = 0
@@ -238,8 +245,19 @@ def check(config: Config, sizes: MeshSizes) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
-    if config.zero not in get_args(Zero):
-        raise ValueError(f"zero={config.zero}: expected 0, 1, 2 or 3")
+    for name, allowed in (("zero", Zero), ("weight_gather", WeightGather)):
+        if getattr(config, name) not in get_args(allowed):
+            *most, last = map(str, get_args(allowed))
+            raise ValueError(
+                f"{name}={getattr(config, name)}: expected {', '.join(most)} or {last}"
+            )
+    if config.scan_layers < 0:
+        raise ValueError(f"scan_layers={config.scan_layers}: expected at least 0")
+    if config.weight_gather == "matmuls" and config.overlap == "rewrite":
+        raise ValueError(
+            "weight_gather='matmuls': expected blocks with overlap='rewrite', whose layers do not"
+            " gather weights; leave out --weight-gather, or choose another --overlap"
+        )
     _check_overlap(config.overlap)
     check_optimizer(config.optimizer)
     config.model.check_tensor_axis(sizes.tensor)

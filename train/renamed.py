@@ -16,6 +16,8 @@ NEW_FIELDS: dict[str, Any] = {
     "separate_documents": False,
     "zero": 0,
     "gradient_dtype": "float32",
+    "weight_gather": "auto",
+    "scan_layers": 0,
 }
 #: The same of `train.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {

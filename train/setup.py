@@ -84,7 +84,7 @@ def prepare(config: Config) -> Setup:
             check_trackers(config)
         text = _open_text(config, config.data)
         held_out = _open_held_out(config)
-        model = ModelFunctions(config, sizes)
+        model = ModelFunctions(config, sizes, jax.local_device_count())
         init_from = _open_initial_weights(config, model)
     identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
     del identity["distributed"]

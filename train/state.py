@@ -11,7 +11,6 @@ optimizer's moments are sharded like them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +23,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.llama import Llama
-from models.sharded_weights import WeightShards, sharded_dimension, sharded_spec
+from models.parameter_use import Gathers
+from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.muon import muon
+from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, without_axis
 
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
@@ -40,51 +41,66 @@ class ModelFunctions:
       specs: `PartitionSpec` by name.
       unsharded_specs: the same without the fsdp axis.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
-      weight_shards: how the fsdp axis shards parameters, by name; empty without ZeRO.
+      sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
+        empty without ZeRO.
+      gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
+        each block; None if not where they are used.
+      accumulates: whether a step has several microbatches.
+      compute_dtype: dtype of gathered weights.
       gradient_dtype: dtype in which gradients are summed over data and fsdp.
 
     Args:
       config: the configuration.
       sizes: the mesh. Only ZeRO depends on it.
+      local_devices: number of devices of a process; None: all.
 
     Raises:
-      ValueError: if the fsdp axis divides no parameter.
+      ValueError: if the fsdp axis divides no parameter; if weights are to be gathered in matmuls,
+        and it does not divide the width of the residual stream.
     """
 
-    def __init__(self, config: Config, sizes: MeshSizes = ONE_DEVICE):
+    def __init__(
+        self, config: Config, sizes: MeshSizes = ONE_DEVICE, local_devices: int | None = None
+    ):
         def build() -> Llama:
             return self._build(config)
 
         self._config = config
-        self.gradient_dtype = config.gradient_dtype
+        self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
+        self.accumulates = config.gradient_accumulation_steps > 1
         self.zero = config.zero if sizes.fsdp > 1 else 0
+        self.gathers: Gathers | None = None
+        if self.zero == 3:
+            self.gathers = _gathers(config, sizes, local_devices)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for name, (_, leaf) in self._variables.items()
         }
-        self.unsharded_specs: dict[str, P] = {
+        self.specs: dict[str, P] = {
             _name(path): spec.get_value()
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
-        self.specs = dict(self.unsharded_specs)
-        self.weight_shards: dict[str, WeightShards] = {}
+        # Layers that gather their weights have sharded them.
+        self.unsharded_specs = {n: without_axis(spec, "fsdp") for n, spec in self.specs.items()}
+        self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
             self._shard_weights(config, sizes)
 
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
         for name, leaf in self.abstract_params.items():
-            spec = sharded_spec(leaf.shape, self.specs[name], "fsdp", sizes._asdict())
-            dimension = sharded_dimension(spec, "fsdp")
+            # The first dimension of stacked parameters counts layers.
+            stacked = int(config.scan_layers > 0 and name.startswith("layers."))
+            spec = self.specs[name]
+            own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), "fsdp", sizes._asdict())
+            dimension = sharded_dimension(own, "fsdp")
             if dimension is not None:
-                self.specs[name] = spec
-                self._variables[name][1].set_metadata(out_sharding=tuple(spec))
-                self.weight_shards[name] = WeightShards(
-                    "fsdp", dimension, config.compute_dtype, config.gradient_dtype
-                )
-        if not self.weight_shards:
+                self.specs[name] = P(*spec[:stacked], *own)
+                self._variables[name][1].set_metadata(out_sharding=tuple(self.specs[name]))
+                self.sharded_dimensions[name] = dimension
+        if not self.sharded_dimensions:
             raise ValueError(
                 f"mesh.fsdp={sizes.fsdp}: divides no matrix of the model; choose a divisor of"
                 f" model.features={config.model.features}"
@@ -96,7 +112,7 @@ class ModelFunctions:
         return [
             name
             for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) > 1 and name not in self.weight_shards
+            if len(leaf.shape) > 1 and name not in self.sharded_dimensions
         ]
 
     @property
@@ -105,15 +121,26 @@ class ModelFunctions:
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
 
     def _build(self, config: Config) -> Llama:
-        rngs: Any = _Keys(config.seed)
         return Llama(
             config.model,
             implementation=_implementation(config.overlap),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
-            weight_axis_name="fsdp" if self.zero == 3 else None,
-            gradient_dtype=config.gradient_dtype,
-            rngs=rngs,
+            scan_layers=config.scan_layers,
+            parameter_use=self._parameter_use(config),
+            weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
+            rngs=Keys(jax.random.key(config.seed)),
+        )
+
+    def _parameter_use(self, config: Config) -> ZeroUse | None:
+        """What is done to parameters where they are used; None if that is done once per step."""
+        if self.accumulates and self.zero < 2:
+            return None
+        return ZeroUse(
+            config.compute_dtype,
+            config.gradient_dtype,
+            gathers=self.gathers,
+            sums=not self.accumulates,
         )
 
     def init(self) -> Params:
@@ -123,25 +150,13 @@ class ModelFunctions:
 
     def merge(self, params: Params) -> Llama:
         """The model with these parameters, global or local."""
-        flat = [
-            (path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()
-        ]
-        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+        return nnx.merge(self._graph, self.model_state(params))
 
-
-class _Keys:
-    """The keys of `nnx.Rngs`, counted in Python.
-
-    `nnx.Rngs` counts with an array. In a trace, the time for that grows with the square of the
-    number of layers.
-    """
-
-    def __init__(self, seed: int):
-        self._key, self._count = jax.random.key(seed), itertools.count()
-
-    def params(self) -> jax.Array:
-        """The next key."""
-        return jax.random.fold_in(self._key, next(self._count))
+    def model_state(self, params: Params) -> nnx.State:
+        """The state of the model with these parameters."""
+        return nnx.from_flat_state(
+            [(path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()]
+        )
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -269,6 +284,29 @@ def init_state(
         "params": jax.device_put(params, own),
         **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(params),
     }
+
+
+def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
+    """Where weights are gathered.
+
+    Rings hide a gather in its own matmul. They are chosen for devices of one process, and shards of
+    one size.
+
+    Raises:
+      ValueError: if it is to be in matmuls, and the shards differ in size.
+    """
+    divides = config.model.features % sizes.fsdp == 0
+    if config.weight_gather == "matmuls" and not divides:
+        raise ValueError(
+            f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
+            f" model.features={config.model.features}; choose a divisor, or leave out"
+            " --weight-gather"
+        )
+    if config.weight_gather != "auto":
+        return config.weight_gather
+    within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
+    chosen = divides and within_process and config.overlap == "auto"
+    return "matmuls" if chosen else "blocks"
 
 
 def _implementation(overlap: str) -> str | tuple[str, ...] | None:

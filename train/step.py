@@ -55,8 +55,12 @@ def sharded_step(
     model: ModelFunctions,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
+    *,
+    rewrite: bool = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step before compilation. The mesh may be abstract.
+
+    With overlap "rewrite" it is passed to `collective_matmul.overlap`, unless `rewrite` is False.
 
     Raises:
       ValueError: when traced with overlap "rewrite", if a gather or scatter beside a matmul is not
@@ -80,7 +84,9 @@ def sharded_step(
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
     )
-    return overlap(sharded, require=_SITES) if config.overlap == "rewrite" else sharded
+    if rewrite and config.overlap == "rewrite":
+        return overlap(sharded, require=_SITES)
+    return sharded
 
 
 def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params], jax.Array]:
@@ -93,13 +99,17 @@ def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params],
 
 def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Array:
     """The loss of each target in nats, float32 [b, S]. Parameters and batch are local."""
-    return losses(model, gathered_weights(model, params), batch)
+    gathered = gathered_weights(model, params)
+    return losses(model, variables(model, params, gathered), gathered, batch)
 
 
-def losses(model: ModelFunctions, weights: Params, batch: Batch) -> jax.Array:
-    """The same from what `gathered_weights` returns."""
+def losses(
+    model: ModelFunctions, variables: Params, gathered: Params | None, batch: Batch
+) -> jax.Array:
+    """The same from what `variables` and `gathered_weights` return."""
+    state = None if gathered is None else model.model_state(gathered)
     documents = batch.get("document_lengths")
-    return model.merge(weights).loss(batch["inputs"], batch["targets"], documents)
+    return model.merge(variables).loss(batch["inputs"], batch["targets"], documents, state)
 
 
 def _loss_and_grads(
@@ -107,10 +117,11 @@ def _loss_and_grads(
 ) -> tuple[jax.Array, Params]:
     """Mean loss of the whole batch, and its gradient with respect to the local parameters."""
     tokens = config.batch_size * config.sequence_length
-    local, weights_of = variables(model, params)
+    gathered = gathered_weights(model, params)
+    local = variables(model, params, gathered)
 
     def loss(local: Params, microbatch: Batch) -> jax.Array:
-        return jnp.sum(losses(model, weights_of(local), microbatch)) / tokens
+        return jnp.sum(losses(model, local, gathered, microbatch)) / tokens
 
     loss_and_grads = jax.value_and_grad(loss)
     if config.gradient_accumulation_steps == 1:

@@ -4,83 +4,78 @@ Rajbhandari et al., "ZeRO", 2020. From level 1 on, parameters and moments are sh
 axis, and each device updates its shards. Levels differ in what happens before::
 
     level  weights, in compute dtype                 gradients, over fsdp
-    0      parameters are whole on every device      summed, once per step
-    1      gathered once per step                    reduce-scattered, once per step
+    0      parameters are whole on every device      summed
+    1      gathered once per step                    reduce-scattered
     2      gathered once per step                    reduce-scattered by each backward
-    3      gathered by each block, forward and       reduce-scattered by each backward
-           backward, and freed
+    3      gathered by each block, or by each        reduce-scattered by each backward
+           matmul, forward and backward, and freed
 
-Gradients are summed over the data axis once per step. What is done once per step is done for each
-parameter as soon as its gradient is there: without accumulation, while the backward goes on. The
-functions here are for use inside a `shard_map` over the mesh.
+Gradients are summed over the data axis too. Without accumulation, the backward sums and scatters
+those of each block as soon as they are there, while it goes on. With accumulation, what the table
+does not say of each backward is done once per step. The functions here are for use inside a
+`shard_map` over the mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import jax
-import jax.numpy as jnp
-from jax import lax
 
+from models.parameter_use import as_varying
 from train.config import Config, MeshSizes
 from train.mesh import BATCH_AXES
+from train.parameter_shards import REPLICA_AXES, gather, scatter, sum_over
 from train.state import ModelFunctions, Params
 
 
-def gathered_weights(model: ModelFunctions, params: Params) -> Params:
-    """What the model computes with: local parameters, with weights whole where it expects them."""
+def gathered_weights(model: ModelFunctions, params: Params) -> Params | None:
+    """What levels 1 and 2 gather once per step: local parameters, with whole weights; else None."""
     if model.zero not in (1, 2):
-        return params
-    shards = model.weight_shards
+        return None
+    dimensions = model.sharded_dimensions
     return {
-        name: shards[name].gather(leaf) if name in shards else leaf for name, leaf in params.items()
+        name: gather(leaf, dimensions[name], model.compute_dtype) if name in dimensions else leaf
+        for name, leaf in params.items()
     }
 
 
-def local_weights(model: ModelFunctions, params: Params) -> Params:
-    """The same, typed as varying over data and fsdp: JAX sums no gradients over them."""
-    return _local(gathered_weights(model, params))
+def variables(model: ModelFunctions, params: Params, gathered: Params | None) -> Params:
+    """What to differentiate with respect to.
 
-
-def variables(model: ModelFunctions, params: Params) -> tuple[Params, Callable[[Params], Params]]:
-    """What to differentiate with respect to, typed as `local_weights` are, and a function from it
-    to what the model takes."""
-    weights = local_weights(model, params)
-    if model.zero == 1:
-        return weights, lambda variables: variables
-    if model.zero != 2:
-        return _local(params), lambda variables: variables
-
-    def attached(variables: Params) -> Params:
-        shards = model.weight_shards
-        return {
-            name: shards[name].attach(leaf, weights[name]) if name in shards else leaf
-            for name, leaf in variables.items()
-        }
-
-    return _local(params), attached
-
-
-def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
-    """The sums over data and fsdp of gradients with respect to the variables.
+    Without accumulation they are the local parameters. With it, each device accumulates gradients
+    of its own sequences: the variables are typed as varying over data and fsdp, so that JAX does
+    not sum their gradients.
 
     Args:
       model: the model.
-      gradients: gradients of this device's sequences, float32 or compute dtype, local.
+      params: local parameters.
+      gathered: what `gathered_weights` returns.
+    """
+    if not model.accumulates:
+        return params
+    own = gathered if gathered is not None and model.zero == 1 else params
+    return {name: as_varying(leaf, BATCH_AXES) for name, leaf in own.items()}
+
+
+def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
+    """The sums over data and fsdp of accumulated gradients of the variables.
+
+    Args:
+      model: the model.
+      gradients: gradients of this device's sequences, float32, local.
 
     Returns:
       float32 gradients of the local parameters.
     """
+    if not model.accumulates:
+        return gradients
 
     def summed(name: str, gradient: jax.Array) -> jax.Array:
-        shards = model.weight_shards.get(name)
-        if shards is None:
-            return _sum(gradient, BATCH_AXES, model.gradient_dtype)
+        dimension = model.sharded_dimensions.get(name)
+        if dimension is None:
+            return sum_over(gradient, BATCH_AXES, model.gradient_dtype)
         if model.zero == 1:
-            gradient = shards.scatter(gradient)
-        replicas = [axis for axis in BATCH_AXES if axis != shards.axis_name]
-        return _sum(gradient, replicas, model.gradient_dtype)
+            gradient = scatter(gradient, dimension, model.gradient_dtype)
+        return sum_over(gradient, REPLICA_AXES, model.gradient_dtype)
 
     return {name: summed(name, gradient) for name, gradient in gradients.items()}
 
@@ -96,27 +91,15 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     what = "parameters and optimizer state"
     if model.zero > 1:
         what = "parameters, gradients and optimizer state"
-    if model.zero == 3:
-        what += ", and weights in use"
     lines = [f"zero={model.zero}: {what} are sharded over fsdp={sizes.fsdp}"]
+    if model.zero == 3:
+        how = "block by block, one block ahead"
+        if model.gathers == "matmuls":
+            how = "in the loops of their matmuls"
+        lines.append(f"weights are gathered {how}, in {model.compute_dtype}")
     if whole := model.whole_matrices:
         lines.append(
             f"mesh.fsdp={sizes.fsdp} does not divide {len(whole)} matrices, which stay whole:"
             f" {', '.join(whole[:3])}{', ...' * (len(whole) > 3)}"
         )
     return lines
-
-
-def _sum(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
-    return lax.psum(gradient.astype(dtype), tuple(axes)).astype(jnp.float32)
-
-
-def _local(params: Params) -> Params:
-    """The same, typed as varying over the axes of the batch."""
-
-    def vary(leaf: jax.Array) -> jax.Array:
-        varying = jax.typeof(leaf).manual_axis_type.varying
-        missing = tuple(axis for axis in BATCH_AXES if axis not in varying)
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, params)

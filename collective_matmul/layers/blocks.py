@@ -35,8 +35,9 @@ class GatedFeedForward(nnx.Module):
       gather_dimension: for gate and up; see `ColumnParallelLinear`.
       scatter_dimension: for down; see `RowParallelLinear`.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
-      **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
-        kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
+      **options: passed on to all three layers: use_bias, implementation, weight_axis_name, dtype,
+        param_dtype, kernel_init, bias_init and rngs, as for `ColumnParallelLinear`. Gate and up
+        have weight_dimension too; that of down is 1, so with 0 all are sharded over `features`.
 
     Raises:
       ValueError: as the layers raise.
@@ -69,6 +70,7 @@ class GatedFeedForward(nnx.Module):
 
         self.activation = activation
         self.gate, self.up = column(), column()
+        options.pop("weight_dimension", None)
         self.down = RowParallelLinear(
             hidden_features,
             features,

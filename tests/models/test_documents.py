@@ -24,6 +24,7 @@ from tests.models.test_llama import (
     random_tokens,
     sharded_loss_and_grads,
 )
+from train.mesh import BATCH_AXES
 
 # One document, and documents of one token at the begin, in the middle and at the end. Each length
 # is another program of the reference.
@@ -80,7 +81,7 @@ def expected():
 )
 def test_loss_and_gradients_equal_those_of_each_document_alone(expected, make_mesh, sizes, changes):
     _, functions = model_functions(**changes)
-    mesh = make_mesh({"data": sizes[0], "tensor": sizes[1]})
+    mesh = make_mesh({"data": sizes[0], "fsdp": 1, "tensor": sizes[1]})
     loss_and_grads = sharded_loss_and_grads(functions, mesh)
     loss, grads = loss_and_grads(random_params(functions), *random_tokens(), LENGTHS)
     np.testing.assert_allclose(loss, expected[0], **TOLERANCE)
@@ -103,7 +104,7 @@ def test_positions_restart_in_the_model(make_mesh, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rotary, "rotate", rotate)
     batch = (*random_tokens(), LENGTHS)
-    mesh = make_mesh({"data": 1, "tensor": 2})
+    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 2})
     sharded_loss_and_grads(functions, mesh).trace(functions.abstract_params, *batch)
     assert set(shapes) == {(BATCH, SEQUENCE)}
 
@@ -121,9 +122,9 @@ def test_a_document_does_not_see_the_tokens_of_another(make_mesh):
     run = jax.jit(
         jax.shard_map(
             logits,
-            mesh=make_mesh({"tensor": 2}),
-            in_specs=(functions.specs, P(), P()),
-            out_specs=P(None, None, "tensor"),
+            mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 2}),
+            in_specs=(functions.specs, P(BATCH_AXES), P(BATCH_AXES)),
+            out_specs=P(BATCH_AXES, None, "tensor"),
         )
     )
     one, two = (np.asarray(run(params, t, LENGTHS)) for t in (tokens, other))
@@ -138,7 +139,8 @@ def test_a_document_does_not_see_the_tokens_of_another(make_mesh):
 def test_one_document_is_the_whole_sequence(make_mesh):
     _, functions = model_functions(overlap="xla")
     params, batch = random_params(functions), random_tokens()
-    loss_and_grads = sharded_loss_and_grads(functions, make_mesh({"data": 1, "tensor": 2}))
+    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 2})
+    loss_and_grads = sharded_loss_and_grads(functions, mesh)
     loss = jax.jit(lambda *arguments: loss_and_grads(*arguments)[0])
     whole = np.full((BATCH, 1), SEQUENCE, np.int32)
     # The mask leaves every score as it is; the order of fused sums may differ.

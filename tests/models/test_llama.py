@@ -16,7 +16,7 @@ from models.config import LlamaConfig, RotaryScaling
 from models.llama import Llama
 from tests.models import reference
 from train.config import ONE_DEVICE, Config
-from train.mesh import make_abstract_mesh
+from train.mesh import BATCH_AXES, make_abstract_mesh
 from train.state import ModelFunctions
 
 SMALL = LlamaConfig(
@@ -64,13 +64,13 @@ def sharded_loss_and_grads(functions: ModelFunctions, mesh):
         def loss(params):
             losses = functions.merge(params).loss(tokens, targets, *document_lengths)
             total = jnp.sum(losses)
-            return jax.lax.psum(total, "data") / (BATCH * SEQUENCE)
+            return jax.lax.psum(total, BATCH_AXES) / (BATCH * SEQUENCE)
 
         return jax.value_and_grad(loss)(params)
 
     @jax.jit
     def sharded(params, *batch):
-        specs = functions.specs, *[P("data") for _ in batch]
+        specs = functions.specs, *[P(BATCH_AXES) for _ in batch]
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), functions.specs))(
             params, *batch
         )
@@ -103,7 +103,7 @@ def unsharded_loss_and_grads(model: LlamaConfig) -> Any:
 )
 def test_loss_and_gradients_equal_those_of_the_unsharded_model(make_mesh, sizes, changes):
     model, functions = model_functions(**changes)
-    mesh = make_mesh({"data": sizes[0], "tensor": sizes[1]})
+    mesh = make_mesh({"data": sizes[0], "fsdp": 1, "tensor": sizes[1]})
     sharded = sharded_loss_and_grads(functions, mesh)
     loss, grads = sharded(random_params(functions), *random_tokens())
 
@@ -138,9 +138,9 @@ def test_logits_stay_sharded_over_the_vocabulary(make_mesh):
     gathered = jax.jit(
         jax.shard_map(
             local,
-            mesh=make_mesh({"tensor": 4}),
-            in_specs=(functions.specs, P()),
-            out_specs=P(None, None, "tensor"),
+            mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 4}),
+            in_specs=(functions.specs, P(BATCH_AXES)),
+            out_specs=P(BATCH_AXES, None, "tensor"),
         )
     )(params, tokens)
     assert shapes == [(BATCH, SEQUENCE, model.vocabulary_size // 4)]
@@ -151,7 +151,7 @@ def test_logits_stay_sharded_over_the_vocabulary(make_mesh):
 def test_no_array_of_the_step_holds_all_the_logits(make_mesh):
     """No intermediate of forward or backward has the vocabulary's full width."""
     _, functions = model_functions(overlap="ring")
-    mesh = make_mesh({"data": 1, "tensor": 4})
+    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 4})
     loss_and_grads = sharded_loss_and_grads(functions, mesh)
     text = (
         loss_and_grads.lower(random_params(functions), *random_tokens()).compile().as_text() or ""

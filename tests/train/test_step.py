@@ -82,6 +82,7 @@ def one_device() -> dict[str, np.ndarray]:
         ((1, 1, 8), "ring", {"remat": "dots"}),
         ((2, 4, 1), "xla", {"zero": 2}),
         ((1, 4, 2), "xla", {"zero": 3, "gradient_accumulation_steps": 2}),
+        ((2, 2, 2), "ring", {"zero": 3, "scan_layers": 1, "weight_gather": "matmuls"}),
         # It chooses xla on CPUs; the rewrite to rings has a test of its own.
         pytest.param((2, 1, 4), "rewrite", {}, marks=pytest.mark.exhaustive),
         # With xla it is the curve that all are compared with.

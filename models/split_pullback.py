@@ -1,138 +1,23 @@
-"""Blocks whose weights are gathered for the forward, freed, and gathered again for the backward.
+"""A function and its gradient, split so that nothing made of weights alone is kept between them.
 
-A block is a function of weights and activations. `jax.checkpoint` cannot keep all activations and
-no weights, since its policies see single operations and not what they are computed from.
-`split_pullback` looks at what the backward needs: what depends on weights alone is computed again.
-
-Barriers bound when weights are gathered. In the forward, the shards of a block wait until the block
-before it begins; in the backward, until the block after it begins. So a gather can run while one
-other block is computed, and the weights of at most two blocks are whole. A barrier binds only
-values that are used after it, so it gets what has to wait and what it has to wait for, and both go
-on.
+`jax.checkpoint` cannot keep all activations and no weights, since its policies see single
+operations and not what they are computed from. `split_pullback` looks at what the backward needs:
+what depends on weights alone is computed again.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
-from jax.tree_util import Partial
 
 _CALLS = ("jit", "pjit")
 
 Tree = Any
-Gather = Callable[[Tree], Tree]
-
-
-def apply_blocks(
-    fun: Callable[..., jax.Array],
-    gather: Gather,
-    blocks: Sequence[Tree],
-    x: jax.Array,
-    *others: Tree,
-    last: Tree,
-) -> tuple[jax.Array, Tree]:
-    """Applies ``x = fun(gather(shards), x, *others)`` for the shards of each block.
-
-    Args:
-      fun: traced once for all blocks.
-      gather: shards -> weights. Its transpose scatters gradients.
-      blocks: the shards of each block, trees of one structure.
-      x: the input of the first block.
-      *others: not differentiated.
-      last: shards of what follows the blocks.
-
-    Returns:
-      The result of the last block, and `last`, which waits until that block begins.
-    """
-    block = _make_block(fun, gather)
-
-    @jax.jit
-    def apply(*arguments: Any) -> tuple:
-        return block(*arguments)  # JAX names this line as the source of what is in a block.
-
-    # Ends of the stack have no neighbour. Their own shards stand in, so that all blocks are alike.
-    earlier, waiting = lax.stop_gradient(blocks[0]), blocks[0]
-    for later in blocks[1:]:
-        x, earlier, waiting = apply(waiting, x, earlier, later, others)
-    x, last = _tied(x, last)
-    x, earlier, _ = apply(waiting, x, earlier, lax.stop_gradient(blocks[-1]), others)
-    return _end_blocks(x, earlier), last
-
-
-def _make_block(fun: Callable[..., jax.Array], gather: Gather) -> Callable[..., tuple]:
-    """The function of one block: ``(own, x, earlier, later, others) -> (y, own, later)``.
-
-    `own`, `earlier` and `later` are the shards of this block, of the one before and of the one
-    after. `later` returns tied to x. In the backward, the shards `own` arrive in place of their
-    gradient, tied to what the block after received; and `earlier` is handed on likewise.
-    """
-
-    @jax.custom_vjp
-    def block(own: Tree, x: jax.Array, earlier: Tree, later: Tree, others: Tree) -> tuple:
-        del earlier
-        x, later = _tied(x, later)
-        return fun(gather(own), x, *others), own, later
-
-    def forward(own: Tree, x: jax.Array, earlier: Tree, later: Tree, others: Tree) -> tuple:
-        x, later = _tied(x, later)
-        weights = gather(own)
-        split = split_pullback(fun, weights, x, *others)
-        y, kept = split.forward(weights, x, *others)
-
-        def pull(kept: list[jax.Array], earlier: Tree, gradients: tuple) -> tuple:
-            dy, own, d_later = gradients
-            dy, earlier = _tied(dy, earlier)
-            weights, scatter = jax.vjp(gather, own)
-            d_weights, dx = split.backward(weights, kept, dy)
-            # Gradients of at most two blocks are whole.
-            dx, d_later = _tied(dx, d_later)
-            return *scatter(d_weights), dx, earlier, d_later, None
-
-        return (y, own, later), Partial(pull, kept, earlier)
-
-    def backward(pull: Partial, gradients: tuple) -> tuple:
-        return pull(gradients)
-
-    block.defvjp(forward, backward)
-    return block
-
-
-@jax.custom_vjp
-def _end_blocks(x: jax.Array, own: Tree) -> jax.Array:
-    """x. In the backward, hands its shards to the last block."""
-    del own
-    return x
-
-
-def _end_forward(x: jax.Array, own: Tree) -> tuple[jax.Array, Tree]:
-    return x, own
-
-
-def _end_backward(own: Tree, gradient: jax.Array) -> tuple[jax.Array, Tree]:
-    return _tied(gradient, own)
-
-
-_end_blocks.defvjp(_end_forward, _end_backward)
-
-
-def _tied(x: jax.Array, shards: Tree) -> tuple[jax.Array, Tree]:
-    """The same, where x and the shards wait for each other.
-
-    What varies over other axes than x, as vectors do, is not sharded and waits for nothing: in jax
-    0.10 a barrier would change its type.
-    """
-    leaves, structure = jax.tree.flatten(shards)
-    varying = jax.typeof(x).manual_axis_type
-    places = [i for i, leaf in enumerate(leaves) if jax.typeof(leaf).manual_axis_type == varying]
-    x, waiting = lax.optimization_barrier((x, [leaves[place] for place in places]))
-    for place, leaf in zip(places, waiting, strict=True):
-        leaves[place] = leaf
-    return x, jax.tree.unflatten(structure, leaves)
 
 
 class SplitPullback(NamedTuple):
@@ -194,8 +79,8 @@ def split_pullback(
 def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
     """The variables of a jaxpr that depend on any of `sources`, with these.
 
-    Looks into functions that are jitted. What goes through a barrier depends on what it was. Of
-    other equations, all results depend on all operands.
+    Looks into functions that are jitted and into scans. What goes through a barrier depends on what
+    it was. Of other equations, all results depend on all operands.
     """
     found = set(sources)
     for equation in jaxpr.eqns:
@@ -205,11 +90,41 @@ def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
             within = dependents(inner, itertools.compress(inner.invars, is_dependent))
             pairs = zip(equation.outvars, inner.outvars, strict=True)
             found.update(v for v, own in pairs if isinstance(own, Var) and own in within)
+        elif equation.primitive.name == "scan":
+            found.update(itertools.compress(equation.outvars, _scanned(equation, is_dependent)))
         elif equation.primitive.name == "optimization_barrier":
             found.update(itertools.compress(equation.outvars, is_dependent))
         elif any(is_dependent):
             found.update(equation.outvars)
     return found
+
+
+def _scanned(equation: Any, is_dependent: Sequence[bool]) -> list[bool]:
+    """Whether each result of a scan depends on operands that are marked."""
+    body = equation.params["jaxpr"].jaxpr
+    constants, carry = scan_sizes(equation)
+    carried = slice(constants, constants + carry)
+    marked = list(is_dependent)
+    while True:
+        found = dependents(body, itertools.compress(body.invars, marked))
+        results = [isinstance(v, Var) and v in found for v in body.outvars]
+        before = marked[carried]
+        marked[carried] = map(operator.or_, before, results[: len(before)])
+        if marked[carried] == before:
+            return [*before, *results[len(before) :]]
+
+
+def scan_sizes(equation: Any) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan: operands that have no dimension
+    more than in the body, and such results."""
+    body = equation.params["jaxpr"].jaxpr
+
+    def whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(v.aval.shape) == len(own.aval.shape) for v, own in pairs)
+
+    carry = whole(equation.outvars, body.outvars)
+    return whole(equation.invars, body.invars) - carry, carry
 
 
 def _without_calls(closed: ClosedJaxpr) -> Callable[..., list[Any]]:

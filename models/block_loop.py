@@ -1,0 +1,309 @@
+"""Loops over blocks whose weights are made anew for the forward and for the backward.
+
+Between the two, activations are kept and no weights. Where a `ParameterUse` gathers the weights of
+blocks, it does so one block ahead: in the forward, the shards of the next block wait until this
+block begins; in the backward, those of the block before. So a gather can run while one other block
+is computed, and the weights of at most two blocks are whole. The last block of the forward is the
+first of the backward, and its weights stay. In the backward, the gradients of a block are complete
+before the block after next begins: XLA would otherwise postpone them, and keep what they need.
+
+Barriers bound this. A barrier binds only values that are used after it, so it gets what has to wait
+and what it has to wait for, and both go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import Partial
+
+from models.parameter_use import ParameterUse, Tree, as_varying
+from models.split_pullback import split_pullback
+
+#: Parameters, and the weights of them that were gathered before, or None.
+Source = tuple[Tree, Tree | None]
+#: The activations between two blocks, and the weights of the next one, if it has them already.
+Carry = tuple[jax.Array, Tree]
+Step = Callable[[Carry, Any], tuple[Carry, Tree]]
+
+
+class BlockLoop(Protocol):
+    """An order of execution of `count` blocks of one structure."""
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        ...
+
+    def take(self, blocks: Any, number: Any) -> Tree:
+        """Block `number` of a collection of blocks."""
+        ...
+
+    def neighbour(self, number: Any, offset: int) -> Any | None:
+        """The number of the block after (offset 1) or before (-1) one; None if there is none."""
+        ...
+
+    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, Any]:
+        """Applies ``carry, result = step(carry, number)`` for each block.
+
+        Returns:
+          The last carry, and the collection of the results.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Blocks one after the other in one program. A collection of blocks is a list.
+
+    Attributes:
+      count: the number of blocks.
+    """
+
+    count: int
+
+    def take(self, blocks: Sequence[Tree], number: int) -> Tree:
+        """Block `number`."""
+        return blocks[number]
+
+    def neighbour(self, number: int, offset: int) -> int | None:
+        """The number of a neighbour, or None."""
+        return number + offset if 0 <= number + offset < self.count else None
+
+    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, list[Tree]]:
+        """Applies the step to each block.
+
+        In reverse, where results are gradients, that of one block is complete before the block
+        after next begins: gradients of at most two blocks are whole.
+        """
+        results: list[Tree] = []
+        for number in reversed(range(self.count)) if reverse else range(self.count):
+            (x, weights), result = step(carry, number)
+            if reverse and results:
+                x, results[-1] = _tied(x, results[-1])
+            results.append(result)
+            carry = x, weights
+        return carry, results[::-1] if reverse else results
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """Blocks in a loop of the program. A collection of blocks is a tree of arrays [count, ...].
+
+    A loop does not tell its first and last block from others, so these are their own neighbours,
+    whose weights are then gathered once more.
+
+    Attributes:
+      count: the number of blocks.
+      unroll: blocks per iteration.
+    """
+
+    count: int
+    unroll: int
+
+    def take(self, blocks: Tree, number: jax.Array) -> Tree:
+        """Block `number`, int32 []."""
+        return jax.tree.map(
+            functools.partial(lax.dynamic_index_in_dim, index=number, keepdims=False), blocks
+        )
+
+    def neighbour(self, number: jax.Array, offset: int) -> jax.Array:
+        """The number of a neighbour, or of the block itself."""
+        return jnp.clip(number + offset, 0, self.count - 1)
+
+    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, Tree]:
+        """Applies the step to each block."""
+        numbers = jnp.arange(self.count)
+        return lax.scan(step, carry, numbers, reverse=reverse, unroll=self.unroll)
+
+
+def apply_blocks(
+    fun: Callable[..., jax.Array],
+    use: ParameterUse,
+    loop: BlockLoop,
+    parameters: Any,
+    gathered: Any | None,
+    x: jax.Array,
+    *others: Tree,
+    last: Tree | None = None,
+) -> tuple[jax.Array, Tree]:
+    """Applies ``x = fun(use.weights(own parameters), x, *others)`` for each block.
+
+    Args:
+      fun: traced once for all blocks.
+      use: what makes weights of parameters.
+      loop: the order of execution.
+      parameters: the parameters of the blocks, a collection as the loop has it.
+      gathered: weights that were gathered before, a collection too, or None. Not differentiated.
+      x: the input of the first block.
+      *others: not differentiated.
+      last: parameters of what follows the blocks, if anything does.
+
+    Returns:
+      The result of the last block, and the whole weights of `last`. In an unrolled loop they are
+      gathered while the last block is computed.
+    """
+
+    @jax.custom_vjp
+    def apply(parameters: Any, x: jax.Array, last: Tree, gathered: Any, others: Tree) -> tuple:
+        blocks = _Blocks(use, loop, parameters, gathered)
+
+        def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, tuple]:
+            return fun(weights, x, *others), ()
+
+        y, last, _, _ = _forward(blocks, block, blocks.weights(0), x, last)
+        return y, last
+
+    def forward(
+        parameters: Any, x: jax.Array, last: Tree, gathered: Any, others: Tree
+    ) -> tuple[tuple, Partial]:
+        blocks = _Blocks(use, loop, parameters, gathered)
+        weights = blocks.weights(0)
+        split = split_pullback(fun, weights, x, *others)
+
+        def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            return split.forward(weights, x, *others)
+
+        y, last, weights, kept = _forward(blocks, block, weights, x, last)
+
+        def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: jax.Array, d_last: Tree) -> tuple:
+            d_last = None if d_last is None else use.gradients(d_last, whole=True)
+            d_parameters, dx = _backward(blocks, split.backward, weights, kept, dy)
+            return d_parameters, dx, d_last, None, None
+
+        return (y, last), Partial(pull, blocks, weights, kept)
+
+    def backward(pull: Partial, gradients: tuple) -> tuple:
+        return pull(*gradients)
+
+    apply.defvjp(forward, backward)
+    return apply(parameters, x, last, gathered, others)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parameters", "gathered"),
+    meta_fields=("use", "loop"),
+)
+@dataclass(frozen=True)
+class _Blocks:
+    """The parameters of blocks, and how weights are made of them."""
+
+    use: ParameterUse
+    loop: BlockLoop
+    parameters: Any
+    gathered: Any | None
+
+    def take(self, number: Any) -> Source:
+        """The parameters of a block, and its weights that were gathered before."""
+        take = self.loop.take
+        gathered = None if self.gathered is None else take(self.gathered, number)
+        return take(self.parameters, number), gathered
+
+    def weights(self, number: int) -> Tree:
+        """The weights of a block."""
+        return self.use.weights(*self.take(number))
+
+    def source(self, number: Any, offset: int) -> Source | None:
+        """What weights are made of while block `number` is computed: the parameters of the next
+        block, or its own where they are not gathered. None if there is no next block."""
+        source = self.loop.neighbour(number, offset) if self.use.gathers == "blocks" else number
+        return None if source is None else self.take(source)
+
+
+def _begin(
+    use: ParameterUse, x: jax.Array, weights: Tree, source: Source | None
+) -> tuple[jax.Array, Tree, Tree]:
+    """x, the weights of a block, and those that the next one will find."""
+    if source is None:
+        return x, weights, weights
+    parameters, gathered = source
+    if use.gathers != "blocks":
+        return x, use.weights(parameters, gathered), ()
+    x, parameters = _tied(x, _typed_as(weights, parameters))
+    return x, weights, use.weights(parameters, gathered)
+
+
+def _forward(
+    blocks: _Blocks,
+    block: Callable[[Tree, jax.Array], tuple[jax.Array, Any]],
+    weights: Tree,
+    x: jax.Array,
+    last: Tree | None,
+) -> tuple[jax.Array, Tree, Tree, Any]:
+    """The result of the last block, the weights of `last` and of the last block, and what is
+    kept."""
+    use = blocks.use
+
+    @jax.jit
+    def compute(x: jax.Array, weights: Tree, source: Source | None) -> tuple[Carry, Any]:
+        x, weights, following = _begin(use, x, weights, source)
+        y, kept = block(weights, x)
+        return (y, following), kept
+
+    def step(carry: Carry, number: Any) -> tuple[Carry, Any]:
+        nonlocal last
+        x, weights = carry
+        source = blocks.source(number, 1)
+        if source is None:
+            x, last = _tied(x, last)
+        return compute(x, weights, source)
+
+    carry = x, (weights if use.gathers == "blocks" else ())
+    (y, weights), kept = blocks.loop.run(step, carry)
+    if last is not None:
+        last = use.weights(last, None, whole=True)
+    return y, last, weights, kept
+
+
+def _backward(
+    blocks: _Blocks,
+    pullback: Callable[[Tree, Any, jax.Array], tuple[Tree, jax.Array]],
+    weights: Tree,
+    kept: Any,
+    dy: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """The gradients of the parameters, and of the input of the first block."""
+
+    @jax.jit
+    def compute(dy: jax.Array, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
+        dy, weights, following = _begin(blocks.use, dy, weights, source)
+        gradients, dx = pullback(weights, kept, dy)
+        return (dx, following), blocks.use.gradients(gradients)
+
+    def step(carry: Carry, number: Any) -> tuple[Carry, Tree]:
+        return compute(*carry, blocks.source(number, -1), blocks.loop.take(kept, number))
+
+    (dx, _), gradients = blocks.loop.run(step, (dy, weights), reverse=True)
+    return gradients, dx
+
+
+def _typed_as(weights: Tree, parameters: Tree) -> Tree:
+    """Parameters, typed as varying over the mesh axes over which weights made of them vary."""
+
+    def typed(weight: jax.Array, parameter: jax.Array) -> jax.Array:
+        return as_varying(parameter, jax.typeof(weight).manual_axis_type.varying)
+
+    return jax.tree.map(typed, weights, parameters)
+
+
+def _tied(x: jax.Array, tree: Tree) -> tuple[jax.Array, Tree]:
+    """The same, where x and the arrays of a tree wait for each other."""
+    leaves, structure = jax.tree.flatten(tree)
+    kind = jax.typeof(x).manual_axis_type
+    # In jax 0.10, a barrier would give all the same type.
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if jax.__version_info__ >= (0, 11) or jax.typeof(leaf).manual_axis_type == kind
+    ]
+    x, waiting = lax.optimization_barrier((x, [leaves[place] for place in places]))
+    for place, leaf in zip(places, waiting, strict=True):
+        leaves[place] = leaf
+    return x, jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,84 @@
+"""What is done to parameters where a model uses them, and to their gradients.
+
+A trainer that shards parameters gives a `ParameterUse` to the model. The model applies it to the
+parameters of one block at a time, so what it communicates can overlap with other blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import jax
+from jax import lax
+
+#: Parameters of a part of the model, as an `nnx.State` with their metadata.
+Tree = Any
+Gathers = Literal["blocks", "matmuls"]
+
+
+class ParameterUse(Protocol):
+    """Makes weights of parameters, and gradients of parameters of those of weights. Hashable."""
+
+    @property
+    def gathers(self) -> Gathers | None:
+        """Where the weights of blocks are gathered, for the forward and again for the backward:
+        "blocks", all of a block before it is computed; "matmuls", by its linear layers; None if
+        they are not."""
+        ...
+
+    def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
+        """The weights that a part of the model computes with.
+
+        Args:
+          parameters: its parameters, local, which may be typed as varying over any axes.
+          gathered: the same with weights that were gathered before, or None.
+          whole: the part does not gather weights itself, as linear layers can.
+        """
+        ...
+
+    def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
+        """The gradients of the parameters from those of the weights; the transpose."""
+        ...
+
+
+class Unchanged:
+    """The use of parameters as they are. JAX sums their gradients as their types say."""
+
+    gathers: Gathers | None = None
+
+    def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
+        """The parameters."""
+        del gathered, whole
+        return parameters
+
+    def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
+        """The gradients."""
+        del whole
+        return gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def used(parameters: Tree, gathered: Tree | None, use: ParameterUse, whole: bool) -> Tree:
+    """``use.weights(parameters, gathered)``, with the gradient that `use` defines."""
+    return use.weights(parameters, gathered, whole=whole)
+
+
+def _forward(
+    parameters: Tree, gathered: Tree | None, use: ParameterUse, whole: bool
+) -> tuple[Tree, None]:
+    return use.weights(parameters, gathered, whole=whole), None
+
+
+def _backward(use: ParameterUse, whole: bool, _: None, gradients: Tree) -> tuple[Tree, None]:
+    return use.gradients(gradients, whole=whole), None
+
+
+used.defvjp(_forward, _backward)
+
+
+def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The same array, typed as varying over mesh axes too."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x

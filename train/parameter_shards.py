@@ -1,0 +1,146 @@
+"""How the fsdp axis shards parameters, and how weights are made of their shards.
+
+A weight is gathered before it is used, and its gradient is scattered: each device gets the sum,
+over the axis, of its own shard. Dimensions count from the end, -1 being the last, so that those of
+stacked parameters are those of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from models.parameter_use import Gathers, as_varying
+from train.mesh import BATCH_AXES
+
+Tree = Any
+
+#: The axes of the batch that shard no parameters.
+REPLICA_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
+
+
+def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[str, int]) -> P:
+    """The spec of a parameter that an axis shards in addition.
+
+    Takes the largest dimension that no other axis shards, if the axis divides it; else the largest
+    of which it divides the shards. For the kernels of a transformer that is the width of the
+    residual stream. Vectors, what the axis does not divide, and what it shards already stay as they
+    are.
+
+    Args:
+      shape: global shape of the parameter.
+      spec: the axes that shard it, at most one for each dimension.
+      axis_name: the axis to add.
+      sizes: size of each axis of the mesh.
+
+    Returns:
+      A spec with as many entries as dimensions, or `spec`.
+    """
+    names = [*spec, *[None] * (len(shape) - len(spec))]
+    if sharded_dimension(spec, axis_name) is not None:
+        return P(*names)
+
+    def local_size(dimension: int) -> int:
+        return shape[dimension] // sizes.get(names[dimension], 1)
+
+    dimensions = [d for d in range(len(shape)) if local_size(d) % sizes[axis_name] == 0]
+    if len(shape) < 2 or not dimensions:
+        return spec
+    chosen = max(dimensions, key=lambda d: (names[d] is None, shape[d], -d))
+    names[chosen] = axis_name if names[chosen] is None else (names[chosen], axis_name)
+    return P(*names)
+
+
+def sharded_dimension(spec: P, axis_name: str) -> int | None:
+    """The dimension that an axis shards, counted from the end of the spec, or None."""
+    for place, names in enumerate(spec):
+        if axis_name in (names if isinstance(names, tuple) else (names,)):
+            return place - len(spec)
+    return None
+
+
+def without_axis(spec: P, axis_name: str) -> P:
+    """A spec without an axis."""
+
+    def rest(names: Any) -> Any:
+        if isinstance(names, tuple):
+            return rest(names[0]) if len(names) == 1 else tuple(n for n in names if n != axis_name)
+        return None if names == axis_name else names
+
+    return P(*map(rest, spec))
+
+
+@dataclass(frozen=True)
+class ZeroUse:
+    """A `models.parameter_use.ParameterUse`: what ZeRO does where a block uses its parameters.
+
+    Attributes:
+      compute_dtype: dtype of gathered weights. A shard is cast before it travels.
+      gradient_dtype: dtype in which gradients travel and are summed.
+      gathers: "blocks", weights are gathered for each block; "matmuls", linear layers gather
+        their weights themselves, and scatter their gradients; None, weights are whole.
+      sums: gradients are summed over all devices that have sequences of their own. Otherwise they
+        are only scattered.
+    """
+
+    compute_dtype: str
+    gradient_dtype: str
+    gathers: Gathers | None
+    sums: bool
+
+    def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
+        """Local parameters -> weights, typed as varying over the axes of the batch."""
+        leaves, structure = jax.tree.flatten(parameters)
+        others = leaves if gathered is None else jax.tree.leaves(gathered)
+        for place, dimension in enumerate(_dimensions(parameters)):
+            if dimension is not None and gathered is not None:
+                leaves[place] = others[place]
+            elif dimension is not None and (whole or self.gathers != "matmuls"):
+                leaves[place] = gather(leaves[place], dimension, self.compute_dtype)
+            elif dimension is not None and self.gradient_dtype != "float32":
+                leaves[place] = leaves[place].astype(self.gradient_dtype)
+        return jax.tree.unflatten(structure, [as_varying(leaf, BATCH_AXES) for leaf in leaves])
+
+    def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
+        """Gradients of weights -> float32 gradients of local parameters."""
+        leaves, structure = jax.tree.flatten(gradients)
+        for place, dimension in enumerate(_dimensions(gradients)):
+            replicas: Sequence[str] = BATCH_AXES
+            if dimension is not None:
+                replicas = REPLICA_AXES
+                if whole or self.gathers != "matmuls":
+                    leaves[place] = scatter(leaves[place], dimension, self.gradient_dtype)
+            if self.sums:
+                leaves[place] = sum_over(leaves[place], replicas, self.gradient_dtype)
+            leaves[place] = leaves[place].astype("float32")
+        return jax.tree.unflatten(structure, leaves)
+
+
+def gather(shard: jax.Array, dimension: int, dtype: str) -> jax.Array:
+    """float32 [..., n, ...] -> [..., D*n, ...] in `dtype`; the dimension counts from the end."""
+    return lax.all_gather(shard.astype(dtype), "fsdp", axis=dimension % shard.ndim, tiled=True)
+
+
+def scatter(gradient: jax.Array, dimension: int, dtype: str) -> jax.Array:
+    """The sum of all devices' gradients: any dtype [..., D*n, ...] -> float32 [..., n, ...]."""
+    shard = lax.psum_scatter(
+        gradient.astype(dtype), "fsdp", scatter_dimension=dimension % gradient.ndim, tiled=True
+    )
+    return shard.astype("float32")
+
+
+def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
+    """The float32 sum of all devices' gradients along axes, in which they travel in a dtype."""
+    return lax.psum(gradient.astype(dtype), tuple(axes)).astype("float32")
+
+
+def _dimensions(state: Tree) -> list[int | None]:
+    """The dimension of each array of a state that the fsdp axis shards."""
+    specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda leaf: isinstance(leaf, P))
+    return [sharded_dimension(spec, "fsdp") for spec in specs]
