@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from train.checksums import checksums, json_checksum
+from train.layer_layout import move_layout, other_layout, same_layout
 from train.renamed import trained_configuration
 
 PREFIX = "step"
@@ -83,7 +84,8 @@ class SavedCheckpoint:
             )
 
     def restore(self, abstract_state: Any) -> Restored:
-        """Reads everything onto any mesh, bit for bit, and verifies it.
+        """Reads everything onto any mesh and into any layout of layers, bit for bit, and verifies
+        it.
 
         Args:
             abstract_state: the pytree of ``jax.ShapeDtypeStruct`` to fill: global shapes and the
@@ -93,9 +95,7 @@ class SavedCheckpoint:
             ValueError: its arrays differ in name, shape or dtype from ``abstract_state``, it cannot
               be read, or its contents differ from what was saved.
         """
-        saved = self._saved_signatures()
-        self._check_signatures(saved, abstract_state)
-        state = self._arrays(abstract_state)
+        state = self._arrays(abstract_state, self._saved_signatures())
         return Restored(
             self.step, state, self._json_item("data_position"), self._saved_checksums() is not None
         )
@@ -110,8 +110,7 @@ class SavedCheckpoint:
         Raises:
             ValueError: as ``restore``, for the parameters.
         """
-        self.check_params(abstract_params)
-        return self._arrays({"params": abstract_params})["params"]
+        return self._arrays({"params": abstract_params}, self._saved_params())["params"]
 
     def check_params(self, abstract_params: Any) -> None:
         """Compares names, shapes and dtypes of the parameters with those that are saved.
@@ -119,12 +118,12 @@ class SavedCheckpoint:
         Raises:
             ValueError: they differ, or cannot be read.
         """
-        saved = {
-            name: signature
-            for name, signature in self._saved_signatures().items()
-            if name.startswith("params.")
-        }
-        self._check_signatures(saved, {"params": abstract_params})
+        saved = self._saved_params()
+        self._check_signatures(saved, _in_layout_of(saved, {"params": abstract_params}))
+
+    def _saved_params(self) -> dict[str, str]:
+        signatures = self._saved_signatures().items()
+        return {name: value for name, value in signatures if name.startswith("params.")}
 
     def _saved_signatures(self) -> dict[str, str]:
         path = self.path / "state"
@@ -139,8 +138,10 @@ class SavedCheckpoint:
                 "use the model and optimizer it was saved with"
             )
 
-    def _arrays(self, abstract: Any) -> Any:
+    def _arrays(self, requested: Any, saved_signatures: Mapping[str, str]) -> Any:
         """The arrays of a part of the state, verified."""
+        abstract = _in_layout_of(saved_signatures, requested)
+        self._check_signatures(saved_signatures, abstract)
         arguments = ocp.args.PyTreeRestore(
             item=abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -159,7 +160,7 @@ class SavedCheckpoint:
                     f" {path} {'is' if len(damaged) == 1 else 'are'} not what was"
                     " saved: the checksum differs"
                 )
-        return arrays
+        return arrays if abstract is requested else move_layout(arrays, requested)
 
     def _json_item(self, name: str) -> dict[str, Any]:
         path = self.path / name / "metadata"
@@ -277,6 +278,11 @@ def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
     lines = [f"{name} was {saved}, is {now}" for name, (saved, now) in differing.items()]
     more = len(lines) - _SHOWN
     return ", ".join(lines[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _in_layout_of(saved: Mapping[str, str], abstract: Any) -> Any:
+    """A state in the layout of layers that saved arrays have, or itself."""
+    return abstract if same_layout(saved, _signatures(abstract)) else other_layout(abstract)
 
 
 def _signatures(tree: Any) -> dict[str, str]:
