@@ -45,6 +45,10 @@ GPUS = {
 }
 
 
+#: A process has the GPUs of a node.
+GPUS_OF_A_NODE = 8
+
+
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     """Prints bytes per device and the collective matmuls of one step on a mesh.
 
@@ -57,7 +61,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     check(config, sizes)
     here = config.device is None and jax.default_backend() == "gpu"
     gpu = None if here else GPUS[config.device or "H200"]
-    model = ModelFunctions(config, sizes)
+    model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
     console.print(
         f"{config.preset}: {model.parameter_count:,} parameters on {sizes},"
         f" {config.batch_size} sequences of {config.sequence_length} tokens per step",
@@ -72,7 +76,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
     memory = memory_of(config, mesh, model, state)
-    _print_memory(memory, config, model, console)
+    _print_memory(memory, config, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
     else:
@@ -92,15 +96,13 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _print_memory(memory: Memory, config: Config, model: ModelFunctions, console: Console) -> None:
-    saved = "activations" if model.zero else f"activations and {config.compute_dtype} weights"
+def _print_memory(memory: Memory, config: Config, console: Console) -> None:
     table = Table("bytes per device", "", box=None)
     sizes = {
         "parameters": memory.parameters,
         f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
-        "gradients": memory.gradients,
-        **({f"gathered {config.compute_dtype} weights": memory.weights} if model.zero else {}),
-        f"{saved}, saved for the backward": memory.saved,
+        f"weights in {config.compute_dtype}, when most is in use": memory.weights,
+        "activations and gradients, then": memory.activations,
         "total": memory.total,
     }
     for name, size in sizes.items():

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh
 
 from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
-from models.regather import dependents
 from train.config import Config, MeshSizes, Zero
+from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
-from train.step import BATCH_SPEC, Batch, losses
-from train.zero import local_weights
+from train.step import Batch, sharded_step
 
 
 @dataclass(frozen=True)
@@ -33,27 +29,24 @@ class Memory:
     Attributes:
       parameters: the float32 parameters.
       optimizer_state: the optimizer's moments.
-      gradients: the float32 gradients.
-      weights: the gathered weights, in the dtype in which they are used.
-      saved: what the forward of one microbatch saves for its backward: activations, and without
-        ZeRO weights in the dtype in which they are used.
+      weights: arrays made of parameters, as gathered weights are, when most bytes are in use.
+      activations: all other arrays at that time: activations and gradients.
     """
 
     parameters: int
     optimizer_state: int
-    gradients: int
     weights: int
-    saved: int
+    activations: int
 
     @property
     def state(self) -> int:
         """What does not depend on the batch or on remat."""
-        return self.parameters + self.optimizer_state + self.gradients + self.weights
+        return self.parameters + self.optimizer_state
 
     @property
     def total(self) -> int:
-        """All of it. Temporary arrays come on top."""
-        return self.state + self.saved
+        """All of it."""
+        return self.state + self.weights + self.activations
 
 
 def memory_of(
@@ -71,35 +64,19 @@ def memory_of(
       state: shapes, dtypes and shardings of the state, from `state_on_mesh`, if they are at hand.
     """
     model = model or ModelFunctions(config, MeshSizes(**mesh.shape))
-    if state is None:
-        optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-        state = state_on_mesh(model, optimizer, mesh)
-    parameters = _bytes_per_device(state["params"])
-    whole = _bytes_per_device(_on_mesh(state["params"], model.unsharded_specs, mesh))
-    # Without accumulation, a gradient is scattered as soon as it is there.
-    accumulated = model.zero == 1 and config.gradient_accumulation_steps > 1
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state = state or state_on_mesh(model, optimizer, mesh)
+    batch = abstract_batch(config, config.batch_size)
+    # The plain model takes the same memory. What overlap makes of it is traced for its table.
+    step = sharded_step(config, model, optimizer, mesh, rewrite=False)
+    jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
+    peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))
     return Memory(
-        parameters,
+        _bytes_per_device(state["params"]),
         _bytes_per_device(state["opt_state"]),
-        whole if accumulated else parameters,
-        _gathered_bytes(model, mesh),
-        _saved_for_backward(config, model, mesh),
+        peak.of_first,
+        peak.total - peak.of_first,
     )
-
-
-def _gathered_bytes(model: ModelFunctions, mesh: AbstractMesh) -> int:
-    """Bytes per device of gathered weights: all, or those of two blocks or a block and the head."""
-    weights = {
-        name: jax.ShapeDtypeStruct(model.abstract_params[name].shape, shards.dtype)
-        for name, shards in model.weight_shards.items()
-    }
-    sizes: Counter[str] = Counter()
-    for name, leaf in _on_mesh(weights, model.unsharded_specs, mesh).items():
-        # A block is named "layers.0".
-        part = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
-        sizes[part] += _bytes_per_device(leaf)
-    largest = 2 if model.zero == 3 else None
-    return sum(size for _, size in sizes.most_common(largest))
 
 
 def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
@@ -129,7 +106,7 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
     least = memory.state * sizes.tensor // largest
     if least > limit:
         return (
-            f"no flag makes it fit: parameters, gradients and optimizer state alone take about"
+            f"no flag makes it fit: parameters and optimizer state alone take about"
             f" {least:,} bytes with --mesh.tensor {largest}, the largest that fits the model; use a"
             " smaller model, a GPU with more memory, or --zero 3 over more devices, with a sequence"
             " for each"
@@ -198,50 +175,9 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     return batch
 
 
-def _on_mesh(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], specs: Mapping[str, P], mesh: AbstractMesh
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes with shardings."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, specs[name])
-        )
-        for name, leaf in shapes.items()
-    }
-
-
 def _bytes_per_device(tree: Any) -> int:
     """The bytes of one device's shards."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves(tree)
     )
-
-
-def _saved_for_backward(config: Config, model: ModelFunctions, mesh: AbstractMesh) -> int:
-    """Bytes per device that the forward of one microbatch saves for its backward."""
-    saved = 0
-
-    def forward(params, batch):
-        nonlocal saved
-        weights = local_weights(model, params)
-
-        def residuals(weights, batch):
-            _, backward = jax.vjp(lambda weights: jnp.sum(losses(model, weights, batch)), weights)
-            return jax.tree.leaves(backward)
-
-        jaxpr = jax.make_jaxpr(residuals)(weights, batch).jaxpr
-        own, inputs = jaxpr.invars[: len(weights)], jaxpr.invars[len(weights) :]
-        kept = {leaf for leaf in jaxpr.outvars if isinstance(leaf, Var)}.difference(own)
-        if model.zero:
-            # What is made of weights alone is counted as weights.
-            kept -= dependents(jaxpr, own) - dependents(jaxpr, inputs)
-        types: list[Any] = [leaf.aval for leaf in kept]
-        saved = sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)
-
-    traced = jax.shard_map(
-        forward, mesh=mesh, in_specs=(model.specs, BATCH_SPEC), out_specs=None, check_vma=True
-    )
-    sequences = config.batch_size // config.gradient_accumulation_steps
-    jax.eval_shape(traced, model.abstract_params, abstract_batch(config, sequences))
-    return saved

@@ -11,11 +11,8 @@ import pytest
 
 from train import compare
 from train.command_line import main, parse
-from train.config import MeshSizes
-from train.dry_run import GPUS, memory_limit, verdict
+from train.dry_run import memory_limit, verdict
 from train.log_file import read_log
-from train.memory import memory_of
-from train.mesh import make_abstract_mesh
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
@@ -189,16 +186,19 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
 
 
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
-    def saved(remat: str) -> int:
-        mesh = make_abstract_mesh(MeshSizes(data=2, tensor=2), GPUS["H200"].device)
-        return memory_of(parse([*TINY, "--remat", remat]), mesh).saved
+    deep = [*TINY, "--model.num-layers", "8", "--sequence-length", "1024", "--dry-run"]
 
-    assert saved("none") > saved("dots") > saved("full")
-    output = printed(capsys, ["--dry-run", "--remat", "none", "--separate-documents"])
-    found = re.search(r"saved for the backward +([\d,]+)", output)
-    assert found is not None
+    def activations(*arguments: str) -> int:
+        output = printed(capsys, [*deep, *arguments])
+        found = re.search(r"activations and gradients, then +([\d,]+)", output)
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    least = activations("--remat", "full")
+    most = activations("--remat", "none")
+    assert most > activations("--remat", "dots") > least
     # Positions and a log-sum-exp for each place of a document.
-    assert int(found[1].replace(",", "")) > saved("none")
+    assert activations("--remat", "none", "--separate-documents") > most
 
 
 @pytest.mark.parametrize(

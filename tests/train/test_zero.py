@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.sharded_weights import WeightShards, sharded_dimension, sharded_spec
+from models.parameter_use import used
 from train import config as configs
 from train.config import MeshConfig, MeshSizes
 from train.memory import Memory, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
+from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 from train.state import ModelFunctions
 from train.zero import describe_zero
 
@@ -56,10 +58,10 @@ def test_every_matrix_of_a_published_model_is_sharded():
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     model = ModelFunctions(config, MeshSizes(1, 64, 8))
     assert model.whole_matrices == []
-    for parameter, shards in model.weight_shards.items():
+    for parameter, dimension in model.sharded_dimensions.items():
         shape = model.abstract_params[parameter].shape
-        assert shape[shards.dimension] == config.model.features, parameter
-        assert sharded_dimension(model.specs[parameter], "fsdp") == shards.dimension
+        assert shape[dimension] == config.model.features, parameter
+        assert sharded_dimension(model.specs[parameter], "fsdp") == dimension
 
 
 @pytest.mark.parametrize(
@@ -84,14 +86,16 @@ def test_sizes_that_are_left_open_take_what_fits(mesh, zero, devices, expected):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_travel_and_are_summed_in_the_dtype_asked_for(make_mesh, dtype):
     """A sum of one and of many small numbers shows the precision."""
-    mesh = make_mesh({"fsdp": 8})
-    shards = WeightShards("fsdp", 0, "bfloat16", dtype)
+    mesh = make_mesh({"data": 1, "fsdp": 8})
+    use = ZeroUse("bfloat16", dtype, gathers="blocks", sums=True)
 
     def gradient(shard, coefficients):
-        def use(shard):
-            return (shards.gather(shard).astype("float32") * coefficients[0]).sum()
+        def loss(shard):
+            kernel = nnx.Param(shard, out_sharding=("fsdp",), eager_sharding=False)
+            (weight,) = jax.tree.leaves(used(nnx.State({"kernel": kernel}), None, use, True))
+            return (weight.astype("float32") * coefficients[0]).sum()
 
-        return jax.grad(use)(shard)
+        return jax.grad(loss)(shard)
 
     coefficients = np.full((8, 8), 2.0**-10, np.float32)
     coefficients[0] = 1.0
@@ -115,31 +119,27 @@ def test_memory_of_each_level():
     """Compared with the bytes that each array takes, of 8 devices: 2 of tensor, 4 of fsdp."""
     sizes = MeshSizes(fsdp=4, tensor=2)
 
-    def memory(zero: Any, steps: int = 1) -> Memory:
-        config = dataclasses.replace(
-            TINY, zero=zero, compute_dtype="bfloat16", gradient_accumulation_steps=steps
-        )
+    def memory(zero: Any, **changes: Any) -> Memory:
+        config = dataclasses.replace(four, zero=zero, compute_dtype="bfloat16", **changes)
         return memory_of(config, make_abstract_mesh(sizes))
 
-    shapes = ModelFunctions(TINY).abstract_params.values()
+    four = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_layers=4))
+    shapes = ModelFunctions(four).abstract_params.values()
     matrices = sum(math.prod(leaf.shape) for leaf in shapes if len(leaf.shape) > 1)
     vectors = sum(math.prod(leaf.shape) for leaf in shapes if len(leaf.shape) == 1)
     whole, shards = 4 * (matrices // 2 + vectors), 4 * (matrices // 8 + vectors)
     counts = 8  # Of steps: AdamW's and its schedule's.
-    assert dataclasses.replace(memory(0), saved=0) == Memory(whole, 2 * whole + counts, whole, 0, 0)
-    # Whole weights in half precision, and gradients that stay where they are summed.
-    sharded = Memory(shards, 2 * shards + counts, shards, 2 * matrices // 2, 0)
-    assert dataclasses.replace(memory(1), saved=0) == sharded
-    assert dataclasses.replace(memory(2, steps=2), saved=0) == sharded
-    accumulated = dataclasses.replace(sharded, gradients=whole)
-    assert dataclasses.replace(memory(1, steps=2), saved=0) == accumulated
-    # Level 3 has two blocks whole at most; this model has one, and an embedding as large as a head.
-    attention, feed_forward = 128 * 8 * (2 * 16 + 2 * 8), 3 * 128 * 384
-    blocks = 2 * (attention + feed_forward + 256 * 128) // 2
-    assert dataclasses.replace(memory(3), saved=0) == dataclasses.replace(sharded, weights=blocks)
-    assert memory(3).saved < memory(2).saved
-    # Without ZeRO the forward saves weights in half precision; else they are counted above.
-    assert memory(0).saved - memory(2).saved > matrices // 2
+    found = {zero: memory(zero) for zero in (0, 1, 2, 3)}
+    assert {zero: (m.parameters, m.optimizer_state) for zero, m in found.items()} == {
+        0: (whole, 2 * whole + counts)
+    } | dict.fromkeys((1, 2, 3), (shards, 2 * shards + counts))
+    # Whole weights in half precision, or those of one block and what is next to it.
+    assert matrices < found[1].weights + found[1].activations
+    assert found[3].weights < found[2].weights
+    assert found[3].total < found[2].total <= found[1].total < found[0].total
+    # Whole gradients are accumulated, or shards.
+    twice = {zero: memory(zero, gradient_accumulation_steps=2).total for zero in (1, 2)}
+    assert twice[1] - twice[2] > 2 * matrices // 2
 
 
 def test_zero_without_shards_is_reported():

@@ -1,0 +1,261 @@
+"""Bytes of the arrays that a program holds at one time, from its jaxpr.
+
+XLA fuses elementwise operations, so most of their results are never stored: what is stored are the
+results of matmuls, collectives, kernels and reductions, and what these read. An array that is only
+read by fused operations costs nothing itself, but what it is computed from has to stay until then.
+Operations run in the order of the trace, as XLA's schedules do where they save memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+
+from models.attention import KERNELS
+from models.split_pullback import scan_sizes
+
+#: Operations that XLA computes where their results are read.
+_FUSED = frozenset({
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate",
+    "convert_element_type", "cos", "div", "dynamic_slice", "empty", "eq", "erf", "exp", "exp2",
+    "expm1", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "reduce_precision", "rem", "rev",
+    "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt", "square", "sub", "tanh",
+    "transpose", "xor",
+})  # fmt: skip
+#: Operations whose result is their operand.
+_SAME = frozenset({
+    "copy", "copy_p", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "reshape",
+    "squeeze", "stop_gradient",
+})  # fmt: skip
+#: Calls of a function, by the name of its parameter.
+_CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call", "shard_map": "jaxpr",
+}  # fmt: skip
+#: Operations that fuse what they read, and whose results are stored.
+_READS_FUSED = frozenset({
+    "argmax", "argmin", "cumsum", "gather", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_prod", "reduce_sum",
+})  # fmt: skip
+#: Operations whose results may be written to what they read for the last time.
+_IN_PLACE = _FUSED | {"dynamic_update_slice", "scatter", "scatter-add", "while"}
+
+
+class Operation(NamedTuple):
+    """One operation of a program without calls. Values are numbers.
+
+    Attributes:
+      name: name of the primitive.
+      operands: the values that it reads.
+      results: the values that it makes.
+      inner: the most bytes at one time inside it, as in a loop.
+      replacing: bytes of results that may be written to what it reads for the last time.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    inner: int = 0
+    replacing: int = 0
+
+
+class Program(NamedTuple):
+    """A program without calls.
+
+    Attributes:
+      operations: in order.
+      sizes: bytes of each value.
+      results: values that exist at the end.
+      uncounted: arguments, and results, which replace arguments.
+    """
+
+    operations: list[Operation]
+    sizes: list[int]
+    results: set[int]
+    uncounted: set[int]
+
+
+class Peak(NamedTuple):
+    """The moment when most bytes are stored, without arguments and results.
+
+    Attributes:
+      total: the bytes.
+      of_first: those of arrays that are made of the first arguments, and not of others.
+    """
+
+    total: int
+    of_first: int
+
+
+def find_peak(jaxpr: Jaxpr, first_arguments: int) -> Peak:
+    """The peak of a program.
+
+    Args:
+      jaxpr: the program.
+      first_arguments: the number of arguments that are told apart from the others.
+    """
+    program = flatten(jaxpr)
+    of_first = set(range(first_arguments))
+    of_others = set(range(first_arguments, len(jaxpr.invars)))
+    for operation in program.operations:
+        for group in (of_first, of_others):
+            if not group.isdisjoint(operation.operands):
+                group.update(operation.results)
+    total, live = _peak(program)
+    return Peak(total, sum(program.sizes[v] for v in live & of_first - of_others))
+
+
+def flatten(jaxpr: Jaxpr, *, sliced: int | None = None) -> Program:
+    """A jaxpr without calls, with one number for values that are the same array.
+
+    Args:
+      jaxpr: of a whole program, or of the body of a loop.
+      sliced: index of the first argument that is a slice of an array outside; default: none is.
+    """
+    flat = _Flattening()
+    arguments = [flat.new(v) for v in jaxpr.invars]
+    flat.operations += [
+        Operation("dynamic_slice", (), (v,))
+        for v in arguments[len(arguments) if sliced is None else sliced :]
+    ]
+    results = {v for v in flat.walk(jaxpr, arguments, {}) if v is not None}
+    kept = set(arguments if sliced is None else arguments[:sliced])
+    return Program(flat.operations, flat.sizes, results, kept | results)
+
+
+class _Flattening:
+    """The operations and values of a jaxpr and of the functions that it calls."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.sizes: list[int] = []
+
+    def new(self, variable: Var) -> int:
+        """The number of a new value."""
+        self.sizes.append(_bytes(variable.aval))
+        return len(self.sizes) - 1
+
+    def walk(
+        self, jaxpr: Jaxpr, arguments: Sequence[int | None], axes: Mapping[str, int]
+    ) -> list[int | None]:
+        """The results of a jaxpr; literals have no number."""
+        values = dict(zip(jaxpr.invars, arguments, strict=True))
+        values.update((v, self.new(v)) for v in jaxpr.constvars)
+
+        def number(v: Var | Literal) -> int | None:
+            return None if isinstance(v, Literal) else values[v]
+
+        for equation in jaxpr.eqns:
+            operands = [number(v) for v in equation.invars]
+            name = equation.primitive.name
+            if name in _CALLS and equation.params.get("name") not in KERNELS:
+                called = equation.params[_CALLS[name]]
+                called = getattr(called, "jaxpr", called)
+                inner = dict(equation.params["mesh"].shape) if name == "shard_map" else axes
+                results = self.walk(called, operands, inner)
+            elif name in _SAME or _is_alone(equation, axes):
+                results = operands[: len(equation.outvars)]
+            else:
+                results = [self.new(v) for v in equation.outvars]
+                own = tuple(v for v in operands if v is not None)
+                inner, replacing = _inner(equation), _replacing(equation)
+                self.operations.append(Operation(name, own, tuple(results), inner, replacing))
+            values.update(zip(equation.outvars, results, strict=True))
+        return [number(v) for v in jaxpr.outvars]
+
+
+def _is_alone(equation: Any, axes: Mapping[str, int]) -> bool:
+    """Whether it is a collective of one device."""
+    if equation.primitive.name in ("psum", "psum_invariant", "pmax"):
+        return all(axes.get(axis) == 1 for axis in equation.params["axes"])
+    return equation.params.get("axis_size") == 1
+
+
+def _replacing(equation: Any) -> int:
+    """The bytes of results that may replace operands. Of a scan, what it carries."""
+    if equation.primitive.name == "scan":
+        return sum(_bytes(v.aval) for v in equation.outvars[: scan_sizes(equation)[1]])
+    in_place = equation.primitive.name in _IN_PLACE
+    return sum(_bytes(v.aval) for v in equation.outvars) if in_place else 0
+
+
+def _inner(equation: Any) -> int:
+    """The most bytes inside a loop or a branch."""
+    params, name = equation.params, equation.primitive.name
+    if name == "scan":
+        body = flatten(params["jaxpr"].jaxpr, sliced=sum(scan_sizes(equation)))
+        return _peak(body)[0]
+    bodies = (
+        [params["body_jaxpr"]] if name == "while" else params["branches"] if name == "cond" else []
+    )
+    return max((_peak(flatten(body.jaxpr))[0] for body in bodies), default=0)
+
+
+def _peak(program: Program) -> tuple[int, set[int]]:
+    """The most bytes at one time, and the values that are stored then."""
+    stored = _stored(program)
+    last_read = _last_reads(program, stored)
+    dying: dict[int, set[int]] = {}
+    for value, place in last_read.items():
+        dying.setdefault(place, set()).add(value)
+    sizes, live = program.sizes, set[int]()
+    now = most = 0
+    at_most = set[int]()
+    for place, operation in enumerate(program.operations):
+        made = {v for v in operation.results if v in stored} - program.uncounted
+        freed = dying.get(place, set())
+        now += sum(sizes[v] for v in made)
+        live |= made
+        bytes_of = [sum(sizes[v] for v in group) for group in (made, freed)]
+        replaced = min(operation.replacing, *bytes_of)
+        if now + operation.inner - replaced > most:
+            most, at_most = now + operation.inner - replaced, set(live)
+        gone = freed | {v for v in made if v not in last_read}
+        now -= sum(sizes[v] for v in gone)
+        live -= gone
+    return most, at_most
+
+
+def _last_reads(program: Program, stored: Set[int]) -> dict[int, int]:
+    """The place of the last operation that reads a value, itself or by what is fused with it."""
+    sources = _sources(program, stored)
+    last: dict[int, int] = {}
+    for place, operation in enumerate(program.operations):
+        if operation.name not in _FUSED or not stored.isdisjoint(operation.results):
+            read = (v for operand in operation.operands for v in sources(operand))
+            last.update((v, place) for v in read if v not in program.uncounted)
+    return last
+
+
+def _stored(program: Program) -> set[int]:
+    """The values that are stored."""
+    stored = set(program.uncounted)
+    for operation in program.operations:
+        if operation.name not in _FUSED:
+            stored.update(operation.results)
+            if operation.name not in _READS_FUSED:
+                stored.update(operation.operands)
+    return stored
+
+
+def _sources(program: Program, stored: Set[int]) -> Callable[[int], frozenset[int]]:
+    """A function that returns the stored values from which a value is computed."""
+    found: dict[int, frozenset[int]] = {v: frozenset([v]) for v in stored}
+    for operation in program.operations:
+        read = frozenset[int]().union(*(found.get(v, frozenset([v])) for v in operation.operands))
+        for value in operation.results:
+            found.setdefault(value, read)
+    return lambda value: found.get(value, frozenset([value]))
+
+
+def _bytes(aval: Any) -> int:
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    return math.prod(shape) * np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 0
