@@ -208,6 +208,40 @@ def test_shards_wait_for_their_op(op: str, implementation: str, make_mesh: MeshF
     assert after_barriers == len(ws) * (1 if implementation == "xla" else 3)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("op", OPS[:2])
+def test_weight_gradients_stay_in_their_place(
+    op: str, devices: int, make_mesh: MeshFactory
+) -> None:
+    """Finished sums of terms go through a barrier with what follows. XLA would postpone them, and
+    nothing would hide the shards and terms that travel under their products."""
+    case = case_of(op, devices, 2, dtype="float32")
+    x, ws, dys = case.arrays()
+    fun = case.sharded(make_mesh({FSDP: 2, AXIS: devices}))
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(fun, *args[:2])[1](args[2]))(
+        x, tuple(ws), tuple(dys)
+    )
+    found = list(equations(jaxpr.jaxpr))
+    producers = {variable: equation for equation in found for variable in equation.outvars}
+    sums = {
+        variable
+        for equation in found
+        if equation.primitive.name == "add"
+        and any(
+            producers[v].primitive.name == "ppermute" for v in equation.invars if v in producers
+        )
+        for variable in equation.outvars
+    }
+    bound = {
+        variable
+        for equation in found
+        if equation.primitive.name == "optimization_barrier" and len(equation.invars) > len(ws)
+        for variable in equation.invars
+    }
+    sizes = {w.size // (2 * devices) for w in ws}
+    assert sum(v.aval.size in sizes for v in sums & bound) >= len(ws)
+
+
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize("op", OPS[:2])
 def test_kernels_read_and_write_blocks_in_place(op: str, make_mesh: MeshFactory) -> None:

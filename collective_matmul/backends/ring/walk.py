@@ -114,6 +114,10 @@ class Gather(Ring):
         used = self.chunks_sent_by(i) if self.co_gathered else self.chunks_used_by(i)
         return {chunk: self.held[chunk] for chunk in sorted(used)}
 
+    def hold(self, used: Chunks) -> None:
+        """Replaces chunks by those that a barrier returned."""
+        self.held |= used
+
     def gathered(self) -> ChunkedArray:
         """All chunks, once the last has arrived."""
         chunks = sorted(self._arrived)
@@ -140,7 +144,7 @@ def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, res
         if i + 1 < len(gather.steps):
             tied = gather.used_by(i + 1), operands, result
             used, operands, result = lax.optimization_barrier(tied)
-            gather.held |= used
+            gather.hold(used)
     return result
 
 
@@ -184,6 +188,6 @@ def walk_scatter(
             tied = operands, terms, co_gathered
             operands, terms, co_gathered = lax.optimization_barrier(tied)
             if gather is not None:
-                gather.held |= co_gathered
+                gather.hold(co_gathered)
     total = functools.partial(add, dtype=dtype)
     return scatter.join({chunk: jax.tree.map(total, *each) for chunk, each in terms.items()})

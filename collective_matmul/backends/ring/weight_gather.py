@@ -7,6 +7,9 @@ parallelism, that first chunk is all there is.
 
 In a backward pass with T = 1 the weight gradient comes first. Under its products travel the shards,
 which the gradient of x needs, and the finished terms of the weight gradient, each to its owner.
+
+Barriers keep weight gradients in their place. Nothing else waits for them, so XLA would postpone
+them, and then nothing hides what travels under them.
 """
 
 from __future__ import annotations
@@ -43,6 +46,18 @@ class WeightGather(Gather):
         self.co_gathered = co_gathered
         self.held = {Chunk(0, 0): weights.shards}
         self._arrived = dict(self.held)
+
+    def used_by(self, i: int) -> dict[Chunk, Any]:
+        """Beside a scatter, all that has arrived.
+
+        The product that follows needs it, and XLA would send it shortly before.
+        """
+        return super().used_by(i) | (self._arrived if self.co_gathered else {})
+
+    def hold(self, used: dict[Chunk, Any]) -> None:
+        """Replaces chunks by those that a barrier returned."""
+        super().hold(used)
+        self._arrived |= used
 
     def number(self, chunk: Chunk) -> Any:
         """The number of a chunk's block, which is that of its owner."""
@@ -148,7 +163,7 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
         gather = Gather(x, self.pattern, axis_name, dimension, co_gathered=True)
         dx = matmul_scatter(scatter, gather, dys, ArrivingWeights(weights, transpose_w=True))
         dws, _ = scatter_weight_gradients(weights, gather.gathered(), dys, dimension)
-        return dx, dws
+        return lax.optimization_barrier((dx, dws))
 
     def scatter_with_shards(
         self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
@@ -173,7 +188,7 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
         gather = Gather(dy, self.pattern, axis_name, dimension)
         (dx,) = gather_matmul(gather, dy, ArrivingWeights(weights, transpose_w=True))
         dws, _ = scatter_weight_gradients(weights, x, [gather.gathered()], dimension)
-        return dx, dws
+        return lax.optimization_barrier((dx, dws))
 
 
 def _gradients_without_ring(
@@ -181,6 +196,7 @@ def _gradients_without_ring(
 ) -> Gradients:
     """The weight gradients, while the weights arrive; then dx, in one product."""
     dws, blocks = scatter_weight_gradients(weights, x, dys, dimension, gathers=True)
+    dws, dys = lax.optimization_barrier((dws, tuple(dys)))
     rows = x.shape[dimension]
     places = [Rows(dy, 0, rows) for dy in dys]
     out = Rows(empty_like(x, {}, *dys, *weights.shards), 0, rows)
