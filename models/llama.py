@@ -63,10 +63,10 @@ class Attention(nnx.Module):
             config.num_heads,
             config.num_key_value_heads,
             config.head_dim,
-            **_of_columns(layer_options),
+            **layer_options,
         )
         self.output = layers.RowParallelLinear(
-            (config.num_heads, config.head_dim), config.features, **layer_options
+            (config.num_heads, config.head_dim), config.features, **_of_rows(layer_options)
         )
         self.config = config
 
@@ -90,7 +90,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.feed_forward = layers.GatedFeedForward(
-            config.features, config.hidden_features, **_of_columns(layer_options)
+            config.features, config.hidden_features, **layer_options
         )
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
@@ -117,7 +117,10 @@ class Llama(nnx.Module):
       parameter_use: what is done to parameters before they are used, and to their gradients; for
         trainers that shard parameters over other axes.
       weight_axis_name: such an axis, over which the linear layers gather their kernels themselves,
-        in the loops of their matmuls. It shards the dimension of size `features`.
+        in the loops of their matmuls.
+      weight_dimension: what it shards of kernels that multiply the residual stream: 0 for input
+        features, 1 for heads, hidden features or vocabulary, which is faster. Of kernels that write
+        to it, output features.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -135,6 +138,7 @@ class Llama(nnx.Module):
         scan_layers: int = 0,
         parameter_use: ParameterUse | None = None,
         weight_axis_name: str | None = None,
+        weight_dimension: Literal[0, 1] = 1,
         rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
@@ -151,7 +155,7 @@ class Llama(nnx.Module):
             layers = collective
             options["implementation"] = implementation
         if weight_axis_name is not None:
-            options["weight_axis_name"] = weight_axis_name
+            options |= dict(weight_axis_name=weight_axis_name, weight_dimension=weight_dimension)
         self.axis_name = axis_name
         # A tuple, so that the module is hashable.
         is_sequence = not isinstance(implementation, str | None)
@@ -178,9 +182,7 @@ class Llama(nnx.Module):
         self.head = (
             None
             if config.tied_head
-            else layers.ColumnParallelLinear(
-                config.features, config.vocabulary_size, **_of_columns(options)
-            )
+            else layers.ColumnParallelLinear(config.features, config.vocabulary_size, **options)
         )
 
     def __call__(
@@ -295,9 +297,9 @@ class Llama(nnx.Module):
         return vocabulary.cross_entropy(logits, targets, self.axis_name)
 
 
-def _of_columns(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of layers whose input features are the width of the residual stream."""
-    return options | ({"weight_dimension": 0} if "weight_axis_name" in options else {})
+def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a layer that writes to the residual stream."""
+    return options | ({"weight_dimension": 1} if "weight_dimension" in options else {})
 
 
 def _select(state: nnx.State, *names: str) -> nnx.State:

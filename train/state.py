@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from models.config import LlamaConfig
 from models.llama import Llama
 from models.parameter_use import Gathers
 from models.stacked_blocks import Keys
@@ -65,7 +66,7 @@ class ModelFunctions:
         def build() -> Llama:
             return self._build(config)
 
-        self._config = config
+        self._config, self._sizes = config, sizes
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
         self.accumulates = config.gradient_accumulation_steps > 1
         self.zero = config.zero if sizes.fsdp > 1 else 0
@@ -129,6 +130,7 @@ class ModelFunctions:
             scan_layers=config.scan_layers,
             parameter_use=self._parameter_use(config),
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
+            weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
             rngs=Keys(jax.random.key(config.seed)),
         )
 
@@ -307,6 +309,17 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     chosen = divides and within_process and config.overlap == "auto"
     return "matmuls" if chosen else "blocks"
+
+
+def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
+    """Whether heads, hidden features and vocabulary can be sharded over tensor and fsdp."""
+    columns = (
+        model.num_heads,
+        model.num_key_value_heads,
+        model.hidden_features,
+        model.vocabulary_size,
+    )
+    return all(n % (sizes.tensor * sizes.fsdp) == 0 for n in columns)
 
 
 def _implementation(overlap: str) -> str | tuple[str, ...] | None:
