@@ -262,7 +262,7 @@ class Llama(nnx.Module):
         apply = _rematerialize(apply, self.remat)
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
-        if self.scan_layers or (use is not None and use.gathers):
+        if self.scan_layers or use is not None:
             waiting = last if gathers_blocks else None
             use = use or Unchanged()
             x, weights = apply_blocks(apply, use, loop, own, others, x, documents, last=waiting)

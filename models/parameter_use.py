@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
@@ -43,6 +44,7 @@ class ParameterUse(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Unchanged:
     """The use of parameters as they are. JAX sums their gradients as their types say."""
 

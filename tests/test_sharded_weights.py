@@ -239,7 +239,8 @@ def test_weight_gradients_stay_in_their_place(
         for variable in equation.invars
     }
     sizes = {w.size // (2 * devices) for w in ws}
-    assert sum(v.aval.size in sizes for v in sums & bound) >= len(ws)
+    shapes: list[Any] = [v.aval for v in sums & bound]
+    assert sum(shape.size in sizes for shape in shapes) >= len(ws)
 
 
 @pytest.mark.usefixtures("_for_hopper")

@@ -84,7 +84,7 @@ class ZeroUse:
       compute_dtype: dtype of gathered weights. A shard is cast before it travels.
       gradient_dtype: dtype in which gradients travel and are summed.
       gathers: "blocks", weights are gathered for each block; "matmuls", linear layers gather
-        their weights themselves, and scatter their gradients; None, weights are whole.
+        their weights themselves, and scatter their gradients; None, they were made before.
       sums: gradients are summed over all devices that have sequences of their own. Otherwise they
         are only scattered.
     """
@@ -96,15 +96,14 @@ class ZeroUse:
 
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
         """Local parameters -> weights, typed as varying over the axes of the batch."""
-        leaves, structure = jax.tree.flatten(parameters)
-        others = leaves if gathered is None else jax.tree.leaves(gathered)
+        made = parameters if gathered is None else gathered
+        leaves, structure = jax.tree.flatten(made)
         for place, dimension in enumerate(_dimensions(parameters)):
-            if dimension is not None and gathered is not None:
-                leaves[place] = others[place]
-            elif dimension is not None and (whole or self.gathers != "matmuls"):
-                leaves[place] = gather(leaves[place], dimension, self.compute_dtype)
-            elif dimension is not None and self.gradient_dtype != "float32":
-                leaves[place] = leaves[place].astype(self.gradient_dtype)
+            if dimension is not None and gathered is None:
+                if whole or self.gathers != "matmuls":
+                    leaves[place] = gather(leaves[place], dimension, self.compute_dtype)
+                elif self.gradient_dtype != "float32":
+                    leaves[place] = leaves[place].astype(self.gradient_dtype)
         return jax.tree.unflatten(structure, [as_varying(leaf, BATCH_AXES) for leaf in leaves])
 
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:

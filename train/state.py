@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from models.config import LlamaConfig
 from models.llama import Llama
-from models.parameter_use import Gathers
+from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.muon import muon
@@ -42,6 +42,7 @@ class ModelFunctions:
       specs: `PartitionSpec` by name.
       unsharded_specs: the same without the fsdp axis.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
+      matrices: the names of all parameters but vectors.
       sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
         empty without ZeRO.
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
@@ -85,6 +86,11 @@ class ModelFunctions:
         }
         # Layers that gather their weights have sharded them.
         self.unsharded_specs = {n: without_axis(spec, "fsdp") for n, spec in self.specs.items()}
+        self.matrices = frozenset(
+            name
+            for name, leaf in self.abstract_params.items()
+            if len(leaf.shape) - self._stacked(name) > 1
+        )
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
             self._shard_weights(config, sizes)
@@ -92,8 +98,7 @@ class ModelFunctions:
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
         for name, leaf in self.abstract_params.items():
-            # The first dimension of stacked parameters counts layers.
-            stacked = int(config.scan_layers > 0 and name.startswith("layers."))
+            stacked = self._stacked(name)
             spec = self.specs[name]
             own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), "fsdp", sizes._asdict())
             dimension = sharded_dimension(own, "fsdp")
@@ -107,14 +112,15 @@ class ModelFunctions:
                 f" model.features={config.model.features}"
             )
 
+    def _stacked(self, name: str) -> int:
+        """The number of dimensions of a parameter that count layers: 1 if they are stacked."""
+        return int(self._config.scan_layers > 0 and name.startswith("layers."))
+
     @property
     def whole_matrices(self) -> list[str]:
         """The matrices that the fsdp axis does not divide, and which stay whole."""
-        return [
-            name
-            for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) > 1 and name not in self.sharded_dimensions
-        ]
+        whole = self.matrices - self.sharded_dimensions.keys()
+        return [name for name in self.abstract_params if name in whole]
 
     @property
     def parameter_count(self) -> int:
@@ -134,10 +140,10 @@ class ModelFunctions:
             rngs=Keys(jax.random.key(config.seed)),
         )
 
-    def _parameter_use(self, config: Config) -> ZeroUse | None:
-        """What is done to parameters where they are used; None if that is done once per step."""
+    def _parameter_use(self, config: Config) -> ParameterUse:
+        """What is done to parameters where they are used."""
         if self.accumulates and self.zero < 2:
-            return None
+            return Unchanged()
         return ZeroUse(
             config.compute_dtype,
             config.gradient_dtype,

@@ -4,7 +4,7 @@ Rajbhandari et al., "ZeRO", 2020. From level 1 on, parameters and moments are sh
 axis, and each device updates its shards. Levels differ in what happens before::
 
     level  weights, in compute dtype                 gradients, over fsdp
-    0      parameters are whole on every device      summed
+    0      cast once per step                        summed
     1      gathered once per step                    reduce-scattered
     2      gathered once per step                    reduce-scattered by each backward
     3      gathered by each block, or by each        reduce-scattered by each backward
@@ -28,14 +28,18 @@ from train.state import ModelFunctions, Params
 
 
 def gathered_weights(model: ModelFunctions, params: Params) -> Params | None:
-    """What levels 1 and 2 gather once per step: local parameters, with whole weights; else None."""
-    if model.zero not in (1, 2):
+    """What is made once per step: local parameters, with weights whole and in compute dtype; None
+    if each use makes its weights."""
+    if model.zero == 3:
         return None
     dimensions = model.sharded_dimensions
-    return {
-        name: gather(leaf, dimensions[name], model.compute_dtype) if name in dimensions else leaf
-        for name, leaf in params.items()
-    }
+
+    def made(name: str, leaf: jax.Array) -> jax.Array:
+        if name in dimensions:
+            return gather(leaf, dimensions[name], model.compute_dtype)
+        return leaf.astype(model.compute_dtype) if name in model.matrices else leaf
+
+    return {name: made(name, leaf) for name, leaf in params.items()}
 
 
 def variables(model: ModelFunctions, params: Params, gathered: Params | None) -> Params:
@@ -43,7 +47,8 @@ def variables(model: ModelFunctions, params: Params, gathered: Params | None) ->
 
     Without accumulation they are the local parameters. With it, each device accumulates gradients
     of its own sequences: the variables are typed as varying over data and fsdp, so that JAX does
-    not sum their gradients.
+    not sum their gradients. What is not scattered by each backward is differentiated with respect
+    to the weights.
 
     Args:
       model: the model.
@@ -52,7 +57,7 @@ def variables(model: ModelFunctions, params: Params, gathered: Params | None) ->
     """
     if not model.accumulates:
         return params
-    own = gathered if gathered is not None and model.zero == 1 else params
+    own = gathered if gathered is not None and model.zero < 2 else params
     return {name: as_varying(leaf, BATCH_AXES) for name, leaf in own.items()}
 
 

@@ -15,7 +15,7 @@ from benchmarks.train import TrainCase
 from train.config import ONE_DEVICE
 from train.mesh import make_mesh
 from train.state import ModelFunctions, init_state, make_optimizer
-from train.step import losses, make_step
+from train.step import batch_losses, make_step
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -72,7 +72,7 @@ def test_a_step_is_the_trainers() -> None:
     batch = {"inputs": inputs, "targets": targets}
 
     def mean_loss(params: Any, batch: Any) -> Any:
-        return losses(model, params, batch).mean()
+        return batch_losses(model, params, batch).mean()
 
     grad = jax.shard_map(
         jax.grad(mean_loss), mesh=mesh, in_specs=(model.specs, P()), out_specs=model.specs
