@@ -294,14 +294,16 @@ def _typed_as(weights: Tree, parameters: Tree) -> Tree:
 
 
 def _tied(x: jax.Array, tree: Tree) -> tuple[jax.Array, Tree]:
-    """The same, where x and the arrays of a tree wait for each other."""
+    """The same, where x and the matrices of a tree wait for each other. Vectors are small: their
+    sums may be collected."""
     leaves, structure = jax.tree.flatten(tree)
     kind = jax.typeof(x).manual_axis_type
     # In jax 0.10, a barrier would give all the same type.
     places = [
         place
         for place, leaf in enumerate(leaves)
-        if jax.__version_info__ >= (0, 11) or jax.typeof(leaf).manual_axis_type == kind
+        if leaf.ndim > 1
+        and (jax.__version_info__ >= (0, 11) or jax.typeof(leaf).manual_axis_type == kind)
     ]
     x, waiting = lax.optimization_barrier((x, [leaves[place] for place in places]))
     for place, leaf in zip(places, waiting, strict=True):
