@@ -1,8 +1,9 @@
 """Bytes of the arrays that a program holds at one time, from its jaxpr.
 
 XLA fuses elementwise operations, so most of their results are never stored: what is stored are the
-results of matmuls, collectives, kernels and reductions, and what these read. An array that is only
-read by fused operations costs nothing itself, but what it is computed from has to stay until then.
+results of matmuls, collectives, kernels and reductions, and what these read; and what goes through
+a barrier, as all that a rematerialized function reads does. An array that is only read by fused
+operations costs nothing itself, but what it is computed from has to stay until then.
 Operations run in the order of the trace, as XLA's schedules do where they save memory.
 """
 
@@ -153,7 +154,10 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             operands = [number(v) for v in equation.invars]
+            own = tuple(v for v in operands if v is not None)
             name = equation.primitive.name
+            if _is_barrier(equation):
+                self.operations.append(Operation("optimization_barrier", own, ()))
             if name in _CALLS and equation.params.get("name") not in KERNELS:
                 called = equation.params[_CALLS[name]]
                 called = getattr(called, "jaxpr", called)
@@ -163,11 +167,18 @@ class _Flattening:
                 results = operands[: len(equation.outvars)]
             else:
                 results = [self.new(v) for v in equation.outvars]
-                own = tuple(v for v in operands if v is not None)
                 inner, replacing = _inner(equation), _replacing(equation)
                 self.operations.append(Operation(name, own, tuple(results), inner, replacing))
             values.update(zip(equation.outvars, results, strict=True))
         return [number(v) for v in jaxpr.outvars]
+
+
+def _is_barrier(equation: Any) -> bool:
+    """Whether operands go through a barrier. Lowered, a rematerialized function begins with one:
+    else what it computes again would be what the forward computed."""
+    params = equation.params
+    again = params.get("differentiated") and params.get("prevent_cse")
+    return equation.primitive.name == "optimization_barrier" or bool(again)
 
 
 def _is_alone(equation: Any, axes: Mapping[str, int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.lax import optimization_barrier as barrier
 from jax.sharding import PartitionSpec as P
 
 from train.live_memory import find_peak
@@ -56,6 +57,8 @@ X = jnp.ones((N, N))
         (lambda w, x: jnp.sum((x @ w).reshape(-1).reshape(N, N)), (1, 0)),
         # In jitted functions too.
         (lambda w, x: jnp.sum(jax.jit(lambda a: jnp.tanh(a @ w))(x)), (1, 0)),
+        # A sum that goes through a barrier is stored, not its terms; then three products.
+        (lambda w, x: jnp.sum(barrier(x @ w + w @ x) * ((x @ x) @ (w @ w))), (4, 1)),
         # What is read, what is stacked, and a product inside. What is carried replaces its begin.
         (lambda w, x: scanned(w, jnp.stack([x] * 5)), (5 + 5 + 1, 0)),
     ],
@@ -72,6 +75,25 @@ def test_less_is_kept_if_it_is_computed_again():
     # Of each of eight: the operands of three matmuls, or the first one.
     assert kept > 8 * 3
     assert again < kept - 4
+
+
+def test_between_blocks_that_are_computed_again_one_array_is_kept():
+    @jax.checkpoint
+    def block(w: jax.Array, x: jax.Array) -> jax.Array:
+        x += jnp.tanh(x) @ w
+        return x + jnp.tanh(x) @ w
+
+    def blocks(count: int) -> Callable[..., jax.Array]:
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            for _ in range(count):
+                x = block(w, x)
+            return jnp.square(x).sum()
+
+        return jax.grad(loss)
+
+    four, eight = (peak(blocks(count), X, W)[0] for count in (4, 8))
+    # Not the two products of each that it is the sum of.
+    assert eight - four == pytest.approx(4, abs=0.01)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 1), (2, 2)])
