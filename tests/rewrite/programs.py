@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.rewrite import FoundSite, find_sites, overlap
 from tests.reference import AXIS
+from tests.rewrite.simulator import simulated
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-2, "float16": 4e-3}
 #: Specs of an operand with sharded rows, and of weights with sharded columns or sharded rows.
@@ -98,6 +100,14 @@ def scattering(body: Callable, out_specs: Any = ROWS_OF_PRODUCT, **kw) -> Progra
     return Program(body, [(2, 4, 6), (6, 4)], [COLUMNS_OF_PRODUCT, CONTRACTED], out_specs, **kw)
 
 
+#: For tests of many programs: the simulator takes a fraction of the time that compiling them takes.
+simulated_or_compiled = pytest.mark.parametrize(
+    "run",
+    [simulated, pytest.param(jax.jit, marks=pytest.mark.exhaustive)],
+    ids=["simulated", "compiled"],
+)
+
+
 def ring(fun: Callable, **kwargs: Any) -> Callable:
     return overlap(fun, implementation="ring", **kwargs)
 
@@ -123,13 +133,13 @@ def gradients_of(fun: Callable, count: int) -> Callable:
     return jax.grad(loss_of(fun), tuple(range(count)))
 
 
-def results_and_gradients(funs: Sequence[Callable], *arguments: Any) -> list:
-    """Results and gradients of each function, from one compiled program."""
+def results_and_gradients(run: Callable, funs: Sequence[Callable], *arguments: Any) -> list:
+    """Results and gradients of each function, from one program; `run` compiles or simulates it."""
 
     def all_of_them(*arguments: Any) -> list:
         return [(fun(*arguments), gradients_of(fun, len(arguments))(*arguments)) for fun in funs]
 
-    return jax.jit(all_of_them)(*arguments)
+    return run(all_of_them)(*arguments)
 
 
 def assert_same(actual: Any, expected: Any, rounds: str = "float32") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from tests.rewrite.programs import (
     counts,
     gradients_of,
     ring,
+    simulated_or_compiled,
     sites,
 )
 
@@ -24,8 +26,9 @@ every_block = pytest.mark.parametrize("name", programs())
 
 @every_block
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@simulated_or_compiled
 def test_every_site_of_a_block_is_replaced_forward_and_backward(
-    name: str, check_vma: bool, make_mesh: MeshFactory
+    name: str, check_vma: bool, run: Callable, make_mesh: MeshFactory
 ) -> None:
     """Tests gradients of the rewritten block, and the rewritten form of its gradients."""
     program, expected = programs()[name]
@@ -42,13 +45,10 @@ def test_every_site_of_a_block_is_replaced_forward_and_backward(
         left = collectives(rewritten, *arguments)
         assert not set(left) - {"psum", "psum_invariant"}, left
 
-    if check_vma != (name in ("mlp", "llama stack")):
-        return  # Compiling each block twice is slow.
-
     def all_of_them(*args: Any) -> list:
         return [fun(*args), gradients(*args), ring(fun)(*args), after(*args), before(*args)]
 
-    y, expected_gradients, *actual = jax.jit(all_of_them)(*arguments)
+    y, expected_gradients, *actual = run(all_of_them)(*arguments)
     assert_same(actual[0], y)
     assert_same(actual[1], expected_gradients)
     assert_same(actual[2], expected_gradients)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite.forms import FORMS
-from tests.rewrite.programs import assert_same, collectives, results_and_gradients, ring, sites
+from tests.rewrite.programs import (
+    assert_same,
+    collectives,
+    results_and_gradients,
+    ring,
+    simulated_or_compiled,
+    sites,
+)
 
 vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 
@@ -36,8 +44,11 @@ def test_sites_are_replaced_or_left_alone_with_a_reason(
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.replaced])
-def test_values_and_gradients_stay_the_same(name: str, make_mesh: MeshFactory) -> None:
+@simulated_or_compiled
+def test_values_and_gradients_stay_the_same(
+    name: str, run: Callable, make_mesh: MeshFactory
+) -> None:
     program = FORMS[name].program
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
-    actual, expected = results_and_gradients((ring(fun), fun), *arguments)
+    actual, expected = results_and_gradients(run, (ring(fun), fun), *arguments)
     assert_same(actual, expected, program.rounds or program.dtype)

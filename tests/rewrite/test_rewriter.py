@@ -29,9 +29,9 @@ from tests.rewrite.programs import (
     counts,
     gradients_of,
     ring,
+    simulated_or_compiled,
     sites,
 )
-from tests.rewrite.simulator import simulated
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -163,8 +163,9 @@ def test_sites_inside_calls_loops_and_branches_are_replaced(name: str, mesh: Mes
 
 @pytest.mark.parametrize("name", [name for name in NESTED if name not in ("while", "custom_jvp")])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@simulated_or_compiled
 def test_gradients_of_overlap_and_overlap_of_gradients_agree(
-    name: str, check_vma: bool, mesh: Mesh
+    name: str, check_vma: bool, run: Callable, mesh: Mesh
 ) -> None:
     """Both agree with the gradients of the function itself."""
     program = program_of(NESTED[name][0])
@@ -173,7 +174,6 @@ def test_gradients_of_overlap_and_overlap_of_gradients_agree(
     after, before = gradients_of(ring(fun), 3), ring(gradients)
     assert collectives(after, *arguments) == {}
     assert collectives(before, *arguments) == {}
-    run = jax.jit if check_vma else simulated  # Compiling all of them is slow.
     results = run(lambda *args: [fun(*args) for fun in (gradients, after, before)])(*arguments)
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])

@@ -32,6 +32,7 @@ from tests.rewrite.programs import (
     gradients_of,
     ring,
     scattering,
+    simulated_or_compiled,
     sites,
 )
 
@@ -85,7 +86,8 @@ def stacked(layer: Callable, wrap: Callable) -> Program:
     (x, _, *weights), (of_x, _, *specs) = _LLAMA.shapes, _LLAMA.in_specs
 
     def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        wrapped = wrap(layer)
+        # A function of its own each time, so that it is traced again.
+        wrapped = wrap(lambda *operands: layer(*operands))
         return jnp.sum(jnp.tanh(wrapped(wrapped(x, *weights), *(w / 2 for w in weights))))
 
     gradients = jax.grad(loss, tuple(range(8)))
@@ -110,8 +112,9 @@ def joins(fun: Callable, *arguments: Any) -> int:
 @pytest.mark.parametrize(
     "wrap", [lambda layer: layer, jax.jit, jax.checkpoint], ids=["inline", "jit", "checkpoint"]
 )
+@simulated_or_compiled
 def test_weight_gradients_are_grouped_into_launches_as_by_the_ops(
-    wrap: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
+    wrap: Callable, run: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
     """Several weights of one gather are one launch."""
     mesh, program = make_mesh({AXIS: 2}), stacked(plain, wrap)
@@ -123,7 +126,7 @@ def test_weight_gradients_are_grouped_into_launches_as_by_the_ops(
     jax.make_jaxpr(stacked(with_ops, wrap).sharded(mesh))(*arguments)
     assert found == set(launches)
     assert max(len(columns) for _, columns in found) == 3
-    assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
+    assert_same(*run(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
 
 
 def block(use: Callable[..., jax.Array]) -> Callable:
@@ -170,8 +173,9 @@ def _gradients(use: Callable) -> Program:
 
 
 @pytest.mark.parametrize("name", {**TAKEN_IN_CHUNKS, **JOINED})
+@simulated_or_compiled
 def test_chunks_are_joined_only_for_users_that_need_the_whole_array(
-    name: str, launches: Counter[Shapes], make_mesh: MeshFactory
+    name: str, run: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
     program = _gradients({**TAKEN_IN_CHUNKS, **JOINED}[name])
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
@@ -179,7 +183,7 @@ def test_chunks_are_joined_only_for_users_that_need_the_whole_array(
     launches.clear()
     assert joins(ring(fun), *arguments) == (name in JOINED)
     assert bool(launches) == (name in TAKEN_IN_CHUNKS)
-    assert_same(*jax.jit(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
+    assert_same(*run(lambda *args: (ring(fun)(*args), fun(*args)))(*arguments))
 
 
 def test_the_input_gradient_waits_for_the_weight_gradients(
@@ -200,13 +204,14 @@ def test_the_input_gradient_waits_for_the_weight_gradients(
 
 
 @pytest.mark.parametrize("name", TAKEN_IN_CHUNKS)
+@simulated_or_compiled
 def test_gradients_of_gradients_agree(
-    name: str, launches: Counter[Shapes], make_mesh: MeshFactory
+    name: str, run: Callable, launches: Counter[Shapes], make_mesh: MeshFactory
 ) -> None:
     program = _gradients(TAKEN_IN_CHUNKS[name])
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     actual, expected = (gradients_of(f, 3) for f in (ring(fun), fun))
-    assert_same(*jax.jit(lambda *args: (actual(*args), expected(*args)))(*arguments))
+    assert_same(*run(lambda *args: (actual(*args), expected(*args)))(*arguments))
     assert launches
 
 
