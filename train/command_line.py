@@ -124,7 +124,7 @@ def announce(setup: Setup, console: Console) -> None:
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
-        *describe_muon(config.optimizer, setup.model.specs),
+        *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -70,7 +70,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     )
     for line in describe_zero(config, model, sizes):
         console.print(line, highlight=False, soft_wrap=True)
-    for line in describe_muon(config.optimizer, model.specs):
+    for line in describe_muon(config.optimizer, model.abstract_params):
         console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,11 +97,20 @@ def matrix_dimensions(name: str) -> MuonDimensionNumbers | None:
     return next((numbers for part, numbers in _MATRICES.items() if part in name), None)
 
 
-def describe_muon(config: OptimizerConfig, names: Iterable[str]) -> list[str]:
-    """Which of the parameters Muon updates, as lines to print; none for another optimizer."""
+def describe_muon(config: OptimizerConfig, params: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+    """Which of the parameters Muon updates, as lines to print; none for another optimizer.
+
+    Args:
+      config: the optimizer.
+      params: global shapes of the parameters, by name.
+    """
     if config.kind != "muon":
         return []
-    count = sum(matrix_dimensions(name) is not None for name in names)
+    count = sum(
+        math.prod(leaf.shape[: -sum(map(len, _axes_of(numbers)))])
+        for name, leaf in params.items()
+        if (numbers := matrix_dimensions(name)) is not None
+    )
     return [f"optimizer: muon for {count} matrices, in {config.muon_dtype}; adamw for all else"]
 
 

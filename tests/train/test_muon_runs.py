@@ -135,8 +135,10 @@ def test_its_state_has_one_moment_of_matrices():
     assert memory("adamw") - memory("muon") == 4 * matrices - 4 * (2 + 3)
 
 
-def test_a_dry_run_names_the_optimizer(capsys):
-    main(shlex.split("--dry-run --optimizer.kind muon --mesh.tensor 2 --overlap xla"))
+@pytest.mark.parametrize("scan_layers", [0, 1])
+def test_a_dry_run_names_the_optimizer(capsys, scan_layers):
+    flags = "--dry-run --optimizer.kind muon --mesh.tensor 2 --overlap xla --scan-layers"
+    main(shlex.split(f"{flags} {scan_layers}"))
     output = capsys.readouterr().out
     assert "optimizer: muon for 14 matrices, in bfloat16; adamw for all else" in output
     assert "optimizer state (muon)" in output
