@@ -65,17 +65,6 @@ def sharded_dimension(spec: P, axis_name: str) -> int | None:
     return None
 
 
-def without_axis(spec: P, axis_name: str) -> P:
-    """A spec without an axis."""
-
-    def rest(names: Any) -> Any:
-        if isinstance(names, tuple):
-            return rest(names[0]) if len(names) == 1 else tuple(n for n in names if n != axis_name)
-        return None if names == axis_name else names
-
-    return P(*map(rest, spec))
-
-
 @dataclass(frozen=True)
 class ZeroUse:
     """A `models.parameter_use.ParameterUse`: what ZeRO does where a block uses its parameters.

@@ -28,7 +28,7 @@ from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.muon import muon
-from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, without_axis
+from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
 TrainState = dict[str, Any]
@@ -40,7 +40,6 @@ class ModelFunctions:
     Attributes:
       abstract_params: global shapes and dtypes by name.
       specs: `PartitionSpec` by name.
-      unsharded_specs: the same without the fsdp axis.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
       matrices: the names of all parameters but vectors.
       sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
@@ -58,7 +57,8 @@ class ModelFunctions:
 
     Raises:
       ValueError: if the fsdp axis divides no parameter; if weights are to be gathered in matmuls,
-        and it does not divide the width of the residual stream.
+        and it does not divide the width of the residual stream, or gradients are to travel in a
+        narrower dtype than weights.
     """
 
     def __init__(
@@ -84,8 +84,6 @@ class ModelFunctions:
             _name(path): spec.get_value()
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
-        # Layers that gather their weights have sharded them.
-        self.unsharded_specs = {n: without_axis(spec, "fsdp") for n, spec in self.specs.items()}
         self.matrices = frozenset(
             name
             for name, leaf in self.abstract_params.items()
@@ -297,23 +295,29 @@ def init_state(
 def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
     """Where weights are gathered.
 
-    Rings hide a gather in its own matmul. They are chosen for devices of one process, and shards of
-    one size.
+    Rings hide a gather in its own matmul. They are chosen for devices of one process, shards of
+    one size, and gradients that travel in no narrower dtype than the weights.
 
     Raises:
-      ValueError: if it is to be in matmuls, and the shards differ in size.
+      ValueError: if it is to be in matmuls, and shards differ in size or gradients are narrower.
     """
     divides = config.model.features % sizes.fsdp == 0
+    narrower = (config.compute_dtype, config.gradient_dtype) == ("float32", "bfloat16")
     if config.weight_gather == "matmuls" and not divides:
         raise ValueError(
             f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
             f" model.features={config.model.features}; choose a divisor, or leave out"
             " --weight-gather"
         )
+    if config.weight_gather == "matmuls" and narrower:
+        raise ValueError(
+            "weight_gather='matmuls': gradients travel in gradient_dtype='bfloat16' only with"
+            " compute_dtype='bfloat16'; choose one of them otherwise, or leave out --weight-gather"
+        )
     if config.weight_gather != "auto":
         return config.weight_gather
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
-    chosen = divides and within_process and config.overlap == "auto"
+    chosen = divides and not narrower and within_process and config.overlap == "auto"
     return "matmuls" if chosen else "blocks"
 
 
