@@ -83,7 +83,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         limit, kind = gpu.memory, f"of {gpu.device.device_kind}"
     sentence = verdict(memory.total, limit, kind)
     if limit is not None and memory.total > limit:
-        sentence += f": {advice(config, mesh, memory, limit)}"
+        sentence += f": {advice(config, mesh, memory, limit, GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
     step = sharded_step(config, model, optimizer, mesh)

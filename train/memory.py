@@ -54,6 +54,8 @@ def memory_of(
     mesh: AbstractMesh,
     model: ModelFunctions | None = None,
     state: TrainState | None = None,
+    *,
+    local_devices: int | None = None,
 ) -> Memory:
     """The memory of a run.
 
@@ -62,8 +64,9 @@ def memory_of(
       mesh: the mesh; which attention is used depends on its kind of device.
       model: the model of the configuration, if it is at hand.
       state: shapes, dtypes and shardings of the state, from `state_on_mesh`, if they are at hand.
+      local_devices: number of devices of a process, for a model that is not at hand; None: all.
     """
-    model = model or ModelFunctions(config, MeshSizes(**mesh.shape))
+    model = model or ModelFunctions(config, MeshSizes(**mesh.shape), local_devices)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state or state_on_mesh(model, optimizer, mesh)
     batch = abstract_batch(config, config.batch_size)
@@ -79,7 +82,13 @@ def memory_of(
     )
 
 
-def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> str:
+def advice(
+    config: Config,
+    mesh: AbstractMesh,
+    memory: Memory,
+    limit: int,
+    local_devices: int | None = None,
+) -> str:
     """The flags that make a run fit which does not, those that cost least time first.
 
     Args:
@@ -87,6 +96,7 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
       mesh: the mesh.
       memory: the memory of the run.
       limit: bytes of a device.
+      local_devices: number of devices of a process; None: all.
     """
     sizes = MeshSizes(**mesh.shape)
     shards = _shards(config, sizes)
@@ -96,7 +106,7 @@ def advice(config: Config, mesh: AbstractMesh, memory: Memory, limit: int) -> st
             continue
         abstract = make_abstract_mesh(larger, mesh.abstract_device)
         for changed, flags in _cheaper(sharded, larger.data * larger.fsdp):
-            total = memory_of(changed, abstract).total
+            total = memory_of(changed, abstract, local_devices=local_devices).total
             if total <= limit:
                 flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
                 return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"

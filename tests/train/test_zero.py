@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from models.parameter_use import used
 from train import config as configs
 from train.config import MeshConfig, MeshSizes
-from train.memory import Memory, memory_of
+from train.memory import Memory, advice, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 from train.state import ModelFunctions
@@ -155,6 +155,57 @@ def test_matrices_that_stay_whole_are_reported():
     lines = describe_zero(config, ModelFunctions(config, sizes), sizes)
     assert lines[0] == "zero=1: parameters and optimizer state are sharded over fsdp=3"
     assert lines[1].startswith("mesh.fsdp=3 does not divide 6 matrices, which stay whole: embedd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "matmuls"),
+        ({"local_devices": 4}, "blocks"),
+        ({"features": 30}, "blocks"),
+        ({"overlap": "ring"}, "blocks"),
+        ({"compute_dtype": "bfloat16", "gradient_dtype": "bfloat16"}, "matmuls"),
+        # Layers do not multiply float32 with weights in the dtype of such gradients.
+        ({"gradient_dtype": "bfloat16"}, "blocks"),
+    ],
+    ids=str,
+)
+def test_where_weights_are_gathered(changes, expected):
+    changes = {"overlap": "auto", "compute_dtype": "float32", "local_devices": 8} | changes
+    local_devices, features = changes.pop("local_devices"), changes.pop("features", 128)
+    config = dataclasses.replace(
+        TINY, zero=3, model=dataclasses.replace(TINY.model, features=features), **changes
+    )
+    assert ModelFunctions(config, MeshSizes(fsdp=4, tensor=2), local_devices).gathers == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        (MeshSizes(fsdp=3), {}, "weight_gather='matmuls': mesh.fsdp=3 does not divide"),
+        (
+            MeshSizes(fsdp=2),
+            {"compute_dtype": "float32", "gradient_dtype": "bfloat16"},
+            "weight_gather='matmuls': gradients travel in gradient_dtype='bfloat16' only with",
+        ),
+    ],
+)
+def test_weights_that_matmuls_cannot_gather_are_refused(sizes, changes, message):
+    config = dataclasses.replace(TINY, zero=3, weight_gather="matmuls", **changes)
+    with pytest.raises(ValueError, match=message):
+        ModelFunctions(config, sizes)
+
+
+def test_memory_and_advice_are_for_the_devices_of_a_process():
+    """A mesh of two processes gathers block by block, which takes more memory."""
+    config = dataclasses.replace(TINY, overlap="auto", batch_size=16, zero=3)
+    mesh = make_abstract_mesh(MeshSizes(fsdp=16))
+    found = memory_of(config, mesh, local_devices=8)
+    blocks = memory_of(dataclasses.replace(config, weight_gather="blocks"), mesh)
+    assert found == blocks
+    assert found.total > memory_of(config, mesh).total
+    # It fits as it is.
+    assert "leaves 0 bytes" in advice(config, mesh, found, found.total, local_devices=8)
 
 
 def test_unknown_levels_are_refused():
