@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
 from models.block_loop import Scanned, Unrolled, apply_blocks
@@ -172,6 +173,29 @@ def test_weights_are_gathered_twice_and_not_kept(make_mesh):
     activations = 4 * ROWS * (2 * FEATURES + HIDDEN)
     for_one_block = (memory[7] - memory[3]) / 4
     assert for_one_block < of_weights / DEVICES + 2 * activations < of_weights / 2
+
+
+def test_gradients_of_a_block_are_complete_before_the_block_after_next(make_mesh):
+    """Barriers tie those of each block but the first one, which no block follows."""
+    sharded = loss_and_gradients(make_mesh({"fsdp": DEVICES}), 3)
+    (call,) = jax.make_jaxpr(sharded)(make_blocks(3), X).jaxpr.eqns
+    (shard_map,) = call.params["jaxpr"].jaxpr.eqns
+    equations = shard_map.params["jaxpr"].eqns
+    shape = HIDDEN, FEATURES // DEVICES
+    gradients = {
+        v
+        for equation in equations
+        if equation.primitive.name in ("jit", "pjit")
+        for v in equation.outvars
+        if v.aval.shape == shape
+    }
+    assert len(gradients) == 3
+    tied = [
+        sum(isinstance(v, Var) and v in gradients for v in equation.invars)
+        for equation in equations
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    assert sorted(tied) == [0, 1, 1]  # One barrier is for the weights of the head.
 
 
 def test_only_what_depends_on_activations_is_kept():
