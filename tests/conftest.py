@@ -34,11 +34,11 @@ XLA_FLAGS = (
     else ""
 )
 
-# No deadline: the first example of each shape is compiled, the next one only runs.
+# No deadline: an example may be compiled, while the next one only runs.
 _PATIENT = hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("short", _PATIENT, max_examples=5)
+hypothesis.settings.register_profile("short", _PATIENT, max_examples=10)
 # The same examples on every run, so that a change alone can turn the suite red.
 hypothesis.settings.register_profile(
     "exhaustive", _PATIENT, max_examples=60, derandomize=True, print_blob=True

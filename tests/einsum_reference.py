@@ -116,12 +116,12 @@ class EinsumCase:
         dx, dw = transpose(dy)
         return Outcome((y,), dx, (dw,))
 
-    def compare(self, mesh: Mesh, seed: int = 0) -> Comparison:
-        """Runs the case in one compiled program, and the reference."""
+    def compare(self, mesh: Mesh, seed: int = 0, run: Callable = jax.jit) -> Comparison:
+        """Runs the case in one program, and the reference; `run` compiles or simulates it."""
         arrays = self.arrays(seed)
         fun = on_stacks(self.results_and_gradients, mesh, check_vma=self.check_vma)
         return Comparison(
-            jax.jit(fun)(*arrays), self.reference(arrays), self.bounds(arrays), self.dtype
+            run(fun)(*arrays), self.reference(arrays), self.bounds(arrays), self.dtype
         )
 
     def reference(self, arrays: list[np.ndarray]) -> Outcome:

@@ -146,11 +146,14 @@ class Case:
         x, ws, dys = arrays
         return jit(results_and_gradients)(x, tuple(ws), tuple(dys))
 
-    def compare(self, mesh: Mesh, seed: int = 0) -> Comparison:
-        """Runs the case, and the reference."""
+    def compare(self, mesh: Mesh, seed: int = 0, run: Callable = jax.jit) -> Comparison:
+        """Runs the case, and the reference; `run` compiles or simulates the program."""
         arrays = self.arrays(seed)
         return Comparison(
-            self.run(mesh, arrays), reference(*arrays, self.scale), self.bounds(arrays), self.dtype
+            self.run(mesh, arrays, run),
+            reference(*arrays, self.scale),
+            self.bounds(arrays),
+            self.dtype,
         )
 
     def bounds(self, arrays: tuple) -> Outcome:

@@ -24,6 +24,7 @@ from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
 from tests.reference import AXIS, assert_close, poisoned_results
+from tests.rewrite.simulator import simulated_or_compiled
 from tests.test_transforms import assert_same, result_and_gradients
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -50,8 +51,9 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
         ),
     ],
 )
-def test_every_form(form: str, implementation: str, mesh: Mesh) -> None:
-    assert_close(case_of(form, implementation).compare(mesh))
+@simulated_or_compiled
+def test_every_form(form: str, implementation: str, run: Callable, mesh: Mesh) -> None:
+    assert_close(case_of(form, implementation).compare(mesh, run=run))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "ring"])

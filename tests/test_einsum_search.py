@@ -1,7 +1,8 @@
 """A search for einsums whose results or gradients differ from those of whole arrays.
 
-Each case compiles one program, result and both gradients together, and nearly all the time goes
-there; so sizes are tiny. The search is ten times longer where exhaustive tests are selected.
+Each case is one program, result and both gradients together. Where exhaustive tests are selected,
+programs are compiled too, and the search is six times longer. Nearly all the time goes there; so
+sizes are tiny.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.conftest import MeshFactory
 from tests.einsum_reference import EinsumCase
 from tests.reference import AXIS, PORTABLE, assert_close, poisoned_results
+from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -64,30 +66,45 @@ def einsums(draw: Callable, use: str, *roles: str) -> EinsumCase:
     )
 
 
-def compare(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    assert_close(case.compare(make_mesh({AXIS: case.devices}), seed))
+def compare(case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
+    assert_close(case.compare(make_mesh({AXIS: case.devices}), seed, run))
 
 
+@simulated_or_compiled
 @given(case=einsums("gather", "free in x", "free in w"), seed=seeds)
-def test_gathered_free_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_gathered_free_label(
+    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=einsums("gather", "contracted"), seed=seeds)
-def test_gathered_contracted_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_gathered_contracted_label(
+    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=einsums("gather", "batch"), seed=seeds)
-def test_gathered_batch_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_gathered_batch_label(
+    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=einsums("scatter", "free in x", "free in w"), seed=seeds)
-def test_scattered_free_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_scattered_free_label(
+    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=einsums("scatter", "batch"), seed=seeds)
-def test_scattered_batch_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_scattered_batch_label(
+    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)

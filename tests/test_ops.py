@@ -1,12 +1,12 @@
 """The ops compared with the unsharded computation: every op, implementation, gradient and dtype.
 
-Results and gradients come out of one compiled program. `Case.bounds` derives how far from the
+Results and gradients come out of one program. `Case.bounds` derives how far from the
 reference each element may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from tests.reference import (
     poisoned_results,
     reference,
 )
+from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -71,45 +72,58 @@ def test_gradients(comparison: Comparison) -> None:
 
 
 @pairwise(op=OPS, implementation=PORTABLE, devices=[1, 2, 4, 5, 8])
-def test_axis_sizes(op: str, implementation: str, devices: int, make_mesh: MeshFactory) -> None:
+@simulated_or_compiled
+def test_axis_sizes(
+    op: str, implementation: str, devices: int, run: Callable, make_mesh: MeshFactory
+) -> None:
     case = Case(op, implementation, devices, (2 * devices,), devices, ((devices,),))
-    assert_close(case.compare(make_mesh({AXIS: devices})))
+    assert_close(case.compare(make_mesh({AXIS: devices}), run=run))
 
 
 @every_op
 @every_implementation
-def test_shards_of_one_row(op: str, implementation: str, make_mesh: MeshFactory) -> None:
+@simulated_or_compiled
+def test_shards_of_one_row(
+    op: str, implementation: str, run: Callable, make_mesh: MeshFactory
+) -> None:
     """A row cannot be halved, so two_way sends all of it one way."""
-    assert_close(Case(op, implementation, 3, (3,), 3, ((3,),)).compare(make_mesh({AXIS: 3})))
+    assert_close(
+        Case(op, implementation, 3, (3,), 3, ((3,),)).compare(make_mesh({AXIS: 3}), run=run)
+    )
 
 
 @every_implementation
 @pytest.mark.parametrize("check_vma", [True, False])
+@simulated_or_compiled
 def test_several_weights_share_a_gather(
-    implementation: str, check_vma: bool, make_mesh: MeshFactory
+    implementation: str, check_vma: bool, run: Callable, make_mesh: MeshFactory
 ) -> None:
     columns = ((3,), (6, 2), (3, 1, 2))
     case = Case(
         "all_gather_matmul", implementation, 3, (2, 6, 2), 4, columns, 1, check_vma=check_vma
     )
-    assert_close(case.compare(make_mesh({AXIS: 3})))
+    assert_close(case.compare(make_mesh({AXIS: 3}), run=run))
 
 
 @every_op
 @every_implementation
-def test_dimensions_before_and_after(op: str, implementation: str, make_mesh: MeshFactory) -> None:
+@simulated_or_compiled
+def test_dimensions_before_and_after(
+    op: str, implementation: str, run: Callable, make_mesh: MeshFactory
+) -> None:
     """Batch dimensions on both sides of the sharded one, which is counted from the back."""
     case = Case(op, implementation, 3, (2, 2, 6, 1), 6, ((3, 2),), -3)
-    assert_close(case.compare(make_mesh({AXIS: 3})))
+    assert_close(case.compare(make_mesh({AXIS: 3}), run=run))
 
 
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mean(implementation: str, dtype: str, make_mesh: MeshFactory) -> None:
+@simulated_or_compiled
+def test_mean(implementation: str, dtype: str, run: Callable, make_mesh: MeshFactory) -> None:
     case = Case(
         "matmul_reduce_scatter", implementation, 3, (9,), 6, ((5,),), dtype=dtype, mean=True
     )
-    assert_close(case.compare(make_mesh({AXIS: 3})))
+    assert_close(case.compare(make_mesh({AXIS: 3}), run=run))
 
 
 def balanced(*shape: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """A search for calls whose results or gradients differ from the unsharded computation.
 
-Each case compiles one program, results and both gradients together, and nearly all the time goes
-there. So sizes are tiny, and the search is split into functions that two workers can share. It is
-ten times longer where exhaustive tests are selected.
+Each case is one program, results and both gradients together. Where exhaustive tests are selected,
+programs are compiled too, and the search is six times longer. Nearly all the time goes there. So
+sizes are tiny, and the search is split into functions that two workers can share.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, PORTABLE, Case, assert_close, poisoned_results
+from tests.rewrite.simulator import simulated_or_compiled
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 3)
@@ -59,32 +60,41 @@ def calls(
     )
 
 
-def compare(case: Case, seed: int, make_mesh: MeshFactory) -> None:
-    assert_close(case.compare(make_mesh({AXIS: case.devices}), seed))
+def compare(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
+    assert_close(case.compare(make_mesh({AXIS: case.devices}), seed, run))
 
 
+@simulated_or_compiled
 @given(case=calls("all_gather_matmul"), seed=seeds)
-def test_all_gather_matmul(case: Case, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_all_gather_matmul(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=calls("all_gather_matmul", weights=(2, 3)), seed=seeds)
 def test_all_gather_matmul_of_several_weights(
-    case: Case, seed: int, make_mesh: MeshFactory
+    case: Case, seed: int, run: Callable, make_mesh: MeshFactory
 ) -> None:
-    compare(case, seed, make_mesh)
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=calls("matmul_reduce_scatter"), seed=seeds)
-def test_matmul_reduce_scatter(case: Case, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_matmul_reduce_scatter(
+    case: Case, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=calls("matmul_reduce_scatter", mean=True), seed=seeds)
-def test_matmul_reduce_scatter_mean(case: Case, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_matmul_reduce_scatter_mean(
+    case: Case, seed: int, run: Callable, make_mesh: MeshFactory
+) -> None:
+    compare(case, seed, run, make_mesh)
 
 
+@simulated_or_compiled
 @given(case=calls("matmul_all_reduce"), seed=seeds)
-def test_matmul_all_reduce(case: Case, seed: int, make_mesh: MeshFactory) -> None:
-    compare(case, seed, make_mesh)
+def test_matmul_all_reduce(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
+    compare(case, seed, run, make_mesh)

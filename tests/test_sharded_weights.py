@@ -24,6 +24,7 @@ from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.hopper import _for_hopper  # noqa: F401
 from tests.reference import AXIS, OPS, PORTABLE, Case, assert_close, poisoned_results
+from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -123,8 +124,10 @@ def factors(case: ShardedCase) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [case for case in cover(PRODUCT, factors) if not case.marks])
-def test_values_and_gradients(case: ShardedCase, make_mesh: MeshFactory) -> None:
-    assert_close(case.compare(make_mesh({FSDP: case.weight_devices, AXIS: case.devices})))
+@simulated_or_compiled
+def test_values_and_gradients(case: ShardedCase, run: Callable, make_mesh: MeshFactory) -> None:
+    mesh = make_mesh({FSDP: case.weight_devices, AXIS: case.devices})
+    assert_close(case.compare(mesh, run=run))
 
 
 def in_parts(fun: Callable, mesh: Mesh, x: P, w: P) -> Callable:

@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.rewrite import FoundSite, find_sites, overlap
 from tests.reference import AXIS
-from tests.rewrite.simulator import simulated
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-2, "float16": 4e-3}
 #: Specs of an operand with sharded rows, and of weights with sharded columns or sharded rows.
@@ -98,14 +96,6 @@ def gathering(body: Callable, *weights: tuple[int, int], out_specs: Any = None, 
 def scattering(body: Callable, out_specs: Any = ROWS_OF_PRODUCT, **kw) -> Program:
     """A program with a body of h [2, 4, 6], sharded columns, and w [6, 4], sharded rows."""
     return Program(body, [(2, 4, 6), (6, 4)], [COLUMNS_OF_PRODUCT, CONTRACTED], out_specs, **kw)
-
-
-#: For tests of many programs: the simulator takes a fraction of the time that compiling them takes.
-simulated_or_compiled = pytest.mark.parametrize(
-    "run",
-    [simulated, pytest.param(jax.jit, marks=pytest.mark.exhaustive)],
-    ids=["simulated", "compiled"],
-)
 
 
 def ring(fun: Callable, **kwargs: Any) -> Callable:

@@ -1,6 +1,6 @@
 """Executes programs with `shard_map` equation by equation, on arrays stacked over the devices.
 
-Each random program runs only once, and compiling it would take longer than everything else.
+Programs of tests run only once, and compiling one takes ten times as long.
 
 Where a branch or the length of a loop differs between devices, each part of them executes its own
 equations, and values are stacked over that part only. A collective then meets per group, as XLA
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
@@ -78,10 +79,18 @@ def simulated(fun: Callable, float64: bool = False) -> Callable:
     def simulate(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*arguments)
         return jax.tree.unflatten(
-            jax.tree.structure(shapes), simulate_jaxpr(program, arguments, float64)
+            jax.tree.structure(shapes), simulate_jaxpr(program, jax.tree.leaves(arguments), float64)
         )
 
     return simulate
+
+
+#: For tests of many programs: `run` simulates them, and in exhaustive runs compiles them too.
+simulated_or_compiled = pytest.mark.parametrize(
+    "run",
+    [simulated, pytest.param(jax.jit, marks=pytest.mark.exhaustive)],
+    ids=["simulated", "compiled"],
+)
 
 
 def simulate_jaxpr(program: Any, arguments: Sequence[Any], float64: bool = False) -> list[Any]:

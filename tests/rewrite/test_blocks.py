@@ -17,9 +17,9 @@ from tests.rewrite.programs import (
     counts,
     gradients_of,
     ring,
-    simulated_or_compiled,
     sites,
 )
+from tests.rewrite.simulator import simulated_or_compiled
 
 every_block = pytest.mark.parametrize("name", programs())
 

@@ -15,9 +15,9 @@ from tests.rewrite.programs import (
     collectives,
     results_and_gradients,
     ring,
-    simulated_or_compiled,
     sites,
 )
+from tests.rewrite.simulator import simulated_or_compiled
 
 vma_on_and_off = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 

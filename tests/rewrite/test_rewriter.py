@@ -29,9 +29,9 @@ from tests.rewrite.programs import (
     counts,
     gradients_of,
     ring,
-    simulated_or_compiled,
     sites,
 )
+from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 

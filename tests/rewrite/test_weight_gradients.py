@@ -32,9 +32,9 @@ from tests.rewrite.programs import (
     gradients_of,
     ring,
     scattering,
-    simulated_or_compiled,
     sites,
 )
+from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
