@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.train.test_zero import TINY
 from train.checkpoint import Checkpoints
@@ -85,3 +86,18 @@ def test_the_layouts_are_each_others_inverse():
     assert other_layout(other) == abstract
     there = move_layout(make(), other)
     assert_equal(move_layout(there, abstract), make())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_norms_of_stacked_layers_do_not_decay(kind):
+    """Without gradients, weights change by their decay alone."""
+    names = ("layers.attention_norm.scale", "head.kernel")
+    params = {name: jax.numpy.ones((3, 4)) for name in names}
+    optimizer = make_optimizer(
+        OptimizerConfig(kind=kind, warmup_steps=0), 2, {name: P() for name in names}
+    )
+    zeros = jax.tree.map(jax.numpy.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    norm, matrix = (np.asarray(updates[name]) for name in names)
+    assert np.all(norm == 0)
+    assert np.all(matrix < 0)

@@ -17,7 +17,7 @@ from train import config as configs
 from train.config import MeshConfig, MeshSizes
 from train.memory import Memory, advice, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
-from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
+from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
 from train.state import ModelFunctions
 from train.zero import describe_zero
 
@@ -113,6 +113,49 @@ def test_gradients_travel_and_are_summed_in_the_dtype_asked_for(make_mesh, dtype
         if line.strip().startswith("}) : (tensor<8x")
     ]
     assert ("xf32" in collective) == (dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_over_data_are_in_the_dtype_asked_for(make_mesh, dtype):
+    coefficients = np.full((8, 8), 2.0**-10, np.float32)
+    coefficients[0] = 1.0
+    summed = jax.shard_map(
+        lambda own: sum_over(own[0], ("data",), dtype),
+        mesh=make_mesh({"data": 8}),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    found, exact = np.asarray(jax.jit(summed)(coefficients)), 1 + 7 * 2.0**-10
+    assert found.dtype == np.float32
+    assert np.all(found == exact) if dtype == "float32" else np.all(abs(found - exact) >= 2**-10)
+
+
+@pytest.mark.parametrize(
+    ("gathers", "whole", "gradient_dtype", "expected"),
+    [
+        ("blocks", False, "float32", "bfloat16[8] gathered"),
+        ("matmuls", True, "float32", "bfloat16[8] gathered"),
+        # Layers gather shards in their own dtype, and scatter gradients in the dtype of shards.
+        ("matmuls", False, "float32", "float32[1]"),
+        ("matmuls", False, "bfloat16", "bfloat16[1]"),
+    ],
+)
+def test_weights_travel_in_the_compute_dtype(make_mesh, gathers, whole, gradient_dtype, expected):
+    use = ZeroUse("bfloat16", gradient_dtype, gathers=gathers, sums=True)
+
+    def weights(shard):
+        kernel = nnx.Param(shard, out_sharding=("fsdp",), eager_sharding=False)
+        return jax.tree.leaves(use.weights(nnx.State({"kernel": kernel}), None, whole=whole))
+
+    mesh = make_mesh({"data": 1, "fsdp": 8})
+    sharded = jax.shard_map(weights, mesh=mesh, in_specs=P("fsdp"), out_specs=P(("data", "fsdp")))
+    (equation,) = jax.make_jaxpr(sharded)(np.zeros(8, np.float32)).jaxpr.eqns
+    body = equation.params["jaxpr"]
+    result = body.outvars[0].aval
+    travels = [e.invars[0].aval.dtype for e in body.eqns if e.primitive.name.startswith("all_gat")]
+    assert travels in ([], [result.dtype])
+    found = f"{result.dtype}{list(result.shape)}{' gathered' * len(travels)}"
+    assert found == expected
 
 
 def test_memory_of_each_level():
