@@ -64,6 +64,32 @@ def test_every_matrix_of_a_published_model_is_sharded():
         assert sharded_dimension(model.specs[parameter], "fsdp") == dimension
 
 
+@pytest.mark.parametrize("weight_gather", ["blocks", "matmuls"])
+def test_stacked_parameters_are_sharded_as_those_of_one_layer(weight_gather):
+    sizes = MeshSizes(fsdp=4, tensor=2)
+    model = dataclasses.replace(TINY.model, num_layers=4)  # As many as fsdp has devices.
+    config = dataclasses.replace(TINY, model=model, zero=3, weight_gather=weight_gather)
+    separate = ModelFunctions(config, sizes)
+    stacked = ModelFunctions(dataclasses.replace(config, scan_layers=1), sizes)
+    for name, spec in stacked.specs.items():
+        one = name.replace("layers.", "layers.0.")
+        layers = [None] * (one != name and len(spec) > 0)
+        assert spec == P(*layers, *separate.specs[one]), name
+        assert stacked.sharded_dimensions.get(name) == separate.sharded_dimensions.get(one)
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [(8, P(None, ("tensor", "fsdp"), None)), (2, P("fsdp", "tensor", None))],
+)
+def test_matmuls_gather_columns_where_all_are_divisible(heads, expected):
+    model = dataclasses.replace(TINY.model, num_heads=8, num_key_value_heads=heads)
+    config = dataclasses.replace(TINY, model=model, zero=3, weight_gather="matmuls")
+    specs = ModelFunctions(config, MeshSizes(fsdp=4, tensor=2)).specs
+    assert specs["layers.0.attention.projection.query.kernel"] == expected
+    assert specs["layers.0.attention.output.kernel"] == P("tensor", None, "fsdp")
+
+
 @pytest.mark.parametrize(
     ("mesh", "zero", "devices", "expected"),
     [
