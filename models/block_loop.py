@@ -49,11 +49,20 @@ class BlockLoop(Protocol):
         """The number of the block after (offset 1) or before (-1) one; None if there is none."""
         ...
 
-    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, Any]:
+    def run(self, step: Step, carry: Carry) -> tuple[Carry, Any]:
         """Applies ``carry, result = step(carry, number)`` for each block.
 
         Returns:
           The last carry, and the collection of the results.
+        """
+        ...
+
+    def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Any, Tree]:
+        """The same from the last block to the first. Results are gradients, as are those of `last`,
+        which follows the blocks.
+
+        Returns:
+          The last carry, the collection of the results, and the gradients of `last`.
         """
         ...
 
@@ -76,20 +85,27 @@ class Unrolled:
         """The number of a neighbour, or None."""
         return number + offset if 0 <= number + offset < self.count else None
 
-    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, list[Tree]]:
+    def run(self, step: Step, carry: Carry) -> tuple[Carry, list[Tree]]:
+        """Applies the step to each block."""
+        results: list[Tree] = []
+        for number in range(self.count):
+            carry, result = step(carry, number)
+            results.append(result)
+        return carry, results
+
+    def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, list[Tree], Tree]:
         """Applies the step to each block.
 
-        In reverse, where results are gradients, that of one block is complete before the block
-        after next begins: gradients of at most two blocks are whole.
+        Gradients of one block, or of `last`, are complete before the block after next begins: those
+        of at most two are whole.
         """
-        results: list[Tree] = []
-        for number in reversed(range(self.count)) if reverse else range(self.count):
-            (x, weights), result = step(carry, number)
-            if reverse and results:
-                x, results[-1] = _tied(x, results[-1])
-            results.append(result)
+        gradients = [last]
+        for number in reversed(range(self.count)):
+            (x, weights), own = step(carry, number)
+            x, gradients[-1] = _tied(x, gradients[-1])
+            gradients.append(own)
             carry = x, weights
-        return carry, results[::-1] if reverse else results
+        return carry, gradients[:0:-1], gradients[0]
 
 
 @dataclass(frozen=True)
@@ -117,10 +133,16 @@ class Scanned:
         """The number of a neighbour, or of the block itself."""
         return jnp.clip(number + offset, 0, self.count - 1)
 
-    def run(self, step: Step, carry: Carry, *, reverse: bool = False) -> tuple[Carry, Tree]:
+    def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
         """Applies the step to each block."""
+        return lax.scan(step, carry, jnp.arange(self.count), unroll=self.unroll)
+
+    def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Tree, Tree]:
+        """Applies the step to each block. Gradients of `last` are complete before the loop."""
+        x, last = _tied(carry[0], last)
         numbers = jnp.arange(self.count)
-        return lax.scan(step, carry, numbers, reverse=reverse, unroll=self.unroll)
+        carry, gradients = lax.scan(step, (x, carry[1]), numbers, reverse=True, unroll=self.unroll)
+        return carry, gradients, last
 
 
 def apply_blocks(
@@ -174,7 +196,7 @@ def apply_blocks(
 
         def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: jax.Array, d_last: Tree) -> tuple:
             d_last = None if d_last is None else use.gradients(d_last, whole=True)
-            d_parameters, dx = _backward(blocks, split.backward, weights, kept, dy)
+            d_parameters, dx, d_last = _backward(blocks, split.backward, weights, kept, dy, d_last)
             return d_parameters, dx, d_last, None, None
 
         return (y, last), Partial(pull, blocks, weights, kept)
@@ -268,8 +290,9 @@ def _backward(
     weights: Tree,
     kept: Any,
     dy: jax.Array,
-) -> tuple[Any, jax.Array]:
-    """The gradients of the parameters, and of the input of the first block."""
+    d_last: Tree | None,
+) -> tuple[Any, jax.Array, Tree | None]:
+    """The gradients of the parameters, of the input of the first block, and of `last`."""
 
     @jax.jit
     def compute(dy: jax.Array, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
@@ -280,8 +303,8 @@ def _backward(
     def step(carry: Carry, number: Any) -> tuple[Carry, Tree]:
         return compute(*carry, blocks.source(number, -1), blocks.loop.take(kept, number))
 
-    (dx, _), gradients = blocks.loop.run(step, (dy, weights), reverse=True)
-    return gradients, dx
+    (dx, _), gradients, d_last = blocks.loop.run_reversed(step, (dy, weights), d_last)
+    return gradients, dx, d_last
 
 
 def _typed_as(weights: Tree, parameters: Tree) -> Tree:

@@ -195,7 +195,23 @@ def test_gradients_of_a_block_are_complete_before_the_block_after_next(make_mesh
         for equation in equations
         if equation.primitive.name == "optimization_barrier"
     ]
-    assert sorted(tied) == [0, 1, 1]  # One barrier is for the weights of the head.
+    # Two barriers are for the weights of the head and for its gradients.
+    assert sorted(tied) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_gradients_of_the_head_do_not_wait_for_the_blocks(make_mesh, unroll):
+    """XLA would sum them last, and keep them whole until then."""
+    fun = loss_and_gradients(make_mesh({"fsdp": DEVICES}), 3, unroll=unroll)
+    (call,) = jax.make_jaxpr(fun)(make_blocks(3), X).eqns
+    (sharded,) = call.params["jaxpr"].eqns
+    body = sharded.params["jaxpr"]
+    places = {v: place for place, equation in enumerate(body.eqns) for v in equation.outvars}
+    # The results are the loss, gradients of the blocks, of the head and of x, by sorted names.
+    _, *of_blocks = (places[v] for v in body.outvars[:-4])
+    head = {places[v] for v in (body.outvars[-4], body.outvars[-2])}
+    assert {body.eqns[place].primitive.name for place in head} == {"optimization_barrier"}
+    assert max(head) < min(of_blocks[:6])  # Of the first two blocks, computed last.
 
 
 def test_only_what_depends_on_activations_is_kept():
