@@ -97,7 +97,7 @@ def test_norms_of_stacked_layers_do_not_decay(kind):
         OptimizerConfig(kind=kind, warmup_steps=0), 2, {name: P() for name in names}
     )
     zeros = jax.tree.map(jax.numpy.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    updates: Any = optimizer.update(zeros, optimizer.init(params), params)[0]
     norm, matrix = (np.asarray(updates[name]) for name in names)
     assert np.all(norm == 0)
     assert np.all(matrix < 0)
