@@ -26,7 +26,7 @@ def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     Kernels that ask XLA for the address of a peer's array fail.
     """
     monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
-    monkeypatch.setattr(symmetric_workspace, "workspace_bytes", lambda devices: 4)
+    monkeypatch.setattr(symmetric_workspace, "workspace_bytes", lambda devices: 16)
     monkeypatch.setattr(symmetric_workspace, "_allocated", {})
 
     def look_up(*operands: Any, **options: Any) -> None:

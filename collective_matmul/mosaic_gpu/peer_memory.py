@@ -38,19 +38,7 @@ WARPGROUP_LANES = 128
 ThreadScope = gpu.ThreadSubset
 WARPGROUP, WARP = ThreadScope.WARPGROUP, ThreadScope.WARP
 
-_SCOPE = """{{
-.reg .pred p;
-.reg .u32 word;
-.reg .s32 ahead;
-{}
-}}"""
 _STORE_INT32 = "st.relaxed.sys.global.u32 [${}], $0;"
-# The difference is signed: values may wrap around.
-_WAIT = """WAIT{0}:
-ld.acquire.sys.global.u32 word, [${0}];
-sub.s32 ahead, word, $0;
-setp.lt.s32 p, ahead, 0;
-@p bra WAIT{0};"""
 
 
 class Address(NamedTuple):
@@ -153,20 +141,6 @@ def set_signals(value: Any, addresses: Sequence[Address]) -> None:
     at(value, *map(tuple, addresses))
 
 
-def wait_for_signals(value: Any, addresses: Sequence[Address]) -> None:
-    """Waits until each signal, an int32 at an address, has reached a value. Both may wrap around.
-
-    Afterwards this warpgroup sees all that peers have stored before they set their signals.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(SCALAR, *([ADDRESS] * len(addresses))))
-    def at(_, value, *words):
-        _in_one_thread(WARPGROUP, value, words, [_WAIT.format(n + 1) for n in range(len(words))])
-        synchronize(WARPGROUP)
-
-    at(value, *map(tuple, addresses))
-
-
 # What inline code consists of. Arguments are MLIR values here.
 
 
@@ -221,7 +195,7 @@ def _in_one_thread(
     """Executes PTX in one thread of the scope: $0 is the value, from $1 on are the addresses."""
     operands = [value.registers.item(), *(llvm_pointer(words) for words in addresses)]
     with utils.single_thread(scope=scope):
-        inline_ptx(None, operands, _SCOPE.format("\n".join(lines)))
+        inline_ptx(None, operands, "\n".join(lines))
 
 
 def _lane_pointers(words: Any, count: int) -> list[Any]:

@@ -50,28 +50,18 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     load_int32,
     splat,
     store_int32,
-    synchronize,
+)
+from collective_matmul.mosaic_gpu.peer_waits import (
+    ADDRESS_BITS,
+    POINTER_BYTES,
+    Awaited,
+    poll_pointers,
+    wait_for_count,
 )
 from collective_matmul.mosaic_gpu.remote_store import PeerBuffer
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
-
-# A pointer and its epoch are one word: 48 bits of address, and above them the low 16 bits of the
-# epoch. The word is stored and loaded whole, so no signal has to follow it.
-_ADDRESS_BITS = 48
-#: Bytes of such a word.
-POINTER_BYTES = 8
-_WARP_LANES = 32
-_POLL_PTX = """{
-.reg .pred p;
-.reg .b64 word;
-HEAR:
-ld.acquire.sys.global.b64 word, [$0];
-shr.u64 word, word, %d;
-setp.ne.u64 p, word, $1;
-@p bra HEAR;
-}"""
 
 #: The largest number of arrays that peers store to. Every rendezvous publishes this many pointers,
 #: the last of them repeatedly if there are fewer: a word that was skipped would keep an old epoch,
@@ -92,7 +82,12 @@ class Rendezvous:
     """
 
     def __init__(
-        self, workspace_pointers: Any, devices: int, block: tuple[Any, int], arrays: Sequence[Any]
+        self,
+        workspace_pointers: Any,
+        devices: int,
+        block: tuple[Any, int],
+        arrays: Sequence[Any],
+        kernel: str,
     ):
         """Describes the rendezvous; nothing is stored yet.
 
@@ -101,9 +96,11 @@ class Rendezvous:
           devices: the size of the axis.
           block: the index of this block, and the number of blocks of the kernel.
           arrays: the arrays that peers store to, at most `MAX_BUFFERS`.
+          kernel: the name of the kernel, for reports of waits that take too long.
         """
         self.block, blocks = block
         assert blocks <= symmetric_workspace.RENDEZVOUS_BLOCKS and len(arrays) <= MAX_BUFFERS
+        self.kernel = kernel
         self.devices = devices
         self.arrays = list(arrays)
         self._workspace_pointers = workspace_pointers
@@ -138,7 +135,21 @@ class Rendezvous:
         first = self._mailbox(self._workspace(0), self._epoch, 1)
         stride = symmetric_workspace.mailbox_offset(self.devices, 0, 1, 0)
         stride -= symmetric_workspace.mailbox_offset(self.devices, 0, 0, 0)
-        poll_pointers(self._epoch, first, stride, self.devices - 1, len(self.arrays), scope)
+        sources, awaited = self.devices - 1, self._awaited("peers to launch it")
+        poll_pointers(self._epoch, first, stride, sources, len(self.arrays), scope, awaited)
+
+    def wait_for_count(
+        self, semaphore: Any, count: Any, what: str, scope: ThreadScope = WARPGROUP
+    ) -> None:
+        """Waits until peers have signalled a semaphore, which keeps its value, `count` times.
+
+        Args:
+          semaphore: a reference to an element of this device's array of semaphores.
+          count: a scalar.
+          what: what is counted, in the plural, for the report of a wait that takes too long.
+          scope: the threads that call this.
+        """
+        wait_for_count(semaphore, count, scope, self._awaited(what))
 
     def peer_buffer(self, number: int, offset: Any) -> PeerBuffer:
         """Returns the peer buffer of an array, by its number, on the device at an offset."""
@@ -153,6 +164,10 @@ class Rendezvous:
         """Returns the address of the workspace of the device at an offset."""
         pointers = self._workspace_pointers
         return Address(pointers[2 * offset], pointers[2 * offset + 1], 0)
+
+    def _awaited(self, what: str) -> Awaited:
+        report = self._workspace(0).plus(symmetric_workspace.report_offset(self.devices))
+        return Awaited(self.kernel, what, report)
 
     @property
     def _epoch_counter(self) -> Address:
@@ -177,7 +192,7 @@ def publish_pointers(
     def at(_, epoch, arrays, mailboxes):
         i64 = ir.IntegerType.get_signless(64)
         tag = arith.extui(i64, epoch.registers.item())
-        tag = arith.shli(tag, gpu.c(_ADDRESS_BITS, i64))
+        tag = arith.shli(tag, gpu.c(ADDRESS_BITS, i64))
         words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), tag) for array in arrays]
         with utils.single_thread(scope=scope):
             inline_ptx(None, [], "fence.acq_rel.sys;")
@@ -188,40 +203,6 @@ def publish_pointers(
     at(epoch, list(arrays), [tuple(mailbox) for mailbox in mailboxes])
 
 
-def poll_pointers(
-    epoch: Any, first: Address, stride: int, sources: int, arrays: int, scope: ThreadScope
-) -> None:
-    """Waits until all sources have published pointers of an epoch.
-
-    Args:
-      epoch: the epoch; its low 16 bits are compared.
-      first: the mailbox of the first source.
-      stride: bytes from one source's mailbox to the next one's.
-      sources: the number of sources.
-      arrays: the number of pointers that each of them publishes.
-      scope: the threads that call this. Each lane of a warp polls one pointer.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS))
-    def at(_, epoch, first):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        lane = arith.remui(gpu.thread_idx(), gpu.c(_WARP_LANES, i32))
-        tag = arith.andi(epoch.registers.item(), gpu.c((1 << 64 - _ADDRESS_BITS) - 1, i32))
-        for batch in range(-(-sources * arrays // _WARP_LANES)):
-            word = arith.addi(lane, gpu.c(batch * _WARP_LANES, i32))
-            word = arith.minui(word, gpu.c(sources * arrays - 1, i32))
-            source, array = (f(word, gpu.c(arrays, i32)) for f in (arith.divui, arith.remui))
-            offset = arith.addi(
-                arith.muli(source, gpu.c(stride, i32)),
-                arith.muli(array, gpu.c(POINTER_BYTES, i32)),
-            )
-            pointer = llvm_pointer(first, arith.extui(i64, offset))
-            inline_ptx(None, [pointer, arith.extui(i64, tag)], _POLL_PTX % _ADDRESS_BITS)
-        synchronize(scope)
-
-    at(epoch, tuple(first))
-
-
 def load_peer_pointer(mailbox: Address) -> Address:
     """Returns the pointer at an address in a mailbox, which this block has polled before."""
 
@@ -229,7 +210,7 @@ def load_peer_pointer(mailbox: Address) -> Address:
     def at(_, mailbox):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         word = inline_ptx(i64, [llvm_pointer(mailbox)], "ld.global.b64 $0, [$1];")
-        address = arith.andi(word, gpu.c((1 << _ADDRESS_BITS) - 1, i64))
+        address = arith.andi(word, gpu.c((1 << ADDRESS_BITS) - 1, i64))
         high = arith.shrui(address, gpu.c(32, i64))
         return splat(arith.trunci(i32, address)), splat(arith.trunci(i32, high))
 

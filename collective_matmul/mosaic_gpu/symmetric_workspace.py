@@ -7,6 +7,7 @@ an axis of D devices, a workspace holds:
     signal pad   [D, EXCHANGE_BLOCKS]          int32, each in a cache line of its own
     regions      [PHASES, D, EXCHANGE_BLOCKS]  messages of one-shot exchanges, REGION_BYTES each
     mailboxes    [PHASES, D, RENDEZVOUS_BLOCKS]  pointers of a rendezvous, one cache line each
+    report       whether a wait has taken too long, an int32, and the address of its record
 
 The dimension D is the *source*, counted along the axis from the workspace's own device: source s in
 the workspace of device d is device (d + s) % D. Row 0 of the signal pad holds the epochs of the
@@ -28,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import device_constant
+from collective_matmul.mosaic_gpu import timeout_reports
 
 #: The largest number of blocks in an exchange.
 EXCHANGE_BLOCKS = 128
@@ -40,6 +42,8 @@ _SIGNAL_STRIDE_BYTES = 128
 #: Copies of regions and mailboxes, used in turn. A device may be one exchange, or one rendezvous,
 #: ahead of a peer that still reads what the device stored for the one before.
 PHASES = 2
+#: Size of a report, and where it has the address.
+REPORT_BYTES, REPORT_POINTER_OFFSET = 16, 8
 
 
 def epoch_offset(block: Any) -> Any:
@@ -64,9 +68,14 @@ def mailbox_offset(devices: int, phase: Any, source: Any, block: Any) -> Any:
     return start + ((phase * devices + source) * RENDEZVOUS_BLOCKS + block) * _SIGNAL_STRIDE_BYTES
 
 
+def report_offset(devices: int) -> int:
+    """Returns the byte offset of the report."""
+    return mailbox_offset(devices, PHASES, 0, 0)
+
+
 def workspace_bytes(devices: int) -> int:
     """Returns the size of one workspace, for an axis of this many devices."""
-    return mailbox_offset(devices, PHASES, 0, 0)
+    return report_offset(devices) + REPORT_BYTES
 
 
 def workspace_pointers(axis_name: str) -> jax.Array:
@@ -119,8 +128,15 @@ def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> di
     """Returns the workspace of each device, for one axis of a mesh of this shape."""
     with _allocation_lock:
         if (devices, shape, axis) not in _allocated:
-            count = workspace_bytes(shape[axis]) // 4
-            arrays = [jax.device_put(np.zeros(count, np.int32), device) for device in devices]
+            size = workspace_bytes(shape[axis])
+            arrays = [jax.device_put(_initial(size, device), device) for device in devices]
             jax.block_until_ready(arrays)
             _allocated[devices, shape, axis] = dict(zip(devices, arrays, strict=True))
         return _allocated[devices, shape, axis]
+
+
+def _initial(size: int, device: Any) -> np.ndarray:
+    """Returns a workspace of `size` bytes as int32: zeros, and the address in the report."""
+    words = np.zeros(size // 4, np.int32)
+    words[-2:] = np.array([timeout_reports.allocate(device)], np.uint64).view(np.int32)
+    return words

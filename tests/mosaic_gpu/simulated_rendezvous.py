@@ -58,6 +58,12 @@ class SimulatedRendezvous:
         self.simulation.here().wait(lambda: all(self.others[p].published for p in places))
         self.peers_published = True
 
+    def wait_for_count(
+        self, semaphore: Reference, count: int, what: str, scope: ThreadScope = WARPGROUP
+    ) -> None:
+        assert scope == self.scope and what
+        self.simulation.wait_for_count(semaphore, count)
+
     def peer_buffer(self, number: int, offset: int) -> PeerBuffer:
         assert self.peers_published
         arrays = self.arrays[number]
@@ -107,7 +113,9 @@ def requested_resources(
         requested.arrived.append(kind)
         return Named("arrived")
 
-    def note_arrays(words: Any, devices: int, block: int, arrays: Sequence[Named]) -> None:
+    def note_arrays(
+        words: Any, devices: int, block: int, arrays: Sequence[Named], kernel: str
+    ) -> None:
         requested.peer_arrays.extend(array.name for array in arrays)
 
     with pytest.MonkeyPatch.context() as patch:

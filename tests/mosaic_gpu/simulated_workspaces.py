@@ -17,6 +17,7 @@ import pytest
 
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
+from collective_matmul.mosaic_gpu.peer_waits import Awaited
 from collective_matmul.mosaic_gpu.tiling import Tiling
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
@@ -97,6 +98,12 @@ class WorkspaceSimulation(Simulation):
         device, start = divmod(where, _BETWEEN_ADDRESSES)
         assert start == 0 and offset + count <= self.memory[device].size
         return device, self.memory[device][offset : offset + count]
+
+    def assert_reported_here(self, awaited: Awaited) -> None:
+        """Asserts that a wait that takes too long is reported in the workspace of its device."""
+        device, _ = self.bytes_at(awaited.report, symmetric_workspace.REPORT_BYTES)
+        assert device == self.here().place[AXIS]
+        assert awaited.report.offset == symmetric_workspace.report_offset(self.devices)
 
     def send(self, address: Address, value: np.ndarray, after: Sequence[Message] = ()) -> None:
         device, place = self.bytes_at(address, value.nbytes)

@@ -241,8 +241,7 @@ class Simulation:
             there = peer_buffer.part(semaphore, scope)
             there.array[there.starts] += 1
 
-    def await_semaphore(self, semaphore: Reference, count: int, decrement: bool) -> None:
-        assert not decrement
+    def wait_for_count(self, semaphore: Reference, count: int) -> None:
         self.here().wait(lambda: bool(semaphore.array[semaphore.starts] >= count))
 
     def axis_index(self, axis: str) -> int:
@@ -258,7 +257,6 @@ class Simulation:
                 "when": lambda condition: lambda body: body() if condition else None,
                 "loop": lambda start, stop: functools.partial(_for_each, values=range(start, stop)),
                 "run_scoped": lambda body, accumulator: body(accumulator),
-                "semaphore_wait": self.await_semaphore,
             },
             "plgpu": {
                 "OOBFillMode": SimpleNamespace(PROMISE_IN_BOUNDS=None),

@@ -17,6 +17,7 @@ import pytest
 
 from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, Address, ThreadScope
+from collective_matmul.mosaic_gpu.peer_waits import Awaited
 from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
 from tests.mosaic_gpu.simulated_workspaces import (
     WorkspaceSimulation,
@@ -82,7 +83,7 @@ class RendezvousSimulation(WorkspaceSimulation):
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
         launch = self.launches[number]
         arrays = [address_of(number, device, which) for which in range(launch.arrays)]
-        mine = Rendezvous(words, self.devices, (block, BLOCKS), arrays)
+        mine = Rendezvous(words, self.devices, (block, BLOCKS), arrays, "kernel")
         if block < launch.publishing:
             mine.publish()
         if block < launch.waiting:
@@ -131,9 +132,17 @@ class RendezvousSimulation(WorkspaceSimulation):
             self.send(mailbox.plus(number * POINTER_BYTES), word, before)
 
     def poll_pointers(
-        self, epoch: int, first: Address, stride: int, sources: int, arrays: int, scope: ThreadScope
+        self,
+        epoch: int,
+        first: Address,
+        stride: int,
+        sources: int,
+        arrays: int,
+        scope: ThreadScope,
+        awaited: Awaited,
     ) -> None:
         """Waits for all words. Each lane polls one word, and not again after that has arrived."""
+        self.assert_reported_here(awaited)
         missing = {
             first.plus(source * stride + array * POINTER_BYTES)
             for source, array in itertools.product(range(sources), range(arrays))
@@ -291,8 +300,8 @@ def only_some_arrays_are_waited_for(monkeypatch: Patch) -> None:
     poll_pointers: Any = rendezvous.poll_pointers
 
     def poll_some(*arguments: Any) -> None:
-        *others, arrays, scope = arguments
-        poll_pointers(*others, arrays - 1, scope)
+        *others, arrays, scope, awaited = arguments
+        poll_pointers(*others, arrays - 1, scope, awaited)
 
     monkeypatch.setattr(rendezvous, "poll_pointers", poll_some)
 

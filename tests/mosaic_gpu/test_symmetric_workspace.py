@@ -16,11 +16,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import device_constant
-from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
+from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace, timeout_reports
 from collective_matmul.mosaic_gpu.peer_memory import VECTOR_BYTES
 from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES
 
 Patch = pytest.MonkeyPatch
+
+#: A number that addresses of records begin with.
+RECORD = 1 << 50
 
 both_vma = pytest.mark.parametrize("check_vma", [False, True])
 
@@ -53,6 +56,7 @@ def test_nothing_overlaps(devices: int) -> None:
             + rendezvous._EPOCH_OFFSET,
             4,
         ),
+        (np.array([symmetric_workspace.report_offset(devices)]), symmetric_workspace.REPORT_BYTES),
     ]
     starts = np.concatenate([offsets for offsets, _ in places])
     sizes = np.concatenate([np.full_like(offsets, size) for offsets, size in places])
@@ -64,7 +68,8 @@ def test_nothing_overlaps(devices: int) -> None:
     assert ends[-1] <= symmetric_workspace.workspace_bytes(devices) < 1 << 31
     assert symmetric_workspace.workspace_bytes(devices) % 4 == 0
     # Except the epochs of rendezvous, which follow the pointers of a mailbox.
-    assert not np.any(starts[: -rendezvous_blocks.size] % VECTOR_BYTES)
+    assert not np.any(starts[: -rendezvous_blocks.size - 1] % VECTOR_BYTES)
+    assert starts[-1] % VECTOR_BYTES == 0
 
 
 class Device:
@@ -94,12 +99,14 @@ def spaces(_few_blocks: None, monkeypatch: Patch) -> list[Space]:
     made: list[Space] = []
 
     def put(value: np.ndarray, device: Any) -> Space:
-        assert value.dtype == np.int32 and not value.any()
+        assert value.dtype == np.int32 and not value[:-4].any()
+        assert int(value[-2:].view(np.uint64)[0]) == RECORD + id(device)
         space = Space(device, 0xFFF0_0000_0000_0000 + (len(made) + 1) * 0x8000_0010)
         made.append(space)
         return space
 
     monkeypatch.setattr(jax, "device_put", put)
+    monkeypatch.setattr(timeout_reports, "allocate", lambda device: RECORD + id(device))
     return made
 
 

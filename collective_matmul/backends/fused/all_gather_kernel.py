@@ -52,6 +52,7 @@ from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_in,
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
 from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand, reader
+from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
@@ -126,8 +127,9 @@ class AllGatherGemm(PersistentGemm):
         config = self.config
         count = config.problem.planes * self.devices * config.groups * config.slabs
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        block, arrays = block_index_and_count(), (gathered, arrived)
         self.rendezvous = Rendezvous(
-            workspace_pointers, self.devices, block_index_and_count(), (gathered, arrived)
+            workspace_pointers, self.devices, block, arrays, "all_gather_matmul"
         )
         # The weights have one plane, and planes of x are found from the batch alone.
         indices = [0] * (len(self.ws[0]) + 2)
@@ -258,4 +260,4 @@ class AllGatherGemm(PersistentGemm):
             boxes = boxes_in(config, lax.rem(number, config.groups))
             messages = lax.div(boxes, config.boxes_per_message)
             # Other blocks wait for the same slab, so the semaphore keeps its count.
-            pl.semaphore_wait(semaphore, messages, decrement=False)
+            self.rendezvous.wait_for_count(semaphore, messages, "messages of x", WARP)

@@ -108,8 +108,9 @@ class GemmReduceScatter(OwnerTileScheduler):
         # The weights have one plane, and planes of the xs are found from the batch alone.
         indices = [0] * (2 * terms + 1)
         arrays = ReducedArrays(y, partials, arrived)
+        kernel, block = f"matmul_{self.problem.kind}", block_index_and_count()
         self.rendezvous = Rendezvous(
-            workspace_pointers, self.problem.devices, block_index_and_count(), arrays
+            workspace_pointers, self.problem.devices, block, arrays, kernel
         )
 
         @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
@@ -160,7 +161,7 @@ class GemmReduceScatter(OwnerTileScheduler):
             def _() -> None:
                 count = (self.problem.devices - 1) * self.blocks_with_tiles() * CONSUMERS
                 semaphore = arrays.arrived.at[self.config.local_tiles]
-                pl.semaphore_wait(semaphore, count, decrement=False)
+                self.rendezvous.wait_for_count(semaphore, count, "sums of peers")
 
     def load_tile(
         self, operands: Operands, stages: Stages, tile: TileCoord, in_parts: Any = None
@@ -196,7 +197,8 @@ class GemmReduceScatter(OwnerTileScheduler):
         @pl.when(has_rows)
         def _() -> None:
             semaphore = arrays.arrived.at[self.local_tile_index(axis_index, tile)]
-            pl.semaphore_wait(semaphore, config.sources * CONSUMERS, decrement=False)
+            count = config.sources * CONSUMERS
+            self.rendezvous.wait_for_count(semaphore, count, "partial products of peers")
 
         @pl.loop(0, config.partial_steps)
         def _(step: Scalar) -> None:

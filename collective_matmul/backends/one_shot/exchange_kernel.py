@@ -43,8 +43,8 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     load_int32,
     set_signals,
     store,
-    wait_for_signals,
 )
+from collective_matmul.mosaic_gpu.peer_waits import Awaited, wait_for_signals
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.requirements import Array
 
@@ -229,7 +229,10 @@ class Exchange:
             delay_warpgroup(race_delay_steps(axis_index, epoch, block))
         # Signals are set after all stores of this block. The block's own epoch is stored with them.
         set_signals(epoch, [epoch_counter, *map(signal, workspaces[1:], sources[1:])])
-        wait_for_signals(epoch, [signal(own_workspace, source) for source in range(1, devices)])
+        report = own_workspace.plus(symmetric_workspace.report_offset(devices))
+        awaited = Awaited(f"one_shot_{self.kind}", "messages of peers", report)
+        signals = [signal(own_workspace, source) for source in range(1, devices)]
+        wait_for_signals(epoch, signals, awaited)
         own_region = functools.partial(region, own_workspace)
         self.for_boxes(functools.partial(self.receive, x, y, axis_index, own_region))
 

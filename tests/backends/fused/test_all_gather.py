@@ -208,7 +208,6 @@ def run_the_last_device_alone(monkeypatch: pytest.MonkeyPatch, *, sends: bool) -
     monkeypatch.setattr(all_gather_sender, "async_remote_store", async_remote_store)
     monkeypatch.setattr(all_gather_sender, "signal_peers", lambda *arguments: None)
     monkeypatch.setattr(pallas, "get_global", lambda kind: UnusedSemaphores())
-    monkeypatch.setattr(pallas, "semaphore_wait", lambda *arguments, **keywords: None)
     if not sends:
         monkeypatch.setattr(Sender, "send", lambda *arguments: None)
 
@@ -218,13 +217,16 @@ class NoPeers:
 
     axis_index = 1
 
-    def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any]):
+    def __init__(self, words: Any, devices: int, block: Any, arrays: Sequence[Any], kernel: str):
         pass
 
     def publish(self, scope: Any) -> None:
         pass
 
     def wait_for_peers(self, scope: Any) -> None:
+        pass
+
+    def wait_for_count(self, semaphore: Any, count: Any, what: str, scope: Any) -> None:
         pass
 
     def peer_buffer(self, number: int, offset: Any) -> None:

@@ -13,6 +13,7 @@ from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.backends.one_shot.exchange_kernel import Exchange, Kind
 from collective_matmul.mosaic_gpu import symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import Address
+from collective_matmul.mosaic_gpu.peer_waits import Awaited
 from tests.mosaic_gpu.simulated_memory import Reference
 from tests.mosaic_gpu.simulated_workspaces import (
     WorkspaceSimulation,
@@ -79,10 +80,11 @@ class ExchangeSimulation(WorkspaceSimulation):
         for address in addresses:
             self.send(address, as_int32(value), before)
 
-    def wait_for_signals(self, value: int, addresses: Sequence[Address]) -> None:
+    def wait_for_signals(self, value: int, addresses: Sequence[Address], awaited: Awaited) -> None:
         def arrived(address: Address) -> bool:
             return (self.word(address) - value) % (1 << 32) < 1 << 31
 
+        self.assert_reported_here(awaited)
         self.here().wait(lambda: all(map(arrived, addresses)))
 
     def axis_size(self, axis: str) -> int:
@@ -184,14 +186,16 @@ def signals_are_not_ordered_after_stores(monkeypatch: Patch) -> None:
 def the_previous_epoch_is_waited_for(monkeypatch: Patch) -> None:
     wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
-        exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value - 1, at)
+        exchange_kernel, "wait_for_signals", lambda value, *rest: wait_for_signals(value - 1, *rest)
     )
 
 
 def only_some_peers_are_waited_for(monkeypatch: Patch) -> None:
     wait_for_signals = exchange_kernel.wait_for_signals
     monkeypatch.setattr(
-        exchange_kernel, "wait_for_signals", lambda value, at: wait_for_signals(value, at[1:])
+        exchange_kernel,
+        "wait_for_signals",
+        lambda value, at, awaited: wait_for_signals(value, at[1:], awaited),
     )
 
 
