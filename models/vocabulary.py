@@ -6,6 +6,8 @@ the full logits: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,23 +30,56 @@ def embed(tokens: jax.Array, table: jax.Array, axis_name: str) -> jax.Array:
     return lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
 
 
+@jax.named_scope("loss")
 def cross_entropy(logits: jax.Array, targets: jax.Array, axis_name: str) -> jax.Array:
     """Minus the log-probability of each target, in nats.
 
+    Computed in float32, but neither the logits nor their gradient are ever stored in it.
+
     Args:
-      logits: [B, S, V/D], this device's columns, any floating dtype; computed in float32.
+      logits: [B, S, V/D], this device's columns, any floating dtype.
       targets: int32 [B, S].
       axis_name: the tensor axis.
 
     Returns:
       float32 [B, S], the same on every device of the axis.
     """
-    logits = logits.astype(jnp.float32)
-    largest = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), axis_name)
-    normalizer = lax.psum(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axis_name)
     columns = _local_rows(targets, logits.shape[-1], axis_name)
+    return _cross_entropy(logits, columns, axis_name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cross_entropy(logits: jax.Array, columns: jax.Array, axis_name: str) -> jax.Array:
+    """The same for targets as columns of the local logits; V/D stands for other devices'."""
+    return _forward(logits, columns, axis_name)[0]
+
+
+def _forward(logits: jax.Array, columns: jax.Array, axis_name: str) -> tuple[jax.Array, tuple]:
+    """The losses, and what the backward needs: float32 [B, S] beside the arguments."""
+    wide = logits.astype(jnp.float32)
+    largest = jnp.max(wide, axis=-1)
+    total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
     found = jnp.take_along_axis(logits, columns[..., None], axis=-1, mode="fill", fill_value=0)
-    return jnp.log(normalizer) + largest - lax.psum(found[..., 0], axis_name)
+    parts = jnp.stack([largest, total, found[..., 0].astype(jnp.float32)])
+    # One collective of three numbers per token instead of three that wait for each other.
+    largest, total, found = jnp.moveaxis(lax.all_gather(parts, axis_name, to="invarying"), 1, 0)
+    shared = jnp.max(largest, axis=0, keepdims=True)
+    log_normalizer = shared[0] + jnp.log(jnp.sum(total * jnp.exp(largest - shared), axis=0))
+    return log_normalizer - jnp.sum(found, axis=0), (logits, columns, log_normalizer)
+
+
+def _backward(
+    axis_name: str, residuals: tuple[jax.Array, jax.Array, jax.Array], gradients: jax.Array
+) -> tuple[jax.Array, None]:
+    """Softmax minus one-hot, by comparison: a scatter would need an array of the logits' size."""
+    logits, columns, log_normalizer = residuals
+    probabilities = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
+    vocabulary = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    is_target = vocabulary == columns[..., None]
+    return ((probabilities - is_target) * gradients[..., None]).astype(logits.dtype), None
+
+
+_cross_entropy.defvjp(_forward, _backward)
 
 
 def _local_rows(tokens: jax.Array, size: int, axis_name: str) -> jax.Array:

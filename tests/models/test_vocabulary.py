@@ -58,3 +58,33 @@ def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):
     log_sum = np.log(shifted.sum(-1)) + wide.max(-1)
     np.testing.assert_allclose(loss, np.mean(log_sum - (wide * one_hot).sum(-1)), rtol=1e-6)
     np.testing.assert_allclose(grad, (probabilities - one_hot) / tokens.size, atol=1e-7)
+
+
+def test_the_backward_of_the_loss_keeps_the_logits_and_one_number_per_token(make_mesh, tokens):
+    kept: list[jax.Array] = []
+
+    def losses(logits, targets):
+        loss, pullback = jax.vjp(
+            lambda logits: vocabulary.cross_entropy(logits, targets, "tensor"), logits
+        )
+        kept.extend(leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim)
+        (gradient,) = pullback(jnp.ones_like(loss))
+        return gradient
+
+    sharded = jax.shard_map(
+        losses,
+        mesh=make_mesh({"tensor": 4}),
+        in_specs=(P(None, None, "tensor"), P()),
+        out_specs=P(None, None, "tensor"),
+    )
+    logits = jax.ShapeDtypeStruct((BATCH, SEQUENCE, VOCABULARY), jnp.bfloat16)
+    closed = jax.make_jaxpr(sharded)(logits, tokens)
+    assert closed.out_avals[0].dtype == jnp.bfloat16
+    local = (BATCH, SEQUENCE, VOCABULARY // 4)
+    assert sorted((leaf.dtype.name, leaf.shape) for leaf in kept) == [
+        ("bfloat16", local),
+        ("float32", local[:2]),
+        ("int32", local[:2]),
+    ]
+    # A scatter into an array of the logits' size would be a pass over memory of its own.
+    assert "scatter" not in str(closed)

@@ -187,8 +187,9 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     forward = layers * 2 * (gather + scatter) + gather
     backward = layers * 2 * ((scatter + gather) + gather) + (scatter + gather)
     assert found["collective-permute"] == forward + backward
-    # The embedding scatters forward and gathers backward, without a matmul.
-    assert found["all-gather"] <= 1
+    # The embedding scatters forward and gathers backward, without a matmul. The loss gathers three
+    # numbers per token.
+    assert found["all-gather"] <= 2
     assert found["reduce-scatter"] <= 1
 
 
