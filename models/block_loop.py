@@ -5,7 +5,9 @@ blocks, it does so one block ahead: in the forward, the shards of the next block
 block begins; in the backward, those of the block before. So a gather can run while one other block
 is computed, and the weights of at most two blocks are whole. The last block of the forward is the
 first of the backward, and its weights stay. In the backward, the gradients of a block are complete
-before the block after next begins: XLA would otherwise postpone them, and keep what they need.
+before the block after next begins: XLA would otherwise postpone them, and keep what they need. They
+become float32 after all loops, so that XLA casts them where they are read, not in passes of their
+own.
 
 Barriers bound this. A barrier binds only values that are used after it, so it gets what has to wait
 and what it has to wait for, and both go on.
@@ -23,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from models.parameter_use import ParameterUse, Tree, as_varying
+from models.parameter_use import ParameterUse, Tree, as_float32, as_varying
 from models.split_pullback import split_pullback
 
 #: Parameters, and the weights of them that were gathered before, or None.
@@ -304,7 +306,7 @@ def _backward(
         return compute(*carry, blocks.source(number, -1), blocks.loop.take(kept, number))
 
     (dx, _), gradients, d_last = blocks.loop.run_reversed(step, (dy, weights), d_last)
-    return gradients, dx, d_last
+    return as_float32(gradients), dx, as_float32(d_last)
 
 
 def _typed_as(weights: Tree, parameters: Tree) -> Tree:

@@ -40,7 +40,8 @@ class ParameterUse(Protocol):
         ...
 
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
-        """The gradients of the parameters from those of the weights; the transpose."""
+        """The gradients of the parameters from those of the weights, the transpose but for dtypes:
+        they become float32 where they leave the model."""
         ...
 
 
@@ -74,10 +75,15 @@ def _forward(
 
 
 def _backward(use: ParameterUse, whole: bool, _: None, gradients: Tree) -> tuple[Tree, None]:
-    return use.gradients(gradients, whole=whole), None
+    return as_float32(use.gradients(gradients, whole=whole)), None
 
 
 used.defvjp(_forward, _backward)
+
+
+def as_float32(gradients: Tree) -> Tree:
+    """Gradients in the dtype of parameters."""
+    return jax.tree.map(lambda leaf: leaf.astype("float32"), gradients)
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:

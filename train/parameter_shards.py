@@ -7,6 +7,7 @@ stacked parameters are those of one layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ class ZeroUse:
         return jax.tree.unflatten(structure, [as_varying(leaf, BATCH_AXES) for leaf in leaves])
 
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
-        """Gradients of weights -> float32 gradients of local parameters."""
+        """Gradients of weights -> gradients of local parameters, in float32 if they were summed in
+        it, else as they came, which is half the memory."""
         leaves, structure = jax.tree.flatten(gradients)
         for place, dimension in enumerate(_dimensions(gradients)):
             replicas: Sequence[str] = BATCH_AXES
@@ -106,7 +108,6 @@ class ZeroUse:
                     leaves[place] = scatter(leaves[place], dimension, self.gradient_dtype)
             if self.sums:
                 leaves[place] = sum_over(leaves[place], replicas, self.gradient_dtype)
-            leaves[place] = leaves[place].astype("float32")
         return jax.tree.unflatten(structure, leaves)
 
 
@@ -116,16 +117,18 @@ def gather(shard: jax.Array, dimension: int, dtype: str) -> jax.Array:
 
 
 def scatter(gradient: jax.Array, dimension: int, dtype: str) -> jax.Array:
-    """The sum of all devices' gradients: any dtype [..., D*n, ...] -> float32 [..., n, ...]."""
-    shard = lax.psum_scatter(
+    """The sum of all devices' gradients: any dtype [..., D*n, ...] -> [..., n, ...] in `dtype`."""
+    return lax.psum_scatter(
         gradient.astype(dtype), "fsdp", scatter_dimension=dimension % gradient.ndim, tiled=True
     )
-    return shard.astype("float32")
 
 
 def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
-    """The float32 sum of all devices' gradients along axes, in which they travel in a dtype."""
-    return lax.psum(gradient.astype(dtype), tuple(axes)).astype("float32")
+    """The sum of all devices' gradients along axes, in `dtype`; in the gradient's own dtype if
+    there is one device."""
+    if math.prod(map(lax.axis_size, axes)) > 1:
+        gradient = gradient.astype(dtype)
+    return lax.psum(gradient, tuple(axes))
 
 
 def _dimensions(state: Tree) -> list[int | None]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import jax
 
-from models.parameter_use import as_varying
+from models.parameter_use import as_float32, as_varying
 from train.config import Config, MeshSizes
 from train.mesh import BATCH_AXES
 from train.parameter_shards import REPLICA_AXES, gather, scatter, sum_over
@@ -82,7 +82,7 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
             gradient = scatter(gradient, dimension, model.gradient_dtype)
         return sum_over(gradient, REPLICA_AXES, model.gradient_dtype)
 
-    return {name: summed(name, gradient) for name, gradient in gradients.items()}
+    return as_float32({name: summed(name, gradient) for name, gradient in gradients.items()})
 
 
 def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> list[str]:
