@@ -9,12 +9,14 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
 from collective_matmul import layers as collective
@@ -38,13 +40,28 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features, jnp.float32))
         self.epsilon = epsilon
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features] -> the same shape."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (normed * scale).astype(x.dtype)
+        return _normalize(x, self.scale[...], self.epsilon)
+
+
+#: The backward of a norm keeps its operands and this float32 number per row, and no more.
+_INVERSE_RMS = "inverse_rms"
+
+
+@functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_only_these_names(_INVERSE_RMS),
+    prevent_cse=False,
+    static_argnums=2,
+)
+def _normalize(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    inverse_rms = checkpoint_name(jax.lax.rsqrt(mean_square + epsilon), _INVERSE_RMS)
+    scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * inverse_rms * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -72,11 +89,16 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
-        query, key, value = self.projection(x)
+        with jax.named_scope("qkv"):
+            query, key, value = self.projection(x)
         frequencies = rotary.frequencies(self.config)
         positions = None if documents is None else documents.positions
-        query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
-        return self.output(causal_attention(query, key, value, documents))
+        with jax.named_scope("rotary"):
+            query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+        with jax.named_scope("attention"):
+            attended = causal_attention(query, key, value, documents)
+        with jax.named_scope("attention_output"):
+            return self.output(attended)
 
 
 class Block(nnx.Module):

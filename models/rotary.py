@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -42,7 +43,14 @@ def rotate(x: jax.Array, frequencies: np.ndarray, positions: jax.Array | None = 
     """
     if positions is None:
         positions = jnp.arange(x.shape[1])[None]
-    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None, None, :]
+    return _rotate(x, jnp.asarray(frequencies), positions)
+
+
+# The backward computes sines again: they are functions of positions alone, and large once they are
+# broadcast.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _rotate(x: jax.Array, frequencies: jax.Array, positions: jax.Array) -> jax.Array:
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
     cos, sin = (wave(angles)[:, :, None, :] for wave in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (jnp.broadcast_to(wave, first.shape) for wave in (cos, sin))

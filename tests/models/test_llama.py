@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from models import rotary
 from models.config import LlamaConfig, RotaryScaling
 from models.llama import Llama
 from tests.models import reference
@@ -158,6 +159,34 @@ def test_no_array_of_the_step_holds_all_the_logits(make_mesh):
     )
     assert f"[{BATCH},{SEQUENCE},{SMALL.vocabulary_size // 4}]" in text
     assert f"[{BATCH},{SEQUENCE},{SMALL.vocabulary_size}]" not in text
+
+
+def kept_by(fun, *shapes: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Dtypes and sizes of the larger arrays that a backward keeps of a function of bfloat16."""
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    kept = jax.eval_shape(lambda *xs: jax.tree.leaves(jax.vjp(fun, *xs)[1]), *operands)
+    return sorted((leaf.dtype.name, leaf.size) for leaf in kept if leaf.size > SMALL.features)
+
+
+def test_a_backward_keeps_no_elementwise_results(make_mesh):
+    """A scan over blocks would store them, and an unrolled program computes them again for less."""
+    model, functions = SMALL, ModelFunctions(Config(model=SMALL, overlap="xla"))
+    block = functions.merge(random_params(functions)).layers[0]
+    rows, x = BATCH * SEQUENCE, (BATCH, SEQUENCE, model.features)
+    hidden = rows * model.hidden_features
+
+    assert kept_by(block.attention_norm, x) == [
+        ("bfloat16", rows * model.features),
+        ("float32", rows),
+    ]
+    heads = (BATCH, SEQUENCE, model.num_heads, model.head_dim)
+    assert kept_by(lambda q: rotary.rotate(q, rotary.frequencies(model)), heads) == []
+
+    mesh, spec = make_mesh({"tensor": 1}), P(None, "tensor")
+    feed_forward = jax.shard_map(block.feed_forward, mesh=mesh, in_specs=spec, out_specs=spec)
+    of_activations = [kept for kept in kept_by(feed_forward, x) if kept[1] >= rows * model.features]
+    # The operand of gate and up, their results, and the operand of down.
+    assert of_activations == [("bfloat16", rows * model.features)] + 3 * [("bfloat16", hidden)]
 
 
 def test_remat_dots_recomputes_less_than_full():
