@@ -118,7 +118,9 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]."""
         x = x + self.attention(self.attention_norm(x), documents)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        normed = self.feed_forward_norm(x)
+        with jax.named_scope("feed_forward"):
+            return x + self.feed_forward(normed)
 
 
 class Llama(nnx.Module):
@@ -231,14 +233,19 @@ class Llama(nnx.Module):
             documents = locate_documents(document_lengths, tokens.shape[1])
         parameters = nnx.state(self)
         embedding = self._weights(_select(parameters, "embedding"), gathered, whole=True)
-        x = vocabulary.embed(tokens, self._table(embedding), self.axis_name)
+        with jax.named_scope("embedding"):
+            x = vocabulary.embed(tokens, self._table(embedding), self.axis_name)
         x, weights = self._apply_blocks(x, documents, parameters, gathered)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
-        x = norm(x)
+        return self._logits(norm(x), embedding | weights)
+
+    @jax.named_scope("head")
+    def _logits(self, x: jax.Array, weights: nnx.State) -> jax.Array:
+        """[B, s, features] -> [B, S, V/D], by the head or by the embedding."""
         if self.head is not None:
             head: Any = nnx.merge(nnx.graphdef(self.head), weights["head"])
             return head(x)
-        table = self._table(weights if "embedding" in weights else embedding).T
+        table = self._table(weights).T
         if self.implementation == "plain":
             return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table
         return all_gather_matmul(

@@ -71,12 +71,14 @@ def sharded_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = _loss_and_grads(config, model, state["params"], batch)
-        grad_norm = _global_norm(grads)
+        with jax.named_scope("gradient_norm"):
+            grad_norm = _global_norm(grads)
         if math.isfinite(config.optimizer.clip_norm):  # Else no update waits for all gradients.
             clip = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * clip, grads)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
         new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
         learning_rate = jnp.asarray(schedule(state["step"]), jnp.float32)
         return new_state, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
