@@ -171,7 +171,8 @@ def kept_by(fun, *shapes: tuple[int, ...]) -> list[tuple[str, int]]:
 def test_a_backward_keeps_no_elementwise_results(make_mesh):
     """A scan over blocks would store them, and an unrolled program computes them again for less."""
     model, functions = SMALL, ModelFunctions(Config(model=SMALL, overlap="xla"))
-    block = functions.merge(random_params(functions)).layers[0]
+    params = {name: jnp.asarray(leaf) for name, leaf in random_params(functions).items()}
+    block = functions.merge(params).layers[0]
     rows, x = BATCH * SEQUENCE, (BATCH, SEQUENCE, model.features)
     hidden = rows * model.hidden_features
 
