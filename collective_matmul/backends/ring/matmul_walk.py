@@ -28,6 +28,22 @@ class Weights(Protocol):
     arrays: Sequence[jax.Array]
     columns: Sequence[int]
 
+    def begin(
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+    ) -> tuple[Sequence[Rows], Any]:
+        """Computes all that is possible before the last weights are here.
+
+        Args:
+          xs: the first chunks to multiply, as for `multiply`, which is called with them next.
+          outs: where their product will be written.
+          dimension: the dimension that is divided into chunks.
+          waiting: arrays that are not to be sent before.
+
+        Returns:
+          xs and `waiting`, to use from then on.
+        """
+        ...
+
     def multiply(
         self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
@@ -50,6 +66,13 @@ class WholeWeights(Weights):
         self.columns = [w.shape[0 if transpose_w else 1] for w in ws]
         self._transpose_w = transpose_w
 
+    def begin(
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+    ) -> tuple[Sequence[Rows], Any]:
+        """Nothing: all weights are here."""
+        del outs, dimension
+        return xs, waiting
+
     def multiply(
         self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
@@ -63,15 +86,21 @@ def gather_matmul(gather: Gather, x: jax.Array, weights: Weights) -> tuple[jax.A
     dimension = gather.dimension
     whole = {dimension: gather.rows * gather.devices}
 
+    def places(chunk: Chunk, outs: Sequence[jax.Array]) -> list[Rows]:
+        return [Rows(out, gather.start(chunk), gather.size(chunk)) for out in outs]
+
     def multiply(chunk: Chunk, shard: jax.Array, _: Any, outs: Any) -> tuple[jax.Array, ...]:
         here = Rows(shard, 0, gather.size(chunk))
-        places = [Rows(out, gather.start(chunk), here.size) for out in outs]
-        return weights.multiply([here], places, dimension)
+        return weights.multiply([here], places(chunk, outs), dimension)
 
     outs = tuple(
         empty_like(x, whole | {x.ndim - 1: n}, w)
         for n, w in zip(weights.columns, weights.arrays, strict=True)
     )
+    first = gather.steps[0].multiply[0]
+    here = Rows(gather.held.pop(first), 0, gather.size(first))
+    (here,), waiting = weights.begin([here], places(first, outs), dimension, gather.held)
+    gather.hold(waiting | {first: here.array})
     return walk_gather(gather, multiply, (), outs)
 
 
@@ -81,12 +110,20 @@ def matmul_scatter(
     """Sums the chunks while their accumulators travel, and the shards of `gather` beside them."""
     dimension, columns = scatter.dimension, weights.columns[0]
 
-    def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
+    def operands(chunk: Chunk, xs: Sequence[jax.Array]) -> tuple[list[Rows], list[Rows]]:
         size = scatter.size(chunk)
         places = [Rows(x, scatter.start(chunk), size) for x in xs]
         sizes = {dimension: size, xs[0].ndim - 1: columns}
         out = Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays), 0, size)
-        (product,) = weights.multiply(places, [out], dimension)
+        return places, [out]
+
+    def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
+        (product,) = weights.multiply(*operands(chunk, xs), dimension)
         return product
 
-    return walk_scatter(scatter, gather, multiply, xs)
+    first = scatter.steps[0].multiply[0]
+    waiting = {} if gather is None else gather.held
+    places, waiting = weights.begin(*operands(first, xs), dimension, waiting)
+    if gather is not None:
+        gather.hold(waiting)
+    return walk_scatter(scatter, gather, multiply, [place.array for place in places])

@@ -5,6 +5,9 @@ from their owners, while the first chunk of the ring is multiplied by those that
 the other chunks find them all. With T = 1, as in fully sharded data parallelism without tensor
 parallelism, that first chunk is all there is.
 
+XLA executes two permutes at one time, and no product hides a third. So what travels on the axis of
+the ring waits for all weights: it is sent beside the last product of the first chunk.
+
 In a backward pass with T = 1 the weight gradient comes first. Under its products travel the shards,
 which the gradient of x needs, and the finished terms of the weight gradient, each to its owner.
 
@@ -14,7 +17,7 @@ them, and then nothing hides what travels under them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -40,9 +43,11 @@ Gradients = tuple[jax.Array, tuple[jax.Array, ...]]
 class WeightGather(Gather):
     """A running gather of weights. Its chunks are the shards of all weights of one device."""
 
-    def __init__(self, weights: ShardedWeights, *, co_gathered: bool = False):
+    def __init__(
+        self, weights: ShardedWeights, pattern: Pattern = "direct", *, co_gathered: bool = False
+    ):
         sharding = weights.sharding
-        Ring.__init__(self, "gather", "direct", sharding.axis_name, sharding.dimension, rows=1)
+        Ring.__init__(self, "gather", pattern, sharding.axis_name, sharding.dimension, rows=1)
         self.co_gathered = co_gathered
         self.held = {Chunk(0, 0): weights.shards}
         self._arrived = dict(self.held)
@@ -69,59 +74,103 @@ class WeightGather(Gather):
 
 
 class ArrivingWeights(Weights):
-    """Weights that arrive while the first product with them is computed."""
+    """Weights that arrive while the first chunk is multiplied, in several products.
+
+    Attributes:
+      arrays: this device's shards.
+      columns: N of each weight.
+    """
 
     def __init__(self, weights: ShardedWeights, *, transpose_w: bool = False):
         self.arrays = weights.shards
         self.columns = [w.shape[0 if transpose_w else 1] for w in weights.whole]
         self._weights = weights
         self._transpose_w = transpose_w
-        self._blocks: Blocks | None = None
+        self._blocks: Blocks = []
+        self._finish_first: Callable[..., tuple[jax.Array, ...]] | None = None
+
+    def begin(
+        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+    ) -> tuple[Sequence[Rows], Any]:
+        """Multiplies the first chunk by the weights that arrive, until all are here.
+
+        See `Weights`. One product of that chunk is left, beside which `waiting` can be sent.
+        """
+        columns = self._weights.divides_columns(self._transpose_w)
+        # The direct pattern is one chunk further ahead: two permutes at one time, of one weight.
+        one_way = columns and len(self.arrays) > 1
+        gather = WeightGather(self._weights, "one_way" if one_way else "direct")
+        # Shards wait for x. Else all weights of a program could be gathered at its start.
+        tied = gather.held, [x.array for x in xs]
+        gather.held, arrays = lax.optimization_barrier(tied)
+        begin = self._columns_as_they_arrive if columns else self._sum_in_two_parts
+        arrays, waiting = begin(gather, _replaced(xs, arrays), outs, dimension, waiting)
+        self._blocks = gather.blocks()
+        return _replaced(xs, arrays), waiting
 
     def multiply(
         self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
     ) -> tuple[jax.Array, ...]:
-        """See `Weights`. Call it first with what is there first."""
-        if self._blocks is not None:
-            return self._multiply(self._blocks, xs, outs, dimension)
-        gather = WeightGather(self._weights)
-        # Shards wait for x. Else all weights of a program could be gathered at its start.
-        tied = gather.held, [x.array for x in xs]
-        gather.held, arrays = lax.optimization_barrier(tied)
-        xs = [x._replace(array=array) for x, array in zip(xs, arrays, strict=True)]
-        if self._weights.divides_columns(self._transpose_w):
-            results = self._columns_as_they_arrive(gather, xs, outs, dimension)
-        else:
-            results = self._sum_in_two_parts(gather, xs, outs, dimension)
-        self._blocks = gather.blocks()
-        return results
+        """See `Weights`."""
+        finish, self._finish_first = self._finish_first, None
+        if finish is not None:
+            return finish(xs)
+        return self._multiply(self._blocks, xs, outs, dimension)
 
     def _columns_as_they_arrive(
-        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
-    ) -> tuple[jax.Array, ...]:
+        self,
+        gather: WeightGather,
+        xs: Sequence[Rows],
+        outs: Sequence[Rows],
+        dimension: int,
+        waiting: Any,
+    ) -> tuple[Any, Any]:
         """Each block of columns is a product of its own."""
+        last = gather.steps[-1].multiply
 
-        def multiply(chunk: Chunk, shards: Any, _: Any, arrays: Any) -> tuple[jax.Array, ...]:
-            places = [out._replace(array=a) for out, a in zip(outs, arrays, strict=True)]
-            return self._multiply([(gather.number(chunk), shards)], xs, places, dimension)
+        def multiply(chunk: Chunk, shards: Any, _: Any, state: Any) -> Any:
+            written, arrays, waiting = state
+            if chunk in last:
+                return state
+            block, places = (gather.number(chunk), shards), _replaced(outs, written)
+            written = self._multiply([block], _replaced(xs, arrays), places, dimension)
+            return written, arrays, waiting
 
-        return walk_gather(gather, multiply, (), tuple(out.array for out in outs))
+        state = tuple(out.array for out in outs), [x.array for x in xs], waiting
+        written, arrays, waiting = walk_gather(gather, multiply, (), state)
+        *_, block = gather.blocks()
+        places = _replaced(outs, written)
+        self._finish_first = lambda xs: self._multiply([block], xs, places, dimension)
+        return arrays, waiting
 
     def _sum_in_two_parts(
-        self, gather: WeightGather, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
-    ) -> tuple[jax.Array, ...]:
+        self,
+        gather: WeightGather,
+        xs: Sequence[Rows],
+        outs: Sequence[Rows],
+        dimension: int,
+        waiting: Any,
+    ) -> tuple[Any, Any]:
         """The term of the own shard, while all others arrive; then their sum, in one product."""
         for i, step in enumerate(gather.steps):
             gather.receive(i, gather.send(step))
+        arrays = [x.array for x in xs]
         own, *others = gather.blocks()
         if not others:
-            return self._multiply([own], xs, outs, dimension)
+            self._finish_first = lambda xs: self._multiply([own], xs, outs, dimension)
+            return arrays, waiting
         parts = [Rows(empty_like(o.array, {dimension: o.size}), 0, o.size) for o in outs]
         first = self._multiply([own], xs, parts, dimension)
-        others, first = lax.optimization_barrier((others, first))
-        rest = self._multiply(others, xs, parts, dimension)
-        sums = map(add, first, rest)
-        return tuple(write(out, total, dimension) for out, total in zip(outs, sums, strict=True))
+        tied = others, first, arrays, waiting
+        others, first, arrays, waiting = lax.optimization_barrier(tied)
+
+        def finish(xs: Sequence[Rows]) -> tuple[jax.Array, ...]:
+            rest = self._multiply(others, xs, parts, dimension)
+            totals = zip(outs, map(add, first, rest), strict=True)
+            return tuple(write(out, total, dimension) for out, total in totals)
+
+        self._finish_first = finish
+        return arrays, waiting
 
     def _multiply(
         self, blocks: Blocks, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int
@@ -162,7 +211,9 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
         scatter = Ring("scatter", self.pattern, axis_name, dimension, x.shape[dimension])
         gather = Gather(x, self.pattern, axis_name, dimension, co_gathered=True)
         dx = matmul_scatter(scatter, gather, dys, ArrivingWeights(weights, transpose_w=True))
-        dws, _ = scatter_weight_gradients(weights, gather.gathered(), dys, dimension)
+        # Else products for the weight gradients could begin before dx is there.
+        dx, x, dys = lax.optimization_barrier((dx, gather.gathered(), tuple(dys)))
+        dws, _ = scatter_weight_gradients(weights, x, dys, dimension)
         return lax.optimization_barrier((dx, dws))
 
     def scatter_with_shards(
@@ -187,8 +238,15 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
             return _gradients_without_ring(x, weights, [dy], dimension)
         gather = Gather(dy, self.pattern, axis_name, dimension)
         (dx,) = gather_matmul(gather, dy, ArrivingWeights(weights, transpose_w=True))
-        dws, _ = scatter_weight_gradients(weights, x, [gather.gathered()], dimension)
+        # As above. They need all of dy, so its permutes would have no product beside them.
+        dx, x, dy = lax.optimization_barrier((dx, x, gather.gathered()))
+        dws, _ = scatter_weight_gradients(weights, x, [dy], dimension)
         return lax.optimization_barrier((dx, dws))
+
+
+def _replaced(chunks: Sequence[Rows], arrays: Sequence[jax.Array]) -> list[Rows]:
+    """The same chunks of other arrays."""
+    return [chunk._replace(array=array) for chunk, array in zip(chunks, arrays, strict=True)]
 
 
 def _gradients_without_ring(
@@ -223,7 +281,7 @@ def scatter_weight_gradients(
     scatter = Ring("scatter", "direct", sharding.axis_name, sharding.dimension, rows=1)
     gather = None
     if gathers:
-        gather = WeightGather(weights, co_gathered=True)
+        gather = WeightGather(weights, "one_way", co_gathered=True)
         gather.held, x, ys = lax.optimization_barrier((gather.held, x, ys))
 
     def multiply(chunk: Chunk, operands: Any) -> tuple[jax.Array, ...]:
