@@ -137,14 +137,39 @@ class Scanned:
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
         """Applies the step to each block."""
-        return lax.scan(step, carry, jnp.arange(self.count), unroll=self.unroll)
+        return self._scan(step, carry, lambda place: place)
 
     def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Tree, Tree]:
         """Applies the step to each block. Gradients of `last` are complete before the loop."""
         x, last = _tied(carry[0], last)
-        numbers = jnp.arange(self.count)
-        carry, gradients = lax.scan(step, (x, carry[1]), numbers, reverse=True, unroll=self.unroll)
+        carry, gradients = self._scan(step, (x, carry[1]), lambda place: self.count - 1 - place)
         return carry, gradients, last
+
+    def _scan(
+        self, step: Step, carry: Carry, number_of: Callable[[jax.Array], jax.Array]
+    ) -> tuple[Carry, Tree]:
+        """A scan whose results are written to memory that nothing has been written to. `lax.scan`
+        fills it with zeros first: a pass over all that is kept."""
+        closed, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(carry, jnp.int32(0))
+        structure = jax.tree.structure(shapes)
+        avals = closed.out_avals[len(closed.out_avals) - structure.num_leaves :]
+        whole = [
+            as_varying(
+                lax.empty((self.count, *aval.shape), aval.dtype), aval.manual_axis_type.varying
+            )
+            for aval in avals
+        ]
+
+        def one(place: jax.Array, state: tuple[Carry, list[jax.Array]]) -> Any:
+            carry, whole = state
+            number = number_of(place)
+            carry, results = step(carry, number)
+            pairs = zip(whole, jax.tree.leaves(results), strict=True)
+            return carry, [lax.dynamic_update_index_in_dim(a, x, number, 0) for a, x in pairs]
+
+        state = carry, whole
+        carry, whole = lax.fori_loop(0, self.count, one, state, unroll=self.unroll)
+        return carry, jax.tree.unflatten(structure, whole)
 
 
 def apply_blocks(
