@@ -163,7 +163,7 @@ class _Flattening:
                 called = getattr(called, "jaxpr", called)
                 inner = dict(equation.params["mesh"].shape) if name == "shard_map" else axes
                 results = self.walk(called, operands, inner)
-            elif name in _SAME or _is_alone(equation, axes):
+            elif name in _SAME or _adds_dimensions(equation) or _is_alone(equation, axes):
                 results = operands[: len(equation.outvars)]
             else:
                 results = [self.new(v) for v in equation.outvars]
@@ -179,6 +179,13 @@ def _is_barrier(equation: Any) -> bool:
     params = equation.params
     again = params.get("differentiated") and params.get("prevent_cse")
     return equation.primitive.name == "optimization_barrier" or bool(again)
+
+
+def _adds_dimensions(equation: Any) -> bool:
+    """Whether it only adds dimensions of size 1."""
+    if equation.primitive.name != "broadcast_in_dim":
+        return False
+    return equation.invars[0].aval.size == equation.outvars[0].aval.size > 1
 
 
 def _is_alone(equation: Any, axes: Mapping[str, int]) -> bool:

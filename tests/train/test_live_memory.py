@@ -28,6 +28,17 @@ def scanned(w: jax.Array, x: jax.Array) -> Any:
     return jax.lax.scan(lambda c, row: (c @ w, c @ w + row), w, x)[1].sum()
 
 
+def viewed(w: jax.Array, x: jax.Array) -> Any:
+    """A weight that was cast is read at the begin and at the end, by views with a dimension more."""
+    half = w.astype("bfloat16")
+
+    def product(x: jax.Array) -> jax.Array:
+        view = jax.lax.broadcast_in_dim(half, (1, N, N), (1, 2))
+        return jax.lax.dot_general(x, view, (((1,), (1,)), ((), ()))).sum()
+
+    return product(x), ((x @ x) @ (x.T @ x)).sum(), product(x.T)
+
+
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
     for _ in range(3):
         x = jnp.tanh(x @ w)
@@ -55,6 +66,7 @@ X = jnp.ones((N, N))
         (lambda w, x: (jnp.sum(x @ w), jnp.sum(w @ x)), (1, 0)),
         # Views are the same array.
         (lambda w, x: jnp.sum((x @ w).reshape(-1).reshape(N, N)), (1, 0)),
+        (viewed, (3.5, 0.5)),
         # In jitted functions too.
         (lambda w, x: jnp.sum(jax.jit(lambda a: jnp.tanh(a @ w))(x)), (1, 0)),
         # A sum that goes through a barrier is stored, not its terms; then three products.
