@@ -29,7 +29,7 @@ def scanned(w: jax.Array, x: jax.Array) -> Any:
 
 
 def viewed(w: jax.Array, x: jax.Array) -> Any:
-    """A weight that was cast is read at the begin and at the end, by views with a dimension more."""
+    """A cast weight is read at the begin and at the end, by views with a dimension more."""
     half = w.astype("bfloat16")
 
     def product(x: jax.Array) -> jax.Array:
