@@ -241,7 +241,7 @@ def test_what_depends_on_an_argument_is_found_in_jitted_functions():
 
 
 def test_results_of_a_scan_are_written_to_memory_that_was_not_filled(make_mesh):
-    """Of the forward, activations; of the backward, gradients."""
+    """These are activations in the forward and gradients in the backward."""
     text = str(
         jax.make_jaxpr(loss_and_gradients(make_mesh({"fsdp": DEVICES}), 3, unroll=1))(
             make_blocks(3), X

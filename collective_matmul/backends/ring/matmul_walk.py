@@ -6,7 +6,8 @@ multiplied by all weights, which may still be arriving during the first product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +16,9 @@ from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
 from collective_matmul.backends.ring.schedule import Chunk
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+
+#: Makes the chunks that a product is written to, for those who need them.
+Places = Callable[[], Sequence[Rows]]
 
 
 class Weights(Protocol):
@@ -29,13 +33,13 @@ class Weights(Protocol):
     columns: Sequence[int]
 
     def begin(
-        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+        self, xs: Sequence[Rows], outs: Places, dimension: int, waiting: Any
     ) -> tuple[Sequence[Rows], Any]:
         """Computes all that is possible before the last weights are here.
 
         Args:
           xs: the first chunks to multiply, as for `multiply`, which is called with them next.
-          outs: where their product will be written.
+          outs: makes the chunks that their product will be written to.
           dimension: the dimension that is divided into chunks.
           waiting: arrays that are not to be sent before.
 
@@ -67,7 +71,7 @@ class WholeWeights(Weights):
         self._transpose_w = transpose_w
 
     def begin(
-        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+        self, xs: Sequence[Rows], outs: Places, dimension: int, waiting: Any
     ) -> tuple[Sequence[Rows], Any]:
         """Nothing: all weights are here."""
         del outs, dimension
@@ -99,7 +103,7 @@ def gather_matmul(gather: Gather, x: jax.Array, weights: Weights) -> tuple[jax.A
     )
     first = gather.steps[0].multiply[0]
     here = Rows(gather.held.pop(first), 0, gather.size(first))
-    (here,), waiting = weights.begin([here], places(first, outs), dimension, gather.held)
+    (here,), waiting = weights.begin([here], lambda: places(first, outs), dimension, gather.held)
     gather.hold(waiting | {first: here.array})
     return walk_gather(gather, multiply, (), outs)
 
@@ -110,20 +114,22 @@ def matmul_scatter(
     """Sums the chunks while their accumulators travel, and the shards of `gather` beside them."""
     dimension, columns = scatter.dimension, weights.columns[0]
 
-    def operands(chunk: Chunk, xs: Sequence[jax.Array]) -> tuple[list[Rows], list[Rows]]:
+    def operands(chunk: Chunk, xs: Sequence[jax.Array]) -> list[Rows]:
+        return [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
+
+    def product_of(chunk: Chunk) -> list[Rows]:
         size = scatter.size(chunk)
-        places = [Rows(x, scatter.start(chunk), size) for x in xs]
         sizes = {dimension: size, xs[0].ndim - 1: columns}
-        out = Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays), 0, size)
-        return places, [out]
+        return [Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays), 0, size)]
 
     def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
-        (product,) = weights.multiply(*operands(chunk, xs), dimension)
+        (product,) = weights.multiply(operands(chunk, xs), product_of(chunk), dimension)
         return product
 
     first = scatter.steps[0].multiply[0]
     waiting = {} if gather is None else gather.held
-    places, waiting = weights.begin(*operands(first, xs), dimension, waiting)
+    makes = functools.partial(product_of, first)
+    places, waiting = weights.begin(operands(first, xs), makes, dimension, waiting)
     if gather is not None:
         gather.hold(waiting)
     return walk_scatter(scatter, gather, multiply, [place.array for place in places])

@@ -26,7 +26,12 @@ from jax import lax
 from collective_matmul.backends.arithmetic import add
 from collective_matmul.backends.base import ShardedWeightBackend
 from collective_matmul.backends.chunked_array import ChunkedArray, empty_like, write
-from collective_matmul.backends.ring.matmul_walk import Weights, gather_matmul, matmul_scatter
+from collective_matmul.backends.ring.matmul_walk import (
+    Places,
+    Weights,
+    gather_matmul,
+    matmul_scatter,
+)
 from collective_matmul.backends.ring.schedule import Chunk, Pattern
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.backends.weight_blocks import (
@@ -90,7 +95,7 @@ class ArrivingWeights(Weights):
         self._finish_first: Callable[..., tuple[jax.Array, ...]] | None = None
 
     def begin(
-        self, xs: Sequence[Rows], outs: Sequence[Rows], dimension: int, waiting: Any
+        self, xs: Sequence[Rows], outs: Places, dimension: int, waiting: Any
     ) -> tuple[Sequence[Rows], Any]:
         """Multiplies the first chunk by the weights that arrive, until all are here.
 
@@ -104,7 +109,7 @@ class ArrivingWeights(Weights):
         tied = gather.held, [x.array for x in xs]
         gather.held, arrays = lax.optimization_barrier(tied)
         begin = self._columns_as_they_arrive if columns else self._sum_in_two_parts
-        arrays, waiting = begin(gather, _replaced(xs, arrays), outs, dimension, waiting)
+        arrays, waiting = begin(gather, _replaced(xs, arrays), outs(), dimension, waiting)
         self._blocks = gather.blocks()
         return _replaced(xs, arrays), waiting
 
