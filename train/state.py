@@ -115,10 +115,15 @@ class ModelFunctions:
         return int(self._config.scan_layers > 0 and name.startswith("layers."))
 
     @property
-    def whole_matrices(self) -> list[str]:
-        """The matrices that the fsdp axis does not divide, and which stay whole."""
+    def whole_matrices(self) -> dict[str, int]:
+        """The parameters that the fsdp axis does not divide, and which stay whole: the number of
+        matrices of each, which is that of the layers if they are stacked."""
         whole = self.matrices - self.sharded_dimensions.keys()
-        return [name for name in self.abstract_params if name in whole]
+        return {
+            name: leaf.shape[0] if self._stacked(name) else 1
+            for name, leaf in self.abstract_params.items()
+            if name in whole
+        }
 
     @property
     def parameter_count(self) -> int:

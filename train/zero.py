@@ -104,7 +104,7 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
         lines.append(f"weights are gathered {how}, in {model.compute_dtype}")
     if whole := model.whole_matrices:
         lines.append(
-            f"mesh.fsdp={sizes.fsdp} does not divide {len(whole)} matrices, which stay whole:"
-            f" {', '.join(whole[:3])}{', ...' * (len(whole) > 3)}"
+            f"mesh.fsdp={sizes.fsdp} does not divide {sum(whole.values())} matrices, which stay"
+            f" whole: {', '.join([*whole][:3])}{', ...' * (len(whole) > 3)}"
         )
     return lines

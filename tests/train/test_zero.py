@@ -57,7 +57,7 @@ def test_every_matrix_of_a_published_model_is_sharded():
     config = dataclasses.replace(configs.llama3_8b(), zero=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     model = ModelFunctions(config, MeshSizes(1, 64, 8))
-    assert model.whole_matrices == []
+    assert model.whole_matrices == {}
     for parameter, dimension in model.sharded_dimensions.items():
         shape = model.abstract_params[parameter].shape
         assert shape[dimension] == config.model.features, parameter
@@ -219,12 +219,15 @@ def test_zero_without_shards_is_reported():
     assert line == "zero=2: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"
 
 
-def test_matrices_that_stay_whole_are_reported():
-    sizes = MeshSizes(fsdp=3)
-    config = dataclasses.replace(TINY, zero=1)
+@pytest.mark.parametrize("scan_layers", [0, 1])
+def test_matrices_that_stay_whole_are_reported(scan_layers):
+    sizes, model = MeshSizes(fsdp=3), dataclasses.replace(TINY.model, num_layers=2)
+    config = dataclasses.replace(TINY, zero=1, model=model, scan_layers=scan_layers)
     lines = describe_zero(config, ModelFunctions(config, sizes), sizes)
     assert lines[0] == "zero=1: parameters and optimizer state are sharded over fsdp=3"
-    assert lines[1].startswith("mesh.fsdp=3 does not divide 6 matrices, which stay whole: embedd")
+    # In each layer, fsdp divides the hidden features of gate, up and down.
+    whole = len(("embedding", "head")) + 2 * len(("query", "key", "value", "output"))
+    assert lines[1].startswith(f"mesh.fsdp=3 does not divide {whole} matrices, which stay whole: ")
 
 
 @pytest.mark.parametrize(
