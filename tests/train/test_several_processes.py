@@ -34,8 +34,15 @@ def assert_same_curve(actual: Path, expected: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys):
-    more = "--mesh.data 2 --mesh.tensor 1 --steps 3"
+@pytest.mark.parametrize(
+    ("settings", "resumed"),
+    [
+        ("--mesh.data 2", ""),
+        ("--mesh.fsdp 2 --zero 3 --scan-layers 1 --model.num-layers 3", "--scan-layers 0"),
+    ],
+)
+def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys, settings, resumed):
+    more = f"{settings} --mesh.tensor 1 --steps 3"
     outputs = train(flags(tmp_path, "two", more), count=2, devices=1)
     main([*ARGUMENTS.split(), *flags(tmp_path, "one", more)])
     capsys.readouterr()
@@ -47,7 +54,8 @@ def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys):
     assert [record["step"] for record in records] == [1, 2, 3]
     # Process 1 wrote a part of it; one process restores and verifies it.
     assert whole_steps(tmp_path / "two") == [3]
-    main([*ARGUMENTS.split(), *flags(tmp_path, "two", more), "--steps", "4", "--resume"])
+    more += f" {resumed} --steps 4 --resume"
+    main([*ARGUMENTS.split(), *flags(tmp_path, "two", more)])
     assert "resumed from the checkpoint of step 3\n" in capsys.readouterr().out
 
 

@@ -32,7 +32,8 @@ SECOND = shlex.split(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a run, of its steps 2 and 4."""
     directory = tmp_path_factory.mktemp("trained")
-    main([*MODEL, *FIRST, "--checkpoint-dir", str(directory), "--save-interval", "2"])
+    saved = ["--checkpoint-dir", str(directory), "--save-interval", "2"]
+    main([*MODEL, *FIRST, *saved, "--log-file", str(directory / "log")])
     return directory
 
 
@@ -58,13 +59,20 @@ def saved_params(path: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in params.items()}
 
 
-@pytest.mark.parametrize("name", ["", pytest.param("step_2", marks=pytest.mark.exhaustive)])
-def test_weights_alone_are_taken(capsys, tmp_path, trained, other_text, name):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("", "--scan-layers 1 --zero 2 --mesh.fsdp 2 --mesh.tensor 2 --batch-size 4"),
+        pytest.param("step_2", "", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_weights_alone_are_taken(capsys, tmp_path, trained, other_text, name, layout):
     source = trained / name
     log, saved = tmp_path / "log", tmp_path / "saved"
     main(
         [*MODEL, *SECOND, *other_text, "--init-from", str(source), "--log-file", str(log),
-         "--checkpoint-dir", str(saved), "--save-interval", "1", "--model.rotary-base", "1e6"]
+         "--checkpoint-dir", str(saved), "--save-interval", "1", "--model.rotary-base", "1e6",
+         *shlex.split(layout)]
     )  # fmt: skip
     output = capsys.readouterr().out
     step = 2 if name else 4
@@ -93,6 +101,22 @@ def test_a_resume_takes_precedence_and_says_so(capsys, tmp_path, trained):
     assert "weights from" not in output
     assert "changed since: steps was 4, is 5\n" in output
     assert "--init-from" not in output.partition("to go on:")[2].partition("to compare:")[0]
+
+
+def test_a_run_goes_on_with_stacked_layers_and_back(capsys, tmp_path, trained):
+    saved, log = shutil.copytree(trained, tmp_path / "saved"), tmp_path / "log"
+    arguments = [*MODEL, *FIRST, "--checkpoint-dir", str(saved), "--log-file", str(log)]
+    main([*arguments, "--resume-step", "2", "--scan-layers", "1", "--steps", "3"])
+    main([*arguments, "--resume"])
+    output = capsys.readouterr().out
+    for change in ("scan_layers was 0, is 1", "scan_layers was 1, is 0"):
+        assert f"changed since: {change}" in output
+    losses = [
+        {event["step"]: event["loss"] for event in read_log(file) if event["event"] == "step"}
+        for file in (log, trained / "log")
+    ]
+    # Activations are bfloat16, and a loop rounds them elsewhere.
+    assert losses[0] == pytest.approx({n: losses[1][n] for n in (3, 4)}, rel=2e-3)
 
 
 @pytest.mark.parametrize(
