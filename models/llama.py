@@ -141,7 +141,8 @@ class Llama(nnx.Module):
       parameter_use: what is done to parameters before they are used, and to their gradients; for
         trainers that shard parameters over other axes.
       weight_axis_name: such an axis, over which the linear layers gather their kernels themselves,
-        in the loops of their matmuls.
+        in the loops of their matmuls. It shards the batch too, and the features of the
+        embedding.
       weight_dimension: what it shards of kernels that multiply the residual stream: 0 for input
         features, 1 for heads, hidden features or vocabulary, which is faster. Of kernels that write
         to it, output features.
@@ -188,6 +189,8 @@ class Llama(nnx.Module):
         self.remat: Remat = remat
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
         self.parameter_use = parameter_use
+        # A tied head needs the whole table.
+        self.column_axis_name = None if config.tied_head else weight_axis_name
         self.embedding = nnx.Param(
             _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
             out_sharding=(axis_name, None),
@@ -232,12 +235,22 @@ class Llama(nnx.Module):
         if document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
         parameters = nnx.state(self)
-        embedding = self._weights(_select(parameters, "embedding"), gathered, whole=True)
-        with jax.named_scope("embedding"):
-            x = vocabulary.embed(tokens, self._table(embedding), self.axis_name)
+        whole = self.column_axis_name is None
+        embedding = self._weights(_select(parameters, "embedding"), gathered, whole=whole)
+        x = self._embed(tokens, embedding)
         x, weights = self._apply_blocks(x, documents, parameters, gathered)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
         return self._logits(norm(x), embedding | weights)
+
+    @jax.named_scope("embedding")
+    def _embed(self, tokens: jax.Array, weights: nnx.State) -> jax.Array:
+        """[B, S] -> [B, S/D, features]."""
+        if self.column_axis_name is None:
+            return vocabulary.embed(tokens, self._table(weights), self.axis_name)
+        # Gradients of more tokens are summed here than elsewhere, so not in `dtype`.
+        columns: Any = weights["embedding"]
+        options: Any = {"column_axis_name": self.column_axis_name, "dtype": self.dtype}
+        return vocabulary.embed(tokens, columns[...], self.axis_name, **options)
 
     @jax.named_scope("head")
     def _logits(self, x: jax.Array, weights: nnx.State) -> jax.Array:

@@ -13,21 +13,39 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def embed(tokens: jax.Array, table: jax.Array, axis_name: str) -> jax.Array:
+def embed(
+    tokens: jax.Array,
+    table: jax.Array,
+    axis_name: str,
+    *,
+    column_axis_name: str | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
     """Looks tokens up in a table with sharded rows, and scatters the result along the sequence.
+
+    A second axis may shard the batch and the columns of the table. Then each device looks up the
+    tokens of all devices of that axis in its columns, and sends to each what is of its tokens. So
+    tokens and activations travel, and not the table. The gradient is complete on its owner.
 
     Args:
       tokens: int32 [B, S], the whole sequence on every device of the axis.
-      table: [V/D, features], this device's rows.
+      table: [V/D, features/F], this device's rows, and columns if a second axis shards them.
       axis_name: the tensor axis.
+      column_axis_name: the second axis, of F devices; None: F is 1.
+      dtype: of the result; default: that of the table, in which its gradient is summed.
 
     Returns:
-      [B, S/D, features], this device's part of the sequence.
+      [B, S/D, features] in `dtype`, this device's part of the sequence.
     """
+    if column_axis_name is not None:
+        tokens = lax.all_gather(tokens, column_axis_name, axis=0, tiled=True)
     rows = _local_rows(tokens, table.shape[0], axis_name)
     # Rows of other devices are out of bounds and read as zero, so the sum is the row of the owner.
-    found = table.at[rows].get(mode="fill", fill_value=0)
-    return lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
+    found = table.at[rows].get(mode="fill", fill_value=0).astype(dtype or table.dtype)
+    found = lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
+    if column_axis_name is None:
+        return found
+    return lax.all_to_all(found, column_axis_name, split_axis=0, concat_axis=2, tiled=True)
 
 
 @jax.named_scope("loss")

@@ -37,6 +37,29 @@ def test_embedding_and_its_gradient(make_mesh, tokens, devices):
     np.testing.assert_allclose(backward(weight)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("devices", "column_devices"), [(1, 2), (4, 2)])
+def test_columns_of_the_embedding_may_be_sharded_too(make_mesh, tokens, devices, column_devices):
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(VOCABULARY, 4)).astype(np.float32)
+    weight = rng.normal(size=(BATCH, SEQUENCE, 4)).astype(np.float32)
+    embed = jax.shard_map(
+        lambda tokens, table: vocabulary.embed(
+            tokens, table, "tensor", column_axis_name="fsdp", dtype=jnp.bfloat16
+        ),
+        mesh=make_mesh({"fsdp": column_devices, "tensor": devices}),
+        in_specs=(P("fsdp"), P("tensor", "fsdp")),
+        out_specs=P("fsdp", "tensor"),
+    )
+    tokens = tokens // 4  # Several devices look up the same rows.
+    value, backward = jax.vjp(jax.jit(lambda table: embed(tokens, table)), table)
+    np.testing.assert_array_equal(value, jnp.asarray(table[tokens], jnp.bfloat16))
+    half = jnp.asarray(weight, jnp.bfloat16)
+    expected = np.zeros_like(table)
+    np.add.at(expected, tokens, np.asarray(half, np.float32))
+    # Terms are in half precision, their sums are not.
+    np.testing.assert_allclose(backward(half)[0], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("devices", [1, 4, 8])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):

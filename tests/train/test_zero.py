@@ -13,12 +13,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from models.parameter_use import used
+from tests.backends.ring.test_program_structure import equations
 from train import config as configs
 from train.config import MeshConfig, MeshSizes
-from train.memory import Memory, advice, memory_of
+from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
-from train.state import ModelFunctions
+from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.step import sharded_step
 from train.zero import describe_zero
 
 TINY = dataclasses.replace(
@@ -210,6 +212,25 @@ def test_memory_of_each_level():
     # Whole gradients are accumulated, or shards.
     twice = {zero: memory(zero, gradient_accumulation_steps=2).total for zero in (1, 2)}
     assert twice[1] - twice[2] > 2 * matrices // 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_is_gathered_for_a_tied_head_alone(tied):
+    sizes, shape = MeshSizes(fsdp=2, tensor=2), dataclasses.replace(TINY.model, tied_head=tied)
+    changes: Any = {"zero": 3, "weight_gather": "matmuls", "overlap": "ring"}
+    config = dataclasses.replace(TINY, model=shape, **changes)
+    model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    step = sharded_step(config, model, optimizer, mesh)
+    arguments = state_on_mesh(model, optimizer, mesh), abstract_batch(config, config.batch_size)
+    table = (shape.vocabulary_size // 2, shape.features)
+    gathered: list[Any] = [
+        variable.aval
+        for equation in equations(jax.make_jaxpr(step)(*arguments).jaxpr)
+        if equation.primitive.name == "all_gather"
+        for variable in equation.outvars
+    ]
+    assert any(array.shape == table for array in gathered) == tied
 
 
 def test_zero_without_shards_is_reported():
