@@ -136,20 +136,11 @@ class Scanned:
         return jnp.clip(number + offset, 0, self.count - 1)
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
-        """Applies the step to each block."""
-        return self._scan(step, carry, lambda place: place)
+        """Applies the step to each block.
 
-    def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Tree, Tree]:
-        """Applies the step to each block. Gradients of `last` are complete before the loop."""
-        x, last = _tied(carry[0], last)
-        carry, gradients = self._scan(step, (x, carry[1]), lambda place: self.count - 1 - place)
-        return carry, gradients, last
-
-    def _scan(
-        self, step: Step, carry: Carry, number_of: Callable[[jax.Array], jax.Array]
-    ) -> tuple[Carry, Tree]:
-        """A scan whose results are written to memory that nothing has been written to. `lax.scan`
-        fills it with zeros first: a pass over all that is kept."""
+        Results are written to memory that nothing has been written to. `lax.scan` fills it with
+        zeros first: a pass over all that is kept for the backward.
+        """
         closed, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(carry, jnp.int32(0))
         structure = jax.tree.structure(shapes)
         avals = closed.out_avals[len(closed.out_avals) - structure.num_leaves :]
@@ -160,9 +151,8 @@ class Scanned:
             for aval in avals
         ]
 
-        def one(place: jax.Array, state: tuple[Carry, list[jax.Array]]) -> Any:
+        def one(number: jax.Array, state: tuple[Carry, list[jax.Array]]) -> Any:
             carry, whole = state
-            number = number_of(place)
             carry, results = step(carry, number)
             pairs = zip(whole, jax.tree.leaves(results), strict=True)
             return carry, [lax.dynamic_update_index_in_dim(a, x, number, 0) for a, x in pairs]
@@ -170,6 +160,13 @@ class Scanned:
         state = carry, whole
         carry, whole = lax.fori_loop(0, self.count, one, state, unroll=self.unroll)
         return carry, jax.tree.unflatten(structure, whole)
+
+    def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Tree, Tree]:
+        """Applies the step to each block. Gradients of `last` are complete before the loop."""
+        x, last = _tied(carry[0], last)
+        numbers = jnp.arange(self.count)
+        carry, gradients = lax.scan(step, (x, carry[1]), numbers, reverse=True, unroll=self.unroll)
+        return carry, gradients, last
 
 
 def apply_blocks(

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.parameter_use import as_varying
+
 
 def embed(
     tokens: jax.Array,
@@ -40,12 +42,36 @@ def embed(
     if column_axis_name is not None:
         tokens = lax.all_gather(tokens, column_axis_name, axis=0, tiled=True)
     rows = _local_rows(tokens, table.shape[0], axis_name)
+    table = as_varying(table, jax.typeof(rows).manual_axis_type.varying)
     # Rows of other devices are out of bounds and read as zero, so the sum is the row of the owner.
-    found = table.at[rows].get(mode="fill", fill_value=0).astype(dtype or table.dtype)
+    found = _look_up(table, rows, table.shape[0]).astype(dtype or table.dtype)
     found = lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
     if column_axis_name is None:
         return found
     return lax.all_to_all(found, column_axis_name, split_axis=0, concat_axis=2, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(table: jax.Array, rows: jax.Array, size: int) -> jax.Array:
+    """[size, features] and int32 [B, S] -> [B, S, features]."""
+    del size
+    return table.at[rows].get(mode="fill", fill_value=0)
+
+
+def _look_up_forward(table: jax.Array, rows: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    return _look_up(table, rows, size), rows
+
+
+def _look_up_backward(size: int, rows: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
+    """Adds gradients to zeros, which are made when the gradients are there. XLA would make them
+    before a loop over blocks, and keep them through it."""
+    zero = as_varying(jnp.zeros((), gradient.dtype), jax.typeof(gradient).manual_axis_type.varying)
+    gradient, zero = lax.optimization_barrier((gradient, zero))
+    zeros = jnp.broadcast_to(zero, (size, gradient.shape[-1]))
+    return zeros.at[rows].add(gradient, mode="drop"), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 @jax.named_scope("loss")

@@ -60,6 +60,25 @@ def test_columns_of_the_embedding_may_be_sharded_too(make_mesh, tokens, devices,
     np.testing.assert_allclose(backward(half)[0], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_zeros_of_the_tables_gradient_are_not_made_before_it_is_needed(make_mesh, tokens):
+    """XLA would keep them, of the table's size, from the begin of the program."""
+    embed = jax.shard_map(
+        lambda tokens, table: vocabulary.embed(tokens, table, "tensor"),
+        mesh=make_mesh({"tensor": 4}),
+        in_specs=(P(), P("tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    table = jnp.zeros((VOCABULARY, FEATURES))
+    closed = jax.make_jaxpr(jax.grad(lambda table: embed(tokens, table).sum()))(table)
+    (backward,) = [e for e in closed.eqns[::-1] if e.primitive.name == "shard_map"][:1]
+    body = backward.params["jaxpr"]
+    makers = {v: e for e in body.eqns for v in e.outvars}
+    (scatter,) = [e for e in body.eqns if e.primitive.name == "scatter-add"]
+    zeros = makers[scatter.invars[0]]
+    assert zeros.primitive.name == "broadcast_in_dim"
+    assert makers[zeros.invars[0]].primitive.name == "optimization_barrier"
+
+
 @pytest.mark.parametrize("devices", [1, 4, 8])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):
