@@ -7,6 +7,7 @@ the full logits: Shoeybi et al., "Megatron-LM", 2019, section 3.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ def embed(
     rows = _local_rows(tokens, table.shape[0], axis_name)
     table = as_varying(table, jax.typeof(rows).manual_axis_type.varying)
     # Rows of other devices are out of bounds and read as zero, so the sum is the row of the owner.
-    found = _look_up(table, rows, table.shape[0]).astype(dtype or table.dtype)
+    found: Any = _look_up(table, rows, table.shape[0])
+    found = found.astype(dtype or table.dtype)
     found = lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
     if column_axis_name is None:
         return found
