@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import configs, ops, sharded_stack, stack, tilings, train
+from benchmarks import configs, ops, sharded_stack, stack, step, tilings, train
 from benchmarks.comparison import Comparison
 from benchmarks.settings import choose_platform
 
@@ -17,6 +17,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "stack": (stack.Stack, stack.run),
     "sharded_stack": (sharded_stack.ShardedStack, sharded_stack.run),
     "train": (train.Train, train.run),
+    "step": (step.Step, step.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         description="Times ops, layers and training steps beside baselines; tunes kernels.",
     )
     try:
-        if isinstance(settings, Comparison):
+        if isinstance(settings, Comparison | step.Step):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)
     except ValueError as error:

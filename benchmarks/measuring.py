@@ -101,7 +101,7 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
         results[again] = replace(
             results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again
         )
-    gpus = _watch(list(runs.values())[-1]) if timed.watch and runs else []
+    gpus = gpus_at_work(list(runs.values())[-1]) if timed.watch and runs else []
     case.executables.clear()
     return results, gpus
 
@@ -154,7 +154,7 @@ def _try_options(runs: dict[Executable, Run]) -> dict[Executable, dict[str, floa
     return fastest
 
 
-def _watch(run: Run) -> list[dict[str, str]]:
+def gpus_at_work(run: Run) -> list[dict[str, str]]:
     """The state of the GPUs while a candidate runs."""
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(gpu_state)

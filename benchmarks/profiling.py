@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.timeline.analysis import analyze
+from benchmarks.timeline.analysis import DeviceTimeline, analyze
 from benchmarks.timeline.trace import read_trace
 
 #: Executions of a program in its profile, and the annotation around them.
@@ -36,14 +36,23 @@ class Profile:
     hidden_under_matmul_share: tuple[float | None, ...]
 
 
+def record_timelines(run: Callable[[], Any], folder: Path) -> list[DeviceTimeline]:
+    """Profiles a warm program.
+
+    Raises:
+      TraceError: if the profile holds no work of GPUs.
+    """
+    with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(ANNOTATION):
+        for _ in range(EXECUTIONS - 1):
+            run()
+        jax.block_until_ready(run())
+    return analyze(read_trace(folder), executions=EXECUTIONS, since=ANNOTATION)
+
+
 def record(run: Callable[[], Any], folder: Path) -> Profile | None:
     """Profiles a warm program. If that fails, prints why and returns None."""
     try:
-        with jax.profiler.trace(str(folder)), jax.profiler.TraceAnnotation(ANNOTATION):
-            for _ in range(EXECUTIONS - 1):
-                run()
-            jax.block_until_ready(run())
-        timelines = analyze(read_trace(folder), executions=EXECUTIONS, since=ANNOTATION)
+        timelines = record_timelines(run, folder)
     except Exception as error:
         # Profilers fail in many ways, and what was timed before is worth more.
         print(f"no profile in {folder}: {error}", flush=True)

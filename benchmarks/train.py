@@ -30,8 +30,8 @@ from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
 from models.llama import Remat
-from train.config import PRESETS, Config, MeshSizes, Zero
-from train.mesh import make_mesh
+from train.config import PRESETS, Config, MeshConfig, MeshSizes, Zero, check
+from train.mesh import make_mesh, mesh_sizes
 from train.metrics import model_flops_per_token, peak_flops
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
 from train.step import BATCH_SPEC, sharded_step
@@ -74,8 +74,21 @@ class TrainCase:
             compute_dtype=dtype,
         )
 
+    def mesh_sizes(self, devices: int) -> MeshSizes:
+        """What flags of the trainer say; else one axis: fsdp with ZeRO, tensor without."""
+        config = self.config()
+        sizes = MeshSizes(fsdp=devices) if self.zero else MeshSizes(tensor=devices)
+        if config.mesh != MeshConfig():
+            sizes = mesh_sizes(config, devices)
+        if sizes.devices != devices:
+            raise ValueError(f"devices={devices}: the trainer's mesh is {sizes}; make them equal")
+        check(config, sizes)
+        return sizes
+
     @property
     def divided_sizes(self) -> dict[str, int]:
+        if self.config().mesh != MeshConfig():
+            return {}  # Another mesh, which the trainer checks.
         if self.zero:
             return {"sequences": self.sequences}
         return {"sequence_length": self.tokens, **self.config().model.sharded_sizes}
@@ -107,8 +120,7 @@ class TrainCase:
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
         config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
-        devices = operands.mesh.devices.size
-        sizes = MeshSizes(fsdp=devices) if self.zero else MeshSizes(tensor=devices)
+        sizes = self.mesh_sizes(operands.mesh.devices.size)
         mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
         optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
         tokens = jax.ShapeDtypeStruct(

@@ -84,6 +84,7 @@ class ZeroUse:
     gathers: Gathers | None
     sums: bool
 
+    @jax.named_scope("weights")
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
         """Local parameters -> weights, typed as varying over the axes of the batch."""
         made = parameters if gathered is None else gathered
@@ -96,6 +97,7 @@ class ZeroUse:
                     leaves[place] = leaves[place].astype(self.gradient_dtype)
         return jax.tree.unflatten(structure, [as_varying(leaf, BATCH_AXES) for leaf in leaves])
 
+    @jax.named_scope("weights")
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
         """Gradients of weights -> gradients of local parameters, in float32 if they were summed in
         it, else as they came, which is half the memory."""

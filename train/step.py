@@ -136,7 +136,9 @@ def _loss_and_grads(
     )
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, loss_and_grads(local, microbatch)), None
+        one = loss_and_grads(local, microbatch)
+        with jax.named_scope("gradient_accumulation"):
+            return jax.tree.map(jnp.add, total, one), None
 
     nothing = lax.pcast(jnp.zeros((), jnp.float32), BATCH_AXES, to="varying")
     no_grads = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), local)

@@ -27,6 +27,7 @@ from train.parameter_shards import REPLICA_AXES, gather, scatter, sum_over
 from train.state import ModelFunctions, Params
 
 
+@jax.named_scope("weights")
 def gathered_weights(model: ModelFunctions, params: Params) -> Params | None:
     """What is made once per step: local parameters, with weights whole and in compute dtype; None
     if each use makes its weights."""
@@ -61,6 +62,7 @@ def variables(model: ModelFunctions, params: Params, gathered: Params | None) ->
     return {name: as_varying(leaf, BATCH_AXES) for name, leaf in own.items()}
 
 
+@jax.named_scope("weights")
 def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
     """The sums over data and fsdp of accumulated gradients of the variables.
 
