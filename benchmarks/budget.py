@@ -39,7 +39,7 @@ _COLLECTIVE = re.compile(
 PartTimes = defaultdict[tuple[str, str], float]
 
 
-class Row(NamedTuple):
+class Part(NamedTuple):
     """A part on an average device in one step. Times are ms; `floor` is None if unknown."""
 
     part: str
@@ -58,7 +58,7 @@ def make_rows(
     timelines: Iterable[DeviceTimeline],
     names: Mapping[str, str],
     floors: Mapping[str, float | None] | None,
-) -> list[Row]:
+) -> list[Part]:
     """All parts, those longest beyond their floors first. `floors` are ms; None: none is known."""
     spent: PartTimes = defaultdict(float)
     executions = 0
@@ -71,7 +71,7 @@ def make_rows(
         times = [spent[part, direction] / executions / 1e3 for direction in _DIRECTIONS]
         floor = None if floors is None else floors.get(part, 0.0)
         forward, backward, neither = times
-        rows.append(Row(part, forward + backward + neither, forward, backward, floor))
+        rows.append(Part(part, forward + backward + neither, forward, backward, floor))
     return sorted(rows, key=lambda row: (row.floor or 0.0) - row.time)
 
 

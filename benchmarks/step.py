@@ -92,7 +92,7 @@ def run(settings: Step) -> Report:
 def parts(content: dict[str, Any]) -> str:
     """The table of parts."""
     (case,) = content["cases"]
-    rows = [budget.Row(**row) for row in case["rows"]]
+    rows = [budget.Part(**row) for row in case["rows"]]
     about = (
         f"## {case['name']}\n\nms of a step on an average device: {case['profiled']:.1f} in"
         f" a profile of {EXECUTIONS} steps and {case['median']:.1f} without one, both without CUDA"
@@ -106,13 +106,13 @@ def parts(content: dict[str, Any]) -> str:
         sum(getattr(row, name) for row in rows) for name in ("time", "forward", "backward")
     )
     floor = sum(row.floor or 0 for row in rows) if rates else None
-    total = budget.Row("all", time, forward, backward, floor)
+    total = budget.Part("all", time, forward, backward, floor)
     header = ["part", "ms", "forward", "backward", "floor", "beyond", "█ floor ░ beyond"]
     lines = [*(_line(row, scale) for row in rows), _line(total, 0)]
     return f"{about}\n\n{table(header, lines)}"
 
 
-def _line(row: budget.Row, scale: float) -> list[str]:
+def _line(row: budget.Part, scale: float) -> list[str]:
     beyond = None if row.floor is None else row.time - row.floor
     times = row.time, row.forward or None, row.backward or None, row.floor, beyond
     whole = round(row.time * scale)
@@ -121,7 +121,7 @@ def _line(row: budget.Row, scale: float) -> list[str]:
     return [row.part, *texts, "█" * floor + "░" * (whole - floor)]
 
 
-def draw(rows: list[budget.Row], path: Path) -> str:
+def draw(rows: list[budget.Part], path: Path) -> str:
     """Draws rows as bars with their floors marked; returns a sentence to print."""
     if importlib.util.find_spec("matplotlib") is None:
         return f"no {path.name}, for which matplotlib is not installed: pip install matplotlib"

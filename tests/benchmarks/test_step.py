@@ -268,7 +268,7 @@ def test_known_rates_are_in_the_report(tmp_path: Path, profiled, monkeypatch):
 
 
 def test_the_picture_needs_matplotlib(tmp_path: Path, monkeypatch):
-    rows = [budget.Row("idle", 1.0, 0, 0, 0.0), budget.Row("loss", 2.0, 1, 1, None)]
+    rows = [budget.Part("idle", 1.0, 0, 0, 0.0), budget.Part("loss", 2.0, 1, 1, None)]
     with monkeypatch.context() as without:
         without.setattr(step.importlib.util, "find_spec", lambda name: None)
         assert "matplotlib is not installed" in step.draw(rows, tmp_path / "budget.png")
