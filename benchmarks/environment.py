@@ -13,14 +13,8 @@ from typing import Any
 import jax
 
 _GPU_FIELDS = (
-    "name",
-    "driver_version",
-    "power.draw",
-    "power.limit",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "temperature.gpu",
+    *("name", "driver_version", "power.draw", "power.limit"),
+    *("clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu"),
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch")
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# 0.10.2 to 0.12: no public name.
+# 0.10.2 to 0.12: no public names. Outside all transformations, the state is clean.
 from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.core import trace_state_clean as trace_state_clean
 
 # 0.10.2 to 0.12: `jax.nn.dot_product_attention` does not take offsets of packed sequences.
 from jax._src.cudnn import fused_attention_stablehlo as cudnn

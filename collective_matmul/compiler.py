@@ -7,12 +7,15 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 
-from collective_matmul._compat import ShardingTypeError
+from collective_matmul._compat import ShardingTypeError, trace_state_clean
+from collective_matmul.deciding_function import WrongVariantError, deciding, deciding_function
 from collective_matmul.graph_functions import (
+    SHARDINGS,
+    GraphFunction,
     GraphJitted,
     GraphNodesError,
     StaticArguments,
@@ -21,30 +24,39 @@ from collective_matmul.graph_functions import (
     pure_function,
 )
 from collective_matmul.log import warn_once
-from collective_matmul.peer_access import no_peer_access_reason, peer_kernels_allowed
+from collective_matmul.peer_access import (
+    UNDECIDED,
+    Disallowed,
+    no_peer_access_reason,
+    peer_kernels_allowed,
+)
+from collective_matmul.peer_decision import decide_once, warn_withheld
 from collective_matmul.source_location import warn_deprecated
 from collective_matmul.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
+
+#: The values of the argument `peer_kernels`.
+PeerKernels = bool | Literal["auto"]
 
 
 @overload
 def overlap_jit(
     fun: Callable,
     *,
-    peer_kernels: bool = False,
+    peer_kernels: PeerKernels = UNDECIDED,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> OverlapJit: ...
 @overload
 def overlap_jit(
     *,
-    peer_kernels: bool = False,
+    peer_kernels: PeerKernels = UNDECIDED,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Callable[[Callable], OverlapJit]: ...
 def overlap_jit(
     fun: Callable | None = None,
     *,
-    peer_kernels: bool = False,
+    peer_kernels: PeerKernels = UNDECIDED,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -70,8 +82,12 @@ def overlap_jit(
       peer_kernels: whether the program may use kernels that address the memory of peer GPUs, as the
         backends "fused" and "one_shot" do, where they are requested or expected to be fastest. XLA
         then overlaps no other collective with anything, and calls of such programs are launched one
-        at a time, because all devices must run them in the same order. Inference is faster with
-        such kernels; training seldom is.
+        at a time, because all devices must run them in the same order. "auto" decides for every
+        program, so for every shape of the arguments: it may, if its ops are predicted to gain more
+        than the other collectives can lose, and if no collectives are hidden, as XLA adds them
+        where it shards arrays by itself. Inference is faster with such kernels; training seldom
+        is. `explain` shows the decision. With "auto", what `lower` and `trace` return has none of
+        them: it may be exported, and launched from any thread.
       compiler_options: further options; they override ours.
       **kwargs: arguments of `jax.jit`. Shardings may be `nnx.StateSharding`, as for `nnx.jit`.
 
@@ -83,7 +99,8 @@ def overlap_jit(
     Raises:
       RuntimeError: at compilation, from XLA, for an unknown option.
       ValueError, TypeError: from `jax.jit`, for arguments that do not fit.
-      ValueError: for an option in `compiler_options` that kernels which address peers depend on.
+      ValueError: with ``peer_kernels=True``, for an option in `compiler_options` that such kernels
+        depend on; for other values of `peer_kernels`.
       ValueError: when called inside another function that JAX traces.
     """
     if fun is None:
@@ -91,13 +108,24 @@ def overlap_jit(
         return functools.partial(overlap_jit, **options)
     if "fused" in kwargs:
         peer_kernels = renamed_fused("overlap_jit", kwargs.pop("fused"))
+    check_peer_kernels("overlap_jit", peer_kernels)
     users = compiler_options or {}
-    if peer_kernels and (taken := sorted(users.keys() & {*PEER_KERNEL_OPTIONS, PERMUTE_MODE})):
+    disallowed = None
+    if taken := sorted(users.keys() & {*PEER_KERNEL_OPTIONS, PERMUTE_MODE}):
+        reason = f"compiler_options: {', '.join(taken)}: kernels that address peers need our value"
+        if peer_kernels is True:
+            raise ValueError(f"{reason}; leave out either the option or peer_kernels=True")
+        disallowed = Disallowed(reason) if peer_kernels == UNDECIDED else None
+    return OverlapJit(fun, users, disallowed or peer_kernels, kwargs)
+
+
+def check_peer_kernels(function: str, value: Any) -> None:
+    """Refuses values of the argument `peer_kernels` that it does not have."""
+    if not isinstance(value, bool) and value != UNDECIDED:
         raise ValueError(
-            f"compiler_options: {', '.join(taken)}: kernels that address peers need our value;"
-            " leave out either the option or peer_kernels=True"
+            f"{function}: peer_kernels={value!r}: expected 'auto', to decide for every program, or"
+            " True or False"
         )
-    return OverlapJit(fun, users, peer_kernels, kwargs)
 
 
 def renamed_fused(function: str, value: bool) -> bool:
@@ -116,57 +144,98 @@ EXPLICIT_AXES = (
     " jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
 )
 
+#: Why what `lower` and `trace` return has no kernels that address peers, unless it is asked for.
+COMPILED_BY_HAND = (
+    "what lower and trace return may be exported, and launched from several threads at once"
+)
+
 # Kernels that address peers wait for each other, so every device must run programs in the same
 # order. If two threads launched at once, the order could differ between devices.
 _launching = threading.RLock()
 
 
-class OverlapJit:
-    """A function compiled by `jax.jit`, with compiler options that depend on the devices."""
+class _Variant:
+    """A function compiled with the options of programs whose kernels may address peers, or others.
 
-    def __init__(
-        self, fun: Callable, users: Mapping[str, Any], peer_kernels: bool, kwargs: Mapping[str, Any]
-    ):
-        functools.update_wrapper(self, fun, updated=())
-        static = StaticArguments.of(fun, kwargs)
-        self._jit = functools.partial(jax.jit, pure_function(fun, static), **kwargs)
-        self._graph_jit = functools.partial(GraphJitted, fun, static, **kwargs)
-        self._users_options = users
-        self._peer_kernels = peer_kernels
-        # Whether the function is known to take or return nnx objects. nnx's shardings say so.
-        self._is_graph_function = holds_state_sharding(kwargs)
-        # Refuses bad arguments here, not at the first call.
-        self._graph_jit() if self._is_graph_function else self._jit()
+    One value decides about the options and about what is traced, so no program has such kernels
+    without the options.
+
+    Args:
+      jit: makes a jitted function from compiler options.
+      graph_jit: the same for functions of nnx objects.
+      users: the user's compiler options.
+      allowed: the value of `peer_kernels_allowed` while the function is traced.
+    """
+
+    def __init__(self, jit: Callable, graph_jit: Callable, users: Mapping[str, Any], allowed: Any):
+        self._jit, self._graph_jit = jit, graph_jit
+        self._users_options, self.allowed = users, allowed
+
+    @property
+    def has_peer_kernels(self) -> bool:
+        """Whether kernels may address peers."""
+        return self.allowed is True
 
     @functools.cached_property
-    def _jitted(self) -> Any:
+    def jitted(self) -> Any:
         return self._jit(compiler_options=self._compiler_options())
 
     @functools.cached_property
-    def _graph_jitted(self) -> GraphJitted:
+    def graph_jitted(self) -> GraphJitted:
         return self._graph_jit(compiler_options=self._compiler_options())
 
     def _compiler_options(self) -> dict[str, Any]:
-        ours = PEER_KERNEL_OPTIONS if self._peer_kernels else {}
+        ours = PEER_KERNEL_OPTIONS if self.has_peer_kernels else {}
         return _options({**ours, **self._users_options})
 
-    def _use(self, use: Callable[[Any], Any], *arguments: Any) -> Any:
-        """Uses what `jax.jit` makes of the function, or of its graph function if it needs one."""
-        if not self._is_graph_function:
-            try:
-                return use(self._jitted)
-            except GraphNodesError:
-                pass
-            except TypeError:
-                # `jax.jit` refuses modules that are no pytrees before it traces the function.
-                if not holds_graph_nodes(arguments):
-                    raise
-            self._is_graph_function = True
-        return use(self._graph_jitted)
 
-    def _tracing(self) -> contextlib.AbstractContextManager:
-        """A context in which traced ops know how they will be compiled."""
-        return peer_kernels_allowed(self._peer_kernels)
+class OverlapJit:
+    """A function compiled by `jax.jit`, with compiler options that depend on the devices.
+
+    With ``peer_kernels="auto"`` it is compiled in two variants, without and with kernels that
+    address peers. The variant that ran last is called first.
+    """
+
+    def __init__(
+        self, fun: Callable, users: Mapping[str, Any], allowed: Any, kwargs: Mapping[str, Any]
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        static = StaticArguments.of(fun, kwargs)
+        graph = GraphFunction(fun, static, *map(kwargs.get, SHARDINGS))
+        others = {name: value for name, value in kwargs.items() if name not in SHARDINGS}
+        pure, pure_graph = pure_function(fun, static), graph.pure
+        self._decides = allowed == UNDECIDED
+        if self._decides:
+            pure, pure_graph = (
+                deciding_function(pure, static),
+                deciding_function(pure_graph, static),
+            )
+        jit = functools.partial(jax.jit, pure, **kwargs)
+        graph_jit = functools.partial(GraphJitted, graph, pure_graph, **others)
+        self._default = self._current = _Variant(jit, graph_jit, users, allowed)
+        self._with_peer_kernels = _Variant(jit, graph_jit, users, True)
+        # Whether the function is known to take or return nnx objects. nnx's shardings say so.
+        self._is_graph_function = holds_state_sharding(kwargs)
+        # Refuses bad arguments here, not at the first call.
+        graph_jit() if self._is_graph_function else jit()
+
+    def _use(self, variant: _Variant, use: Callable[[Any], Any], *arguments: Any) -> Any:
+        """Uses what `jax.jit` makes of the function, or of its graph function if it needs one.
+
+        What is traced meanwhile knows how it will be compiled.
+        """
+        with peer_kernels_allowed(variant.allowed):
+            if not self._is_graph_function:
+                try:
+                    return use(variant.jitted)
+                except GraphNodesError:
+                    pass
+                except TypeError:
+                    # `jax.jit` refuses modules that are no pytrees before it traces the function.
+                    if not holds_graph_nodes(arguments):
+                        raise
+                self._is_graph_function = True
+            return use(variant.graph_jitted)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds it as a method, as functions in a class are."""
@@ -174,29 +243,52 @@ class OverlapJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
-        order = _launching if self._peer_kernels else contextlib.nullcontext()
-        with self._tracing(), _explaining_errors(), order:
-            return self._use(lambda jitted: jitted(*args, **kwargs), args, kwargs)
+        with _explaining_errors():
+            # Where JAX traces another function, nothing here launches the programs in order.
+            if not self._decides or not trace_state_clean():
+                return self._run(self._default, args, kwargs)
+            try:
+                with deciding():
+                    return self._run(self._current, args, kwargs)
+            except WrongVariantError:
+                pass  # What is raised from here on has nothing to do with it.
+            is_default = self._current is self._default
+            self._current = other = self._with_peer_kernels if is_default else self._default
+            return self._run(other, args, kwargs)
+
+    def _run(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> Any:
+        order = _launching if variant.has_peer_kernels else contextlib.nullcontext()
+        with order:
+            return self._use(variant, lambda jitted: jitted(*args, **kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
-        with self._tracing(), _explaining_errors():
-            return self._use(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
+        traced = self.trace(*args, **kwargs)
+        with _explaining_errors(), peer_kernels_allowed(self._default.allowed):
+            return traced.lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for these arguments, as `jax.jit` does."""
-        with self._tracing(), _explaining_errors():
-            return self._use(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+        with _explaining_errors():
+            traced = self._use(
+                self._default, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs
+            )
+        if self._decides:
+            warn_withheld(decide_once(traced.jaxpr.jaxpr).withheld, COMPILED_BY_HAND)
+        return traced
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as from `jax.jit`."""
-        with self._tracing(), _explaining_errors():
-            return self._use(lambda jitted: jitted.eval_shape(*args, **kwargs), args, kwargs)
+        with _explaining_errors():
+            return self._use(
+                self._default, lambda jitted: jitted.eval_shape(*args, **kwargs), args, kwargs
+            )
 
     def clear_cache(self) -> None:
         """Drops the compiled programs, as `jax.jit` does."""
-        self._jitted.clear_cache()
-        self._graph_jitted.clear_cache()
+        for variant in {self._default, self._with_peer_kernels}:
+            variant.jitted.clear_cache()
+            variant.graph_jitted.clear_cache()
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collective_matmul.backends import REFERENCE
-from collective_matmul.compiler import renamed_fused
+from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
-from collective_matmul.dispatch.run_counts import count_runs
-from collective_matmul.peer_access import peer_kernels_allowed
-from collective_matmul.rewrite import FoundSite, sites_of, traced_program
+from collective_matmul.dispatch.run_counts import RunCounter, count_runs
+from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
+from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
+from collective_matmul.rewrite import FoundSite, rewritten_program, sites_of, traced_program
 from collective_matmul.rewrite.report import collective_key, record_considered
 from collective_matmul.rewrite.transform import NO_SHARD_MAP, enters_shard_map
 
@@ -29,6 +30,7 @@ class Explanation:
         of a loop is traced once; what is differentiated may be traced twice.
       plain: gathers and sums over devices that are not part of an op, in the order of the program.
         `overlap` would replace those with a decision, and leave the others alone.
+      peer_kernels: whether the program may have kernels that address peers' memory, and why.
       enters_shard_map: whether the function enters a `jax.shard_map`. Without, there is nothing to
         explain or to replace.
       runs: how often a run of the program executes the ops and collectives of each line of the
@@ -39,6 +41,7 @@ class Explanation:
     plain: tuple[FoundSite, ...]
     runs: Mapping[Line, int] = field(default_factory=dict)
     enters_shard_map: bool = True
+    peer_kernels: PeerKernelDecision = NO_SITE
 
     def __str__(self) -> str:
         return self.table()
@@ -90,11 +93,13 @@ class Explanation:
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
                 totals[-1] += f"; over NVLink they take {seconds * 1e3:.2f} ms"
+        if self.peer_kernels.withheld:
+            totals.append(str(self.peer_kernels))
         return totals
 
 
 def explain(
-    fun: Callable, *, peer_kernels: bool = False, fused: bool | None = None
+    fun: Callable, *, peer_kernels: PeerKernels = UNDECIDED, fused: bool | None = None
 ) -> Callable[..., Explanation]:
     """Explains which backend executes each collective matmul of a function, and why.
 
@@ -120,7 +125,10 @@ def explain(
 
     Args:
       fun: the function to explain.
-      peer_kernels: whether it will be compiled by `overlap_jit` with ``peer_kernels=True``.
+      peer_kernels: as for the `overlap_jit` by which it will be compiled. With "auto",
+        the last lines of the table say whether kernels that address peers' memory are allowed, and
+        why. Lines of collectives that `overlap` would replace are for the decision that the program
+        would get then.
       fused: the name of `peer_kernels` in earlier releases.
 
     Returns:
@@ -130,33 +138,72 @@ def explain(
     if fused is not None:
         peer_kernels = renamed_fused("explain", fused)
 
+    check_peer_kernels("explain", peer_kernels)
+
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
-        decisions: list[Decision] = []
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            with force_retrace(), record_decisions() as taken:
-                result = fun(*args, **kwargs)
-            decisions[:] = taken  # Of the last trace: a function of nnx objects may need two.
-            return result
-
-        with peer_kernels_allowed(peer_kernels):
-            with count_runs() as counter, record_considered() as considered:
-                program = traced_program(recorded, args, kwargs)
-            # Sites are found after the function is traced: decisions about them are not recorded.
-            plain = sites_of(program)
-        # What `overlap` left alone, it left alone for its own arguments.
-        by_key = {site.key: site for site in considered}
-        plain = [by_key.get(site.key, site) for site in plain]
-        ops, collectives = counter.runs(program.jaxpr, collective_key)
-        runs = {line_of(each): ops[counter.number_of(each)] for each in decisions}
-        return Explanation(
-            tuple(decisions),
-            tuple(plain),
-            runs | _runs_of_plain(plain, collectives),
-            enters_shard_map(program),
-        )
+        traced = _traced(fun, args, kwargs, peer_kernels)
+        if isinstance(peer_kernels, bool):
+            explained = traced.explanation(peer_kernels)
+            return replace(explained, peer_kernels=PeerKernelDecision(peer_kernels, "requested"))
+        decision = decide(traced.program.jaxpr, traced.counter)
+        after_overlap = traced.decision_after_overlap()
+        if decision.withheld:
+            traced = _traced(fun, args, kwargs, _value(decision))
+        explained = traced.explanation(_value(after_overlap))
+        return replace(explained, peer_kernels=decision)
 
     return explanation
+
+
+def _value(decision: PeerKernelDecision) -> bool | Disallowed:
+    """The value of `peer_kernels_allowed` for a program about which was decided."""
+    return decision.allowed or Disallowed(decision.reason)
+
+
+@dataclass(frozen=True)
+class _RecordedTrace:
+    """A traced program, and what was recorded meanwhile."""
+
+    program: Any
+    decisions: Sequence[Decision]
+    considered: Sequence[FoundSite]
+    counter: RunCounter
+
+    def decision_after_overlap(self) -> PeerKernelDecision:
+        """The decision about the program that `overlap` would make of this one."""
+        with peer_kernels_allowed(UNDECIDED), count_runs(self.counter):
+            return decide(rewritten_program(self.program).jaxpr, self.counter)
+
+    def explanation(self, allowed: bool | Disallowed) -> Explanation:
+        """The explanation; `allowed` is for what `overlap` would replace."""
+        # Sites are found after the function is traced: decisions about them are not recorded.
+        with peer_kernels_allowed(allowed):
+            plain = sites_of(self.program)
+        # What `overlap` left alone, it left alone for its own arguments.
+        by_key = {site.key: site for site in self.considered}
+        plain = [by_key.get(site.key, site) for site in plain]
+        ops, collectives = self.counter.runs(self.program.jaxpr, collective_key)
+        runs = {line_of(each): ops[self.counter.number_of(each)] for each in self.decisions}
+        return Explanation(
+            tuple(self.decisions),
+            tuple(plain),
+            runs | _runs_of_plain(plain, collectives),
+            enters_shard_map(self.program),
+        )
+
+
+def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _RecordedTrace:
+    decisions: list[Decision] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with force_retrace(), record_decisions() as taken:
+            result = fun(*args, **kwargs)
+        decisions[:] = taken  # Of the last trace: a function of nnx objects may need two.
+        return result
+
+    with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
+        program = traced_program(recorded, args, kwargs)
+    return _RecordedTrace(program, decisions, considered, counter)
 
 
 def _line_of_plain(site: FoundSite) -> Line:

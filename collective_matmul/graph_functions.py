@@ -102,10 +102,14 @@ class PureFunction:
 
     `jax.jit` gets it in place of the function itself. So the question is asked when the function is
     traced, and costs nothing when it is called. It is otherwise like the function itself.
+
+    Attributes:
+      deciding: its `DecidingFunction`, if it has one.
     """
 
     def __init__(self, fun: Callable, static: StaticArguments):
         self._fun, self.static = weakref.ref(fun), static
+        self.deciding: Any = None
 
     @property
     def __wrapped__(self) -> Callable:
@@ -179,6 +183,10 @@ class GraphFunction:
         self._in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
         self._out_shardings = out_shardings
 
+    def with_static(self, static: StaticArguments) -> GraphFunction:
+        """The same function with other static arguments."""
+        return GraphFunction(self._fun, static, self._in_shardings, self._out_shardings)
+
     @property
     def shardings(self) -> dict[str, Any]:
         """The shardings of `pure`, as arguments of `jax.jit`."""
@@ -242,17 +250,16 @@ class GraphJitted:
     """A `GraphFunction` compiled by `jax.jit`, with the methods of a jitted function.
 
     Args:
-      fun: the function.
-      static: its static arguments.
-      **kwargs: arguments of `jax.jit`; the shardings may be those of `nnx.jit`.
+      graph: the function.
+      pure: the function to compile: its `pure`, or a function that calls it.
+      **kwargs: arguments of `jax.jit`, except shardings.
     """
 
-    def __init__(self, fun: Callable, static: StaticArguments, **kwargs: Any):
-        shardings = {name: kwargs.pop(name, None) for name in SHARDINGS}
-        self._graph = GraphFunction(fun, static, **shardings)
-        self._jitted: Any = jax.jit(self._graph.pure, **self._graph.shardings, **kwargs)
+    def __init__(self, graph: GraphFunction, pure: Callable, **kwargs: Any):
+        self._graph = graph
+        self._jitted: Any = jax.jit(pure, **graph.shardings, **kwargs)
         # Compiled programs are called without static arguments.
-        self._without_static = GraphFunction(fun, **shardings)
+        self._without_static = graph.with_static(NO_STATIC_ARGUMENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function."""

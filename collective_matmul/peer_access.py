@@ -10,13 +10,32 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import jax
 import numpy as np
 
-#: Whether the program being traced will be compiled by ``overlap_jit(..., peer_kernels=True)``.
+
+@dataclass(frozen=True)
+class Disallowed:
+    """A program that may not have kernels which address peers' memory, and the reason."""
+
+    reason: str
+
+
+#: The program being traced has no kernels that address peers' memory. From it `overlap_jit` decides
+#: whether the program is traced again with them.
+UNDECIDED: Final = "auto"
+
+#: Whether the program being traced is compiled so that its kernels may address peers' memory: True,
+#: False, `UNDECIDED`, or a `Disallowed`.
 peer_kernels_allowed = jax.make_user_context(False)
+
+
+def peer_kernels_undecided() -> bool:
+    """Whether the program being traced is the one from which `overlap_jit` decides."""
+    return peer_kernels_allowed.value == UNDECIDED
 
 
 def peer_kernels_disallowed_reason() -> str | None:
@@ -26,12 +45,19 @@ def peer_kernels_disallowed_reason() -> str | None:
     XLA runs at the same time could occupy the multiprocessors that a peer's kernel needs, and wait
     for this one: a deadlock.
     """
-    if peer_kernels_allowed.value:
+    value = peer_kernels_allowed.value
+    if value is True:
         return None
-    return (
-        "collectives at the same time, as this program is compiled, allow no kernel to address"
-        " peers' memory; compile with collective_matmul.overlap_jit(..., peer_kernels=True)"
-    )
+    if isinstance(value, Disallowed):
+        reason = f"overlap_jit does not allow kernels to address peers' memory: {value.reason}"
+    elif value == UNDECIDED:
+        reason = "overlap_jit has not allowed this program kernels that address peers' memory"
+    else:
+        reason = (
+            "collectives at the same time, as this program is compiled, allow no kernel to address"
+            " peers' memory"
+        )
+    return f"{reason}; compile with collective_matmul.overlap_jit(..., peer_kernels=True)"
 
 
 def no_peer_copies_reason(axis_name: str) -> str | None:

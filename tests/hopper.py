@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental.mosaic import gpu as mosaic
 
 from collective_matmul.mosaic_gpu import device, symmetric_workspace
+from collective_matmul.peer_access import peer_kernels_allowed
 
 #: The number of multiprocessors of an H100 or H200.
 MULTIPROCESSORS = 132
@@ -20,10 +22,11 @@ needs_kernels = pytest.mark.skipif(
 
 
 @pytest.fixture
-def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes programs be traced for Hopper GPUs. They never run, so workspaces are small.
 
-    Kernels that ask XLA for the address of a peer's array fail.
+    Kernels that ask XLA for the address of a peer's array fail. Kernels may address peers, also in
+    programs that `overlap_jit` does not compile.
     """
     monkeypatch.setattr(device, "target", lambda: device.Target(MULTIPROCESSORS))
     monkeypatch.setattr(symmetric_workspace, "workspace_bytes", lambda devices: 16)
@@ -33,6 +36,8 @@ def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("XLA is asked where a peer's array is")
 
     monkeypatch.setattr(mosaic.LaunchContext, "to_remote", look_up)
+    with peer_kernels_allowed(True):
+        yield
 
 
 def assert_an_ordinary_kernel(text: str) -> None:

@@ -52,7 +52,7 @@ def test_options_without_a_function_make_a_decorator() -> None:
         return x**power
 
     assert fun(2.0, power=3) == 8
-    assert fun._peer_kernels
+    assert fun._default.has_peer_kernels
 
 
 def test_the_users_options_join_ours() -> None:
@@ -239,7 +239,7 @@ def test_programs_that_may_have_kernels_are_launched_one_at_a_time(
     monkeypatch.setattr(compiler, "_launching", Turns(compiler._launching, crowd))
     programs = [overlap_jit(jnp.sin, peer_kernels=each) for each in fused]
     for program in programs:
-        monkeypatch.setattr(program, "_jitted", crowd)
+        monkeypatch.setattr(program._default, "jitted", crowd)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda program: program(0.0), programs))
     assert crowd.overlapped != all(fused)
@@ -321,6 +321,6 @@ def test_what_it_returns_can_be_copied(fused: bool) -> None:
 def test_the_argument_of_an_earlier_release_is_still_accepted() -> None:
     with pytest.warns(DeprecationWarning, match="fused=True is now called peer_kernels=True"):
         jitted = overlap_jit(jnp.sin, fused=True)
-    assert jitted._peer_kernels
+    assert jitted._default.has_peer_kernels
     with pytest.warns(DeprecationWarning, match="explain: fused=False is now called"):
         explain(jnp.sin, fused=False)

@@ -48,7 +48,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "ops",
         "sharded_weights",
     ),
-    "users": ("__main__", "compiler", "explain", "graph_functions", "layers", "rewrite", "tuning"),
+    "users": (
+        "__main__",
+        "compiler",
+        "deciding_function",
+        "explain",
+        "graph_functions",
+        "layers",
+        "peer_decision",
+        "rewrite",
+        "tuning",
+    ),
 }
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
 PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.layers"}

@@ -91,7 +91,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
-    lines.append(str(explain(step)(state, abstract_batch(config, config.batch_size))))
+    explained = explain(step, peer_kernels=False)
+    lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

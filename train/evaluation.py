@@ -68,7 +68,7 @@ class Evaluator:
             )
             for name, leaf in model.abstract_params.items()
         }
-        total_loss = overlap_jit(_sharded_total_loss(config, model, mesh))
+        total_loss = overlap_jit(_sharded_total_loss(config, model, mesh), peer_kernels=False)
         self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
 
     def __call__(

@@ -47,7 +47,9 @@ def make_step(
     Metrics are float32 scalars: "loss", in nats per token, "grad_norm", before clipping, and
     "learning_rate", which the step was made with.
     """
-    return overlap_jit(sharded_step(config, model, optimizer, mesh), donate_argnums=0)
+    step = sharded_step(config, model, optimizer, mesh)
+    # XLA hides gradient sums and gathered weights, which kernels that address peers would forbid.
+    return overlap_jit(step, peer_kernels=False, donate_argnums=0)
 
 
 def sharded_step(

@@ -69,7 +69,7 @@ class Backend(Protocol):
     Attributes:
       name: name for the argument `implementation`.
       uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
-        compiled by ``overlap_jit(..., peer_kernels=True)`` may have them.
+        may have them for which `overlap_jit` decides so, or is told to.
       predicts_precisely: whether its prediction may be compared with measurements of other
         backends. Else it counts only where no other backend was measured either.
     """

@@ -15,6 +15,22 @@ from collective_matmul.site import Site
 
 
 @dataclass(frozen=True)
+class PeerAlternative:
+    """A kernel that addresses peers' memory, which a site would get if its program may have any.
+
+    Attributes:
+      implementation: name of the backend.
+      seconds_gained: predicted time of what executes the site without it, less that of the kernel;
+        0 if unknown.
+      missed: the warning for a program without it: a better backend was not possible; or None.
+    """
+
+    implementation: str
+    seconds_gained: float
+    missed: str | None = None
+
+
+@dataclass(frozen=True)
 class Decision:
     """The backend that executes a site, and why.
 
@@ -25,6 +41,8 @@ class Decision:
       seconds: predicted time of the backend, including a weight gradient; None if unknown.
       reference_seconds: predicted time of the reference, XLA's collectives; None if unknown.
       communication_seconds: predicted time of these collectives alone; None if unknown.
+      peer_alternative: what would execute the site if the program may have kernels that address
+        peers' memory; None where that is decided already, or changes nothing.
     """
 
     site: Site
@@ -33,6 +51,7 @@ class Decision:
     seconds: float | None = None
     reference_seconds: float | None = None
     communication_seconds: float | None = None
+    peer_alternative: PeerAlternative | None = None
 
     @property
     def hidden_seconds(self) -> float:

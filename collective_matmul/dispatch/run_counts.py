@@ -4,6 +4,9 @@ An op is traced once where a loop repeats it or calls of one jitted function sha
 again where it is differentiated. So decisions are not runs. While runs are counted, the equations
 of every op have a name scope with the numbers of its decision and of the trace. The program is then
 walked, with the lengths of its loops.
+
+`overlap_jit` looks at programs in this way too, before it compiles them. What JAX has traced before
+and takes from its caches has numbers from then, so they are of the whole process.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextvars
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,21 +24,29 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.backends.base import Backend
 from collective_matmul.dispatch.recording import Decision
+from collective_matmul.peer_access import peer_kernels_undecided
 
 _SCOPE = "collective_matmul.decision"
 _NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
 
 
 class RunCounter:
-    """Numbers decisions while a program is traced, and counts their runs in it."""
+    """Numbers decisions while a program is traced, and counts their runs in it.
+
+    Attributes:
+      decisions: the decisions by number.
+    """
 
     def __init__(self) -> None:
+        self.decisions: dict[int, Decision] = {}
         self._numbers: dict[str, int] = {}
         self._traces = itertools.count()
 
     def number_of(self, decision: Decision) -> int:
         """The number of a decision. Decisions that look the same have the same number."""
-        return self._numbers.setdefault(repr(decision), len(self._numbers))
+        number = self._numbers.setdefault(repr(decision), len(self._numbers))
+        self.decisions.setdefault(number, decision)
+        return number
 
     def scope_of(self, decision: Decision) -> str:
         """The name scope of an op that is traced now."""
@@ -55,38 +66,64 @@ class RunCounter:
         Returns:
           The runs of ops by number, and those of further equations by key.
         """
-        # Shared jaxprs are counted once. Kept alive, so that no other object gets the id of one.
-        counted: dict[tuple, tuple[Jaxpr, Counter]] = {}
 
-        def count(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
-            place = id(jaxpr), around
-            if place not in counted:
-                counted[place] = jaxpr, counts_in(jaxpr, around)
-            return counted[place][1]
+        def of_equation(equation: JaxprEqn) -> dict[tuple, int]:
+            key = None if key_of is None else key_of(equation)
+            return {} if key is None else {(None, key): 1}
 
-        def counts_in(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
-            counts: Counter = Counter()
-            found: set[tuple[str, str]] = set()
-            for equation in jaxpr.eqns:
-                inner = list(jaxprs_in_params(equation.params))
-                # What only prepares an operand may stay where a backward pass computes it again.
-                if not (inner or equation.effects or equation.primitive.name == "dot_general"):
-                    continue
-                numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
-                found |= numbers - around
-                if key_of is not None and not (numbers | around):
-                    key = key_of(equation)
-                    counts[None, key] += key is not None
-                steps = equation.params["length"] if equation.primitive.name == "scan" else 1
-                for each in inner:
-                    for key, number in count(each, around | numbers).items():
-                        counts[key] += steps * number
-            counts.update((int(number), None) for number, _ in found)
-            return counts
-
-        counts = count(program, frozenset())
+        counts = totals(program, lambda number: {(number, None): 1}, of_equation)
         ops = Counter({number: n for (number, _), n in counts.items() if number is not None})
         return ops, Counter({key: n for (number, key), n in counts.items() if number is None})
+
+
+def totals(
+    program: Jaxpr,
+    of_op: Callable[[int], Mapping[Any, Any]],
+    of_equation: Callable[[JaxprEqn], Mapping[Any, Any]],
+    of_branches: Callable[[Iterable[Counter]], Counter] = lambda parts: sum(parts, Counter()),
+) -> Counter:
+    """Sums over all ops and equations that a program runs, with the lengths of its loops.
+
+    A loop whose number of steps is computed counts one step.
+
+    Args:
+      program: the program, traced while runs were counted.
+      of_op: summands of each run of an op, by the number of its decision.
+      of_equation: summands of an equation; not asked within ops.
+      of_branches: the sums of a branch, from those of all alternatives; they are added if omitted.
+    """
+    # Shared jaxprs are counted once. Kept alive, so that no other object gets the id of one.
+    counted: dict[tuple, tuple[Jaxpr, Counter]] = {}
+
+    def count(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
+        place = id(jaxpr), around
+        if place not in counted:
+            counted[place] = jaxpr, counts_in(jaxpr, around)
+        return counted[place][1]
+
+    def counts_in(jaxpr: Jaxpr, around: frozenset[tuple[str, str]]) -> Counter:
+        counts: Counter = Counter()
+        found: set[tuple[str, str]] = set()
+        for equation in jaxpr.eqns:
+            inner = list(jaxprs_in_params(equation.params))
+            # What only prepares an operand may stay where a backward pass computes it again.
+            if not (inner or equation.effects or equation.primitive.name == "dot_general"):
+                continue
+            numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
+            found |= numbers - around
+            if not (numbers | around):
+                counts.update(of_equation(equation))
+            name, parameters = equation.primitive.name, equation.params
+            parts = [count(each, around | numbers) for each in inner]
+            steps = parameters["length"] if name == "scan" else 1
+            run = of_branches(parts) if name == "cond" else sum(parts, Counter())
+            for key, number in run.items():
+                counts[key] += steps * number
+        for number, _ in found:
+            counts.update(of_op(int(number)))
+        return counts
+
+    return count(program, frozenset())
 
 
 class _Scoped:
@@ -105,15 +142,19 @@ class _Scoped:
         return jax.named_scope(self._scope)(attribute) if callable(attribute) else attribute
 
 
+#: Numbers the decisions for programs about which `overlap_jit` decides.
+PROCESS_COUNTER = RunCounter()
+
 _counting: contextvars.ContextVar[RunCounter | None] = contextvars.ContextVar(
     "counting", default=None
 )
 
 
 @contextlib.contextmanager
-def count_runs() -> Iterator[RunCounter]:
-    """Numbers the decisions that are taken inside the block."""
-    token = _counting.set(counter := RunCounter())
+def count_runs(counter: RunCounter | None = None) -> Iterator[RunCounter]:
+    """Numbers the decisions that are taken inside the block, by a new counter if none is given."""
+    counter = counter or RunCounter()
+    token = _counting.set(counter)
     try:
         yield counter
     finally:
@@ -124,6 +165,9 @@ def numbered(decision: Decision, backend: Backend) -> Backend:
     """The backend of a decision; while runs are counted, its equations have the number of that."""
     counter = _counting.get()
     if counter is None:
-        return backend
+        # Where no time is known, there is nothing to decide from, and scopes would be noise.
+        if not peer_kernels_undecided() or decision.reference_seconds is None:
+            return backend
+        counter = PROCESS_COUNTER
     proxy: Any = _Scoped(backend, counter.scope_of(decision))
     return proxy

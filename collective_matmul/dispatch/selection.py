@@ -19,10 +19,11 @@ from collective_matmul.dispatch.assessment import (
     assess,
     unsupported_reason,
 )
-from collective_matmul.dispatch.recording import Decision, record
+from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
 from collective_matmul.dispatch.run_counts import numbered
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
+from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided
 from collective_matmul.site import Site
 
 
@@ -53,19 +54,44 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
     """
     site = _with_vouched_predicate(site, requested)
     assessments = assess(site, requested or ())
-    if requested is None:
-        choice = _fastest(assessments)
-    else:
-        choice = _first_supported(assessments, requested)
+    choice = _choice(assessments, requested)
+    alternative = _peer_alternative(assessments, requested, choice)
     name, reason, missed = choice.backend.name, choice.reason, choice.missed
     if missed:
-        warn_once(f"{site.op} falls back to {name}: {missed}")
+        if alternative is None:
+            warn_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
     reference = assessments.reference_seconds
     communication = None if rates() is None else communication_seconds(site)
-    decision = Decision(site, name, reason, assessments.seconds(name), reference, communication)
+    seconds = assessments.seconds(name)
+    decision = Decision(site, name, reason, seconds, reference, communication, alternative)
     record(decision)
     return numbered(decision, choice.backend)
+
+
+def _choice(assessments: Assessments, requested: Sequence[str] | None) -> _Choice:
+    if requested is None:
+        return _fastest(assessments)
+    return _first_supported(assessments, requested)
+
+
+def _peer_alternative(
+    assessments: Assessments, requested: Sequence[str] | None, chosen: _Choice
+) -> PeerAlternative | None:
+    """What would be chosen if the program may have kernels that address peers' memory.
+
+    None if it is not chosen then, and where nobody asks: see `Decision.peer_alternative`.
+    """
+    if not (peer_kernels_undecided() and _is_gpu()):
+        return None
+    with peer_kernels_allowed(True):
+        assessments = assess(assessments.site, requested or ())
+        choice = _choice(assessments, requested)
+    if not choice.backend.uses_peer_kernels:
+        return None
+    without, with_it = (assessments.seconds(each.backend.name) for each in (chosen, choice))
+    gained = 0.0 if without is None or with_it is None else without - with_it
+    return PeerAlternative(choice.backend.name, gained, chosen.missed)
 
 
 def _with_vouched_predicate(site: Site, requested: Sequence[str] | None) -> Site:
@@ -124,8 +150,7 @@ def _fastest(assessments: Assessments) -> _Choice:
 
 def _fastest_known(assessments: Assessments) -> _Choice:
     """The fastest backend by measurement or model."""
-    device, site = traced_device(), assessments.site
-    overlaps = device.platform in ("gpu", "cuda", "rocm")
+    device, site, overlaps = traced_device(), assessments.site, _is_gpu()
     if assessments.reference_seconds is None:
         if not overlaps:
             return _Choice(REFERENCE, f"on {device.platform} nothing runs under a matmul")
@@ -145,6 +170,10 @@ def _fastest_known(assessments: Assessments) -> _Choice:
     winner = _least_seconds(each for each in believed if each.backend.name not in excluded)
     reasons = [_comparison(assessments, winner.name), *_unmeasured(assessments)]
     return _Choice(winner, "; ".join(reasons), excluded.get(best.name))
+
+
+def _is_gpu() -> bool:
+    return traced_device().platform in ("gpu", "cuda", "rocm")
 
 
 def _least_seconds(believed: Iterable[Assessment]) -> Backend:

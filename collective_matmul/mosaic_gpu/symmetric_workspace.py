@@ -30,6 +30,7 @@ from jax import lax
 
 from collective_matmul._compat import device_constant
 from collective_matmul.mosaic_gpu import timeout_reports
+from collective_matmul.peer_access import peer_kernels_disallowed_reason
 
 #: The largest number of blocks in an exchange.
 EXCHANGE_BLOCKS = 128
@@ -87,7 +88,13 @@ def workspace_pointers(axis_name: str) -> jax.Array:
     Returns:
       int32 [2 * D + 1]: the low and the high word of the address of this device's workspace, then
       of the next device's along the axis, and so on; and last the index of this device.
+
+    Raises:
+      ValueError: if the program being traced is not compiled for kernels that address peers. All of
+        them need these addresses, so no such program has one.
     """
+    if reason := peer_kernels_disallowed_reason():
+        raise ValueError(f"a kernel that addresses peers: {reason}")
     mesh = jax.sharding.get_abstract_mesh()
     devices, axis_index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     table = device_constant(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,12 @@ from jax.extend.core import JaxprEqn
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, record
 from collective_matmul.hardware import rates
-from collective_matmul.rewrite.collective_equations import CollectiveKind, axes_of, kind_of
+from collective_matmul.rewrite.collective_equations import (
+    CollectiveKind,
+    axes_of,
+    collective_seconds,
+    kind_of,
+)
 from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library
 
@@ -183,7 +187,7 @@ def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: s
     kind = kind_of(equation)
     assert kind is not None
     source, shapes = source_of(equation), _shapes(equation)
-    seconds = _communication_seconds(equation, kind)
+    seconds = _communication_seconds(equation)
     return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds)
 
 
@@ -193,15 +197,9 @@ def _shapes(equation: JaxprEqn) -> str:
     return f"{array.dtype} [{','.join(map(str, array.shape))}] over {axes}"
 
 
-def _communication_seconds(equation: JaxprEqn, kind: CollectiveKind) -> float | None:
+def _communication_seconds(equation: JaxprEqn) -> float | None:
     """Seconds of a collective over NVLink; None on devices of unknown rates."""
     gpu, mesh = rates(), jax.sharding.get_abstract_mesh()
     if gpu is None or not set(axes_of(equation)) <= set(mesh.axis_names):
         return None
-    devices = math.prod(mesh.shape[axis] for axis in axes_of(equation))
-    if devices == 1:
-        return 0.0
-    larger = equation.outvars if kind == "all_gather" else equation.invars
-    size = sum(math.prod(type_of(a).shape) * type_of(a).dtype.itemsize for a in larger)
-    passes = 2 if kind == "psum" else 1
-    return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes
+    return collective_seconds(equation, mesh.shape, gpu)

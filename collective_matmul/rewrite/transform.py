@@ -145,6 +145,11 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
     return rewriter.found
 
 
+def rewritten_program(program: Any) -> Any:
+    """The closed jaxpr that `overlap` makes of another."""
+    return Rewriter(None).rewrite(program)
+
+
 def enters_shard_map(program: Any) -> bool:
     """Whether a closed jaxpr has a shard_map at any depth, or is traced inside one."""
 

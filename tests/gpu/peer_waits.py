@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import overlap_jit
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.mosaic_gpu import peer_waits, symmetric_workspace
 from collective_matmul.mosaic_gpu.peer_memory import (
@@ -99,7 +100,8 @@ def program(wait: Wait, *, comes: bool) -> Any:
         return kernel(symmetric_workspace.workspace_pointers(AXIS))[0]
 
     mesh = mesh_of((AXIS,), (1,))
-    return jax.jit(jax.shard_map(launch, mesh=mesh, in_specs=(), out_specs=P(AXIS)))
+    sharded = jax.shard_map(launch, mesh=mesh, in_specs=(), out_specs=P(AXIS))
+    return overlap_jit(sharded, peer_kernels=True)
 
 
 if __name__ == "__main__":

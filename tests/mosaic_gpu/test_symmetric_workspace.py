@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import overlap_jit
 from collective_matmul._compat import device_constant
 from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace, timeout_reports
 from collective_matmul.mosaic_gpu.peer_memory import VECTOR_BYTES
@@ -185,7 +187,8 @@ def test_addresses_begin_with_ones_own(sizes: tuple[int, ...], check_vma: bool) 
             out_specs=P(mesh.axis_names),
             check_vma=check_vma,
         )
-        words = np.asarray(jax.jit(sharded)()).reshape(*sizes, 2 * size + 1)
+        compiled = overlap_jit(sharded, peer_kernels=True)
+        words = np.asarray(compiled()).reshape(*sizes, 2 * size + 1)
         spaces = symmetric_workspace._allocated[tuple(mesh.devices.flat), sizes, axis]
         for place in np.ndindex(sizes):
             along = np.roll(np.moveaxis(mesh.devices, axis, -1), -place[axis], axis=-1)
@@ -194,6 +197,18 @@ def test_addresses_begin_with_ones_own(sizes: tuple[int, ...], check_vma: bool) 
             assert list(words[place][:-1]) == list(np.array(pointers, np.uint64).view(np.int32))
             assert words[place][-1] == place[axis]
             assert all(space.devices() == {device} for device, space in spaces.items())
+
+
+@pytest.mark.parametrize("jit", [jax.jit, overlap_jit, partial(overlap_jit, peer_kernels=False)])
+def test_no_program_has_addresses_without_the_options_they_need(
+    jit: Callable,
+) -> None:
+    specs: dict[str, Any] = {"in_specs": (), "out_specs": P(("a",)), "check_vma": False}
+    mesh = mesh_of((4,))
+    fun = partial(symmetric_workspace.workspace_pointers, "a")
+    sharded = jax.shard_map(fun, mesh=mesh, **specs)
+    with pytest.raises(ValueError, match=r"^a kernel that addresses peers: .* peer_kernels=True\)"):
+        jit(sharded)()
 
 
 def identities(devices: np.ndarray) -> np.ndarray:

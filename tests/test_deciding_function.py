@@ -1,0 +1,359 @@
+"""`overlap_jit` calls the variant that was decided for, and JAX traces no more than it has to."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from collective_matmul import compiler, deciding_function, explain, log, overlap_jit, peer_decision
+from collective_matmul.deciding_function import WrongVariantError, deciding
+from collective_matmul.dispatch import selection
+from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.peer_access import peer_kernels_disallowed_reason
+from collective_matmul.peer_decision import PeerKernelDecision
+from tests.dispatch.sites import BFLOAT16, H200
+from tests.explained import HAS_KERNELS, arguments, on
+from tests.reference import AXIS
+
+FEW, MANY = np.ones(3, np.float32), np.ones(5, np.float32)
+
+
+@pytest.fixture
+def _few_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decides for peer kernels where the first array has fewer than 4 elements."""
+
+    def decide_once(program: Any) -> PeerKernelDecision:
+        sizes = [math.prod(var.aval.shape) for var in program.invars if var.aval.shape]
+        return PeerKernelDecision(bool(sizes) and sizes[0] < 4, "by the number of elements")
+
+    monkeypatch.setattr(deciding_function, "decide_once", decide_once)
+    monkeypatch.setattr(compiler, "decide_once", decide_once)
+
+
+few_are_allowed = pytest.mark.usefixtures("_few_are_allowed")
+
+
+class Traced:
+    """Doubles arrays. For each time it is traced: whether kernels may address peers' memory."""
+
+    def __init__(self) -> None:
+        self.allowed: list[bool] = []
+
+    def __call__(self, x: Any, factor: Any = 2) -> Any:
+        self.allowed.append(peer_kernels_disallowed_reason() is None)
+        return factor * x
+
+
+class Launches:
+    """The lock that launches take, and how often they did."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    launches = Launches()
+    monkeypatch.setattr(compiler, "_launching", launches)
+    return launches
+
+
+@few_are_allowed
+def test_each_shape_has_its_variant(launches: Launches) -> None:
+    """It is traced once to decide, and once more where kernels are allowed."""
+    traced = Traced()
+    fun = overlap_jit(traced)
+    known: set[int] = set()
+    for x in (FEW, MANY, FEW, FEW[:2], MANY[:4], MANY, FEW[:2], FEW):
+        traced.allowed.clear()
+        np.testing.assert_array_equal(fun(x), 2 * x)
+        if x.size in known:
+            assert traced.allowed == []
+        else:
+            assert traced.allowed == ([False, True] if x.size < 4 else [False])
+        known.add(x.size)
+        before = launches.count
+        fun(x)
+        assert launches.count - before == (x.size < 4)
+
+
+@few_are_allowed
+def test_a_known_shape_runs_no_python_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for x in (FEW, MANY):
+        fun = overlap_jit(lambda x: 2 * x)
+        fun(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(deciding_function.DecidingFunction, "__call__", None)
+            np.testing.assert_array_equal(fun(x), 2 * x)
+
+
+@few_are_allowed
+@pytest.mark.parametrize("x", [FEW, MANY], ids=["allowed", "not"])
+def test_programs_are_shared_by_all_that_compile_a_function(x: np.ndarray) -> None:
+    traced = Traced()
+    for _ in range(3):
+        overlap_jit(traced)(x)
+    assert traced.allowed == ([False, True] if x is FEW else [False])
+
+
+@few_are_allowed
+def test_no_program_has_kernels_without_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = contextvars.ContextVar[Any]("active")
+    seen = set()
+    jit = jax.jit
+
+    def recording(fun: Callable, **kwargs: Any) -> Any:
+        made = jit(fun, **kwargs)
+        if "compiler_options" not in kwargs:
+            return made
+
+        def call(*args: Any) -> Any:
+            token = active.set(kwargs["compiler_options"])
+            try:
+                return made(*args)
+            finally:
+                active.reset(token)
+
+        return call
+
+    def fun(x: jax.Array) -> jax.Array:
+        has_options = compiler.PEER_KERNEL_OPTIONS.items() <= active.get().items()
+        seen.add((peer_kernels_disallowed_reason() is None, has_options))
+        return x
+
+    monkeypatch.setattr(jax, "jit", recording)
+    for value in ("auto", False, True):
+        compiled = overlap_jit(fun, peer_kernels=value)
+        for x in (FEW, MANY, FEW[:2], MANY[:4]):
+            compiled(x)
+    assert (True, True) in seen and (False, False) in seen
+    assert (True, False) not in seen
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_nothing_is_decided_where_a_value_is_given(
+    value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deciding_function, "decide_once", lambda _: pytest.fail("decided"))
+    traced = Traced()
+    overlap_jit(traced, peer_kernels=value)(FEW)
+    assert traced.allowed == [value]
+
+
+@pytest.mark.parametrize("value", ["always", None, 1, 0.0])
+def test_other_values_are_refused(value: Any) -> None:
+    for function in (overlap_jit, explain):
+        with pytest.raises(ValueError, match=rf"^{function.__name__}: peer_kernels={value!r}: exp"):
+            function(jnp.sin, peer_kernels=value)
+
+
+@few_are_allowed
+def test_options_that_conflict_are_a_reason_against_it() -> None:
+    reasons = []
+
+    def fun(x: jax.Array) -> jax.Array:
+        reasons.append(peer_kernels_disallowed_reason())
+        return x
+
+    for option in (*compiler.PEER_KERNEL_OPTIONS, compiler.PERMUTE_MODE):
+        overlap_jit(fun, compiler_options={option: "DEFAULT"}).trace(FEW)
+        assert f"compiler_options: {option}: kernels that address peers need our" in reasons[-1]
+
+
+@few_are_allowed
+@pytest.mark.parametrize("use", ["trace", "lower", "eval_shape", "export", "jit", "grad", "vmap"])
+def test_what_is_not_called_has_none(use: str) -> None:
+    """Programs compiled by hand may be exported, and launched in any order."""
+    traced = Traced()
+    fun = overlap_jit(traced)
+    fun(FEW)
+    traced.allowed.clear()
+    x = FEW[:2]
+    match use:
+        case "lower":
+            np.testing.assert_array_equal(fun.lower(x).compile()(x), 2 * x)
+        case "export":
+            np.testing.assert_array_equal(jax.export.export(fun)(x).call(x), 2 * x)
+        case "jit":
+            with pytest.raises(ValueError, match="make it the outermost"):
+                jax.jit(fun)(x)
+        case "grad" if jax.__version_info__ < (0, 12):
+            with pytest.raises(ValueError, match="make it the outermost"):
+                jax.grad(lambda x: fun(x).sum())(x)
+        case "grad":
+            np.testing.assert_array_equal(jax.grad(lambda x: fun(x).sum())(x), [2, 2])
+        case "vmap":
+            np.testing.assert_array_equal(jax.vmap(fun)(x[None]), 2 * x[None])
+        case _:
+            getattr(fun, use)(x)
+    assert traced.allowed and not any(traced.allowed)
+
+
+class Counter(nnx.Module):
+    def __init__(self, size: int) -> None:
+        self.total = nnx.Variable(jnp.zeros(size))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+
+@few_are_allowed
+def test_nnx_modules_are_updated_once_for_each_call() -> None:
+    allowed = []
+
+    def add(counter: Counter, by: jax.Array) -> Counter:
+        allowed.append(peer_kernels_disallowed_reason() is None)
+        counter.total[...] += by
+        counter.calls[...] += 1
+        return counter
+
+    fun = overlap_jit(add, donate_argnums=0)
+    few, many = Counter(2), Counter(6)
+    for calls in (1, 2, 3):
+        for counter in (few, many):
+            old = counter.total[...]
+            assert fun(counter, 2.0) is counter
+            assert old.is_deleted()
+            np.testing.assert_array_equal(counter.total[...], np.full(old.shape, 2.0 * calls))
+            assert counter.calls[...] == calls
+    assert sorted(allowed) == [False, False, True]
+    lowered = fun.lower(few, 2.0)
+    assert lowered.compile()(few, 2.0) is few
+    assert few.calls[...] == 4
+    assert fun.eval_shape(few, 2.0).calls.shape == ()
+
+
+@few_are_allowed
+@pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "factor"}], ids=str)
+def test_static_arguments(options: dict[str, Any]) -> None:
+    fun = overlap_jit(Traced(), **options)
+    for x in (FEW, MANY):
+        for factor in (2, 3, 2):
+            np.testing.assert_array_equal(fun(x, factor), factor * x)
+
+
+@few_are_allowed
+def test_donated_arguments() -> None:
+    fun = overlap_jit(Traced(), donate_argnums=0)
+    for size in (3, 5, 3, 5):
+        x = jnp.ones(size)
+        np.testing.assert_array_equal(fun(x), 2 * np.ones(size))
+        assert x.is_deleted()
+
+
+@few_are_allowed
+def test_errors_of_the_function_are_its_own() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        if peer_kernels_disallowed_reason() is None or x.size > 3:
+            raise KeyError("mine")
+        return x
+
+    for x in (FEW, MANY):
+        with pytest.raises(KeyError, match="mine") as error:
+            overlap_jit(fun)(x)
+        assert error.value.__context__ is None
+
+
+@few_are_allowed
+def test_copies_decide_too() -> None:
+    fun = copy.deepcopy(overlap_jit(Traced()))
+    for x in (FEW, MANY):
+        np.testing.assert_array_equal(fun(x), 2 * x)
+    fun.clear_cache()
+    np.testing.assert_array_equal(fun(FEW), 2 * FEW)
+
+
+# What follows is traced for H200 GPUs, and does not run.
+
+SHAPES = arguments(64, 4096, 14336, dtype=BFLOAT16)
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="kernels that address peers: jax 0.11")
+
+
+def stack(**options: Any) -> Callable:
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    return on(mesh, **options)
+
+
+def variants(fun: Callable) -> tuple[Callable, Callable]:
+    """Traces as the calls of both variants do, without and with kernels that address peers."""
+    compiled = overlap_jit(fun)
+
+    def trace(variant: Any) -> str:
+        with deciding():
+            return str(compiled._use(variant, lambda jitted: jitted.trace(*SHAPES)).jaxpr)
+
+    return (
+        functools.partial(trace, compiled._default),
+        functools.partial(trace, compiled._with_peer_kernels),
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("allowed", [False, True])
+def test_kernels_are_in_programs_with_their_options_only(allowed: bool) -> None:
+    few = stack()
+    fun = few if allowed else lambda *args: jnp.sin(few(*args))
+    without, with_them = variants(fun)
+    with pytest.raises(WrongVariantError):
+        (without if allowed else with_them)()
+    if allowed:
+        assert "device_constant" in with_them()
+    else:
+        assert "device_constant" not in without()
+    assert "device_constant" not in str(overlap_jit(fun).trace(*SHAPES).jaxpr)
+    assert "device_constant" in str(overlap_jit(fun, peer_kernels=True).trace(*SHAPES).jaxpr)
+
+
+@needs_kernels
+@pytest.mark.parametrize("allowed", [False, True])
+def test_only_decisions_for_the_program_that_runs_are_recorded(allowed: bool) -> None:
+    few = stack()
+    without, with_them = variants(few if allowed else lambda *args: jnp.sin(few(*args)))
+    with record_decisions() as decisions:
+        for trace in (with_them, without):
+            with contextlib.suppress(WrongVariantError):
+                trace()
+    assert len(decisions) == 4
+    assert {each.implementation == "one_shot" for each in decisions} == {allowed}
+
+
+@needs_kernels
+@pytest.mark.parametrize("use", ["refused", "allowed", "trace"])
+def test_fallbacks_are_warned_of_when_it_is_decided(
+    use: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once = functools.cache(log.warn_once.__wrapped__)
+    for module in (selection, peer_decision):
+        monkeypatch.setattr(module, "warn_once", warn_once)
+    asked = stack(implementation=("one_shot", "ring"))
+    fun = asked if use == "allowed" else lambda *args: jnp.sin(asked(*args))
+    if use == "trace":
+        overlap_jit(fun).trace(*SHAPES)
+    else:
+        variants(fun)[use == "allowed"]()
+    reason = "the compiler divides sin" if use == "refused" else compiler.COMPILED_BY_HAND
+    fallback = (
+        "one_shot is not possible: overlap_jit has not allowed this program kernels that address"
+    )
+    if use == "allowed":
+        assert caplog.messages == []
+    else:
+        assert len(caplog.messages) == 2
+        for message, op in zip(caplog.messages, ("all_gather", "matmul_reduce"), strict=True):
+            assert message.startswith(op) and fallback in message and reason in message
