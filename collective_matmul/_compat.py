@@ -17,7 +17,7 @@ from jax import lax
 
 # 0.10.2 to 0.12: no public names. Outside all transformations, the state is clean.
 from jax._src.core import ShardingTypeError as ShardingTypeError
-from jax._src.core import trace_state_clean as trace_state_clean
+from jax._src.core import trace_state_clean
 
 # 0.10.2 to 0.12: `jax.nn.dot_product_attention` does not take offsets of packed sequences.
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -31,6 +31,15 @@ from jax._src.pallas.mpmd import _mpmd_map
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+
+def calls_run_programs() -> bool:
+    """Whether calls of jitted functions run programs here.
+
+    They do not where JAX traces another function, nor in `jax.disable_jit`.
+    """
+    config: Any = jax.config
+    return trace_state_clean() and not config.jax_disable_jit
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from collective_matmul._compat import ShardingTypeError, trace_state_clean
+from collective_matmul._compat import ShardingTypeError, calls_run_programs
 from collective_matmul.deciding_function import WrongVariantError, deciding, deciding_function
 from collective_matmul.graph_functions import (
     SHARDINGS,
@@ -193,7 +193,8 @@ class OverlapJit:
     """A function compiled by `jax.jit`, with compiler options that depend on the devices.
 
     With ``peer_kernels="auto"`` it is compiled in two variants, without and with kernels that
-    address peers. The variant that ran last is called first.
+    address peers. The variant that was right last is called first. Where both are in use, it is the
+    one that was right for these shapes, as JAX traces the other one again at each call.
     """
 
     def __init__(
@@ -206,14 +207,14 @@ class OverlapJit:
         pure, pure_graph = pure_function(fun, static), graph.pure
         self._decides = allowed == UNDECIDED
         if self._decides:
-            pure, pure_graph = (
-                deciding_function(pure, static),
-                deciding_function(pure_graph, static),
-            )
+            pure, pure_graph = (deciding_function(each, static) for each in (pure, pure_graph))
+        self._functions: tuple[Any, ...] = pure, pure_graph
         jit = functools.partial(jax.jit, pure, **kwargs)
         graph_jit = functools.partial(GraphJitted, graph, pure_graph, **others)
         self._default = self._current = _Variant(jit, graph_jit, users, allowed)
         self._with_peer_kernels = _Variant(jit, graph_jit, users, True)
+        # The variant to call for shapes. It has two entries once both variants are in use.
+        self._by_shapes: dict[Any, _Variant] = {}
         # Whether the function is known to take or return nnx objects. nnx's shardings say so.
         self._is_graph_function = holds_state_sharding(kwargs)
         # Refuses bad arguments here, not at the first call.
@@ -244,17 +245,22 @@ class OverlapJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, compiled for these arguments."""
         with _explaining_errors():
-            # Where JAX traces another function, nothing here launches the programs in order.
-            if not self._decides or not trace_state_clean():
+            # Where JAX traces another function, nothing here launches the programs in order. Where
+            # nothing is compiled, there are no compiler options.
+            if not self._decides or not calls_run_programs():
                 return self._run(self._default, args, kwargs)
+            variant = self._current
+            if len(self._by_shapes) > 1:  # Else both are not in use.
+                variant = self._by_shapes.setdefault(_shapes((args, kwargs)), variant)
             try:
                 with deciding():
-                    return self._run(self._current, args, kwargs)
+                    return self._run(variant, args, kwargs)
             except WrongVariantError:
                 pass  # What is raised from here on has nothing to do with it.
-            is_default = self._current is self._default
-            self._current = other = self._with_peer_kernels if is_default else self._default
-            return self._run(other, args, kwargs)
+            is_default = variant is self._default
+            self._current = right = self._with_peer_kernels if is_default else self._default
+            self._by_shapes[_shapes((args, kwargs))] = right
+            return self._run(right, args, kwargs)
 
     def _run(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> Any:
         order = _launching if variant.has_peer_kernels else contextlib.nullcontext()
@@ -286,9 +292,17 @@ class OverlapJit:
 
     def clear_cache(self) -> None:
         """Drops the compiled programs, as `jax.jit` does."""
-        for variant in {self._default, self._with_peer_kernels}:
+        self._by_shapes.clear()
+        for function in self._functions if self._decides else ():
+            function.clear_cache()
+        for variant in (self._default, self._with_peer_kernels):
             variant.jitted.clear_cache()
             variant.graph_jitted.clear_cache()
+
+
+def _shapes(arguments: Any) -> tuple:
+    """The shapes of all arrays among arguments, by which the variant is guessed."""
+    return tuple([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(arguments)])
 
 
 @contextlib.contextmanager

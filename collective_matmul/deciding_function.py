@@ -56,12 +56,19 @@ class DecidingFunction:
     def __init__(self, fun: Callable, static: StaticArguments):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self._static = fun, static
-        self._undecided = jax.jit(
+        self._undecided: Any = jax.jit(
             fun, static_argnums=static.positions, static_argnames=static.names, inline=True
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecidingFunction:
         return deciding_function(copy.deepcopy(self._fun, memo), self._static)
+
+    def __repr__(self) -> str:
+        return repr(self._fun)
+
+    def clear_cache(self) -> None:
+        """Drops the traces from which was decided."""
+        self._undecided.clear_cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, or raises `WrongVariantError`."""

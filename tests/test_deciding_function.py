@@ -106,6 +106,57 @@ def test_a_known_shape_runs_no_python_of_the_decision(monkeypatch: pytest.Monkey
 
 
 @few_are_allowed
+def test_shapes_that_take_turns_run_no_python_of_the_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As prompts and single tokens do: JAX would trace the wrong variant at each turn."""
+    turns = [MANY, FEW, FEW[:2], MANY[:4]]
+
+    def fun(x: Any, offset: Any) -> Any:
+        return 2 * x + offset["by"]
+
+    many_first, few_first = overlap_jit(fun), overlap_jit(fun)
+    for _ in range(2):  # In the second round, the first shape is decided about again.
+        for each in turns:
+            many_first(each, {"by": 1})
+            few_first(each[::-1], offset={"by": 1})
+            few_first(FEW, offset={"by": 1})
+    monkeypatch.setattr(deciding_function.DecidingFunction, "__call__", None)
+    for each in turns * 2:
+        np.testing.assert_array_equal(many_first(each, {"by": 1}), 2 * each + 1)
+        np.testing.assert_array_equal(few_first(each, offset={"by": 1}), 2 * each + 1)
+
+
+@few_are_allowed
+def test_a_dropped_cache_is_traced_again() -> None:
+    for x in (FEW, MANY):
+        traced = Traced()
+        fun = overlap_jit(traced)
+        fun(x)
+        before = list(traced.allowed)
+        fun.clear_cache()
+        fun(x)
+        assert traced.allowed == before * 2
+
+
+@few_are_allowed
+def test_nothing_is_allowed_where_nothing_is_compiled() -> None:
+    """Then there are no compiler options."""
+    traced = Traced()
+    with jax.disable_jit():
+        np.testing.assert_array_equal(overlap_jit(traced)(FEW), 2 * FEW)
+    assert traced.allowed == [False]
+
+
+def test_errors_of_jax_name_the_function() -> None:
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    with pytest.raises(TypeError, match=r"<function .*double at"):
+        overlap_jit(double)("text")
+
+
+@few_are_allowed
 @pytest.mark.parametrize("x", [FEW, MANY], ids=["allowed", "not"])
 def test_programs_are_shared_by_all_that_compile_a_function(x: np.ndarray) -> None:
     traced = Traced()
