@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from collective_matmul.backends import REFERENCE
@@ -18,6 +18,9 @@ ERROR = 0.02
 #: or two doublings apart, so every site between two entries is near one at least. Over one doubling
 #: the gain of a ring can turn into a loss (0.6 to 1.1 was seen); over more, nothing is known.
 REACH = 1.0
+
+#: How many doublings apart two entries of one layer may be for a site of the layer between them.
+BRACKET = 3.0
 
 #: A doubling of K or N counts as this many of the rows. They also decide how tiles fill waves, and
 #: how much there is to communicate for each operation, which rows change alike.
@@ -63,10 +66,11 @@ def look_up(
 ) -> Comparison | None:
     """A backend beside the reference according to measurements, or None.
 
-    The site's own entry is used if there is one. Otherwise two near entries must agree, one with
-    less work and one with more, because a gain may turn into a loss between them. If only the
-    smaller exists, its gain is used: a backend that is faster there is faster above. If only the
-    larger exists, it is used only if no backend is faster there.
+    The site's own entry is used if there is one. Otherwise, if the same layer was measured with
+    fewer and with more rows, both times are interpolated. Otherwise two near entries must agree,
+    one with less work and one with more, because a gain may turn into a loss between them. If only
+    the smaller exists, its gain is used: a backend that is faster there is faster above. If only
+    the larger exists, it is used only if no backend is faster there.
 
     Args:
       site: the site.
@@ -74,8 +78,17 @@ def look_up(
       tables: (origin, table) pairs, best first.
       usable: names of all backends that the program may use.
     """
-    own = _own_entry(site.flat, backend, tables)
-    return own or _near_entries(site.flat, backend, tables, usable)
+    flat = site.flat
+    own = _own_entry(flat, backend, tables)
+    if own is not None:
+        return own
+    found = {
+        other: (entry, origin)
+        for origin, table in reversed(tables)
+        for other, entry in table.of_kind(flat)
+        if backend in entry.seconds
+    }
+    return _between_entries(flat, backend, found) or _near_entries(flat, backend, found, usable)
 
 
 def _own_entry(site: Site, backend: str, tables: Sequence[tuple[str, Table]]) -> Comparison | None:
@@ -87,15 +100,41 @@ def _own_entry(site: Site, backend: str, tables: Sequence[tuple[str, Table]]) ->
     return None
 
 
-def _near_entries(
-    site: Site, backend: str, tables: Sequence[tuple[str, Table]], usable: Collection[str]
+def _between_entries(
+    site: Site, backend: str, found: Mapping[Site, tuple[Entry, str]]
 ) -> Comparison | None:
-    found: dict[Site, tuple[Entry, str]] = {
-        other: (entry, origin)
-        for origin, table in reversed(tables)
-        for other, entry in table.of_kind(site)
-        if backend in entry.seconds
-    }
+    """The times of the same layer with fewer and with more rows, as straight lines in logarithms.
+
+    Its weights take as long to read with any number of rows, and few rows fill tiles that are as
+    high as those of more rows: times at the two ends say more than time per operation. If the
+    backend is slower than the reference at one end, its gain there counts.
+    """
+    weights = [w for _, w in site.operands]
+    layer = [other for other in found if [w for _, w in other.operands] == weights]
+    fewer = max((o for o in layer if o.rows <= site.rows), key=_rows, default=None)
+    more = min((o for o in layer if o.rows >= site.rows), key=_rows, default=None)
+    if fewer is None or more is None or math.log2(more.rows / fewer.rows) > BRACKET:
+        return None
+    ends = found[fewer][0], found[more][0]
+    share = 0.0 if fewer is more else _doublings(site, fewer) / _doublings(more, fewer)
+
+    def interpolated(name: str) -> float:
+        low, high = (entry.seconds[name] for entry in ends)
+        return low * (high / low) ** share
+
+    reference = interpolated(REFERENCE.name)
+    least = min(_gain(entry, backend) for entry in ends)
+    seconds = reference / least if least < 1 else interpolated(backend)
+    nearest = min((fewer, more), key=functools.partial(_doublings, site))
+    return Comparison(seconds, reference, ERROR, f"near what was measured ({found[nearest][1]})")
+
+
+def _near_entries(
+    site: Site,
+    backend: str,
+    found: Mapping[Site, tuple[Entry, str]],
+    usable: Collection[str],
+) -> Comparison | None:
     distance = functools.partial(_doublings, site)
     near = sorted((other for other in found if distance(other) <= REACH), key=distance)
     smaller = next((other for other in near if other.flops <= site.flops), None)
@@ -108,6 +147,10 @@ def _near_entries(
         return None
     reference = entry.seconds[REFERENCE.name] * site.flops / near[0].flops
     return Comparison(reference / gain, reference, ERROR, f"near what was measured ({origin})")
+
+
+def _rows(site: Site) -> int:
+    return site.rows
 
 
 def _gain(entry: Entry, backend: str) -> float:

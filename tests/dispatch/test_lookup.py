@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -96,16 +98,41 @@ def test_between_two_entries_both_must_gain() -> None:
         assert prediction.basis == "near what was measured (a table)"
 
 
-def test_the_smaller_gain_is_predicted() -> None:
+@pytest.mark.parametrize(
+    ("rows", "xla", "ring"), [(2048, 100, 80), (2896, 141.4, 123.3), (4096, 200, 190)]
+)
+def test_times_of_a_layer_are_interpolated(rows: int, xla: float, ring: float) -> None:
+    """Half a doubling above 2048 rows, times are the geometric means of both ends'."""
+    small, large = entry(xla=100, ring=80), entry(xla=200, ring=190)
+    float16 = replace(layer(rows), dtype=np.dtype("float16"))
+    prediction = look_up_in(float16, (layer(2048), small), (layer(4096), large))
+    assert prediction is not None
+    assert prediction.reference_seconds == pytest.approx(1e-6 * xla, rel=1e-3)
+    assert prediction.seconds == pytest.approx(1e-6 * ring, rel=1e-3)
+
+
+def test_the_smaller_gain_counts_if_it_is_a_loss() -> None:
+    small, large = entry(xla=100, ring=125), entry(xla=200, ring=50)
+    prediction = look_up_in(layer(3072), (layer(2048), small), (layer(4096), large))
+    assert prediction is not None and prediction.gain == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("more", "gain"), [(8192, 1.125**0.5), (9216, None)])
+def test_how_far_apart_interpolated_entries_may_be(more: int, gain: float | None) -> None:
+    """Only the larger one is near, and gains there: alone it says nothing of fewer rows."""
+    entries = (layer(1024), entry(xla=9, ring=9)), (layer(more), entry(xla=9, ring=8))
+    prediction = look_up_in(layer(int((1024 * more) ** 0.5) // 8 * 8), *entries)
+    assert (prediction.gain if prediction else None) == (gain and pytest.approx(gain, rel=1e-2))
+
+
+def test_entries_of_another_layer_are_not_interpolated() -> None:
+    """The near ones must agree, and the smaller gain counts."""
     prediction = look_up_in(
         layer(3072),
-        (layer(2048), entry(xla=100, ring=80)),
-        (layer(4096), entry(xla=200, ring=190)),
+        (layer(2048, columns=14848), entry(xla=100, ring=80)),
+        (layer(4096, columns=14848), entry(xla=200, ring=190)),
     )
-    assert prediction is not None
-    # 4096 rows are nearer than 2048: XLA takes three quarters of its time there.
-    assert prediction.reference_seconds == pytest.approx(150e-6)
-    assert prediction.seconds == pytest.approx(150e-6 * 0.95)
+    assert prediction is not None and prediction.gain == pytest.approx(200 / 190)
 
 
 def test_a_gain_is_believed_of_larger_sites_only() -> None:
