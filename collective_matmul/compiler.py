@@ -84,10 +84,10 @@ def overlap_jit(
         then overlaps no other collective with anything, and calls of such programs are launched one
         at a time, because all devices must run them in the same order. "auto" decides for every
         program, so for every shape of the arguments: it may, if its ops are predicted to gain more
-        than the other collectives can lose, and if no collectives are hidden, as XLA adds them
-        where it shards arrays by itself. Inference is faster with such kernels; training seldom
-        is. `explain` shows the decision. With "auto", what `lower` and `trace` return has none of
-        them: it may be exported, and launched from any thread.
+        than the other collectives can lose, and if XLA adds no collectives where it shards arrays
+        by itself. Inference is faster with such kernels; training seldom is. `explain` shows the
+        decision. With "auto", what `lower` and `trace` return has none of them: it may be exported,
+        and launched from any thread.
       compiler_options: further options; they override ours.
       **kwargs: arguments of `jax.jit`. Shardings may be `nnx.StateSharding`, as for `nnx.jit`.
 

@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.backends.matmul_cost import communication_seconds
+from collective_matmul.compiler_sharding import communicating_equation
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, totals
 from collective_matmul.hardware import assumed_rates
@@ -29,14 +30,6 @@ from collective_matmul.rewrite.report import described
 #: kernels win gain about half of their time: the true gain may be two thirds of the predicted one.
 #: The cost needs no margin: every collective counts as if all of it was hidden before.
 MARGIN = 1.5
-
-#: Equations outside `shard_map` that only call others, by the names of their primitives.
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "while", "cond"),
-}
-#: Equations that leave every element where it is.
-_LOCAL = {"convert_element_type", "copy", "copy_p", "name", "optimization_barrier"}
 
 
 @dataclass(frozen=True)
@@ -168,42 +161,13 @@ def _axis_sizes(jaxpr: Jaxpr) -> Iterable[tuple[str, int]]:
 
 
 def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str | None:
-    """Why the compiler may add collectives to the program, which no jaxpr shows; or None.
-
-    It does so where it divides arrays over mesh axes by itself: outside `shard_map`, and inside
-    one that leaves axes automatic. Arrays at the boundary of a `shard_map` are assumed to be
-    sharded as it takes them.
-    """
-    left = frozenset(name for name, size in axis_sizes.items() if size > 1)
-    found = _divided_by_the_compiler(program, left)
+    """Why the compiler may add collectives to the program, which no jaxpr shows; or None."""
+    found = communicating_equation(program, {a: n for a, n in axis_sizes.items() if n > 1})
     if found is None:
         return None
     equation, axes = found
-    names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in sorted(axes))
+    names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in axes)
     return (
         f"the compiler divides {described(equation)} over axis {names}, and may add collectives"
         " that the program does not show"
     )
-
-
-def _divided_by_the_compiler(
-    jaxpr: Jaxpr, left: frozenset[str]
-) -> tuple[JaxprEqn, frozenset[str]] | None:
-    """The first equation that works on arrays divided over the axes that are left; and those."""
-    if not left:
-        return None
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "shard_map" or name in _CALLS:
-            inside = left - equation.params.get("newly_manual_axes", frozenset())
-            for inner in jaxprs_in_params(equation.params):
-                if found := _divided_by_the_compiler(inner, inside):
-                    return found
-        elif name not in _LOCAL and any(_is_array(atom) for atom in equation.invars):
-            return equation, left
-    return None
-
-
-def _is_array(atom: Any) -> bool:
-    """Whether an operand has more than one element. Others are not divided."""
-    return getattr(atom.aval, "size", 1) > 1

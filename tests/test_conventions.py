@@ -51,7 +51,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "users": (
         "__main__",
         "compiler",
+        "compiler_sharding",
         "deciding_function",
+        "dimension_classes",
         "explain",
         "graph_functions",
         "layers",

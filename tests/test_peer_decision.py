@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
 from collective_matmul.explain import Explanation
+from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
 from collective_matmul.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from tests.dispatch.sites import BFLOAT16, H200
@@ -203,13 +205,38 @@ def test_collectives_of_a_backward_pass_that_stay_count() -> None:
 AUTO_AXIS = "may add collectives that the program does not show"
 
 
-def test_work_outside_shard_map_is_divided_by_the_compiler() -> None:
+def test_work_outside_shard_map_that_the_compiler_divides() -> None:
+    """It may communicate for a sum over rows, which are sharded, and not for the sine of each."""
     stack = on(mesh_of())
-    decision = decision_for(lambda *args: jnp.sin(stack(*args)), *FEW)
+    for fun in (jnp.sin, lambda y: y.max(1)):
+        assert decision_for(lambda *args, fun=fun: fun(stack(*args)), *FEW).allowed
+    decision = decision_for(lambda *args: stack(*args).max(0), *FEW)
     assert not decision.allowed
-    assert decision.reason.startswith("the compiler divides sin at test_peer_decision.py:")
+    assert decision.reason.startswith("the compiler divides reduce_max at test_peer_decision.py:")
     assert f"over axis 'tensor' of size 4, and {AUTO_AXIS}; they are predicted to" in str(decision)
-    assert not backends_of(explain(lambda *args: jnp.sin(stack(*args)))(*FEW)) & PEERS
+    assert not backends_of(explain(lambda *args: stack(*args).max(0))(*FEW)) & PEERS
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_layers_of_a_flax_model(tokens: int) -> None:
+    """Each enters `shard_map` itself, and XLA divides what is between them."""
+    mesh, (features, hidden) = mesh_of(), WIDTHS
+
+    def feed_forward(x: jax.Array, kernels: Any) -> jax.Array:
+        keywords = {"mesh": mesh, "use_bias": False, "dtype": BFLOAT16, "param_dtype": BFLOAT16}
+        rngs = nnx.Rngs(0)
+        up = ColumnParallelLinear(features, hidden, rngs=rngs, **keywords)
+        down = RowParallelLinear(hidden, features, rngs=rngs, **keywords)
+        up.kernel[...], down.kernel[...] = kernels
+        norm = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+        return x + down(nnx.gelu(up(norm)))
+
+    _, [kernels, _] = FEW
+    x = jax.ShapeDtypeStruct((2, tokens, features), BFLOAT16)
+    decision = decision_for(feed_forward, x, kernels)
+    assert decision.allowed
+    assert decision.cost_seconds == 0
+    assert backends_of(explain(feed_forward)(x, kernels)) & PEERS
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -298,10 +325,10 @@ def test_decisions_are_numbered_only_while_they_are_undecided() -> None:
 def test_requests_that_were_not_allowed_say_why() -> None:
     fun = on(mesh_of(), implementation=("fused", "ring"))
     assert backends_of(explain(fun)(*FEW)) <= {"fused", "ring"}
-    explanation = explain(lambda *args: jnp.sin(fun(*args)))(*FEW)
+    explanation = explain(lambda *args: fun(*args).max(0))(*FEW)
     assert backends_of(explanation) == {"ring"}
     for decision in explanation.decisions:
         assert decision.reason.startswith(
             "fallback: fused is not possible: overlap_jit does not allow kernels to address peers'"
-            " memory: the compiler divides sin at "
+            " memory: the compiler divides reduce_max at "
         )
