@@ -105,9 +105,10 @@ def all_gather_predicted_seconds(
     x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
 ) -> float:
     """Predicted seconds of a supported `all_gather_matmul`."""
-    target, config = device.target(), _config(x, ws, devices, dimension, transpose_w)
-    assert target is not None and config is not None
-    return 1e-6 * config.predicted_microseconds(target.multiprocessors)
+    config = _config(x, ws, devices, dimension, transpose_w)
+    assert config is not None
+    call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return 1e-6 * call.predicted_microseconds(config)
 
 
 def all_gather_call(

@@ -16,9 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from collective_matmul import data
 from collective_matmul.backends.base import Configuration
+from collective_matmul.hardware import HOPPER
 from collective_matmul.mosaic_gpu.tiling import (
     CONSUMERS,
     ITEMSIZE,
+    ROW_MULTIPLE,
     MatmulProblem,
     Tiling,
     predicted_microseconds,
@@ -206,11 +208,23 @@ class KernelCall:
         """Its record in the table: the fastest configuration, and what that took."""
         return data.Record(self.to_json(), {"fused": microseconds}, config.to_json())
 
+    def predicted_microseconds(self, config: Any) -> float:
+        """Predicted microseconds of the launch, and of XLA's kernels where rows are padded.
+
+        They pad x before the launch, and slice the result after it.
+        """
+        padded = config.problem.m != self.problem.m
+        if self.op == "matmul_all_reduce":
+            # Owners' rows lie one after the other: only the last of all rows may be padded.
+            padded = self.problem.m % ROW_MULTIPLE
+        padding = 2e6 * HOPPER.kernel_seconds if padded else 0.0
+        return config.predicted_microseconds(self.multiprocessors) + padding
+
     def choose(self, configs: Sequence[C]) -> C | None:
         """The configuration that was measured to be fastest, or the first, or None if none fits.
 
-        A problem that is not in the table gets the likeliest configuration: the fastest one for
-        twice or half as many rows was measured to be slower.
+        A problem that is not in the table gets the likeliest configuration. The fastest one for
+        fewer or for more rows would be slower: tests/backends/fused/test_measured_configs.py.
 
         Args:
           configs: all that fit, the likeliest first.

@@ -160,21 +160,16 @@ class OwnerTileScheduler(PersistentGemm):
         Yields:
           The region of the tile, where it belongs in the plane, and whether it is to be copied.
         """
-        rows, tile_rows = self.problem.m, self.tiling.warpgroup_tile[0]
-        first = self.first_row(owner)
-        # Rows of the epilogue tile above the owner's, and the owner's rows above the epilogue tile.
-        above, below = jnp.maximum(first - row, 0), jnp.maximum(row - first, 0)
-        count = jnp.minimum(rows - below, tile_rows - above)
+        above, below, count = self._owned_rows(owner, row)
         to = plane.at[lax.div(column, self.tiling.epilogue_tile_n)]
-        for height in (tile_rows if rows >= tile_rows else 0, rows % tile_rows):
-            if height:
-                region, place = tile.raw.at[pl.ds(above, height)], to.at[pl.ds(below, height)]
-                yield region, place, (count == height) & (column < self.problem.n)
+        for height in self.config.one_owner_rows:
+            region, place = tile.raw.at[pl.ds(above, height)], to.at[pl.ds(below, height)]
+            yield region, place, (count == height) & (column < self.problem.n)
 
-    def local_region(
+    def local_regions(
         self, tile: Ref, plane: Ref, row: Scalar, column: Scalar
-    ) -> tuple[Ref, Ref, Scalar]:
-        """Returns the region of an epilogue tile that this device owns.
+    ) -> Iterator[tuple[Ref, Ref, Scalar]]:
+        """Yields the regions of an epilogue tile that this device may own.
 
         Args:
           tile: the epilogue tile, swizzled.
@@ -182,19 +177,34 @@ class OwnerTileScheduler(PersistentGemm):
           row: first row of the epilogue tile in the product.
           column: first column.
 
-        Returns:
+        Yields:
           The region of the tile, where it belongs in the plane, and whether it is to be copied.
         """
-        first = self.first_row(self.rendezvous.axis_index)
-        tile_rows = self.tiling.warpgroup_tile[0]
         columns = pl.ds(column, self.tiling.epilogue_tile_n)
         # TMA leaves out columns beyond the end only if there are several epilogue tiles: see
         # `PersistentGemm.store_epilogue_tile`.
         within = column < self.problem.n
         if self.warpgroup_tile_spans_owners:
-            within &= (first >= row) & (first < row + tile_rows)
-            region = tile.at[pl.ds(jnp.where(within, first - row, 0), self.problem.m)]
-            return region, plane.at[pl.ds(0, self.problem.m), columns], within
+            above, below, count = self._owned_rows(self.rendezvous.axis_index, row)
+            for height in self.config.one_owner_rows:
+                has_it = within & (count == height)
+                start = jnp.where(has_it, above, 0)
+                region = tile.at[pl.ds(start, height)]
+                yield region, plane.at[pl.ds(jnp.where(has_it, below, 0), height), columns], has_it
+            return
+        first = self.first_row(self.rendezvous.axis_index)
         within &= (row >= first) & (row < first + self.problem.m)
         start = jnp.where(within, row - first, 0)
-        return tile, plane.at[pl.ds(start, tile_rows), columns], within
+        yield tile, plane.at[pl.ds(start, self.tiling.warpgroup_tile[0]), columns], within
+
+    def _owned_rows(self, owner: Scalar, row: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """The rows that an owner has of a consumer's part of a tile, which begins at `row`.
+
+        Returns:
+          The rows of the part above the owner's, the owner's rows above the part, and the number of
+          rows that are in both; not above zero if there are none.
+        """
+        first = self.first_row(owner)
+        above, below = jnp.maximum(first - row, 0), jnp.maximum(row - first, 0)
+        count = jnp.minimum(self.problem.m - below, self.tiling.warpgroup_tile[0] - above)
+        return above, below, count

@@ -158,17 +158,19 @@ def reduce_scatter_predicted_seconds(
     transpose_w: bool,
 ) -> float:
     """Predicted seconds of a supported `matmul_reduce_scatter`."""
-    return _predicted_seconds(_scatter_config(xs, ws, devices, dimension, transpose_w))
+    call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
+    return _predicted_seconds(call)
 
 
 def all_reduce_predicted_seconds(x: Array, w: Array, devices: int) -> float:
     """Predicted seconds of a supported `matmul_all_reduce`."""
-    return _predicted_seconds(_all_reduce_config(x, w, devices))
+    return _predicted_seconds(all_reduce_call(x, w, devices))
 
 
-def _predicted_seconds(config: ReduceScatterConfig | None) -> float:
+def _predicted_seconds(call: KernelCall) -> float:
+    config = choose_reduce_scatter_config(call.problem, call.multiprocessors)
     assert config is not None
-    return 1e-6 * config.predicted_microseconds(_multiprocessors())
+    return 1e-6 * call.predicted_microseconds(config)
 
 
 def _no_config_reason(

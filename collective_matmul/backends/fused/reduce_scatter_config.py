@@ -104,6 +104,18 @@ class ReduceScatterConfig:
         return self.problem.kind == "one_shot" or self.problem.m < self.cluster_tile_m
 
     @property
+    def one_owner_rows(self) -> tuple[int, ...]:
+        """Numbers of rows that a consumer's part of a tile may have of one owner, most first."""
+        rows, (part_rows, _) = self.problem.m, self.tiling.warpgroup_tile
+        counts = {0}
+        for owner in range(1 if self.problem.kind == "one_shot" else self.problem.devices):
+            # Of the part that the owner's rows begin in, of the parts after it, of the last.
+            begun = min(rows, part_rows - owner * rows % part_rows)
+            whole, last = divmod(rows - begun, part_rows)
+            counts |= {begun, part_rows if whole else 0, last}
+        return tuple(sorted(counts - {0}, reverse=True))
+
+    @property
     def remote_tiles(self) -> int:
         """Tiles without a row that this device owns."""
         return self.problem.planes * (self.grid_m - self.local_grid_m) * self.grid_n
@@ -160,7 +172,8 @@ class ReduceScatterConfig:
         """Whether the kernel can run this configuration."""
         warpgroup_rows, _ = self.tiling.warpgroup_tile
         rows, cluster_rows = self.problem.m, self.cluster_tile_m
-        if self.problem.kind != "one_shot":
+        # A block's tile that has all rows of all owners spans them however they are divided.
+        if self.problem.kind != "one_shot" and self.problem.all_rows > self.tiling.tile_m:
             # Several owners visit a tile that spans them in the same order only if the tile has all
             # their rows.
             if rows % cluster_rows and cluster_rows % rows:

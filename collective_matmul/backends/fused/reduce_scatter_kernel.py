@@ -355,6 +355,8 @@ class GemmReduceScatter(OwnerTileScheduler):
                     async_remote_store(region, place, peer_buffer, has_it, scope=WARPGROUP)
         else:
             plane = y.at[tile.batch]
-            region, place, has_it = self.local_region(store_tile.swizzled, plane, row, column)
-            plgpu.copy_smem_to_gmem(region, place, has_it, commit_group=False)
+            for region, place, has_it in self.local_regions(
+                store_tile.swizzled, plane, row, column
+            ):
+                plgpu.copy_smem_to_gmem(region, place, has_it, commit_group=False)
         plgpu.commit_smem_to_gmem_group()

@@ -32,10 +32,10 @@ def choose_reduce_scatter_config(
       multiprocessors: number of multiprocessors of each GPU.
     """
     if problem.kind == "one_shot":
-        call = KernelCall("matmul_all_reduce", problem, multiprocessors)
-        return call.choose(candidate_all_reduce_configs(problem, multiprocessors))
-    call = KernelCall("matmul_reduce_scatter", problem, multiprocessors)
-    return call.choose(candidate_reduce_scatter_configs(problem, multiprocessors))
+        configs = candidate_all_reduce_configs(problem, multiprocessors)
+    else:
+        configs = candidate_reduce_scatter_configs(problem, multiprocessors)
+    return _call(problem, multiprocessors).choose(configs)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def candidate_all_reduce_configs(
 ) -> tuple[ReduceScatterConfig, ...]:
     """All configurations for a "one_shot" problem, of either kind, the likeliest first."""
     two_shot = replace(problem, kind="two_shot", m=math.ceil(problem.m / problem.devices))
-    return _ranked([*_configs(problem), *_configs(two_shot)], multiprocessors)
+    return _ranked([*_configs(problem), *_configs(two_shot)], _call(problem, multiprocessors))
 
 
 @functools.cache
@@ -52,16 +52,18 @@ def candidate_reduce_scatter_configs(
     problem: ReduceScatterProblem, multiprocessors: int = 132
 ) -> tuple[ReduceScatterConfig, ...]:
     """All configurations of the problem's kind that the kernel can run, the likeliest first."""
-    return _ranked(_configs(problem), multiprocessors)
+    return _ranked(_configs(problem), _call(problem, multiprocessors))
+
+
+def _call(problem: ReduceScatterProblem, multiprocessors: int) -> KernelCall:
+    op = "matmul_all_reduce" if problem.kind == "one_shot" else "matmul_reduce_scatter"
+    return KernelCall(op, problem, multiprocessors)
 
 
 def _ranked(
-    configs: Iterable[ReduceScatterConfig], multiprocessors: int
+    configs: Iterable[ReduceScatterConfig], call: KernelCall
 ) -> tuple[ReduceScatterConfig, ...]:
-    predicted = functools.partial(
-        ReduceScatterConfig.predicted_microseconds, multiprocessors=multiprocessors
-    )
-    return ranked(configs, predicted, _sizes, _other_orders)
+    return ranked(configs, call.predicted_microseconds, _sizes, _other_orders)
 
 
 def _configs(problem: ReduceScatterProblem) -> list[ReduceScatterConfig]:
@@ -77,10 +79,14 @@ def _configs(problem: ReduceScatterProblem) -> list[ReduceScatterConfig]:
 
 
 def padded_rows(rows: int) -> list[int]:
-    """The numbers of rows that a device's rows may be padded to, so that tiles fit the owners."""
+    """The numbers of rows that a device's rows may be padded to, so that tiles fit the owners.
+
+    The fewest fit if one tile has the rows of all owners.
+    """
+    fewest = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     if rows <= 64:
-        return [max(ROW_MULTIPLE, 1 << (rows - 1).bit_length())]
-    return sorted({-(-rows // height) * height for height in (64, 128, 256)})
+        return sorted({fewest, max(ROW_MULTIPLE, 1 << (rows - 1).bit_length())})
+    return sorted({fewest, *(-(-rows // height) * height for height in (64, 128, 256))})
 
 
 def _fits(problem: ReduceScatterProblem, tiling: Tiling) -> bool:

@@ -199,6 +199,18 @@ CONFIGS = {
     "clusters span four owners": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 3, 1, 64, (64,), 128), replace(WIDE, cluster_dimension="m")
     ),
+    "a tile has all rows, owners divide it unevenly": ReduceScatterConfig(
+        ReduceScatterProblem("scatter", 2, 2, 24, (64,), 192), LOW
+    ),
+    "a tile has all rows, owners divide a warpgroup's part": ReduceScatterConfig(
+        ReduceScatterProblem("scatter", 3, 2, 40, (64,), 192), WIDE
+    ),
+    "a cluster's first block has all rows": ReduceScatterConfig(
+        ReduceScatterProblem("scatter", 2, 1, 48, (64,), 128), replace(WIDE, cluster_dimension="m")
+    ),
+    "two-shot, owners divide a warpgroup's part": ReduceScatterConfig(
+        ReduceScatterProblem("two_shot", 3, 1, 40, (64,), 192), WIDE
+    ),
     "an epilogue tile out of bounds": ReduceScatterConfig(
         ReduceScatterProblem("scatter", 2, 1, 8, (64,), 64), WIDE
     ),
