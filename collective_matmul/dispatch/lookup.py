@@ -103,14 +103,14 @@ def _own_entry(site: Site, backend: str, tables: Sequence[tuple[str, Table]]) ->
 def _between_entries(
     site: Site, backend: str, found: Mapping[Site, tuple[Entry, str]]
 ) -> Comparison | None:
-    """The times of the same layer with fewer and with more rows, as straight lines in logarithms.
+    """The times of a layer, K and N, with fewer and with more rows: straight lines in logarithms.
 
     Its weights take as long to read with any number of rows, and few rows fill tiles that are as
     high as those of more rows: times at the two ends say more than time per operation. If the
     backend is slower than the reference at one end, its gain there counts.
     """
-    weights = [w for _, w in site.operands]
-    layer = [other for other in found if [w for _, w in other.operands] == weights]
+    sizes = site.contracted, site.columns
+    layer = [other for other in found if (other.contracted, other.columns) == sizes]
     fewer = max((o for o in layer if o.rows <= site.rows), key=_rows, default=None)
     more = min((o for o in layer if o.rows >= site.rows), key=_rows, default=None)
     if fewer is None or more is None or math.log2(more.rows / fewer.rows) > BRACKET:
