@@ -29,10 +29,10 @@ _ELEMENTWISE = {
     *("cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div"),
     *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
     *("is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne"),
-    *("neg", "nextafter", "not", "optimization_barrier", "or", "pow", "real", "reduce_precision"),
-    *("rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic"),
-    *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"),
-    *("tan", "tanh", "xor", "sharding_constraint"),
+    *("neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "pow", "real"),
+    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left"),
+    *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"),
+    *("stop_gradient", "sub", "tan", "tanh", "xor", "sharding_constraint"),
 }
 #: Operations that need all of the dimensions in a parameter, and leave the others as they are.
 _ALONG = {
