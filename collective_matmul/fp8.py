@@ -1,0 +1,276 @@
+"""Arrays in 8-bit floating point: how they are scaled, and the message that a device sends.
+
+Legend: M rows, K contracted, N columns. "Scale" is what a stored value is multiplied by to get the
+number it stands for, in float32.
+
+The recipes, by the part of an array that has a scale of its own:
+
+============  =======================  ===================  =============  ================
+recipe        x and dy                 w                    dy's dtype     weight gradient
+============  =======================  ===================  =============  ================
+tensorwise    a device's shard         the array            float8_e5m2    in 8 bits
+rowwise       a row                    a column             float8_e4m3fn  in x's dtype
+blockwise     128 numbers of a row     a block [128, 128]   float8_e4m3fn  in x's dtype
+============  =======================  ===================  =============  ================
+
+x and w are float8_e4m3fn. "rowwise" and "tensorwise" are those of torchao; "blockwise" is that of
+DeepSeek-V3 (arXiv:2412.19437, section 3.3), but for the weight gradient.
+
+A *message* is an array of 8-bit numbers with its scales, so that one transfer moves both::
+
+    [..., M, K + bytes of scales]    the row's K values, and then the bytes of its scales
+
+So a message can be divided into chunks along every dimension but the last, and gathered like any
+other array.
+
+Numbers that are not finite are not counted for a scale. They become NaN in float8_e4m3fn, so the
+products that they are part of are NaN, and all others keep their precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+RecipeName = Literal["tensorwise", "rowwise", "blockwise"]
+
+#: Numbers of a row, and rows and columns of a weight, that have a scale in common: "blockwise".
+BLOCK = 128
+#: The scales of a row take a multiple of this: rows begin where the TMA engine can read them.
+_MESSAGE_ALIGNMENT = 16
+#: The least scale. Smaller ones would be flushed to zero, by which nothing can be divided.
+_LEAST_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How operands are scaled.
+
+    Attributes:
+      name: the name that users give.
+      dtype: of x and w.
+      gradient_dtype: of dy.
+      weight_gradient_in_fp8: whether the weight gradient's operands are 8-bit numbers too. Else
+        they have x's dtype.
+    """
+
+    name: RecipeName
+    dtype: jnp.dtype = jnp.dtype(jnp.float8_e4m3fn)
+    gradient_dtype: jnp.dtype = jnp.dtype(jnp.float8_e4m3fn)
+    weight_gradient_in_fp8: bool = False
+
+    def scales_of_row(self, columns: int) -> int:
+        """The number of scales of a row of x."""
+        return -(-columns // BLOCK) if self.name == "blockwise" else 1
+
+    def message_columns(self, columns: int) -> int:
+        """The size of the last dimension of x's message: one byte each."""
+        return columns + message_scale_bytes(self.scales_of_row(columns))
+
+
+#: The recipes by name.
+RECIPES: dict[str, Recipe] = {
+    "tensorwise": Recipe(
+        "tensorwise", gradient_dtype=jnp.dtype(jnp.float8_e5m2), weight_gradient_in_fp8=True
+    ),
+    "rowwise": Recipe("rowwise"),
+    "blockwise": Recipe("blockwise"),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A weight [K, N] in 8 bits, with its scales.
+
+    Attributes:
+      values: [N, K], contracted along the last dimension as Hopper's tensor cores want it.
+      scales: float32, one of each column [N], or of each block [ceil(N / 128), ceil(K / 128)].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        columns, contracted = self.values.shape
+        return contracted, columns
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks have the scales, not columns."""
+        return self.scales.ndim == 2
+
+
+def quantize_rows(
+    xs: Sequence[jax.Array], recipe: Recipe, dtype: Any = None
+) -> tuple[jax.Array, ...]:
+    """The messages of arrays [..., K_i], in `dtype`, by default the recipe's.
+
+    Arrays of a sequence are operands of one sum of products. Unless the recipe is "blockwise", they
+    have their scales in common, so that products are added before they are scaled.
+    """
+    dtype = recipe.dtype if dtype is None else jnp.dtype(dtype)
+    if recipe.name == "blockwise":
+        return tuple(_quantized_blocks_of_rows(x, dtype) for x in xs)
+    axes = None if recipe.name == "tensorwise" else -1
+    largest = [jnp.max(_magnitude(x), axis=axes, keepdims=True) for x in xs]
+    scale = _scale(functools.reduce(jnp.maximum, largest), dtype)
+    rows = [jnp.broadcast_to(scale, (*x.shape[:-1], 1)) for x in xs]
+    values = [_divided(x, scale, dtype) for x in xs]
+    return tuple(message(each, scales) for each, scales in zip(values, rows, strict=True))
+
+
+def quantize_weights(ws: Sequence[jax.Array], recipe: Recipe) -> tuple[ScaledMatrix, ...]:
+    """Weights, each [K_i, N], by columns or blocks.
+
+    If there are several, they are operands of one sum of products; see `quantize_rows`.
+    """
+    if recipe.name == "blockwise":
+        return tuple(_quantized_blocks(w.T, recipe.dtype) for w in ws)
+    axes = None if recipe.name == "tensorwise" else 0
+    largest = [jnp.max(_magnitude(w), axis=axes, keepdims=True) for w in ws]
+    scale = _scale(functools.reduce(jnp.maximum, largest), recipe.dtype)
+    columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
+    values = [_divided(w, scale, recipe.dtype).T for w in ws]
+    return tuple(ScaledMatrix(*each) for each in zip(values, columns, strict=True))
+
+
+def message(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """The message of values [..., K] and scales [..., S], float32."""
+    # Bytes, not numbers: no conversion may touch them.
+    raw = lax.bitcast_convert_type(scales, values.dtype).reshape(*scales.shape[:-1], -1)
+    padding = message_scale_bytes(scales.shape[-1]) - raw.shape[-1]
+    raw = jnp.pad(raw, [*[(0, 0)] * (raw.ndim - 1), (0, padding)])
+    return lax.concatenate([values, raw], values.ndim - 1)
+
+
+def message_scale_bytes(scales: int) -> int:
+    """The bytes at the end of each row of a message that has this number of scales in a row."""
+    return -(-4 * scales // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
+
+
+def message_values(message: jax.Array, columns: int) -> jax.Array:
+    """The values [..., K] of a message; K is `columns`."""
+    return lax.slice_in_dim(message, 0, columns, axis=-1)
+
+
+def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
+    """The scales [..., S] of a message, float32; S is `scales`, K is `columns`."""
+    raw = lax.slice_in_dim(message, columns, columns + 4 * scales, axis=-1)
+    return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], scales, 4), jnp.float32)
+
+
+def scaled_matmul(x: jax.Array, w: ScaledMatrix, dtype: Any) -> jax.Array:
+    """The product [..., N] of a message [..., K + bytes] and a weight, in `dtype`.
+
+    Scales of rows and columns multiply the float32 sums. XLA has no matmul with scales of blocks:
+    there, it multiplies in float32.
+    """
+    contracted, _ = w.shape
+    values = message_values(x, contracted)
+    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
+    if not w.in_blocks:
+        scales = message_scales(x, contracted, 1)
+        product = lax.dot_general(values, w.values, dimensions, preferred_element_type=jnp.float32)
+        return (product * scales * _as_row(w.scales, x.ndim)).astype(dtype)
+    scales = message_scales(x, contracted, w.scales.shape[1])
+    wide_x = values.astype(jnp.float32) * _spread(scales, contracted, -1)
+    return lax.dot_general(
+        wide_x,
+        dequantized(w).T,
+        dimensions,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)
+
+
+def contract_messages(x: jax.Array, y: jax.Array, columns: tuple[int, int]) -> jax.Array:
+    """``xᵀ y`` [K, N] in float32, contracted over all rows of two messages of one scale each.
+
+    Args:
+      x: [..., K + bytes].
+      y: [..., N + bytes].
+      columns: K and N.
+    """
+    rows = tuple(range(x.ndim - 1))
+    values = [message_values(m, size) for m, size in zip((x, y), columns, strict=True)]
+    product = lax.dot_general(*values, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    first = (0,) * (x.ndim - 1)
+    scales = [message_scales(m, n, 1)[first] for m, n in zip((x, y), columns, strict=True)]
+    return product * scales[0] * scales[1]
+
+
+def dequantized(w: ScaledMatrix) -> jax.Array:
+    """The weight [K, N] that a scaled matrix stands for, float32."""
+    contracted, columns = w.shape
+    scales = w.scales[:, None]
+    if w.in_blocks:
+        scales = _spread(_spread(w.scales, columns, 0), contracted, 1)
+    return (w.values.astype(jnp.float32) * scales).T
+
+
+def dequantized_rows(x: jax.Array, columns: int, recipe: Recipe) -> jax.Array:
+    """The array [..., K] that a message stands for, float32; K is `columns`."""
+    scales = message_scales(x, columns, recipe.scales_of_row(columns))
+    if recipe.name == "blockwise":
+        scales = _spread(scales, columns, -1)
+    return message_values(x, columns).astype(jnp.float32) * scales
+
+
+def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    columns = x.shape[-1]
+    blocks = _in_blocks(x, -1)
+    scale = _scale(jnp.max(_magnitude(blocks), axis=-1, keepdims=True), dtype)
+    values = _divided(blocks, scale, dtype).reshape(*x.shape[:-1], -1)
+    return message(message_values(values, columns), scale[..., 0])
+
+
+def _quantized_blocks(w: jax.Array, dtype: jnp.dtype) -> ScaledMatrix:
+    """A matrix [N, K] by blocks of 128 × 128."""
+    blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
+    scale = _scale(jnp.max(_magnitude(blocks), axis=(1, 3), keepdims=True), dtype)
+    values = _divided(blocks, scale, dtype)
+    values = values.reshape(math.prod(values.shape[:2]), -1)[: w.shape[0], : w.shape[1]]
+    return ScaledMatrix(values, scale[:, 0, :, 0])
+
+
+def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:
+    """Divides a dimension into blocks of 128, the last one filled up with zeros."""
+    dimension %= x.ndim
+    padding = [(0, 0)] * x.ndim
+    padding[dimension] = (0, -x.shape[dimension] % BLOCK)
+    x = jnp.pad(x, padding) if any(padding[dimension]) else x
+    return x.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])
+
+
+def _spread(scales: jax.Array, size: int, dimension: int) -> jax.Array:
+    """The scale of each of `size` numbers, from those of their blocks."""
+    return lax.slice_in_dim(jnp.repeat(scales, BLOCK, dimension), 0, size, axis=dimension)
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """The absolute values in float32; 0 for what is not finite."""
+    wide = jnp.abs(x.astype(jnp.float32))
+    return jnp.where(wide < jnp.inf, wide, 0.0)
+
+
+def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The scale by which the largest magnitude becomes the largest finite number of `dtype`."""
+    return jnp.maximum(largest / float(jnp.finfo(dtype).max), _LEAST_SCALE)
+
+
+def _divided(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (x.astype(jnp.float32) / scale).astype(dtype)
+
+
+def _as_row(scales: jax.Array, ndim: int) -> jax.Array:
+    return scales.reshape((1,) * (ndim - 1) + scales.shape)
