@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul.backends import BACKENDS, current_name
+from collective_matmul.fp8 import RECIPES, RecipeName
 from collective_matmul.site import WeightShards
 
 #: Type of the argument `implementation`: the name of a backend; several names, of which the first
@@ -96,6 +97,16 @@ def weight_sharding(
         )
     if weight_dimension not in (0, 1):
         raise ValueError(f"weight_dimension={weight_dimension!r}: expected {dimensions}")
+
+
+def fp8(value: RecipeName | None) -> RecipeName | None:
+    """Raises ValueError unless `value` is None or the name of a recipe."""
+    if value is not None and value not in RECIPES:
+        names = ", ".join(map(repr, RECIPES))
+        raise ValueError(
+            f"fp8={value!r}: expected None (operands keep their dtype), or a recipe: {names}"
+        )
+    return value
 
 
 def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:

@@ -16,6 +16,9 @@ blockwise     128 numbers of a row     a block [128, 128]   float8_e4m3fn  in x'
 x and w are float8_e4m3fn. "rowwise" and "tensorwise" are those of torchao; "blockwise" is that of
 DeepSeek-V3 (arXiv:2412.19437, section 3.3), but for the weight gradient.
 
+A weight gradient in 8 bits contracts rows, so its operands' rows must have one scale: see
+`weight_gradient`.
+
 A *message* is an array of 8-bit numbers with its scales, so that one transfer moves both::
 
     [..., M, K + bytes of scales]    the row's K values, and then the bytes of its scales
@@ -32,7 +35,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -93,10 +96,12 @@ class ScaledMatrix:
     Attributes:
       values: [N, K], contracted along the last dimension as Hopper's tensor cores want it.
       scales: float32, one of each column [N], or of each block [ceil(N / 128), ceil(K / 128)].
+      product_dtype: dtype of products with it.
     """
 
     values: jax.Array
     scales: jax.Array
+    product_dtype: jnp.dtype = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,19 +134,31 @@ def quantize_rows(
     return tuple(message(each, scales) for each, scales in zip(values, rows, strict=True))
 
 
-def quantize_weights(ws: Sequence[jax.Array], recipe: Recipe) -> tuple[ScaledMatrix, ...]:
+def quantize_weights(
+    ws: Sequence[jax.Array], recipe: Recipe, *, shard_axis_name: str | None = None
+) -> tuple[ScaledMatrix, ...]:
     """Weights, each [K_i, N], by columns or blocks.
 
     If there are several, they are operands of one sum of products; see `quantize_rows`.
+
+    Args:
+      ws: the weights, or shards of them.
+      recipe: says which numbers have a scale in common.
+      shard_axis_name: a mesh axis that shards what has a scale in common, over which the devices
+        agree on it.
     """
     if recipe.name == "blockwise":
-        return tuple(_quantized_blocks(w.T, recipe.dtype) for w in ws)
+        return tuple(_quantized_blocks(w.T, recipe.dtype, w.dtype) for w in ws)
     axes = None if recipe.name == "tensorwise" else 0
     largest = [jnp.max(_magnitude(w), axis=axes, keepdims=True) for w in ws]
-    scale = _scale(functools.reduce(jnp.maximum, largest), recipe.dtype)
+    common = functools.reduce(jnp.maximum, largest)
+    if shard_axis_name is not None:
+        common = lax.pmax(common, shard_axis_name)
+    scale = _scale(common, recipe.dtype)
     columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
     values = [_divided(w, scale, recipe.dtype).T for w in ws]
-    return tuple(ScaledMatrix(*each) for each in zip(values, columns, strict=True))
+    parts = zip(values, columns, [w.dtype for w in ws], strict=True)
+    return tuple(ScaledMatrix(*each) for each in parts)
 
 
 def message(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -169,8 +186,8 @@ def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], scales, 4), jnp.float32)
 
 
-def scaled_matmul(x: jax.Array, w: ScaledMatrix, dtype: Any) -> jax.Array:
-    """The product [..., N] of a message [..., K + bytes] and a weight, in `dtype`.
+def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
+    """The product [..., N] of a message [..., K + bytes] and a weight, in `w.product_dtype`.
 
     Scales of rows and columns multiply the float32 sums. XLA has no matmul with scales of blocks:
     there, it multiplies in float32.
@@ -181,7 +198,7 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix, dtype: Any) -> jax.Array:
     if not w.in_blocks:
         scales = message_scales(x, contracted, 1)
         product = lax.dot_general(values, w.values, dimensions, preferred_element_type=jnp.float32)
-        return (product * scales * _as_row(w.scales, x.ndim)).astype(dtype)
+        return (product * scales * _as_row(w.scales, x.ndim)).astype(w.product_dtype)
     scales = message_scales(x, contracted, w.scales.shape[1])
     wide_x = values.astype(jnp.float32) * _spread(scales, contracted, -1)
     return lax.dot_general(
@@ -190,23 +207,35 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix, dtype: Any) -> jax.Array:
         dimensions,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    ).astype(dtype)
+    ).astype(w.product_dtype)
 
 
-def contract_messages(x: jax.Array, y: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """``xᵀ y`` [K, N] in float32, contracted over all rows of two messages of one scale each.
+def weight_gradient(
+    message: jax.Array, y: jax.Array, dtype: Any, *, transposed: bool = False
+) -> jax.Array:
+    """``xᵀ y`` [K, N] in float32, contracted over all rows, in 8 bits.
+
+    Rows of the message may have different scales. They multiply the rows of y before y is
+    quantized, with one scale: the sum over rows then needs no scales, and the shards of a gathered
+    message need not agree on one.
 
     Args:
-      x: [..., K + bytes].
-      y: [..., N + bytes].
-      columns: K and N.
+      message: of x, [..., K + bytes], with one scale for each row.
+      y: [..., N].
+      dtype: of the quantized y.
+      transposed: whether the result is ``yᵀ x`` [N, K].
     """
-    rows = tuple(range(x.ndim - 1))
-    values = [message_values(m, size) for m, size in zip((x, y), columns, strict=True)]
-    product = lax.dot_general(*values, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    first = (0,) * (x.ndim - 1)
-    scales = [message_scales(m, n, 1)[first] for m, n in zip((x, y), columns, strict=True)]
-    return product * scales[0] * scales[1]
+    columns = message.shape[-1] - message_scale_bytes(1)
+    values, rows = message_values(message, columns), tuple(range(y.ndim - 1))
+    scaled = y.astype(jnp.float32) * message_scales(message, columns, 1)
+    scale = _scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtype))
+    operands = values, (scaled / scale).astype(dtype)
+    product = lax.dot_general(
+        *(operands[::-1] if transposed else operands),
+        ((rows, rows), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return product * scale
 
 
 def dequantized(w: ScaledMatrix) -> jax.Array:
@@ -234,13 +263,13 @@ def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return message(message_values(values, columns), scale[..., 0])
 
 
-def _quantized_blocks(w: jax.Array, dtype: jnp.dtype) -> ScaledMatrix:
+def _quantized_blocks(w: jax.Array, dtype: jnp.dtype, product_dtype: jnp.dtype) -> ScaledMatrix:
     """A matrix [N, K] by blocks of 128 × 128."""
     blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
     scale = _scale(jnp.max(_magnitude(blocks), axis=(1, 3), keepdims=True), dtype)
     values = _divided(blocks, scale, dtype)
     values = values.reshape(math.prod(values.shape[:2]), -1)[: w.shape[0], : w.shape[1]]
-    return ScaledMatrix(values, scale[:, 0, :, 0])
+    return ScaledMatrix(values, scale[:, 0, :, 0], product_dtype)
 
 
 def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:

@@ -32,6 +32,7 @@ from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.site import Op, Site, WeightShards
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -49,6 +50,7 @@ class OpParams:
       keep_gathered: whether the gathered array is a result too.
       divergent_axes: see `Site`.
       weight_shards: see `Site`.
+      fp8: see `Site`.
       source: location of the call in the user's program.
       replaces: the user's collective that the op replaces, or None.
     """
@@ -60,6 +62,7 @@ class OpParams:
     keep_gathered: bool = False
     divergent_axes: tuple[str, ...] = ()
     weight_shards: WeightShards | None = None
+    fp8: RecipeName | None = None
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
@@ -82,6 +85,7 @@ class OpParams:
             axis_name=self.axis_name,
             axis_size=lax.axis_size(self.axis_name),
             weight_shards=self.weight_shards,
+            fp8=self.fp8,
             dimension=self.dimension,
             transpose_w=transpose_w,
             divergent_axes=self.divergent_axes,
@@ -101,6 +105,7 @@ def op_params(
     dimension: int | None,
     implementation: tuple[str, ...] | None,
     weight_shards: WeightShards | None = None,
+    fp8: RecipeName | None = None,
 ) -> OpParams:
     """The parameters of an op that the user's program calls now."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -112,6 +117,7 @@ def op_params(
         implementation,
         divergent_axes=divergent,
         weight_shards=weight_shards,
+        fp8=fp8,
         source=calling_location(),
     )
 

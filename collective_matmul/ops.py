@@ -29,6 +29,12 @@ it while it multiplies, and keeps only the shard for the backward pass, which ga
 So float32 shards of bfloat16 matmuls have gradients that are summed in float32: the terms are the
 rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
 
+With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.fp8`: "tensorwise",
+"rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed between
+devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
+"tensorwise". Weights that `weight_axis_name` shards are quantized and then gathered by XLA, not in
+the op's own loop.
+
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
 instead of communicating again.
@@ -44,9 +50,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul import checks, gradients, sharded_weights
+from collective_matmul import checks, fp8_gradients, gradients, sharded_weights
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.checks import Implementation
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
 from collective_matmul.site import WeightShards
 
@@ -63,6 +70,7 @@ def all_gather_matmul(
     gather_dimension: int = 0,
     weight_axis_name: str | None = None,
     weight_dimension: int = 0,
+    fp8: RecipeName | None = None,
     implementation: Implementation = None,
 ) -> jax.Array: ...
 @overload
@@ -74,6 +82,7 @@ def all_gather_matmul(
     gather_dimension: int = 0,
     weight_axis_name: str | None = None,
     weight_dimension: int = 0,
+    fp8: RecipeName | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]: ...
 def all_gather_matmul(
@@ -84,6 +93,7 @@ def all_gather_matmul(
     gather_dimension=0,
     weight_axis_name=None,
     weight_dimension=0,
+    fp8=None,
     implementation=None,
 ):
     """Gathers x along one dimension and multiplies it by w: ``all_gather(x) @ w``.
@@ -105,6 +115,7 @@ def all_gather_matmul(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of every w that `weight_axis_name` shards, 0 or 1.
+      fp8: None, or the recipe by which operands are quantized; see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -117,14 +128,16 @@ def all_gather_matmul(
     """
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
     devices = checks.axis_size(axis_name)
-    requested = checks.implementation(implementation)
+    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     checks.operands(x, ws, shards)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
     if x.size:
-        call = op_params(axis_name, dimension, requested, shards)
-        if shards is None:
+        call = op_params(axis_name, dimension, requested, shards, recipe)
+        if recipe is not None:
+            ys = fp8_gradients.gather_matmul(x, tuple(matrices), call)
+        elif shards is None:
             ys, _ = gather_matmul(x, tuple(matrices), call)
         else:
             ys = sharded_weights.gather_matmul(x, tuple(matrices), call)
@@ -144,6 +157,7 @@ def matmul_reduce_scatter(
     mean: bool = False,
     weight_axis_name: str | None = None,
     weight_dimension: int = 0,
+    fp8: RecipeName | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Multiplies, sums over the axis and scatters: ``reduce_scatter(x @ w)``.
@@ -165,6 +179,7 @@ def matmul_reduce_scatter(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
+      fp8: None, or the recipe by which operands are quantized; see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -177,15 +192,17 @@ def matmul_reduce_scatter(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     devices = checks.axis_size(axis_name)
-    requested = checks.implementation(implementation)
+    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     checks.operands(x, (w,), shards)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
-        call = op_params(axis_name, dimension, requested, shards)
-        if shards is None:
+        call = op_params(axis_name, dimension, requested, shards, recipe)
+        if recipe is not None:
+            y = fp8_gradients.matmul_scatter(x, matrix, call)
+        elif shards is None:
             y = matmul_scatter((x,), (matrix,), call)
         else:
             y = sharded_weights.matmul_scatter(x, (matrix,), call)
@@ -201,6 +218,7 @@ def matmul_all_reduce(
     *,
     weight_axis_name: str | None = None,
     weight_dimension: int = 0,
+    fp8: RecipeName | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Multiplies and sums over the axis: ``psum(x @ w)``.
@@ -221,6 +239,7 @@ def matmul_all_reduce(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
+      fp8: None, or the recipe by which operands are quantized; see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`.
 
@@ -232,16 +251,20 @@ def matmul_all_reduce(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     checks.axis_size(axis_name)
-    requested = checks.implementation(implementation)
+    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     checks.operands(x, (w,), shards)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
-        if shards is not None:
-            # Nothing of an all-reduce is divided into chunks, under which a gather could hide.
-            matrix = sharded_weights.gather_weight(matrix, shards, x.dtype)
-        call = op_params(axis_name, None, requested)
-        y = gradients.matmul_all_reduce((x,), (matrix,), call)
+        if recipe is not None:
+            call = op_params(axis_name, None, requested, shards, recipe)
+            y = fp8_gradients.matmul_all_reduce(x, matrix, call)
+        else:
+            if shards is not None:
+                # Nothing of an all-reduce is divided into chunks, under which a gather could hide.
+                matrix = sharded_weights.gather_weight(matrix, shards, x.dtype)
+            call = op_params(axis_name, None, requested)
+            y = gradients.matmul_all_reduce((x,), (matrix,), call)
     else:
         y = _product_of_nothing(x, matrix, {}, shards, summed_over=axis_name)
     return named(_split_columns(y, w, shards))

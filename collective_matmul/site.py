@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from collective_matmul.fp8 import RECIPES, Recipe, RecipeName
 from collective_matmul.source_location import SourceLocation
 
 Direction = Literal["forward", "backward"]
@@ -64,12 +65,13 @@ class Site:
       op: name of the op.
       operands: local shapes (x, w) of every matmul; w is [K, N]. For an einsum, the shapes of a
         matmul with as many operations and as much communication.
-      dtype: dtype of operands and result.
+      dtype: dtype of operands, before they are quantized, and of the result.
       axis_name: mesh axis to communicate over.
       axis_size: number of devices on the axis, D.
       co_gathered: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether the gathered array is a result too.
       einsum: the multiplication, if it is not a matmul; or None.
+      fp8: the recipe by which operands are quantized to 8 bits (`collective_matmul.fp8`), or None.
       weight_shards: how the weights are sharded, if the op gathers them too; or None. In a
         backward pass their gradients are also summed over that axis, and scattered.
       dimension: gathered or scattered dimension of every x and of the result; None for an
@@ -92,6 +94,7 @@ class Site:
     co_gathered: tuple[int, ...] | None = None
     keep_gathered: bool = False
     einsum: Einsum | None = None
+    fp8: RecipeName | None = None
     weight_shards: WeightShards | None = None
     dimension: int | None = field(default=0, compare=False)
     transpose_w: bool = field(default=False, compare=False)
@@ -169,16 +172,30 @@ class Site:
         return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in self.operands for size in w)
 
     @property
+    def recipe(self) -> Recipe | None:
+        """How operands are quantized, or None."""
+        return None if self.fp8 is None else RECIPES[self.fp8]
+
+    @property
     def bytes_communicated(self) -> int:
         """Bytes that each device sends: D - 1 shards of each gathered or scattered array."""
         if self.op == "all_gather_matmul":
-            elements = (self.axis_size - 1) * self.rows * self.contracted
+            own = (self.axis_size - 1) * self.rows * self._bytes_of_gathered_row
         else:
             elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
+            own = elements * np.dtype(self.dtype).itemsize
         if self.op == "matmul_all_reduce":
-            elements *= 2
-        own = elements * np.dtype(self.dtype).itemsize
+            own *= 2
         return own + self.co_gathered_bytes + self.weight_bytes
+
+    @property
+    def _bytes_of_gathered_row(self) -> int:
+        """Bytes of a row of x as it travels: a message, and x itself for a weight gradient."""
+        columns, itemsize = self.contracted, np.dtype(self.dtype).itemsize
+        if self.recipe is None:
+            return columns * itemsize
+        sent_too = self.keep_gathered and not self.recipe.weight_gradient_in_fp8
+        return self.recipe.message_columns(columns) + (columns * itemsize if sent_too else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -199,10 +216,13 @@ class Site:
     @property
     def co_gathered_bytes(self) -> int:
         """The part of `bytes_communicated` that belongs to the co-gathered array."""
-        elements = (
-            0 if self.co_gathered is None else (self.axis_size - 1) * math.prod(self.co_gathered)
-        )
-        return elements * np.dtype(self.dtype).itemsize
+        if self.co_gathered is None:
+            return 0
+        *rows, columns = self.co_gathered
+        row = columns * np.dtype(self.dtype).itemsize
+        if self.recipe is not None and self.recipe.weight_gradient_in_fp8:
+            row = self.recipe.message_columns(columns)
+        return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
     def shapes(self) -> str:
@@ -218,8 +238,9 @@ class Site:
         moved = f", {' and '.join(self.transposed)} transposed" if self.transposed else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
+        fp8 = "" if self.fp8 is None else f", fp8 {self.fp8}"
         return (
-            f"{np.dtype(self.dtype).name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}"
+            f"{np.dtype(self.dtype).name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
         )
 
     def __str__(self) -> str:

@@ -10,15 +10,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul.equation import Equation
+from collective_matmul.fp8 import ScaledMatrix, scaled_matmul
 
 
-def matmul(x: jax.Array, w: jax.Array, transpose_w: bool = False) -> jax.Array:
+#: A weight as the backends take it: an array, or in 8 bits, to be multiplied with messages.
+Weight = jax.Array | ScaledMatrix
+
+
+def matmul(x: jax.Array, w: Weight, transpose_w: bool = False) -> jax.Array:
     """Multiplies x [..., K] by w [K, N] -> [..., N], in x's dtype, accumulated in float32.
 
     With `transpose_w`, w is [N, K]. XLA accumulates half-precision matmuls in float32 on CPUs and
-    GPUs and rounds once.
+    GPUs and rounds once. Or x is a message and w a scaled matrix, which is never transposed.
     """
+    if isinstance(w, ScaledMatrix):
+        return scaled_matmul(x, w)
     return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transpose_w else 0,)), ((), ())))
+
+
+def product_dtype(x: jax.Array, w: Weight) -> jnp.dtype:
+    """The dtype of the product of x and w."""
+    return w.product_dtype if isinstance(w, ScaledMatrix) else x.dtype
 
 
 def add(*terms: jax.Array, dtype: Any = None) -> jax.Array:

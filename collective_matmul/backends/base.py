@@ -13,6 +13,9 @@ op                         takes                                    returns
 ``matmul_all_reduce``      each x [..., K], each w [K, N]           y [..., N]
 =========================  =======================================  ==========================
 
+Operands in 8 bits (`collective_matmul.fp8`) take the same place: an x is then a message, and each w
+a `ScaledMatrix`, which is never transposed. Results have the dtype that the weights name.
+
 Sums between devices are sent in the arrays' own dtype; within a matmul they are float32. What an op
 has gathered it may return as it is, whole or in chunks: the weight gradient, which is one undivided
 matmul, takes either (`collective_matmul.backends.chunked_array.weight_gradients`).
@@ -29,6 +32,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 
+from collective_matmul.backends.arithmetic import Weight
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.data import Record
@@ -81,12 +85,13 @@ class Backend(Protocol):
     def all_gather_matmul(
         self,
         x: jax.Array,
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
         transpose_w: bool = False,
         keep_gathered: bool = False,
+        co_gathered: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """``all_gather(x) @ w`` for each w.
 
@@ -97,16 +102,18 @@ class Backend(Protocol):
           dimension: dimension of x to gather.
           transpose_w: whether each w is contracted along its last dimension.
           keep_gathered: whether to return x whole too.
+          co_gathered: [..., m, ..., R], a shard to gather along `dimension` in the same loop, and
+            to return whole instead of x. Only messages have one.
 
         Returns:
-          Each product [..., D*m, ..., N]; and x whole, or None.
+          Each product [..., D*m, ..., N]; and `co_gathered` or x whole, or None.
         """
         ...
 
     def matmul_reduce_scatter(
         self,
         xs: Sequence[jax.Array],
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
@@ -129,7 +136,7 @@ class Backend(Protocol):
         ...
 
     def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """``psum(sum of x @ w)`` over pairs of x and w.
 

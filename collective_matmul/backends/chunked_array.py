@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.backends.arithmetic import add, contract_rows, matmul
+from collective_matmul.backends.arithmetic import Weight, add, contract_rows, matmul
 from collective_matmul.explicit_axes import with_type_of
 from collective_matmul.mosaic_gpu import chunk_matmul
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
@@ -18,7 +18,7 @@ from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 
 def multiply_chunks(
     xs: Sequence[Rows],
-    ws: Sequence[Sequence[jax.Array]],
+    ws: Sequence[Sequence[Weight]],
     outs: Sequence[Rows],
     *,
     dimension: int,
@@ -155,8 +155,11 @@ def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
     return lax.dynamic_update_slice(array, value, start)
 
 
-def empty_like(array: jax.Array, sizes: dict[int, int], *others: jax.Array) -> jax.Array:
+def empty_like(
+    array: jax.Array, sizes: dict[int, int], *others: Any, dtype: Any = None
+) -> jax.Array:
     """An uninitialized array: `array`'s shape except for `sizes`, varying over the axes of all."""
     shape = [sizes.get(i, size) for i, size in enumerate(array.shape)]
-    axes = frozenset().union(*map(varying_axes, (array, *others)))
-    return with_type_of(array, vary_over(lax.empty(tuple(shape), array.dtype), axes))
+    axes = frozenset().union(*map(varying_axes, (array, *jax.tree.leaves(others))))
+    empty = lax.empty(tuple(shape), array.dtype if dtype is None else dtype)
+    return with_type_of(array, vary_over(empty, axes))

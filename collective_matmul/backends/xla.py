@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.backends.arithmetic import add, contract_rows, einsum, matmul
+from collective_matmul.backends.arithmetic import Weight, add, contract_rows, einsum, matmul
 from collective_matmul.backends.base import (
     Backend,
     EinsumBackend,
@@ -42,22 +42,25 @@ class SequentialBackend(Backend, Protocol):
     def all_gather_matmul(
         self,
         x: jax.Array,
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
         transpose_w: bool = False,
         keep_gathered: bool = False,
+        co_gathered: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Gathers x, then multiplies; see `Backend`."""
         gathered = self.all_gather(x, axis_name, dimension)
         ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
+        if co_gathered is not None:
+            return ys, self.all_gather(co_gathered, axis_name, dimension)
         return ys, gathered if keep_gathered else None
 
     def matmul_reduce_scatter(
         self,
         xs: Sequence[jax.Array],
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
@@ -72,7 +75,7 @@ class SequentialBackend(Backend, Protocol):
         return y, self.all_gather(co_gathered, axis_name, dimension)
 
     def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """Multiplies, then all-reduces; see `Backend`."""
         return self.all_reduce(add(*map(matmul, xs, ws)), axis_name)

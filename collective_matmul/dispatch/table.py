@@ -124,6 +124,8 @@ def _site_fields(site: Site) -> dict[str, Any]:
     }
     if site.co_gathered is not None:
         fields["co_gathered"] = list(site.co_gathered)
+    if site.fp8 is not None:
+        fields["fp8"] = site.fp8
     if site.keep_gathered:
         fields["keep_gathered"] = True
     return fields
@@ -135,7 +137,7 @@ def _kind(site: Site) -> tuple:
     is_matmul = site.einsum is None
     work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
     # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs.
-    return *work, site.weight_shards, site.dtype.itemsize, site.is_aligned
+    return *work, site.weight_shards, site.fp8, site.dtype.itemsize, site.is_aligned
 
 
 def _entry_from(record: Record) -> tuple[Site, Entry]:
@@ -151,6 +153,7 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
         axis_size=_size(problem["devices"]),
         co_gathered=None if co_gathered is None else (_size(co_gathered[0]), _size(co_gathered[1])),
         keep_gathered=bool(problem.get("keep_gathered", False)),
+        fp8=problem.get("fp8"),
     )
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")

@@ -45,14 +45,16 @@ class Fused(Backend):
     def all_gather_matmul(
         self,
         x: jax.Array,
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
         transpose_w: bool = False,
         keep_gathered: bool = False,
+        co_gathered: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Multiplies tiles of x as they arrive; see `Backend`."""
+        assert co_gathered is None  # Only messages have one.
         return all_gather.all_gather_matmul(
             x,
             ws,
@@ -66,7 +68,7 @@ class Fused(Backend):
     def matmul_reduce_scatter(
         self,
         xs: Sequence[jax.Array],
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
@@ -93,7 +95,7 @@ class Fused(Backend):
         return y, gathered
 
     def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """Sums tiles in one shot or two; see `Backend`. There is one x and one w."""
         (x,), (w,) = xs, ws
@@ -105,6 +107,8 @@ class Fused(Backend):
 
     def unsupported_reason(self, site: Site) -> str | None:
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
+        if site.fp8 is not None:
+            return "operands in fp8: these kernels multiply half precision"
         if site.op == "matmul_all_reduce" and len(site.operands) > 1:
             return "the kernel of an all-reduce executes one matmul, not several"
         reason = _of_op(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
+from collective_matmul.backends.arithmetic import Weight
 from collective_matmul.backends.base import EinsumBackend, GatherResidual, Prediction
 from collective_matmul.backends.ring import cost, einsum_walk, matmul_walk
 from collective_matmul.backends.ring.matmul_walk import WholeWeights
@@ -33,23 +34,27 @@ class RingBackend(EinsumBackend, ShardedWeightRing):
     def all_gather_matmul(
         self,
         x: jax.Array,
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
         transpose_w: bool = False,
         keep_gathered: bool = False,
+        co_gathered: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Multiplies the shards of x as they arrive."""
         gather = Gather(x, self.pattern, axis_name, dimension)
+        beside = self._co_gather(co_gathered, axis_name, dimension)
         weights = WholeWeights(ws, transpose_w=transpose_w)
-        ys = matmul_walk.gather_matmul(gather, x, weights)
+        ys = matmul_walk.gather_matmul(gather, x, weights, beside)
+        if beside is not None:
+            return ys, beside.gathered()
         return ys, gather.gathered() if keep_gathered else None
 
     def matmul_reduce_scatter(
         self,
         xs: Sequence[jax.Array],
-        ws: Sequence[jax.Array],
+        ws: Sequence[Weight],
         axis_name: str,
         *,
         dimension: int,
@@ -65,7 +70,7 @@ class RingBackend(EinsumBackend, ShardedWeightRing):
         return y, None if gather is None else gather.gathered()
 
     def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], axis_name: str
+        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """Reduce-scatters the rows in a ring, then gathers them with one collective.
 

@@ -51,7 +51,8 @@ def predict(site: Site) -> Prediction | None:
     if site.op == "matmul_all_reduce":
         after = gpu.collective_seconds + _bytes_sent(site) / gpu.link_bytes
     ring = max(on_device, on_host)
-    was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
+    half_precision = site.dtype.itemsize == 2 and site.fp8 is None
+    was_measured = gpu is HOPPER and site.is_aligned and half_precision
     error = ERROR if was_measured else UNSURE_ERROR
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
     return Prediction(ring + after, at_most / ring - 1, gpu.basis)
@@ -108,7 +109,8 @@ def _chunk_matmuls(site: Site, rows: int) -> float:
     """Seconds of a chunk's matmuls: the kernel that works in place has all in the same waves."""
     if not multiplies_in_place(site):
         return matmuls_seconds(site, rows)
-    return slowdown(site) * matmul_seconds(rows, site.contracted, site.columns, splits=False)
+    factor = slowdown(site, in_fp8=site.fp8 is not None)
+    return factor * matmul_seconds(rows, site.contracted, site.columns, splits=False)
 
 
 def _passes(site: Site) -> float:
@@ -149,7 +151,7 @@ def multiplies_in_place(site: Site) -> bool:
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
     if not assumed_rates().multiplies_in_place or not half_precision:
         return False
-    if site.einsum is not None or partly_automatic():
+    if site.fp8 is not None or site.einsum is not None or partly_automatic():
         return False
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
+from collective_matmul.backends.arithmetic import Weight, product_dtype
 from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
 from collective_matmul.backends.ring.schedule import Chunk
 from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
@@ -29,7 +30,7 @@ class Weights(Protocol):
       columns: N of each weight.
     """
 
-    arrays: Sequence[jax.Array]
+    arrays: Sequence[Weight]
     columns: Sequence[int]
 
     def begin(
@@ -65,7 +66,7 @@ class Weights(Protocol):
 class WholeWeights(Weights):
     """Weights that this device has whole."""
 
-    def __init__(self, ws: Sequence[jax.Array], *, transpose_w: bool):
+    def __init__(self, ws: Sequence[Weight], *, transpose_w: bool):
         self.arrays = ws
         self.columns = [w.shape[0 if transpose_w else 1] for w in ws]
         self._transpose_w = transpose_w
@@ -85,8 +86,13 @@ class WholeWeights(Weights):
         return multiply_chunks(xs, terms, outs, dimension=dimension, transpose_w=self._transpose_w)
 
 
-def gather_matmul(gather: Gather, x: jax.Array, weights: Weights) -> tuple[jax.Array, ...]:
-    """Multiplies the shards of x, which `gather` gathers, by every weight as they arrive."""
+def gather_matmul(
+    gather: Gather, x: jax.Array, weights: Weights, beside: Gather | None = None
+) -> tuple[jax.Array, ...]:
+    """Multiplies the shards of x, which `gather` gathers, by every weight as they arrive.
+
+    Shards of `beside` travel in the same steps.
+    """
     dimension = gather.dimension
     whole = {dimension: gather.rows * gather.devices}
 
@@ -98,14 +104,14 @@ def gather_matmul(gather: Gather, x: jax.Array, weights: Weights) -> tuple[jax.A
         return weights.multiply([here], places(chunk, outs), dimension)
 
     outs = tuple(
-        empty_like(x, whole | {x.ndim - 1: n}, w)
+        empty_like(x, whole | {x.ndim - 1: n}, w, dtype=product_dtype(x, w))
         for n, w in zip(weights.columns, weights.arrays, strict=True)
     )
     first = gather.steps[0].multiply[0]
     here = Rows(gather.held.pop(first), 0, gather.size(first))
     (here,), waiting = weights.begin([here], lambda: places(first, outs), dimension, gather.held)
     gather.hold(waiting | {first: here.array})
-    return walk_gather(gather, multiply, (), outs)
+    return walk_gather(gather, multiply, (), outs, beside)
 
 
 def matmul_scatter(
@@ -120,7 +126,8 @@ def matmul_scatter(
     def product_of(chunk: Chunk) -> list[Rows]:
         size = scatter.size(chunk)
         sizes = {dimension: size, xs[0].ndim - 1: columns}
-        return [Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays), 0, size)]
+        dtype = product_dtype(xs[0], weights.arrays[0])
+        return [Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays, dtype=dtype), 0, size)]
 
     def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
         (product,) = weights.multiply(operands(chunk, xs), product_of(chunk), dimension)

@@ -124,7 +124,13 @@ class Gather(Ring):
         return ChunkedArray([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])
 
 
-def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, result: Any) -> Any:
+def walk_gather(
+    gather: Gather,
+    multiply: Callable[..., Any],
+    operands: Any,
+    result: Any,
+    beside: Gather | None = None,
+) -> Any:
     """Multiplies the shards as they arrive.
 
     Args:
@@ -132,19 +138,25 @@ def walk_gather(gather: Gather, multiply: Callable[..., Any], operands: Any, res
       multiply: ``multiply(chunk, its array, operands, result)`` returns the next result.
       operands: arrays that are sliced, each slice not before its step.
       result: the initial result.
+      beside: shards to gather in the same loop, if any.
 
     Returns:
       The result of all chunks.
     """
     for i, step in enumerate(gather.steps):
         arriving = gather.send(step)
+        if beside is not None:
+            beside.receive(i, beside.send(beside.steps[i]))
         for chunk in step.multiply:
             result = multiply(chunk, gather.held[chunk], operands, result)
         gather.receive(i, arriving)
         if i + 1 < len(gather.steps):
-            tied = gather.used_by(i + 1), operands, result
-            used, operands, result = lax.optimization_barrier(tied)
+            co_gathered = {} if beside is None else beside.used_by(i + 1)
+            tied = gather.used_by(i + 1), operands, result, co_gathered
+            used, operands, result, co_gathered = lax.optimization_barrier(tied)
             gather.hold(used)
+            if beside is not None:
+                beside.hold(co_gathered)
     return result
 
 

@@ -1,0 +1,223 @@
+"""The ops with operands in 8 bits, with their gradients.
+
+`collective_matmul.ops` derives them, and `collective_matmul.fp8` describes the recipes. Call them
+inside `jax.shard_map`. Arguments and local shapes are those of `collective_matmul.backends.base`.
+
+Quantized are, each along the dimension that its matmul contracts::
+
+    y  = X w      x and w
+    dx = dY wᵀ    dy and wᵀ
+
+    dw = Xᵀ dY    what travels, as it was quantized for the matmul above; and with its scales, the
+                  other one
+
+The last line is for recipes whose weight gradient is in 8 bits. Else what it is computed from
+travels in x's dtype, beside the message if there is one. Between forward and backward x is kept as
+the user gave it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from collective_matmul import gradients
+from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
+from collective_matmul.backends import chunked_array
+from collective_matmul.backends.arithmetic import contract_rows, matmul
+from collective_matmul.backends.base import Backend
+from collective_matmul.backends.chunked_array import whole_of
+from collective_matmul.backends.weight_blocks import ShardedWeights
+from collective_matmul.explicit_axes import product_spec, with_auto_axes
+from collective_matmul.fp8 import (
+    BLOCK,
+    RECIPES,
+    Recipe,
+    ScaledMatrix,
+    quantize_rows,
+    quantize_weights,
+    weight_gradient,
+)
+from collective_matmul.gradients import OpParams, ReverseMode, tie_with_barrier
+from collective_matmul.site import Op
+
+# The types of `jax.custom_vjp` do not survive `functools.partial`.
+_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
+
+
+@_custom_vjp
+def gather_matmul(
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
+) -> tuple[jax.Array, ...]:
+    """``all_gather(x) @ w`` for each w."""
+    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
+
+    def products(x, ws):
+        scaled = [_weights(call, [w], x.dtype)[0] for w in ws]
+        (sent,) = quantize_rows([x], _recipe(call))
+        dimension = call.shard_dimension
+        return chosen.all_gather_matmul(sent, scaled, call.axis_name, dimension=dimension)[0]
+
+    return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in ws), x, ws)
+
+
+def _gather_matmul_gradients(call: OpParams, operands, dys):
+    x, ws = operands
+    recipe, dimension = _recipe(call), call.shard_dimension
+    # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
+    x, dys = lax.optimization_barrier((x, tuple(dys)))
+    attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
+    chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, **attributes)
+    co_gathered = quantize_rows([x], recipe)[0] if recipe.weight_gradient_in_fp8 else x
+    dx, gathered = chosen.matmul_reduce_scatter(
+        quantize_rows(dys, recipe, recipe.gradient_dtype),
+        _weights(call, ws, x.dtype, transposed=True),
+        call.axis_name,
+        dimension=dimension,
+        co_gathered=co_gathered,
+    )
+    if recipe.weight_gradient_in_fp8:
+        whole, gradient_dtype = whole_of(gathered, dimension), recipe.gradient_dtype
+        dws = tuple(weight_gradient(whole, dy, gradient_dtype).astype(x.dtype) for dy in dys)
+    else:
+        assert gathered is not None
+        dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)
+    dx, dws = tie_with_barrier(gathered, dx, dws)
+    return dx, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
+
+
+gather_matmul.define_gradients(_gather_matmul_gradients)
+
+
+@_custom_vjp
+def matmul_scatter(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
+    """``reduce_scatter(x @ w)``."""
+    chosen = _chosen(call, "matmul_reduce_scatter", (x,), (w,))
+
+    def product(x, w):
+        sent, scaled = quantize_rows([x], _recipe(call)), _weights(call, [w], x.dtype)
+        dimension = call.shard_dimension
+        return chosen.matmul_reduce_scatter(sent, scaled, call.axis_name, dimension=dimension)[0]
+
+    return with_auto_axes(product, lambda: product_spec(x, w), x, w)
+
+
+def _matmul_scatter_gradients(call: OpParams, operands, dy):
+    x, w = operands
+    recipe, dimension = _recipe(call), call.shard_dimension
+    attributes = {"keep_gathered": True, "direction": "backward"}
+    if call.weight_shards is not None:
+        w, dy = lax.optimization_barrier((w, dy))
+    chosen = _chosen(call, "all_gather_matmul", (dy,), (w,), **attributes)
+    (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
+    (dx,), gathered = chosen.all_gather_matmul(
+        sent,
+        _weights(call, [w], x.dtype, transposed=True),
+        call.axis_name,
+        dimension=dimension,
+        keep_gathered=recipe.weight_gradient_in_fp8,
+        co_gathered=None if recipe.weight_gradient_in_fp8 else dy,
+    )
+    if recipe.weight_gradient_in_fp8:
+        whole = whole_of(gathered, dimension)
+        dw = weight_gradient(whole, x, recipe.dtype, transposed=True).astype(x.dtype)
+    else:
+        dw = gradients.weight_gradient(x, gathered, dimension, transpose_w=False)
+    dx, dw = tie_with_barrier(gathered, dx, dw)
+    return dx, _shard_of_gradient(call, dw, w)
+
+
+matmul_scatter.define_gradients(_matmul_scatter_gradients)
+
+
+@_custom_vjp
+def matmul_all_reduce(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
+    """``psum(x @ w)``."""
+    chosen = _chosen(call, "matmul_all_reduce", (x,), (w,))
+
+    def all_reduce(x, w):
+        sent, scaled = quantize_rows([x], _recipe(call)), _weights(call, [w], x.dtype)
+        return chosen.matmul_all_reduce(sent, scaled, call.axis_name)
+
+    return with_auto_axes(all_reduce, lambda: product_spec(x, w), x, w)
+
+
+def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
+    x, w = operands  # There is no communication that a matmul could hide.
+    recipe = _recipe(call)
+    if tracks_varying_axes(call.axis_name):
+        dy = vary_over(dy, varying_axes(x))
+    else:
+        dy = lax.psum(dy, call.axis_name)
+    (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
+    dx = matmul(quantized, *_weights(call, [w], x.dtype, transposed=True))
+    if recipe.weight_gradient_in_fp8:
+        dw = weight_gradient(quantized, x, recipe.dtype, transposed=True).astype(x.dtype)
+    else:
+        dw = contract_rows(x, dy)
+    return dx, _shard_of_gradient(call, dw, w)
+
+
+matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
+
+
+def _chosen(
+    call: OpParams, op: Op, xs: Sequence[jax.Array], ws: Sequence[jax.Array], **attributes: Any
+) -> Backend:
+    """The backend for one pass. It gets whole weights; `attributes` are those of its `Site`."""
+    if call.weight_shards is not None:
+        ws = ShardedWeights(tuple(ws), call.weight_shards, ws[0].dtype).whole
+        call = dataclasses.replace(call, weight_shards=None)
+    return call.choose(op, xs, ws, **attributes)
+
+
+def _weights(
+    call: OpParams, ws: Sequence[jax.Array], dtype: Any, *, transposed: bool = False
+) -> tuple[ScaledMatrix, ...]:
+    """The quantized weights [K, N], or [N, K] if `transposed`, of whole weights or of shards.
+
+    Shards are quantized, and then gathered. Those that divide blocks are gathered first.
+    """
+    recipe, shards = _recipe(call), call.weight_shards
+    ws = [w.astype(dtype) for w in ws]
+    if shards is None:
+        return quantize_weights([w.T for w in ws] if transposed else ws, recipe)
+    axis_name, divided = shards.axis_name, [w.shape[shards.dimension] for w in ws]
+    if recipe.name == "blockwise" and any(size % BLOCK for size in divided):
+        ws = [lax.all_gather(w, axis_name, axis=shards.dimension, tiled=True) for w in ws]
+        return quantize_weights([w.T for w in ws] if transposed else ws, recipe)
+    contracts_shards = (shards.dimension == 1) == transposed
+    shared = contracts_shards or recipe.name == "tensorwise"
+    scaled = quantize_weights(
+        [w.T for w in ws] if transposed else ws,
+        recipe,
+        shard_axis_name=axis_name if shared else None,
+    )
+    return tuple(_gathered(w, axis_name, 1 if contracts_shards else 0) for w in scaled)
+
+
+def _gathered(shard: ScaledMatrix, axis_name: str, dimension: int) -> ScaledMatrix:
+    """The whole of shards along a dimension of their values [N, K]."""
+    gather = functools.partial(lax.all_gather, axis_name=axis_name, tiled=True)
+    scales = shard.scales
+    if shard.in_blocks or dimension == 0:
+        scales = gather(scales, axis=dimension)
+    return dataclasses.replace(shard, values=gather(shard.values, axis=dimension), scales=scales)
+
+
+def _shard_of_gradient(call: OpParams, dw: jax.Array, w: jax.Array) -> jax.Array:
+    """The gradient of w, of which dw is the whole: summed over its axis in its dtype."""
+    shards, dw = call.weight_shards, dw.astype(w.dtype)
+    if shards is None:
+        return dw
+    return lax.psum_scatter(dw, shards.axis_name, scatter_dimension=shards.dimension, tiled=True)
+
+
+def _recipe(call: OpParams) -> Recipe:
+    assert call.fp8 is not None
+    return RECIPES[call.fp8]
