@@ -9,6 +9,7 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -29,6 +30,15 @@ from models.parameter_use import ParameterUse, Unchanged, used
 from models.stacked_blocks import Keys, stack_blocks
 
 Remat = Literal["none", "dots", "full"]
+
+#: The linear layers by the names that patterns match, and those that are in 8 bits on request.
+FP8_LAYERS = (
+    "layers.attention.projection",
+    "layers.attention.output",
+    "layers.feed_forward",
+    "head",
+)
+DEFAULT_FP8_LAYERS = ("layers.*",)
 
 _kernel_init = nnx.initializers.normal(stddev=0.02)
 
@@ -71,7 +81,7 @@ class Attention(nnx.Module):
       config: shape of the model.
       layers: the module that provides the linear layers, `collective_matmul.layers` or
         `models.plain`.
-      **layer_options: options of all linear layers.
+      **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
     def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
@@ -80,10 +90,12 @@ class Attention(nnx.Module):
             config.num_heads,
             config.num_key_value_heads,
             config.head_dim,
-            **layer_options,
+            **_of_layer("layers.attention.projection", layer_options),
         )
         self.output = layers.RowParallelLinear(
-            (config.num_heads, config.head_dim), config.features, **_of_rows(layer_options)
+            (config.num_heads, config.head_dim),
+            config.features,
+            **_of_layer("layers.attention.output", _of_rows(layer_options)),
         )
         self.config = config
 
@@ -112,7 +124,9 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.feed_forward = layers.GatedFeedForward(
-            config.features, config.hidden_features, **layer_options
+            config.features,
+            config.hidden_features,
+            **_of_layer("layers.feed_forward", layer_options),
         )
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
@@ -131,6 +145,8 @@ class Llama(nnx.Module):
       axis_name: the tensor axis.
       implementation: which backends execute the collective matmuls, as the layers take it; None
         chooses for each shape. "plain" uses JAX's own collectives and matmuls instead.
+      fp8: the recipe by which layers quantize their operands to 8 bits, as they take it, or None.
+      fp8_layers: which layers do, as `fnmatch` patterns of the names in `FP8_LAYERS`.
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
         matmuls; "full", everything inside a block.
@@ -149,7 +165,8 @@ class Llama(nnx.Module):
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: for an unknown `remat` or `implementation`.
+      ValueError: for an unknown `remat`, `implementation` or `fp8`, or a pattern that matches no
+        layer.
     """
 
     def __init__(
@@ -158,6 +175,8 @@ class Llama(nnx.Module):
         *,
         axis_name: str = "tensor",
         implementation: str | Sequence[str] | None = None,
+        fp8: str | None = None,
+        fp8_layers: Sequence[str] = DEFAULT_FP8_LAYERS,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         remat: Remat = "none",
         scan_layers: int = 0,
@@ -174,7 +193,11 @@ class Llama(nnx.Module):
             kernel_init=_kernel_init,
             rngs=rngs,
         )
+        if fp8 is not None:
+            options["fp8"] = _recipes(fp8, fp8_layers)
         if implementation == "plain":
+            if fp8 is not None:
+                raise ValueError(f"fp8={fp8!r}: the layers of implementation='plain' have no fp8")
             layers = plain
         else:
             layers = collective
@@ -185,6 +208,7 @@ class Llama(nnx.Module):
         # A tuple, so that the module is hashable.
         is_sequence = not isinstance(implementation, str | None)
         self.implementation = tuple(implementation) if is_sequence else implementation
+        self.head_fp8 = options.get("fp8", {}).get("head")
         self.dtype = dtype
         self.remat: Remat = remat
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
@@ -209,7 +233,9 @@ class Llama(nnx.Module):
         self.head = (
             None
             if config.tied_head
-            else layers.ColumnParallelLinear(config.features, config.vocabulary_size, **options)
+            else layers.ColumnParallelLinear(
+                config.features, config.vocabulary_size, **_of_layer("head", options)
+            )
         )
 
     def __call__(
@@ -261,9 +287,8 @@ class Llama(nnx.Module):
         table = self._table(weights).T
         if self.implementation == "plain":
             return jax.lax.all_gather(x, self.axis_name, axis=1, tiled=True) @ table
-        return all_gather_matmul(
-            x, table, self.axis_name, gather_dimension=1, implementation=self.implementation
-        )
+        options: Any = {"implementation": self.implementation, "fp8": self.head_fp8}
+        return all_gather_matmul(x, table, self.axis_name, gather_dimension=1, **options)
 
     def _table(self, weights: nnx.State) -> jax.Array:
         """The embedding [V/D, features] in `dtype`."""
@@ -337,6 +362,23 @@ class Llama(nnx.Module):
         """
         logits = self(tokens, document_lengths, gathered)
         return vocabulary.cross_entropy(logits, targets, self.axis_name)
+
+
+def _recipes(fp8: str, patterns: Sequence[str]) -> dict[str, str]:
+    """The recipe of each layer that a pattern matches, by its name."""
+    for pattern in patterns:
+        if not fnmatch.filter(FP8_LAYERS, pattern):
+            raise ValueError(
+                f"fp8_layers={pattern!r}: matches none of the layers {', '.join(FP8_LAYERS)}"
+            )
+    return {name: fp8 for pattern in patterns for name in fnmatch.filter(FP8_LAYERS, pattern)}
+
+
+def _of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one layer, of those of all."""
+    if "fp8" not in options:
+        return options
+    return options | {"fp8": options["fp8"].get(name)}
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

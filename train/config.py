@@ -6,6 +6,7 @@ A field is a flag: ``Config.mesh.tensor`` is ``--mesh.tensor``.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import collective_matmul
+import collective_matmul.layers
 from models import config as models
 from models.config import LlamaConfig
-from models.llama import Remat
+from models.llama import DEFAULT_FP8_LAYERS, FP8_LAYERS, Remat
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
@@ -139,6 +141,11 @@ class Config:
     xla, requires that backend; several names separated by commas take the first that can; rewrite
     trains a model of JAX's own collectives, with its whole step passed to
     collective_matmul.overlap."""
+    fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None
+    """Recipe by which operands of the matmuls are quantized to 8 bits; default: they are not."""
+    fp8_layers: str = ",".join(DEFAULT_FP8_LAYERS)
+    """Layers with --fp8, as patterns separated by commas of layers.attention.projection,
+    layers.attention.output, layers.feed_forward and head."""
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
     weights where they are used too. Weights are gathered in --compute-dtype."""
@@ -259,6 +266,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
             " gather weights; leave out --weight-gather, or choose another --overlap"
         )
     _check_overlap(config.overlap)
+    _check_fp8(config)
     check_optimizer(config.optimizer)
     config.model.check_tensor_axis(sizes.tensor)
     if config.sequence_length % sizes.tensor:
@@ -295,6 +303,22 @@ def _check_overlap(value: str) -> None:
         raise ValueError(
             f"overlap={value!r}: expected auto, rewrite, or backends separated by commas; {error}"
         ) from None
+
+
+def _check_fp8(config: Config) -> None:
+    """Raises ValueError for an unknown recipe, layers that do not exist, or layers without fp8."""
+    collective_matmul.layers.Column(fp8=config.fp8)
+    for pattern in config.fp8_layers.split(","):
+        if not fnmatch.filter(FP8_LAYERS, pattern):
+            raise ValueError(
+                f"fp8_layers={config.fp8_layers!r}: {pattern!r} matches none of the layers"
+                f" {', '.join(FP8_LAYERS)}"
+            )
+    if config.fp8 is not None and config.overlap == "rewrite":
+        raise ValueError(
+            f"fp8={config.fp8!r}: overlap='rewrite' trains layers without fp8; choose another"
+            " --overlap"
+        )
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

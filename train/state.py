@@ -134,6 +134,8 @@ class ModelFunctions:
         return Llama(
             config.model,
             implementation=_implementation(config.overlap),
+            fp8=config.fp8,
+            fp8_layers=tuple(config.fp8_layers.split(",")),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
             scan_layers=config.scan_layers,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.sequence_form import (
     gathered_dimension,
@@ -45,6 +46,7 @@ def column_parallel(
     weight_sharding: WeightSharding | None = None,
     gather_dimension: int | None,
     implementation: tuple[str, ...] | None,
+    fp8: RecipeName | None = None,
 ) -> tuple[jax.Array, ...]:
     """``x @ kernel + bias`` for every kernel; x is gathered once.
 
@@ -59,6 +61,7 @@ def column_parallel(
       gather_dimension: the dimension of x to gather; None for no gather. Negative numbers count
         from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
+      fp8: None, or the recipe by which operands are quantized, as the ops take it.
 
     Returns:
       For each kernel global [..., S, *N], sharded over the axis in the first feature dimension, or
@@ -88,7 +91,7 @@ def column_parallel(
                 kernels = tuple(gather_weight(kernel, shards, x.dtype) for kernel in kernels)
             ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
         else:
-            keywords |= {"gather_dimension": gather, "implementation": implementation}
+            keywords |= {"gather_dimension": gather, "implementation": implementation, "fp8": fp8}
             ys = all_gather_matmul(x, kernels, axis_name, **keywords)
         return tuple(map(_add_bias, ys, biases))
 
@@ -113,6 +116,7 @@ def row_parallel(
     weight_sharding: WeightSharding | None = None,
     scatter_dimension: int | None,
     implementation: tuple[str, ...] | None,
+    fp8: RecipeName | None = None,
 ) -> jax.Array:
     """``x @ kernel + bias``, contracted over all feature dimensions and summed over the axis.
 
@@ -126,6 +130,7 @@ def row_parallel(
       scatter_dimension: the dimension of the result to scatter; None for an all-reduce. Negative
         numbers count from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
+      fp8: None, or the recipe by which operands are quantized, as the ops take it.
 
     Returns:
       Global [..., S, *N], sharded over the axis along `scatter_dimension`, or this device's shard
@@ -150,6 +155,7 @@ def row_parallel(
         x = x.reshape(*x.shape[:count], -1)
         kernel = kernel.reshape(-1, *kernel.shape[len(inputs) :])
         (kernel,), keywords = _kernels_of_op([kernel], x, shards)
+        keywords["fp8"] = fp8
         if scatter is None:
             names = implementation if requested is None else with_reference(implementation)
             y = matmul_all_reduce(x, kernel, axis_name, implementation=names, **keywords)

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import (
@@ -34,12 +35,24 @@ from collective_matmul.layers.sharding_context import (
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
 
+#: What layers that share a gather have in common.
+_ALIKE = (
+    "axis_name",
+    "gather_dimension",
+    "implementation",
+    "fp8",
+    "weight_sharding",
+    "dtype",
+    "mesh",
+)
+
 
 class LinearOptions(TypedDict, total=False):
     """Options that modules built from linear layers pass on: see `ColumnParallelLinear`."""
 
     use_bias: bool
     implementation: Implementation
+    fp8: RecipeName | None
     weight_axis_name: str | None
     weight_dimension: Literal[0, 1]
     dtype: DTypeLike | None
@@ -73,6 +86,7 @@ class _ParallelLinear(nnx.Module):
         *,
         use_bias: bool = False,
         implementation: Implementation = None,
+        fp8: RecipeName | None = None,
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
         dtype: DTypeLike | None = None,
@@ -86,7 +100,7 @@ class _ParallelLinear(nnx.Module):
         self.in_features = in_features if isinstance(in_features, int) else inputs
         self.out_features = out_features if isinstance(out_features, int) else outputs
         self.axis_name, self.mesh = axis_name, mesh
-        self.implementation = checks.implementation(implementation)
+        self.implementation, self.fp8 = checks.implementation(implementation), checks.fp8(fp8)
         self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
         self.weight_axis_name = weight_axis_name
         self.weight_dimension: Literal[0, 1] = weight_dimension
@@ -149,6 +163,8 @@ class ColumnParallelLinear(_ParallelLinear):
       **options: use_bias (default False): whether to add a bias.
         implementation: which backends execute the matmuls, as the ops take it; None chooses for
         each shape. See `collective_matmul.backends`.
+        fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it. An x
+        that is not gathered is multiplied as it is.
         weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded data
         parallelism; or None. Inside a `shard_map` over both axes, the ops gather the kernel in
         their own loop, in `dtype`; elsewhere the compiler does.
@@ -257,6 +273,7 @@ class RowParallelLinear(_ParallelLinear):
             weight_sharding=self.weight_sharding,
             scatter_dimension=self.scatter_dimension,
             implementation=self.implementation,
+            fp8=self.fp8,
         )
         return context.reshard(y, out_sharding)
 
@@ -287,7 +304,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     Args:
       x: global [..., S, *in_features] or local [..., s, *in_features].
       layers: at least one layer. All have the same in_features, axis_name, gather_dimension,
-        implementation, weight_axis_name, weight_dimension, dtype and mesh.
+        implementation, fp8, weight_axis_name, weight_dimension, dtype and mesh.
 
     Returns:
       The results of the layers, in their order.
@@ -298,8 +315,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     if not layers:
         raise ValueError(f"layers={layers!r}: expected at least one ColumnParallelLinear")
     first = layers[0]
-    alike = "axis_name", "gather_dimension", "implementation", "weight_sharding", "dtype", "mesh"
-    for name in alike:
+    for name in _ALIKE:
         values = [getattr(layer, name) for layer in layers]
         if any(value != values[0] for value in values):
             raise ValueError(
@@ -318,6 +334,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
         weight_sharding=first.weight_sharding,
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
+        fp8=first.fp8,
     )
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from collective_matmul.layers.functions import column_parallel
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import CACHES, unboxed
+from collective_matmul.layers.parallel_styles import Heads
 from collective_matmul.layers.placement import keep_heads_divided
 from collective_matmul.layers.sharding_context import ShardingContext
 
@@ -37,7 +38,7 @@ def shared_projections(
     args: Any,
     kwargs: Any,
     context: ShardingContext,
-    gather_dimension: int | None,
+    style: Heads,
     implementation: tuple[str, ...] | None,
 ) -> dict[str, Any]:
     """The arguments of an attention module by name, its inputs replaced by their projections.
@@ -47,7 +48,7 @@ def shared_projections(
       args: the positional arguments of its call.
       kwargs: the keyword arguments of its call.
       context: whether the arrays are local or global.
-      gather_dimension: the dimension of the inputs to gather; None for no gather.
+      style: says which dimension of the inputs to gather, and how operands are quantized.
       implementation: which backends execute the matmuls; None chooses for each shape.
     """
     arguments = dict(
@@ -65,7 +66,7 @@ def shared_projections(
     for x in inputs.values():
         names = [name for name, other in inputs.items() if other is x]
         if id(x) not in by_input:
-            results = _project(module, x, names, context, gather_dimension, implementation)
+            results = _project(module, x, names, context, style, implementation)
             by_input[id(x)] = SharedProjections(x.shape, dict(zip(names, results, strict=True)))
     for name in INPUTS:
         if arguments.get(name) is not None:
@@ -78,7 +79,7 @@ def _project(
     x: jax.Array,
     names: list[str],
     context: ShardingContext,
-    gather_dimension: int | None,
+    style: Heads,
     implementation: tuple[str, ...] | None,
 ) -> tuple[jax.Array, ...]:
     """The results of the layers `names` for x, [..., S, heads, features of a head] each."""
@@ -92,8 +93,9 @@ def _project(
         kernels,
         biases,
         [(kernel.shape[:-2], (module.num_heads, kernel.shape[-1])) for kernel in kernels],
-        gather_dimension=gather_dimension,
+        gather_dimension=style.gather_dimension,
         implementation=implementation,
+        fp8=style.fp8,
     )
 
 

@@ -213,7 +213,7 @@ class ParallelModule:
         context = current_context(self.axis_name, self.mesh, (args, kwargs, module.variables))
         implementation = check_implementation(self.implementation)
         arguments = linen_attention.shared_projections(
-            module, args, kwargs, context, style.gather_dimension, implementation
+            module, args, kwargs, context, style, implementation
         )
         caches = module, arguments, self.axis_name, mesh_of_arrays(self.mesh)
         linen_attention.keep_caches_divided(*caches)
@@ -249,6 +249,7 @@ class ParallelModule:
                 [(kernel.shape[: len(axes)], features)],
                 gather_dimension=style.gather_dimension,
                 implementation=implementation,
+                fp8=style.fp8,
             )
             return y
         rows = kernel.shape[0] * context.parameter_shards
@@ -260,6 +261,7 @@ class ParallelModule:
             ((rows, *kernel.shape[1 : len(axes)]), features),
             scatter_dimension=style.scatter_dimension,
             implementation=implementation,
+            fp8=style.fp8,
         )
 
     def _check_all_match(self, layers: set[str], variables: Mapping[str, Any]) -> None:

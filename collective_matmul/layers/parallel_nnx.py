@@ -148,6 +148,7 @@ def _collective_layer(
     def build() -> ColumnParallelLinear | RowParallelLinear:
         rest = dict(
             options,
+            fp8=style.fp8,
             use_bias=linear.bias is not None,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,

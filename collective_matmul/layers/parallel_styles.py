@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collective_matmul import checks
+from collective_matmul.fp8 import RecipeName
+
 
 @dataclass(frozen=True)
 class Column:
@@ -17,9 +20,14 @@ class Column:
       gather_dimension: the dimension of the input [..., S, K] that is sharded between layers;
         negative numbers count from the features, as if they were one dimension. None: the input is
         the same on every device.
+      fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it.
     """
 
     gather_dimension: int | None = -2
+    fp8: RecipeName | None = None
+
+    def __post_init__(self) -> None:
+        checks.fp8(self.fp8)
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,14 @@ class Row:
     Args:
       scatter_dimension: the dimension of the result [..., S, N] to shard; negative numbers count
         from the features, as if they were one dimension. None: the sum is the same on every device.
+      fp8: as for `Column`.
     """
 
     scatter_dimension: int | None = -2
+    fp8: RecipeName | None = None
+
+    def __post_init__(self) -> None:
+        checks.fp8(self.fp8)
 
 
 @dataclass(frozen=True)
@@ -47,19 +60,24 @@ class Heads:
     Args:
       gather_dimension: as for `Column`, of the inputs [..., S, features].
       scatter_dimension: as for `Row`, of the result [..., S, features].
+      fp8: as for `Column`, of all four layers.
     """
 
     gather_dimension: int | None = -2
     scatter_dimension: int | None = -2
+    fp8: RecipeName | None = None
+
+    def __post_init__(self) -> None:
+        checks.fp8(self.fp8)
 
     def layers(self) -> dict[str, Column | Row]:
         """The styles of the layers inside Flax's attention modules, by name."""
-        column = Column(self.gather_dimension)
+        column = Column(self.gather_dimension, self.fp8)
         return {
             "query": column,
             "key": column,
             "value": column,
-            "out": Row(self.scatter_dimension),
+            "out": Row(self.scatter_dimension, self.fp8),
         }
 
 
