@@ -19,12 +19,14 @@ DeepSeek-V3 (arXiv:2412.19437, section 3.3), but for the weight gradient.
 A weight gradient in 8 bits contracts rows, so its operands' rows must have one scale: see
 `weight_gradient`.
 
-A *message* is an array of 8-bit numbers with its scales, so that one transfer moves both::
+A *message* is an array of bytes, the quantized numbers and their scales, so that one transfer moves
+both::
 
-    [..., M, K + bytes of scales]    the row's K values, and then the bytes of its scales
+    uint8 [..., M, K + bytes of scales]    the row's K values, and then the bytes of its scales
 
 So a message can be divided into chunks along every dimension but the last, and gathered like any
-other array.
+other array. It is an array of bytes because compilers may replace one NaN by another, and bytes of
+a scale can look like one.
 
 Numbers that are not finite are not counted for a scale. They become NaN in float8_e4m3fn, so the
 products that they are part of are NaN, and all others keep their precision.
@@ -96,11 +98,13 @@ class ScaledMatrix:
     Attributes:
       values: [N, K], contracted along the last dimension as Hopper's tensor cores want it.
       scales: float32, one of each column [N], or of each block [ceil(N / 128), ceil(K / 128)].
-      product_dtype: dtype of products with it.
+      operand_dtype: dtype of the values of messages that it is multiplied with.
+      product_dtype: dtype of the products.
     """
 
     values: jax.Array
     scales: jax.Array
+    operand_dtype: jnp.dtype = field(metadata={"static": True})
     product_dtype: jnp.dtype = field(metadata={"static": True})
 
     @property
@@ -135,7 +139,11 @@ def quantize_rows(
 
 
 def quantize_weights(
-    ws: Sequence[jax.Array], recipe: Recipe, *, shard_axis_name: str | None = None
+    ws: Sequence[jax.Array],
+    recipe: Recipe,
+    operand_dtype: Any = None,
+    *,
+    shard_axis_name: str | None = None,
 ) -> tuple[ScaledMatrix, ...]:
     """Weights, each [K_i, N], by columns or blocks.
 
@@ -144,11 +152,16 @@ def quantize_weights(
     Args:
       ws: the weights, or shards of them.
       recipe: says which numbers have a scale in common.
+      operand_dtype: dtype of the messages to multiply them with; by default the recipe's.
       shard_axis_name: a mesh axis that shards what has a scale in common, over which the devices
         agree on it.
     """
+    operand_dtype = recipe.dtype if operand_dtype is None else jnp.dtype(operand_dtype)
     if recipe.name == "blockwise":
-        return tuple(_quantized_blocks(w.T, recipe.dtype, w.dtype) for w in ws)
+        blocks = (_quantized_blocks(w.T, recipe.dtype) for w in ws)
+        return tuple(
+            ScaledMatrix(*each, operand_dtype, w.dtype) for each, w in zip(blocks, ws, strict=True)
+        )
     axes = None if recipe.name == "tensorwise" else 0
     largest = [jnp.max(_magnitude(w), axis=axes, keepdims=True) for w in ws]
     common = functools.reduce(jnp.maximum, largest)
@@ -157,16 +170,18 @@ def quantize_weights(
     scale = _scale(common, recipe.dtype)
     columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
     values = [_divided(w, scale, recipe.dtype).T for w in ws]
-    parts = zip(values, columns, [w.dtype for w in ws], strict=True)
-    return tuple(ScaledMatrix(*each) for each in parts)
+    return tuple(
+        ScaledMatrix(*each, operand_dtype, w.dtype)
+        for *each, w in zip(values, columns, ws, strict=True)
+    )
 
 
 def message(values: jax.Array, scales: jax.Array) -> jax.Array:
     """The message of values [..., K] and scales [..., S], float32."""
-    # Bytes, not numbers: no conversion may touch them.
-    raw = lax.bitcast_convert_type(scales, values.dtype).reshape(*scales.shape[:-1], -1)
+    raw = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*scales.shape[:-1], -1)
     padding = message_scale_bytes(scales.shape[-1]) - raw.shape[-1]
     raw = jnp.pad(raw, [*[(0, 0)] * (raw.ndim - 1), (0, padding)])
+    values = lax.bitcast_convert_type(values, jnp.uint8)
     return lax.concatenate([values, raw], values.ndim - 1)
 
 
@@ -175,9 +190,9 @@ def message_scale_bytes(scales: int) -> int:
     return -(-4 * scales // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
 
 
-def message_values(message: jax.Array, columns: int) -> jax.Array:
-    """The values [..., K] of a message; K is `columns`."""
-    return lax.slice_in_dim(message, 0, columns, axis=-1)
+def message_values(message: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """The values [..., K] of a message, which have this dtype; K is `columns`."""
+    return lax.bitcast_convert_type(lax.slice_in_dim(message, 0, columns, axis=-1), dtype)
 
 
 def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
@@ -193,7 +208,7 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
     there, it multiplies in float32.
     """
     contracted, _ = w.shape
-    values = message_values(x, contracted)
+    values = message_values(x, contracted, w.operand_dtype)
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     if not w.in_blocks:
         scales = message_scales(x, contracted, 1)
@@ -211,7 +226,7 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
 
 
 def weight_gradient(
-    message: jax.Array, y: jax.Array, dtype: Any, *, transposed: bool = False
+    message: jax.Array, y: jax.Array, dtypes: tuple[Any, Any], *, transposed: bool = False
 ) -> jax.Array:
     """``xᵀ y`` [K, N] in float32, contracted over all rows, in 8 bits.
 
@@ -222,14 +237,14 @@ def weight_gradient(
     Args:
       message: of x, [..., K + bytes], with one scale for each row.
       y: [..., N].
-      dtype: of the quantized y.
+      dtypes: of the message's values, and of the quantized y.
       transposed: whether the result is ``yᵀ x`` [N, K].
     """
     columns = message.shape[-1] - message_scale_bytes(1)
-    values, rows = message_values(message, columns), tuple(range(y.ndim - 1))
+    values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
     scaled = y.astype(jnp.float32) * message_scales(message, columns, 1)
-    scale = _scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtype))
-    operands = values, (scaled / scale).astype(dtype)
+    scale = _scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtypes[1]))
+    operands = values, _divided(scaled, scale, dtypes[1])
     product = lax.dot_general(
         *(operands[::-1] if transposed else operands),
         ((rows, rows), ((), ())),
@@ -247,12 +262,12 @@ def dequantized(w: ScaledMatrix) -> jax.Array:
     return (w.values.astype(jnp.float32) * scales).T
 
 
-def dequantized_rows(x: jax.Array, columns: int, recipe: Recipe) -> jax.Array:
-    """The array [..., K] that a message stands for, float32; K is `columns`."""
+def dequantized_rows(x: jax.Array, columns: int, recipe: Recipe, dtype: Any) -> jax.Array:
+    """The array [..., K] that a message of values in `dtype` stands for, float32; K is `columns`."""
     scales = message_scales(x, columns, recipe.scales_of_row(columns))
     if recipe.name == "blockwise":
         scales = _spread(scales, columns, -1)
-    return message_values(x, columns).astype(jnp.float32) * scales
+    return message_values(x, columns, dtype).astype(jnp.float32) * scales
 
 
 def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -260,16 +275,16 @@ def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     blocks = _in_blocks(x, -1)
     scale = _scale(jnp.max(_magnitude(blocks), axis=-1, keepdims=True), dtype)
     values = _divided(blocks, scale, dtype).reshape(*x.shape[:-1], -1)
-    return message(message_values(values, columns), scale[..., 0])
+    return message(lax.slice_in_dim(values, 0, columns, axis=-1), scale[..., 0])
 
 
-def _quantized_blocks(w: jax.Array, dtype: jnp.dtype, product_dtype: jnp.dtype) -> ScaledMatrix:
-    """A matrix [N, K] by blocks of 128 × 128."""
+def _quantized_blocks(w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The values of a matrix [N, K], and the scales of its blocks of 128 × 128."""
     blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
     scale = _scale(jnp.max(_magnitude(blocks), axis=(1, 3), keepdims=True), dtype)
     values = _divided(blocks, scale, dtype)
     values = values.reshape(math.prod(values.shape[:2]), -1)[: w.shape[0], : w.shape[1]]
-    return ScaledMatrix(values, scale[:, 0, :, 0], product_dtype)
+    return values, scale[:, 0, :, 0]
 
 
 def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:
@@ -294,11 +309,12 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The scale by which the largest magnitude becomes the largest finite number of `dtype`."""
-    return jnp.maximum(largest / float(jnp.finfo(dtype).max), _LEAST_SCALE)
+    return jnp.maximum(largest * (1.0 / float(jnp.finfo(dtype).max)), _LEAST_SCALE)
 
 
 def _divided(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return (x.astype(jnp.float32) / scale).astype(dtype)
+    # Compilers replace some of these divisions by products. Written so, all round alike.
+    return (x.astype(jnp.float32) * (1.0 / scale)).astype(dtype)
 
 
 def _as_row(scales: jax.Array, ndim: int) -> jax.Array:

@@ -82,8 +82,8 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
         co_gathered=co_gathered,
     )
     if recipe.weight_gradient_in_fp8:
-        whole, gradient_dtype = whole_of(gathered, dimension), recipe.gradient_dtype
-        dws = tuple(weight_gradient(whole, dy, gradient_dtype).astype(x.dtype) for dy in dys)
+        whole, dtypes = whole_of(gathered, dimension), (recipe.dtype, recipe.gradient_dtype)
+        dws = tuple(weight_gradient(whole, dy, dtypes).astype(x.dtype) for dy in dys)
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)
@@ -124,8 +124,8 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
         co_gathered=None if recipe.weight_gradient_in_fp8 else dy,
     )
     if recipe.weight_gradient_in_fp8:
-        whole = whole_of(gathered, dimension)
-        dw = weight_gradient(whole, x, recipe.dtype, transposed=True).astype(x.dtype)
+        whole, dtypes = whole_of(gathered, dimension), (recipe.gradient_dtype, recipe.dtype)
+        dw = weight_gradient(whole, x, dtypes, transposed=True).astype(x.dtype)
     else:
         dw = gradients.weight_gradient(x, gathered, dimension, transpose_w=False)
     dx, dw = tie_with_barrier(gathered, dx, dw)
@@ -157,7 +157,8 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
     dx = matmul(quantized, *_weights(call, [w], x.dtype, transposed=True))
     if recipe.weight_gradient_in_fp8:
-        dw = weight_gradient(quantized, x, recipe.dtype, transposed=True).astype(x.dtype)
+        dtypes = recipe.gradient_dtype, recipe.dtype
+        dw = weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype)
     else:
         dw = contract_rows(x, dy)
     return dx, _shard_of_gradient(call, dw, w)
@@ -184,20 +185,22 @@ def _weights(
     Shards are quantized, and then gathered. Those that divide blocks are gathered first.
     """
     recipe, shards = _recipe(call), call.weight_shards
+    operand_dtype = recipe.gradient_dtype if transposed else recipe.dtype
+
+    def quantized(ws: Sequence[jax.Array], **options: Any) -> tuple[ScaledMatrix, ...]:
+        oriented = [w.T for w in ws] if transposed else ws
+        return quantize_weights(oriented, recipe, operand_dtype, **options)
+
     ws = [w.astype(dtype) for w in ws]
     if shards is None:
-        return quantize_weights([w.T for w in ws] if transposed else ws, recipe)
+        return quantized(ws)
     axis_name, divided = shards.axis_name, [w.shape[shards.dimension] for w in ws]
     if recipe.name == "blockwise" and any(size % BLOCK for size in divided):
         ws = [lax.all_gather(w, axis_name, axis=shards.dimension, tiled=True) for w in ws]
-        return quantize_weights([w.T for w in ws] if transposed else ws, recipe)
+        return quantized(ws)
     contracts_shards = (shards.dimension == 1) == transposed
     shared = contracts_shards or recipe.name == "tensorwise"
-    scaled = quantize_weights(
-        [w.T for w in ws] if transposed else ws,
-        recipe,
-        shard_axis_name=axis_name if shared else None,
-    )
+    scaled = quantized(ws, shard_axis_name=axis_name if shared else None)
     return tuple(_gathered(w, axis_name, 1 if contracts_shards else 0) for w in scaled)
 
 

@@ -211,12 +211,17 @@ def assert_close(comparison: Comparison, *fields: str) -> None:
 
 @contextlib.contextmanager
 def poisoned_results() -> Iterator[list[tuple[int, ...]]]:
-    """Makes `lax.empty` give NaNs, so that an element nobody writes shows; yields their shapes."""
+    """Makes `lax.empty` give NaNs or the largest integers, so that an element nobody writes shows.
+
+    Yields the shapes.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def poison(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         shapes.append(shape)
-        return lax.full(shape, math.nan, dtype)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        # Bytes of messages are then NaN too, as values and as scales.
+        return lax.full(shape, math.nan if floating else jnp.iinfo(dtype).max, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lax, "empty", poison)

@@ -1,0 +1,179 @@
+"""Quantization: what a recipe promises of each number, and messages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul
+from collective_matmul.fp8 import (
+    BLOCK,
+    RECIPES,
+    Recipe,
+    dequantized,
+    dequantized_rows,
+    message,
+    message_scales,
+    message_values,
+    quantize_rows,
+    quantize_weights,
+    scaled_matmul,
+)
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+ROWS, CONTRACTED, COLUMNS = 12, 200, 136
+
+
+def drawn(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def largest_of_part(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """For each number of [rows, K], the largest magnitude of those it shares a scale with."""
+    if recipe.name == "tensorwise":
+        return np.full_like(x, abs(x).max())
+    if recipe.name == "rowwise":
+        return np.broadcast_to(abs(x).max(-1, keepdims=True), x.shape)
+    blocks = range(0, x.shape[-1], BLOCK)
+    parts = [x[..., start : start + BLOCK] for start in blocks]
+    return np.concatenate(
+        [np.broadcast_to(abs(part).max(-1, keepdims=True), part.shape) for part in parts], -1
+    )
+
+
+def rounding_bound(x: np.ndarray, largest: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """How far each quantized number may be off.
+
+    The largest is stored as the dtype's largest. Rounding to the nearest is off by half of the
+    distance between neighbours: relative to a normal number by half of the dtype's eps, else by
+    half of its smallest number. Scaling rounds three times in float32, which is less than 2⁻²¹.
+    """
+    info = jnp.finfo(dtype)
+    normal = abs(x) * (float(info.eps) / 2 + 2.0**-21)
+    subnormal = largest / float(info.max) * float(info.smallest_subnormal) / 2
+    return np.maximum(normal, subnormal) * (1 + 2.0**-20)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_rows_are_within_the_bound_of_their_recipe(
+    recipe: Recipe, source: Any, dtype: jnp.dtype
+) -> None:
+    # Rows and columns of very different sizes.
+    x = drawn(ROWS, CONTRACTED) * 10.0 ** np.linspace(-3, 3, ROWS)[:, None]
+    x = (x * np.exp(drawn(1, CONTRACTED, seed=1))).astype(source)
+    (quantized,) = quantize_rows([x], recipe, dtype)
+    assert quantized.shape == (ROWS, recipe.message_columns(CONTRACTED))
+    actual = np.asarray(dequantized_rows(quantized, CONTRACTED, recipe, dtype), np.float64)
+    wide = x.astype(np.float64)
+    bound = rounding_bound(wide, largest_of_part(wide, recipe), dtype)
+    assert (abs(actual - wide) <= bound).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_weights_are_within_the_bound_of_their_recipe(recipe: Recipe) -> None:
+    w = drawn(CONTRACTED, COLUMNS) * 10.0 ** np.linspace(-3, 3, COLUMNS)
+    w = w.astype(np.float32)
+    (quantized,) = quantize_weights([w], recipe)
+    assert quantized.shape == w.shape
+    largest = largest_of_part(w.T, recipe).T
+    if recipe.name == "blockwise":
+        largest = np.block(
+            [
+                [np.full_like(part, abs(part).max()) for part in np.split(rows, [BLOCK], 1)]
+                for rows in np.split(w, [BLOCK], 0)
+            ]
+        )
+    actual = np.asarray(dequantized(quantized), np.float64)
+    assert (abs(actual - w) <= rounding_bound(w, largest, E4M3)).all()
+
+
+def test_rows_keep_their_precision_beside_larger_ones() -> None:
+    """A row 10⁴ times smaller than another: with a scale of its own it loses nothing."""
+    x = drawn(2, CONTRACTED)
+    x[1] *= 1e-4
+    bound = rounding_bound(x, largest_of_part(x, RECIPES["rowwise"]), E4M3)
+    within = {}
+    for name, recipe in RECIPES.items():
+        quantized = dequantized_rows(quantize_rows([x], recipe)[0], CONTRACTED, recipe, E4M3)
+        within[name] = (abs(quantized - x) <= bound).mean(axis=1)
+    np.testing.assert_array_equal(within["rowwise"], 1.0)
+    np.testing.assert_array_equal(within["blockwise"], 1.0)
+    # In common with the larger row, many numbers are below the normal ones.
+    assert within["tensorwise"][0] == 1.0
+    assert within["tensorwise"][1] < 0.8
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_zeros_and_the_smallest_numbers(recipe: Recipe) -> None:
+    """A row of zeros, and one whose scale would be below the normal numbers."""
+    x = np.zeros((3, CONTRACTED), np.float32)
+    x[1] = 1e-37
+    for rows in (x, x[:1]):
+        product = scaled_matmul(
+            quantize_rows([rows], recipe)[0],
+            *quantize_weights([np.zeros((CONTRACTED, 8), np.float32)], recipe),
+        )
+        np.testing.assert_array_equal(product, 0.0)
+        values = dequantized_rows(quantize_rows([rows], recipe)[0], CONTRACTED, recipe, E4M3)
+        np.testing.assert_allclose(values, rows, rtol=2**-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_what_is_not_finite_shows_in_its_own_row_alone(recipe: Recipe, value: float) -> None:
+    x, w = drawn(4, CONTRACTED), drawn(CONTRACTED, COLUMNS, seed=1)
+    clean = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    largest = x[2].argmax()
+    x[2, largest - 1] = value
+    dirty = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    assert not np.isfinite(dirty[2]).any()
+    np.testing.assert_array_equal(np.delete(dirty, 2, 0), np.delete(clean, 2, 0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_column_that_is_not_finite(recipe: Recipe) -> None:
+    x, w = drawn(4, CONTRACTED), drawn(CONTRACTED, COLUMNS, seed=1)
+    w[3, 5] = np.inf
+    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    assert not np.isfinite(product[:, 5]).any()
+    assert np.isfinite(np.delete(product, 5, 1)).all()
+
+
+def test_messages_keep_every_byte(make_mesh: MeshFactory) -> None:
+    """Through concatenation, a permute, a gather and an update in place, compiled."""
+    mesh = make_mesh({AXIS: 2})
+    bits = np.random.default_rng(0).integers(0, 2**32, (512, 3), np.uint32)
+    values = np.tile(np.arange(256, dtype=np.uint8), (512, 1)).view(E4M3)
+
+    def travel(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sent = message(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
+        sent = jax.lax.ppermute(sent, AXIS, [(0, 1), (1, 0)])
+        whole = jax.lax.all_gather(sent, AXIS, tiled=True)
+        whole = jax.lax.dynamic_update_slice(jnp.zeros_like(whole), whole[:256], (256, 0))
+        scales = message_scales(whole, 256, 3)[256:]
+        values = message_values(whole, 256, E4M3)[256:]
+        return values, jax.lax.bitcast_convert_type(scales, jnp.uint32)
+
+    run = jax.jit(jax.shard_map(travel, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    values_after, bits_after = run(values, bits)
+    np.testing.assert_array_equal(bits_after[:256], bits[256:])
+    np.testing.assert_array_equal(np.asarray(values_after).view(np.uint8), values.view(np.uint8))
+
+
+def test_an_unknown_recipe_is_refused(make_mesh: MeshFactory) -> None:
+    op: Any = functools.partial(all_gather_matmul, axis_name=AXIS, fp8="mxfp8")
+    fun = jax.shard_map(op, mesh=make_mesh({AXIS: 2}), in_specs=P(), out_specs=P(None, AXIS))
+    with pytest.raises(ValueError, match="fp8='mxfp8': expected None .*'rowwise'"):
+        jax.eval_shape(fun, jnp.ones((2, 8)), jnp.ones((8, 4)))
