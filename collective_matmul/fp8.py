@@ -42,8 +42,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+#: An array, also one of the host.
+Array = jax.Array | np.ndarray
 RecipeName = Literal["tensorwise", "rowwise", "blockwise"]
 
 #: Numbers of a row, and rows and columns of a weight, that have a scale in common: "blockwise".
@@ -67,8 +72,8 @@ class Recipe:
     """
 
     name: RecipeName
-    dtype: jnp.dtype = jnp.dtype(jnp.float8_e4m3fn)
-    gradient_dtype: jnp.dtype = jnp.dtype(jnp.float8_e4m3fn)
+    dtype: jnp.dtype = _E4M3
+    gradient_dtype: jnp.dtype = _E4M3
     weight_gradient_in_fp8: bool = False
 
     def scales_of_row(self, columns: int) -> int:
@@ -82,9 +87,7 @@ class Recipe:
 
 #: The recipes by name.
 RECIPES: dict[str, Recipe] = {
-    "tensorwise": Recipe(
-        "tensorwise", gradient_dtype=jnp.dtype(jnp.float8_e5m2), weight_gradient_in_fp8=True
-    ),
+    "tensorwise": Recipe("tensorwise", gradient_dtype=_E5M2, weight_gradient_in_fp8=True),
     "rowwise": Recipe("rowwise"),
     "blockwise": Recipe("blockwise"),
 }
@@ -119,9 +122,7 @@ class ScaledMatrix:
         return self.scales.ndim == 2
 
 
-def quantize_rows(
-    xs: Sequence[jax.Array], recipe: Recipe, dtype: Any = None
-) -> tuple[jax.Array, ...]:
+def quantize_rows(xs: Sequence[Array], recipe: Recipe, dtype: Any = None) -> tuple[jax.Array, ...]:
     """The messages of arrays [..., K_i], in `dtype`, by default the recipe's.
 
     Arrays of a sequence are operands of one sum of products. Unless the recipe is "blockwise", they
@@ -139,7 +140,7 @@ def quantize_rows(
 
 
 def quantize_weights(
-    ws: Sequence[jax.Array],
+    ws: Sequence[Array],
     recipe: Recipe,
     operand_dtype: Any = None,
     *,
@@ -160,7 +161,8 @@ def quantize_weights(
     if recipe.name == "blockwise":
         blocks = (_quantized_blocks(w.T, recipe.dtype) for w in ws)
         return tuple(
-            ScaledMatrix(*each, operand_dtype, w.dtype) for each, w in zip(blocks, ws, strict=True)
+            ScaledMatrix(values, scales, operand_dtype, w.dtype)
+            for (values, scales), w in zip(blocks, ws, strict=True)
         )
     axes = None if recipe.name == "tensorwise" else 0
     largest = [jnp.max(_magnitude(w), axis=axes, keepdims=True) for w in ws]
@@ -171,8 +173,8 @@ def quantize_weights(
     columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
     values = [_divided(w, scale, recipe.dtype).T for w in ws]
     return tuple(
-        ScaledMatrix(*each, operand_dtype, w.dtype)
-        for *each, w in zip(values, columns, ws, strict=True)
+        ScaledMatrix(each, scales, operand_dtype, w.dtype)
+        for each, scales, w in zip(values, columns, ws, strict=True)
     )
 
 
@@ -263,14 +265,14 @@ def dequantized(w: ScaledMatrix) -> jax.Array:
 
 
 def dequantized_rows(x: jax.Array, columns: int, recipe: Recipe, dtype: Any) -> jax.Array:
-    """The array [..., K] that a message of values in `dtype` stands for, float32; K is `columns`."""
+    """The array [..., K] that a message of such values stands for, float32; K is `columns`."""
     scales = message_scales(x, columns, recipe.scales_of_row(columns))
     if recipe.name == "blockwise":
         scales = _spread(scales, columns, -1)
     return message_values(x, columns, dtype).astype(jnp.float32) * scales
 
 
-def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _quantized_blocks_of_rows(x: Array, dtype: jnp.dtype) -> jax.Array:
     columns = x.shape[-1]
     blocks = _in_blocks(x, -1)
     scale = _scale(jnp.max(_magnitude(blocks), axis=-1, keepdims=True), dtype)
@@ -278,7 +280,7 @@ def _quantized_blocks_of_rows(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return message(lax.slice_in_dim(values, 0, columns, axis=-1), scale[..., 0])
 
 
-def _quantized_blocks(w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def _quantized_blocks(w: Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """The values of a matrix [N, K], and the scales of its blocks of 128 × 128."""
     blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
     scale = _scale(jnp.max(_magnitude(blocks), axis=(1, 3), keepdims=True), dtype)
@@ -287,13 +289,13 @@ def _quantized_blocks(w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Ar
     return values, scale[:, 0, :, 0]
 
 
-def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:
+def _in_blocks(x: Array, dimension: int) -> jax.Array:
     """Divides a dimension into blocks of 128, the last one filled up with zeros."""
     dimension %= x.ndim
     padding = [(0, 0)] * x.ndim
     padding[dimension] = (0, -x.shape[dimension] % BLOCK)
-    x = jnp.pad(x, padding) if any(padding[dimension]) else x
-    return x.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])
+    filled = jnp.pad(x, padding) if any(padding[dimension]) else jnp.asarray(x)
+    return filled.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])
 
 
 def _spread(scales: jax.Array, size: int, dimension: int) -> jax.Array:
@@ -301,9 +303,9 @@ def _spread(scales: jax.Array, size: int, dimension: int) -> jax.Array:
     return lax.slice_in_dim(jnp.repeat(scales, BLOCK, dimension), 0, size, axis=dimension)
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
+def _magnitude(x: Array) -> jax.Array:
     """The absolute values in float32; 0 for what is not finite."""
-    wide = jnp.abs(x.astype(jnp.float32))
+    wide = jnp.abs(jnp.asarray(x, jnp.float32))
     return jnp.where(wide < jnp.inf, wide, 0.0)
 
 
@@ -312,9 +314,9 @@ def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.maximum(largest * (1.0 / float(jnp.finfo(dtype).max)), _LEAST_SCALE)
 
 
-def _divided(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _divided(x: Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     # Compilers replace some of these divisions by products. Written so, all round alike.
-    return (x.astype(jnp.float32) * (1.0 / scale)).astype(dtype)
+    return (jnp.asarray(x, jnp.float32) * (1.0 / scale)).astype(dtype)
 
 
 def _as_row(scales: jax.Array, ndim: int) -> jax.Array:

@@ -51,9 +51,7 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
 @_custom_vjp
-def gather_matmul(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
-) -> tuple[jax.Array, ...]:
+def gather_matmul(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams) -> tuple[jax.Array, ...]:
     """``all_gather(x) @ w`` for each w."""
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
 
@@ -155,7 +153,8 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     else:
         dy = lax.psum(dy, call.axis_name)
     (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-    dx = matmul(quantized, *_weights(call, [w], x.dtype, transposed=True))
+    (scaled,) = _weights(call, [w], x.dtype, transposed=True)
+    dx = matmul(quantized, scaled)
     if recipe.weight_gradient_in_fp8:
         dtypes = recipe.gradient_dtype, recipe.dtype
         dw = weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype)
@@ -168,7 +167,7 @@ matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
 
 
 def _chosen(
-    call: OpParams, op: Op, xs: Sequence[jax.Array], ws: Sequence[jax.Array], **attributes: Any
+    call: OpParams, op: Op, xs: Sequence[Any], ws: Sequence[Any], **attributes: Any
 ) -> Backend:
     """The backend for one pass. It gets whole weights; `attributes` are those of its `Site`."""
     if call.weight_shards is not None:

@@ -76,7 +76,9 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
     if case.op == "all_gather_matmul":
         shards = np.split(x, case.devices, case.dimension)
         message = [quantize_rows([shard], recipe)[0] for shard in shards]
-        quantized = _join([dequantized_rows(m, x.shape[-1], recipe, recipe.dtype) for m in message], case)
+        quantized = _join(
+            [dequantized_rows(m, x.shape[-1], recipe, recipe.dtype) for m in message], case
+        )
         columns = [np.split(w, case.devices, 1) for w in ws]
         cotangents = [np.split(dy, case.devices, -1) for dy in dys]
         ys = [[], *([] for _ in ws[1:])]

@@ -12,7 +12,6 @@ from jax import lax
 from collective_matmul.equation import Equation
 from collective_matmul.fp8 import ScaledMatrix, scaled_matmul
 
-
 #: A weight as the backends take it: an array, or in 8 bits, to be multiplied with messages.
 Weight = jax.Array | ScaledMatrix
 

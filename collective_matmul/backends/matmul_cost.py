@@ -47,7 +47,9 @@ def multiplication_seconds(site: Site) -> float:
 
 def matmuls_seconds(site: Site, rows: int) -> float:
     """Seconds of the site's matmuls on this number of rows of every x."""
-    return slowdown(site, in_fp8=site.fp8 is not None) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
+    return slowdown(site, in_fp8=site.fp8 is not None) * sum(
+        matmul_seconds(rows, *w) for _, w in site.operands
+    )
 
 
 def weight_gradient_seconds(site: Site) -> float:

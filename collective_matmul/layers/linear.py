@@ -100,7 +100,8 @@ class _ParallelLinear(nnx.Module):
         self.in_features = in_features if isinstance(in_features, int) else inputs
         self.out_features = out_features if isinstance(out_features, int) else outputs
         self.axis_name, self.mesh = axis_name, mesh
-        self.implementation, self.fp8 = checks.implementation(implementation), checks.fp8(fp8)
+        self.implementation = checks.implementation(implementation)
+        self.fp8: RecipeName | None = checks.fp8(fp8)
         self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
         self.weight_axis_name = weight_axis_name
         self.weight_dimension: Literal[0, 1] = weight_dimension

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 def multiply_chunks(
     xs: Sequence[Rows],
-    ws: Sequence[Sequence[jax.Array]],
+    ws: Sequence[Sequence[Any]],
     outs: Sequence[Rows],
     *,
     dimension: int,

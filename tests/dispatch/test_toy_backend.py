@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, tune
 from collective_matmul.backends import BACKENDS, register, unregister
+from collective_matmul.backends.arithmetic import matmul
 from collective_matmul.backends.base import Backend, Prediction
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.recording import record_decisions
@@ -52,7 +53,7 @@ class Toy(Backend):
         raise AssertionError("unsupported_reason says that it cannot")
 
     def matmul_all_reduce(self, xs, ws, axis_name) -> jax.Array:
-        return lax.psum(sum(x @ w for x, w in zip(xs, ws, strict=True)), axis_name)
+        return lax.psum(sum(map(matmul, xs, ws)), axis_name)
 
     def unsupported_reason(self, site: Site) -> str | None:
         return "toys do not scatter" if site.op == "matmul_reduce_scatter" else None

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from collective_matmul import data
+from collective_matmul.backends.arithmetic import Weight
 from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
@@ -57,7 +58,7 @@ class Fused(Backend):
         assert co_gathered is None  # Only messages have one.
         return all_gather.all_gather_matmul(
             x,
-            ws,
+            _arrays(ws),
             axis_name,
             dimension=dimension,
             transpose_w=transpose_w,
@@ -86,7 +87,7 @@ class Fused(Backend):
             xs, gathered = lax.optimization_barrier((xs, gathered))
         y = reduce_scatter.matmul_reduce_scatter(
             xs,
-            ws,
+            _arrays(ws),
             axis_name,
             dimension=dimension,
             transpose_w=transpose_w,
@@ -98,7 +99,7 @@ class Fused(Backend):
         self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """Sums tiles in one shot or two; see `Backend`. There is one x and one w."""
-        (x,), (w,) = xs, ws
+        (x,), (w,) = xs, _arrays(ws)
         return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self._reduce_config)
 
     @property
@@ -189,3 +190,8 @@ def _of_op(
     if site.op == "all_gather_matmul":
         return all_gather(xs[0], ws, site.axis_size, **layout)
     return reduce_scatter(xs, ws, site.axis_size, **layout)
+
+
+def _arrays(ws: Sequence[Weight]) -> Sequence[jax.Array]:
+    """The weights: `unsupported_reason` refuses those in 8 bits."""
+    return cast(Sequence[jax.Array], ws)
