@@ -246,13 +246,11 @@ def weight_gradient(
     values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
     scaled = y.astype(jnp.float32) * message_scales(message, columns, 1)
     scale = _scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtypes[1]))
-    operands = values, _divided(scaled, scale, dtypes[1])
-    product = lax.dot_general(
-        *(operands[::-1] if transposed else operands),
-        ((rows, rows), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return product * scale
+    left, right = values, _divided(scaled, scale, dtypes[1])
+    if transposed:
+        left, right = right, left
+    dimensions = ((rows, rows), ((), ()))
+    return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32) * scale
 
 
 def dequantized(w: ScaledMatrix) -> jax.Array:

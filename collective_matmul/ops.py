@@ -30,8 +30,8 @@ So float32 shards of bfloat16 matmuls have gradients that are summed in float32:
 rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
 
 With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.fp8`: "tensorwise",
-"rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed between
-devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
+"rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed
+between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
 "tensorwise". Weights that `weight_axis_name` shards are quantized and then gathered by XLA, not in
 the op's own loop.
 

@@ -239,7 +239,8 @@ class Site:
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
         fp8 = "" if self.fp8 is None else f", fp8 {self.fp8}"
-        return f"{np.dtype(self.dtype).name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
+        dtype = np.dtype(self.dtype).name
+        return f"{dtype} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"

@@ -68,7 +68,7 @@ class Fp8Case(Case):
 
 
 def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False) -> Outcome:
-    """Results and gradients of quantized operands; or, of each, the sum of its terms' magnitudes."""
+    """Results and gradients of quantized operands; or of each the sum of terms' magnitudes."""
     x, ws, dys = arrays
     wide = (lambda a: abs(np.asarray(a, np.float64))) if magnitudes else _wide
     recipe, devices = RECIPES[case.fp8], range(case.devices)
@@ -119,7 +119,7 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
 def _weight_gradient(
     plain: np.ndarray, message: jax.Array, other: np.ndarray, recipe: Recipe, dtypes: Any, wide: Any
 ) -> np.ndarray:
-    """``messageᵀ other``: of the arrays themselves, or of 8 bits with scales folded into `other`."""
+    """``messageᵀ other``: of the arrays, or of 8 bits with scales folded into `other`."""
     columns = plain.shape[-1]
     if not recipe.weight_gradient_in_fp8:
         return _contract_rows(wide(plain), wide(other))

@@ -173,7 +173,8 @@ def test_messages_keep_every_byte(make_mesh: MeshFactory) -> None:
 
 
 def test_an_unknown_recipe_is_refused(make_mesh: MeshFactory) -> None:
-    op: Any = functools.partial(all_gather_matmul, axis_name=AXIS, fp8="mxfp8")
+    recipe: Any = "mxfp8"
+    op = functools.partial(all_gather_matmul, axis_name=AXIS, fp8=recipe)
     fun = jax.shard_map(op, mesh=make_mesh({AXIS: 2}), in_specs=P(), out_specs=P(None, AXIS))
     with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None .*'rowwise'"):
         jax.eval_shape(fun, jnp.ones((2, 8)), jnp.ones((8, 4)))

@@ -32,7 +32,7 @@ def poisoned() -> Iterator[list[tuple[int, ...]]]:
 
 
 def case_of(op: str, fp8: str, devices: int, **changes: Any) -> Fp8Case:
-    """A case with odd rows, a contraction that blocks do not divide, and two weights to gather for."""
+    """A case with odd rows, a contraction that blocks do not divide, and two weights."""
     gathers = op == "all_gather_matmul"
     fields: dict[str, Any] = {"implementation": "ring", "dimension": 1} | changes
     return Fp8Case(
