@@ -114,6 +114,11 @@ def explain(
     that backend and of xla (including the matmul of a weight gradient in a backward pass), the gain
     over xla, and the reason.
 
+    The shapes begin with the dtype in which arrays travel and are multiplied. If the program asks
+    for `fp8`, a column names those of each op: of what travels, of both operands of its matmuls,
+    and of those of a weight gradient. If an op keeps its dtype all the same, the last column says
+    why.
+
     Gathers and sums over devices that the program calls itself, such as `lax.all_gather`, have
     lines too. If `collective_matmul.overlap` replaced one, the line shows the op in its place.
     Without `overlap`, the line says that it is not replaced, and which backend `overlap` would use.

@@ -43,7 +43,13 @@ from collective_matmul.fp8 import (
     quantize_weights,
     weight_gradient,
 )
-from collective_matmul.gradients import OpParams, ReverseMode, tie_with_barrier
+from collective_matmul.gradients import (
+    OpParams,
+    ReverseMode,
+    gather_with_auto_axes,
+    keeping_op,
+    tie_with_barrier,
+)
 from collective_matmul.site import Op
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -92,30 +98,51 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
 gather_matmul.define_gradients(_gather_matmul_gradients)
 
 
-@_custom_vjp
-def matmul_scatter(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
-    """``reduce_scatter(x @ w)``."""
-    chosen = _chosen(call, "matmul_reduce_scatter", (x,), (w,))
+def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
+    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws, keep_gathered=True)
 
-    def product(x, w):
-        sent, scaled = quantize_rows([x], _recipe(call)), _weights(call, [w], x.dtype)
+    def gather(x, ws):
+        scaled = [_weights(call, [w], x.dtype)[0] for w in ws]
+        (sent,) = quantize_rows([x], _recipe(call))
+        dimension = call.shard_dimension
+        return chosen.all_gather_matmul(
+            sent, scaled, call.axis_name, dimension=dimension, co_gathered=x
+        )
+
+    return gather_with_auto_axes(gather, x, ws)
+
+
+#: ``all_gather(x) @ w`` for each w; and the gathered x, which travels in its dtype too. The
+#: gradients' operands have that dtype.
+gather_and_keep = keeping_op(_gather_and_keep)
+
+
+@_custom_vjp
+def matmul_scatter(
+    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+) -> jax.Array:
+    """``reduce_scatter(sum of x @ w)`` over pairs, which have their scales in common."""
+    chosen = _chosen(call, "matmul_reduce_scatter", xs, ws)
+
+    def product(xs, ws):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype)
         dimension = call.shard_dimension
         return chosen.matmul_reduce_scatter(sent, scaled, call.axis_name, dimension=dimension)[0]
 
-    return with_auto_axes(product, lambda: product_spec(x, w), x, w)
+    return with_auto_axes(product, lambda: product_spec(xs[0], ws[0]), xs, ws)
 
 
 def _matmul_scatter_gradients(call: OpParams, operands, dy):
-    x, w = operands
+    xs, ws = operands
     recipe, dimension = _recipe(call), call.shard_dimension
     attributes = {"keep_gathered": True, "direction": "backward"}
     if call.weight_shards is not None:
-        w, dy = lax.optimization_barrier((w, dy))
-    chosen = _chosen(call, "all_gather_matmul", (dy,), (w,), **attributes)
+        ws, dy = lax.optimization_barrier((ws, dy))
+    chosen = _chosen(call, "all_gather_matmul", (dy,) * len(ws), ws, **attributes)
     (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-    (dx,), gathered = chosen.all_gather_matmul(
+    dxs, gathered = chosen.all_gather_matmul(
         sent,
-        _weights(call, [w], x.dtype, transposed=True),
+        [_weights(call, [w], dy.dtype, transposed=True)[0] for w in ws],
         call.axis_name,
         dimension=dimension,
         keep_gathered=recipe.weight_gradient_in_fp8,
@@ -123,44 +150,45 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     )
     if recipe.weight_gradient_in_fp8:
         whole, dtypes = whole_of(gathered, dimension), (recipe.gradient_dtype, recipe.dtype)
-        dw = weight_gradient(whole, x, dtypes, transposed=True).astype(x.dtype)
+        dws = [weight_gradient(whole, x, dtypes, transposed=True).astype(x.dtype) for x in xs]
     else:
-        dw = gradients.weight_gradient(x, gathered, dimension, transpose_w=False)
-    dx, dw = tie_with_barrier(gathered, dx, dw)
-    return dx, _shard_of_gradient(call, dw, w)
+        dws = [gradients.weight_gradient(x, gathered, dimension, transpose_w=False) for x in xs]
+    dxs, dws = tie_with_barrier(gathered, tuple(dxs), dws)
+    return dxs, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
 matmul_scatter.define_gradients(_matmul_scatter_gradients)
 
 
 @_custom_vjp
-def matmul_all_reduce(x: jax.Array, w: jax.Array, call: OpParams) -> jax.Array:
-    """``psum(x @ w)``."""
-    chosen = _chosen(call, "matmul_all_reduce", (x,), (w,))
+def matmul_all_reduce(
+    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+) -> jax.Array:
+    """``psum(sum of x @ w)`` over pairs, which have their scales in common."""
+    chosen = _chosen(call, "matmul_all_reduce", xs, ws)
 
-    def all_reduce(x, w):
-        sent, scaled = quantize_rows([x], _recipe(call)), _weights(call, [w], x.dtype)
+    def all_reduce(xs, ws):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype)
         return chosen.matmul_all_reduce(sent, scaled, call.axis_name)
 
-    return with_auto_axes(all_reduce, lambda: product_spec(x, w), x, w)
+    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0]), xs, ws)
 
 
 def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
-    x, w = operands  # There is no communication that a matmul could hide.
+    xs, ws = operands  # There is no communication that a matmul could hide.
     recipe = _recipe(call)
     if tracks_varying_axes(call.axis_name):
-        dy = vary_over(dy, varying_axes(x))
+        dy = vary_over(dy, varying_axes(xs[0]))
     else:
         dy = lax.psum(dy, call.axis_name)
     (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-    (scaled,) = _weights(call, [w], x.dtype, transposed=True)
-    dx = matmul(quantized, scaled)
+    dxs = [matmul(quantized, _weights(call, [w], dy.dtype, transposed=True)[0]) for w in ws]
     if recipe.weight_gradient_in_fp8:
         dtypes = recipe.gradient_dtype, recipe.dtype
-        dw = weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype)
+        dws = [weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype) for x in xs]
     else:
-        dw = contract_rows(x, dy)
-    return dx, _shard_of_gradient(call, dw, w)
+        dws = [contract_rows(x, dy) for x in xs]
+    return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
 matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)

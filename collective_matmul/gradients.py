@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class OpParams:
       divergent_axes: see `Site`.
       weight_shards: see `Site`.
       fp8: see `Site`.
+      fp8_refused: see `Site`.
       source: location of the call in the user's program.
       replaces: the user's collective that the op replaces, or None.
     """
@@ -63,6 +64,7 @@ class OpParams:
     divergent_axes: tuple[str, ...] = ()
     weight_shards: WeightShards | None = None
     fp8: RecipeName | None = None
+    fp8_refused: str | None = None
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
 
@@ -86,6 +88,7 @@ class OpParams:
             axis_size=lax.axis_size(self.axis_name),
             weight_shards=self.weight_shards,
             fp8=self.fp8,
+            fp8_refused=self.fp8_refused,
             dimension=self.dimension,
             transpose_w=transpose_w,
             divergent_axes=self.divergent_axes,
@@ -94,6 +97,10 @@ class OpParams:
             **attributes,
         )
         return choose(site, self.implementation)
+
+    def without_fp8(self, reason: str) -> OpParams:
+        """The same, with operands in their dtype; `reason` says why, where they were to be fp8."""
+        return self if self.fp8 is None else replace(self, fp8=None, fp8_refused=reason)
 
     def suppress_recording(self) -> contextlib.AbstractContextManager:
         """A context that hides decisions which were recorded when the op replaced a collective."""
@@ -175,8 +182,8 @@ def gather_matmul(
 def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     chosen = call.choose("all_gather_matmul", (x,) * len(ws), ws, keep_gathered=call.keep_gathered)
 
-    def in_parts(x, ws):
-        ys, gathered = chosen.all_gather_matmul(
+    def gather(x, ws):
+        return chosen.all_gather_matmul(
             x,
             ws,
             call.axis_name,
@@ -184,28 +191,47 @@ def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...],
             transpose_w=call.transpose_w,
             keep_gathered=call.keep_gathered,
         )
+
+    return gather_with_auto_axes(gather, x, ws, call.transpose_w)
+
+
+def gather_with_auto_axes(gather: Callable, x, ws, transpose_w: bool = False):
+    """``gather(x, ws)``, products and the gathered x, under explicit axes too."""
+
+    def in_parts(x, ws):
+        ys, gathered = gather(x, ws)
         return ys, *_parts(gathered)
 
     def specs():
-        products = tuple(product_spec(x, w, call.transpose_w) for w in ws)
+        products = tuple(product_spec(x, w, transpose_w) for w in ws)
         return products, specs_like(x), PartitionSpec()
 
     ys, chunks, starts = with_auto_axes(in_parts, specs, x, ws)
     return ys, chunks if starts is None else ChunkedArray(chunks, starts)
 
 
-def _gather_matmul_forward(x, ws, call: OpParams):
+def keeping_op(primal: Callable) -> ReverseMode:
+    """The op whose products and gathered x are those of `primal`, as `_gather_matmul_primal`."""
+    op = _custom_vjp(primal)
+
+    def forward(x, ws, call: OpParams):
+        x, ws = jax.tree.map(lambda x: x.value, (x, ws), is_leaf=lambda x: hasattr(x, "perturbed"))
+        return _forward(op, x, ws, call)
+
+    # A symbolic zero means that nothing else depends on the gathered array. JAX does not have them
+    # in a shard_map without `jax.jit`, so only an op that keeps the gathered array asks for them.
+    op.defvjp(forward, _gather_matmul_backward, symbolic_zeros=True)
+    return op
+
+
+def _forward(op: Callable, x, ws, call: OpParams):
     with call.suppress_recording():
-        ys, gathered = gather_matmul(x, ws, call)
+        ys, gathered = op(x, ws, call)
     return (ys, gathered), (x, ws, gathered)
 
 
-def _gather_matmul_keeping_forward(x, ws, call: OpParams):
-    x, ws = jax.tree.map(lambda x: x.value, (x, ws), is_leaf=lambda x: hasattr(x, "perturbed"))
-    return _gather_matmul_forward(x, ws, call)
-
-
 def _gather_matmul_backward(call: OpParams, residuals, cotangents):
+    call = call.without_fp8("the program uses the gathered array elsewhere too")
     gradients = functools.partial(_gather_matmul_gradients, call)
     return with_auto_axes(gradients, lambda: specs_like(residuals[:2]), residuals, cotangents)
 
@@ -250,13 +276,9 @@ def _input_gradient(
     return dx, again if gathered is None else gathered
 
 
-_gather_matmul, _gather_matmul_keeping = map(_custom_vjp, [_gather_matmul_primal] * 2)
-_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
-# A symbolic zero means that nothing else depends on the gathered array. JAX does not have them in a
-# shard_map without `jax.jit`, so only the op that keeps the gathered array asks for them.
-_gather_matmul_keeping.defvjp(
-    _gather_matmul_keeping_forward, _gather_matmul_backward, symbolic_zeros=True
-)
+_gather_matmul = _custom_vjp(_gather_matmul_primal)
+_gather_matmul.defvjp(functools.partial(_forward, _gather_matmul), _gather_matmul_backward)
+_gather_matmul_keeping = keeping_op(_gather_matmul_primal)
 
 
 @_custom_vjp

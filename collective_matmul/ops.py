@@ -201,7 +201,7 @@ def matmul_reduce_scatter(
     if x.size:
         call = op_params(axis_name, dimension, requested, shards, recipe)
         if recipe is not None:
-            y = fp8_gradients.matmul_scatter(x, matrix, call)
+            y = fp8_gradients.matmul_scatter((x,), (matrix,), call)
         elif shards is None:
             y = matmul_scatter((x,), (matrix,), call)
         else:
@@ -258,7 +258,7 @@ def matmul_all_reduce(
     if x.size:
         if recipe is not None:
             call = op_params(axis_name, None, requested, shards, recipe)
-            y = fp8_gradients.matmul_all_reduce(x, matrix, call)
+            y = fp8_gradients.matmul_all_reduce((x,), (matrix,), call)
         else:
             if shards is not None:
                 # Nothing of an all-reduce is divided into chunks, under which a gather could hide.

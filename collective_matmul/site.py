@@ -84,6 +84,7 @@ class Site:
       direction: whether this is the forward or the backward pass of the op that the user called.
       source: where the user called it.
       replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
+      fp8_refused: why operands keep their dtype although a recipe was asked for; or None.
     """
 
     op: Op
@@ -103,6 +104,7 @@ class Site:
     direction: Direction = field(default="forward", compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
+    fp8_refused: str | None = field(default=None, compare=False)
 
     @property
     def flat(self) -> Site:
@@ -177,6 +179,42 @@ class Site:
         return None if self.fp8 is None else RECIPES[self.fp8]
 
     @property
+    def operand_dtypes(self) -> tuple[str, str]:
+        """The dtypes of x and w as they are multiplied, where the hardware can."""
+        if self.recipe is None:
+            return self.dtype_name, self.dtype_name
+        backward = self.direction == "backward"
+        x = self.recipe.gradient_dtype if backward else self.recipe.dtype
+        return x.name, self.recipe.dtype.name
+
+    @property
+    def communicated_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of arrays between devices; sums have the site's, and messages have scales."""
+        message = f"{self.operand_dtypes[0]} + scales"
+        co_gathered = () if self.co_gathered is None else (self.dtype_name,)
+        if self.recipe is None:
+            return (self.dtype_name,)
+        if self.op == "all_gather_matmul":
+            return (message, self.dtype_name) if self._sends_x_itself else (message,)
+        if self.co_gathered is not None and self.recipe.weight_gradient_in_fp8:
+            co_gathered = (f"{self.recipe.dtype.name} + scales",)
+        return tuple(dict.fromkeys((self.dtype_name, *co_gathered)))
+
+    @property
+    def weight_gradient_dtypes(self) -> tuple[str, str] | None:
+        """The dtypes of a weight gradient's operands; None if the site has none."""
+        if not self.has_weight_gradient:
+            return None
+        if self.recipe is None or not self.recipe.weight_gradient_in_fp8:
+            return self.dtype_name, self.dtype_name
+        return self.recipe.dtype.name, self.recipe.gradient_dtype.name
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of `dtype`."""
+        return np.dtype(self.dtype).name
+
+    @property
     def bytes_communicated(self) -> int:
         """Bytes that each device sends: D - 1 shards of each gathered or scattered array."""
         if self.op == "all_gather_matmul":
@@ -194,8 +232,14 @@ class Site:
         columns, itemsize = self.contracted, np.dtype(self.dtype).itemsize
         if self.recipe is None:
             return columns * itemsize
-        sent_too = self.keep_gathered and not self.recipe.weight_gradient_in_fp8
-        return self.recipe.message_columns(columns) + (columns * itemsize if sent_too else 0)
+        itself = columns * itemsize if self._sends_x_itself else 0
+        return self.recipe.message_columns(columns) + itself
+
+    @property
+    def _sends_x_itself(self) -> bool:
+        """Whether a gather in 8 bits also sends x, for a weight gradient."""
+        in_fp8 = self.recipe is not None and self.recipe.weight_gradient_in_fp8
+        return self.keep_gathered and not in_fp8
 
     @property
     def weight_bytes(self) -> int:
@@ -239,8 +283,7 @@ class Site:
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
         fp8 = "" if self.fp8 is None else f", fp8 {self.fp8}"
-        dtype = np.dtype(self.dtype).name
-        return f"{dtype} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
+        return f"{self.dtype_name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"

@@ -150,6 +150,10 @@ class Backend(Protocol):
         """
         ...
 
+    def multiplied_dtypes(self, site: Site) -> tuple[str, str]:
+        """The dtypes of x and w in which it multiplies them; see `Site.operand_dtypes`."""
+        return site.operand_dtypes if site.fp8 != "blockwise" else ("float32", "float32")
+
     def unsupported_reason(self, site: Site) -> str | None:
         """Why it cannot execute a site, as part of a sentence; None if it can.
 

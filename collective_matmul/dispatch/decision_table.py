@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.source_location import SourceLocation
 
 #: Characters in a line of a table.
 WIDTH = 120
 #: The columns that get lines of their own where a table would be wider.
-_LONG, _INDENT = ("where", "local shapes", "why"), "    "
+_LONG, _INDENT = ("where", "local shapes", "dtypes", "why"), "    "
 
-_HEAD = ("", "where", "pass", "op", "local shapes", "chosen", "µs", "xla µs", "gain", "why")
+_HEAD = (
+    *("", "where", "pass", "op", "local shapes", "dtypes"),
+    *("chosen", "µs", "xla µs", "gain", "why"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Line:
       chosen: the backend that executes it.
       reason: the reason, in words.
       seconds, reference_seconds: predicted for what was chosen, and for XLA; None if unknown.
+      dtypes: what travels between devices and what is multiplied; empty unless 8 bits were asked
+        for.
     """
 
     source: SourceLocation | None
@@ -40,6 +46,7 @@ class Line:
     reason: str
     seconds: float | None = None
     reference_seconds: float | None = None
+    dtypes: str = ""
 
     @property
     def gain(self) -> str:
@@ -64,7 +71,22 @@ def line_of(decision: Decision) -> Line:
         decision.reason,
         decision.seconds,
         decision.reference_seconds,
+        _dtypes(decision) if site.fp8 or site.fp8_refused else "",
     )
+
+
+def _dtypes(decision: Decision) -> str:
+    """What travels and what is multiplied, as in "travels bfloat16, multiplies float8_e4m3fn"."""
+    site = decision.site
+    multiplied = BACKENDS[decision.implementation].multiplied_dtypes(site)
+    text = f"travels {' and '.join(site.communicated_dtypes)}, multiplies {_product(multiplied)}"
+    if site.weight_gradient_dtypes is None:
+        return text
+    return f"{text}; weight gradient {_product(site.weight_gradient_dtypes)}"
+
+
+def _product(dtypes: tuple[str, str]) -> str:
+    return " × ".join(dict.fromkeys(dtypes))
 
 
 def format_table(
@@ -86,6 +108,7 @@ def format_table(
             line.direction,
             line.op,
             line.shapes,
+            line.dtypes,
             line.chosen,
             _microseconds(line.seconds),
             _microseconds(line.reference_seconds),

@@ -61,6 +61,8 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
         if alternative is None:
             warn_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
+    if site.fp8_refused:
+        reason = "; ".join(filter(None, (f"not in fp8: {site.fp8_refused}", reason)))
     reference = assessments.reference_seconds
     communication = None if rates() is None else communication_seconds(site)
     seconds = assessments.seconds(name)
