@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from collective_matmul import checks, einsum_checks
+from collective_matmul import checks, einsum_checks, fp8_gradients
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.base import Backend
 from collective_matmul.checks import Implementation
@@ -23,6 +24,7 @@ from collective_matmul.dispatch.selection import choose
 from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation, parse
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import OpParams, ReverseMode, op_params, pvary_all
 from collective_matmul.ops import named
 from collective_matmul.site import Einsum, Op, Site
@@ -36,6 +38,7 @@ def collective_einsum(
     *,
     gather: str | None = None,
     scatter: str | None = None,
+    fp8: RecipeName | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands, with one label gathered before it or scattered after it.
@@ -79,6 +82,8 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
+      fp8: None, or the recipe by which operands are quantized, as the ops take it. Only for matmuls
+        of whole dimensions, such as the first two above.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.backends`. Some execute only matmuls.
 
@@ -90,7 +95,7 @@ def collective_einsum(
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
     devices = checks.axis_size(axis_name)
-    requested = checks.implementation(implementation)
+    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     checks.arrays(x, (w,))
     labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
     label = einsum_checks.communicated_label(gather, scatter, labels_x, labels_w, labels_y)
@@ -109,16 +114,36 @@ def collective_einsum(
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
         x, w, labels_x, labels_w = w, x, labels_w, labels_x
+    equation = Equation(labels_x, labels_w, labels_y, label)
+    if recipe is not None:
+        einsum_checks.check_matmul(subscripts, equation, recipe)
     if not x.size or not w.size:  # XLA can neither gather nor sum these over devices.
         sizes = sizes_w | sizes_x
         whole = (sizes_w if from_w else sizes_x).get(label, 0) * devices
         sizes[label] = sizes[label] // devices if gather is None else whole
         zeros = jnp.zeros([sizes[label] for label in labels_y], x.dtype)
         return named(vary_over(zeros, varying_axes(x)))
-    equation = Equation(labels_x, labels_w, labels_y, label)
-    call = op_params(axis_name, None, requested)
-    einsum = einsum_scattered if gather is None else einsum_of_gathered
-    return named(einsum(x, w, equation, call))
+    call = op_params(axis_name, None, requested, fp8=recipe)
+    return named(einsum(x, w, equation, call, scatters=gather is None))
+
+
+def einsum(
+    a: jax.Array, b: jax.Array, equation: Equation, call: OpParams, *, scatters: bool
+) -> jax.Array:
+    """The einsum of the gathered a and b; or of a and b, summed and scattered if it `scatters`."""
+    if call.fp8 is None:
+        return (einsum_scattered if scatters else einsum_of_gathered)(a, b, equation, call)
+    rows, columns = len(equation.rows), len(equation.columns)
+    x = a.reshape(*a.shape[:rows], -1)
+    w = jnp.transpose(b, [equation.b.index(label) for label in equation.matrices[0]])
+    features = w.shape[w.ndim - columns :]
+    w = w.reshape(x.shape[-1], -1)
+    call = replace(call, dimension=equation.a.index(equation.label))
+    if scatters:
+        y = fp8_gradients.matmul_scatter((x,), (w,), call)
+    else:
+        (y,) = fp8_gradients.gather_matmul(x, (w,), call)
+    return y.reshape(*y.shape[:rows], *features)
 
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -208,6 +233,7 @@ def _chosen(
         divergent_axes=call.divergent_axes,
         source=call.source,
         replaces=call.replaces,
+        fp8_refused=call.fp8_refused,
         **attributes,
     )
     return choose(site, call.implementation)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 from jax import lax
 
+from collective_matmul.equation import Equation
+
 
 def communicated_label(gather: str | None, scatter: str | None, x: str, w: str, y: str) -> str:
     """The label that is gathered or scattered.
@@ -84,6 +86,27 @@ def gathers_w(label: str, x: dict[str, int], w: dict[str, int], axis_name: str) 
         f"gather={label!r}: size {x[label]} in x and {w[label]} in w; expected one to be a shard of"
         f" the other, 1/{devices} of it by axis {axis_name!r}; if both are shards, call"
         " jax.numpy.einsum first, and then jax.lax.psum or all_gather"
+    )
+
+
+def check_matmul(subscripts: str, equation: Equation, fp8: str) -> None:
+    """Raises ValueError unless the einsum is a matmul of whole dimensions, which `fp8` needs."""
+    if equation.is_matmul:
+        return
+    if equation.batch:
+        wrong = f"label {equation.batch[0]!r} is in both operands and in the result"
+    elif equation.accumulates:
+        wrong = f"the gathered label {equation.label!r} is contracted"
+    elif not equation.contracted or not equation.columns:
+        wrong = "it contracts nothing" if equation.columns else "one operand has no free label"
+    else:
+        a, y = equation.rows + equation.contracted, equation.rows + equation.columns
+        wrong = f"expected one operand as {a!r} and the result as {y!r}"
+    raise ValueError(
+        f"fp8={fp8!r}: subscripts={subscripts!r} is not a matmul of whole dimensions: {wrong};"
+        " expected [rows, contracted] times [contracted, columns] -> [rows, columns], with the"
+        f" label {equation.label!r} among the rows, as in 'bsd,dhk->bshk'; reorder the dimensions,"
+        " or leave fp8 out"
     )
 
 
