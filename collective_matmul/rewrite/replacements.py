@@ -10,14 +10,16 @@ import jax
 from jax import lax
 from jax.extend.core import Var
 
+from collective_matmul import fp8_gradients, gradients
 from collective_matmul._compat import vary_over
+from collective_matmul.backends import REFERENCE
 from collective_matmul.backends.base import GatherResidual
-from collective_matmul.einsum import einsum_of_gathered, einsum_scattered
+from collective_matmul.dispatch.recording import Decision
+from collective_matmul.einsum import einsum
+from collective_matmul.fp8 import RECIPES
 from collective_matmul.gradients import (
     OpParams,
     gather_matmul,
-    matmul_all_reduce,
-    matmul_scatter,
     pvary_all,
     tie_with_barrier,
 )
@@ -30,6 +32,11 @@ from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.site_selection import Match, PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
+
+_SENT_IN_FP8_ONLY = (
+    "the program uses the gathered array elsewhere too, and {!r} sends it in 8 bits only;"
+    " differentiate what overlap returns"
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,14 @@ def gather_replacements(
     dots = match.dots
     view = dots[0].view
     keep = bool(placed.later_wgrads) or match.needs_root
+    keeps = keep or bool(placed.immediate_wgrads)
+    if keeps and call.fp8 is not None and RECIPES[call.fp8].weight_gradient_in_fp8:
+        call = call.without_fp8(_SENT_IN_FP8_ONLY.format(call.fp8))
     call = replace(
         call,
         dimension=view.dimension,
-        transpose_w=all(dot.matmul.w_is_transposed for dot in dots),
-        keep_gathered=keep or bool(placed.immediate_wgrads),
+        transpose_w=call.fp8 is None and all(dot.matmul.w_is_transposed for dot in dots),
+        keep_gathered=keeps,
     )
     residual = ResidualRef(match.index)
     wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
@@ -94,7 +104,7 @@ def gather_replacements(
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
         ws, others = operands[: len(dots)], iter(operands[len(dots) :])
         matrices = [d.matmul.weight(w, call.transpose_w) for d, w in zip(dots, ws, strict=True)]
-        ys, gathered = gather_matmul(apply_shard_ops(view.shard_ops, shard), tuple(matrices), call)
+        ys, gathered = _gather_matmul(apply_shard_ops(view.shard_ops, shard), (*matrices,), call)
         products = [_products(group, gathered, others) for group in placed.immediate_wgrads]
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
@@ -118,6 +128,17 @@ def gather_replacements(
 
         replacements.append(Replacement(None, [residual], [match.root], whole))
     return replacements
+
+
+def _gather_matmul(
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
+) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+    """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
+    if call.fp8 is None:
+        return gather_matmul(x, ws, call)
+    if call.keep_gathered:
+        return fp8_gradients.gather_and_keep(x, ws, call)
+    return fp8_gradients.gather_matmul(x, ws, call), None
 
 
 def wgrad_replacements(
@@ -196,11 +217,13 @@ def sum_replacement(
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
     collective, terms, rows = match.collective, match.terms, match.rows
+    stored = call.fp8 is None and collective.kind != "psum"
     call = replace(
         call,
         dimension=match.dimension,
-        transpose_w=collective.kind != "psum" and all(term.w_is_transposed for term in terms),
+        transpose_w=stored and all(term.w_is_transposed for term in terms),
     )
+    op_module = gradients if call.fp8 is None else fp8_gradients
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
         y = scale(summed(*pvary_all(call.axis_name, *operands)), match.path.factor)
@@ -213,11 +236,11 @@ def sum_replacement(
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         if collective.kind == "psum":
             ws = [term.weight(w, False) for term, _, w in pairs]
-            y = matmul_all_reduce(tuple(xs), tuple(ws), call)
+            y = op_module.matmul_all_reduce(tuple(xs), tuple(ws), call)
             return terms[0].result(y, terms[0].free_shape)
         assert match.dimension is not None and match.path.dimension is not None
         ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
-        y = matmul_scatter(tuple(xs), tuple(ws), call)
+        y = op_module.matmul_scatter(tuple(xs), tuple(ws), call)
         if match.path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
         return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
@@ -232,17 +255,19 @@ def einsum_replacement(
     call: OpParams,
 ) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
-    collective = match.collective
-    gathers = collective.kind == "all_gather"
+    if not match.einsum.is_matmul:
+        call = call.without_fp8(f"{match.einsum} is not a matmul of whole dimensions")
+    gathers = match.collective.kind == "all_gather"
 
     def gather_einsum(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
-        a, b = apply_shard_ops(match.shard_ops, shard), lax.reshape(b, match.shape)
-        y = einsum_of_gathered(*pvary_all(call.axis_name, a, b), match.einsum, call)
+        a = apply_shard_ops(match.shard_ops, shard)
+        a, b = pvary_all(call.axis_name, a, lax.reshape(b, match.shape))
+        y = einsum(a, b, match.einsum, call, scatters=False)
         return (lax.reshape(y, type_of(match.result).shape),)
 
     def einsum_scatter(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
-        y = einsum_scattered(*pvary_all(call.axis_name, a, b), match.einsum, call)
-        y = scale(y, match.factor)
+        a, b = pvary_all(call.axis_name, a, b)
+        y = scale(einsum(a, b, match.einsum, call, scatters=True), match.factor)
         return (_typed_as(match.result, apply_shard_ops(match.shard_ops, y)),)
 
     a, b = match.operands
@@ -300,6 +325,12 @@ def _dimensions(matmul: Matmul) -> tuple:
 def needs_transpose(match: Match) -> bool:
     """Whether the op transposes arrays that the program does not."""
     return len(_plain_products(match)) < match.matmuls
+
+
+def stays_itself(match: Match, decision: Decision) -> bool:
+    """Whether the op would gain nothing, and transpose arrays that the program does not."""
+    gains = decision.implementation != REFERENCE.name or decision.site.fp8 is not None
+    return not gains and needs_transpose(match)
 
 
 def shared_out(matches: Sequence[Match]) -> list[Match]:

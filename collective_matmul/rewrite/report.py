@@ -33,6 +33,7 @@ _OWN_CODE = tuple(
         "backends",
         "mosaic_gpu",
         "gradients.py",
+        "fp8_gradients.py",
         "einsum_execution.py",
         "ops.py",
         "_compat.py",

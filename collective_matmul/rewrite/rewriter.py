@@ -8,8 +8,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul._compat import ShardingTypeError
-from collective_matmul.backends import REFERENCE
 from collective_matmul.dispatch.selection import UnsupportedSiteError
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import OpParams
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.collective_equations import (
@@ -39,6 +39,7 @@ from collective_matmul.rewrite.replacements import (
     needs_transpose,
     shared_out,
     signature,
+    stays_itself,
     sum_replacement,
 )
 from collective_matmul.rewrite.report import (
@@ -78,6 +79,7 @@ class Rewriter:
 
     Args:
       implementation: as the ops take it; for all sites.
+      fp8: as the ops take it; for all sites.
       axis_sizes: the manual axes around the jaxprs, with their sizes, if they are traced inside a
         shard_map.
     """
@@ -85,10 +87,12 @@ class Rewriter:
     def __init__(
         self,
         implementation: tuple[str, ...] | None = None,
+        fp8: RecipeName | None = None,
         axis_sizes: dict[str, int] | None = None,
     ):
         self.found: list[FoundSite] = []
         self._implementation = implementation
+        self._fp8: RecipeName | None = fp8
         self._axis_sizes = axis_sizes or {}
         self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
@@ -222,10 +226,10 @@ class Rewriter:
 
     def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
-        implementation, axis_sizes = self._implementation, dict(self._axis_sizes)
+        options = self._implementation, self._fp8, dict(self._axis_sizes)
 
         def rewrite(jaxpr: Any) -> Any:
-            rewriter = Rewriter(implementation, axis_sizes)
+            rewriter = Rewriter(*options)
             return rewriter.rewrite(jaxpr, rewriter._divergence.unknown(jaxpr, divergent))
 
         return rewrite
@@ -277,7 +281,7 @@ class Rewriter:
                 selection.accept(site.placed)
                 accepted, decision = accepted + 1, site.decisions[0]
                 matmuls = site.placed.match.matmuls
-                if decision.implementation == REFERENCE.name and needs_transpose(site.placed.match):
+                if stays_itself(site.placed.match, decision):
                     reports[match.index] = kept_as_it_is(equation, matmuls, decision)
                 else:
                     sites.append(site)
@@ -325,6 +329,7 @@ class Rewriter:
             None,
             self._implementation,
             divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
+            fp8=self._fp8,
             source=source_of(equation),
             replaces=collective.kind,
         )

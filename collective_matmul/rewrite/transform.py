@@ -14,6 +14,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.report import FoundSite, consider, table
@@ -28,7 +29,11 @@ NO_SHARD_MAP = (
 
 
 def overlap(
-    fun: Callable, *, require: int | None = None, implementation: Implementation = None
+    fun: Callable,
+    *,
+    require: int | None = None,
+    fp8: RecipeName | None = None,
+    implementation: Implementation = None,
 ) -> Callable:
     """Transforms a function so that gathers and sums over devices overlap with their matmuls.
 
@@ -65,6 +70,11 @@ def overlap(
       require: the minimum number of sites: gathers and sums that ops replace. Sites are the same
         for all devices, also where the decision for these devices is to keep the program's own
         equations. Only a request for backends that need GPUs depends on the devices of the mesh.
+      fp8: None, or the recipe by which operands of the sites are quantized to 8 bits, as the ops
+        take it. Differentiate what `overlap` returns to get the recipe's gradients: those that the
+        program already has are quantized like a forward pass, and its weight gradients are not.
+        Einsums that are not matmuls of whole dimensions keep their dtype, and so does a gather
+        whose array has other uses, such as a weight gradient, with "tensorwise"; `explain` says so.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
         site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
         and a warning says why, once.
@@ -75,9 +85,9 @@ def overlap(
 
     Raises:
       ValueError: when called, if there are fewer sites than `require`, with a table of them; at
-        once, for an invalid `require` or `implementation`.
+        once, for an invalid `require`, `fp8` or `implementation`.
     """
-    requested = checks.implementation(implementation)
+    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     if require is not None and (type(require) is not int or require < 0):
         raise ValueError(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
@@ -85,7 +95,7 @@ def overlap(
 
     def rewritten(fun: Callable, *args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
-        rewriter = Rewriter(requested)
+        rewriter = Rewriter(requested, recipe)
         program = rewriter.rewrite(traced.program)
         if not enters_shard_map(traced.program):
             warn_once(f"overlap changes nothing in {_name(fun)}: {NO_SHARD_MAP}")

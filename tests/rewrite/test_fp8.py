@@ -1,0 +1,226 @@
+"""`overlap` with operands in 8 bits: sites are as the ops, or say why they keep their dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
+from collective_matmul.fp8 import RECIPES
+from tests.conftest import MeshFactory
+from tests.explained import WIDE
+from tests.reference import AXIS
+from tests.rewrite.blocks import gather, mlp, programs, scatter
+from tests.rewrite.programs import (
+    COLUMNS_OF_PRODUCT,
+    Program,
+    assert_same,
+    gathering,
+    gradients_of,
+    results_and_gradients,
+    scattering,
+)
+
+
+def of_ops(fp8: Any) -> Callable:
+    """The feed-forward by the ops."""
+
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        keywords: Any = {"fp8": fp8, "implementation": "ring"}
+        hidden = all_gather_matmul(x, up, AXIS, gather_dimension=1, **keywords)
+        return matmul_reduce_scatter(
+            jax.nn.gelu(hidden), down, AXIS, scatter_dimension=1, **keywords
+        )
+
+    return block
+
+
+def feed_forward(body: Callable, dtype: str = "bfloat16") -> Program:
+    program, _ = programs(dtype)["mlp"]
+    return replace(program, body=body)
+
+
+def in_fp8(fun: Callable, fp8: Any, implementation: Any = "ring") -> Callable:
+    return overlap(fun, fp8=fp8, implementation=implementation)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_sites_compute_what_the_ops_do(fp8: str, make_mesh: MeshFactory) -> None:
+    """Differentiated after `overlap`. Differentiated before, if gradients are quantized alike."""
+    mesh, arguments = make_mesh({AXIS: 2}), feed_forward(mlp, "float32").arguments()
+    plain, ops = (feed_forward(body).sharded(mesh) for body in (mlp, of_ops(fp8)))
+    expected = jax.jit(gradients_of(ops, 3))(*arguments)
+    assert_same(jax.jit(gradients_of(in_fp8(plain, fp8), 3))(*arguments), expected)
+    if fp8 != "tensorwise":
+        assert_same(jax.jit(in_fp8(gradients_of(plain, 3), fp8))(*arguments), expected)
+
+
+def dtypes_of(fun: Callable, *arguments: Any) -> list[list[str]]:
+    """The columns of dtypes and reasons in the table of a function."""
+    head, *lines = explain(fun)(*arguments).table(WIDE).splitlines()
+    if "dtypes" not in head:
+        return []
+    start, end = head.index("dtypes"), head.index("chosen")
+    why = head.index("why")
+    return [[line[start:end].strip(), line[why:]] for line in lines if "by overlap" in line]
+
+
+SENT, SUMMED = "travels float8_e4m3fn + scales", "travels bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fp8", "multiplied", "kept"),
+    [
+        ("tensorwise", "float8_e4m3fn", None),
+        ("rowwise", "float8_e4m3fn", " and bfloat16"),
+        ("blockwise", "float32", " and bfloat16"),
+    ],
+)
+def test_explain_names_dtypes(
+    fp8: Any, multiplied: str, kept: str | None, make_mesh: MeshFactory
+) -> None:
+    program = feed_forward(mlp)
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    forward = [
+        [f"{SENT}, multiplies {multiplied}", "requested"],
+        [f"{SUMMED}, multiplies {multiplied}", "requested"],
+    ]
+    assert dtypes_of(in_fp8(fun, fp8), *arguments) == forward
+    assert dtypes_of(in_fp8(fun, None), *arguments) == []
+    gathers = [
+        line
+        for line in dtypes_of(in_fp8(gradients_of(fun, 3), fp8), *arguments)
+        if "weight gradient" in line[0]
+    ]
+    text = f"{SENT}{kept}, multiplies {multiplied}; weight gradient bfloat16"
+    if kept is None:
+        text = f"{SUMMED}, multiplies bfloat16; weight gradient bfloat16"
+    assert {line[0] for line in gathers} == {text}
+    assert all(("not in fp8: the program uses" in line[1]) == (kept is None) for line in gathers)
+
+
+def test_explain_names_dtypes_of_gradients(make_mesh: MeshFactory) -> None:
+    program = feed_forward(mlp)
+    fun = gradients_of(in_fp8(program.sharded(make_mesh({AXIS: 2})), "tensorwise"), 3)
+    gradient = "multiplies float8_e5m2 × float8_e4m3fn; weight gradient float8_e4m3fn × float8_e5m2"
+    assert [line[0] for line in dtypes_of(fun, *program.arguments())][2:] == [
+        f"travels float8_e5m2 + scales, {gradient}",
+        f"{SUMMED} and float8_e4m3fn + scales, {gradient}",
+    ]
+
+
+def whole_sum(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = gather(x)
+    return whole @ w, 2 * whole
+
+
+def test_a_gathered_array_with_other_users_keeps_its_numbers(make_mesh: MeshFactory) -> None:
+    """It travels beside the message. As its cotangent counts too, gradients are not in 8 bits."""
+    program = gathering(whole_sum, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
+    plain, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    rewritten, ops = in_fp8(plain, "rowwise"), overlap(plain, implementation="ring")
+    run = jax.jit(lambda *a: results_and_gradients(lambda f: f, (plain, rewritten, ops), *a))
+    (exact, _), (results, gradients), (_, expected) = run(*arguments)
+    assert_equal(results[1], exact[1])
+    # Rounding to 8 bits is off by at most 1/16 of each factor.
+    bound = 0.14 * abs(np.float32(arguments[0])).max() * abs(np.float32(arguments[1])).sum(0).max()
+    assert 0 < abs(np.float32(results[0]) - np.float32(exact[0])).max() < bound
+    assert_equal(gradients, expected)
+
+
+def test_explain_says_why_such_gradients_keep_their_dtype(make_mesh: MeshFactory) -> None:
+    def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, whole = whole_sum(x, w)
+        return y, lax.stop_gradient(whole)
+
+    program = gathering(detached, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
+    fun = in_fp8(program.sharded(make_mesh({AXIS: 2})), "rowwise")
+    forward, backward = dtypes_of(gradients_of(fun, 2), *program.arguments())
+    multiplied = "multiplies float8_e4m3fn; weight gradient bfloat16"
+    assert forward == [f"{SENT} and bfloat16, {multiplied}", "requested"]
+    assert backward[0] == f"{SUMMED}, multiplies bfloat16"
+    assert backward[1].startswith("not in fp8: the program uses the gathered array elsewhere too")
+
+
+def test_an_einsum_that_is_no_matmul_keeps_its_dtype(make_mesh: MeshFactory) -> None:
+    def batched(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("bsd,bdf->bsf", gather(x), jnp.stack([w, w / 2]))
+
+    program = gathering(batched, dtype="bfloat16")
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    ((dtypes, reason),) = dtypes_of(in_fp8(fun, "rowwise"), *arguments)
+    assert dtypes == f"{SUMMED}, multiplies bfloat16"
+    assert re.match(r"not in fp8: \w+,\w+->\w+ is not a matmul of whole dimensions; req", reason)
+    expected = jax.jit(in_fp8(fun, None))(*arguments)
+    assert_equal(jax.jit(in_fp8(fun, "rowwise"))(*arguments), expected)
+
+
+def test_arrays_are_transposed_for_8_bits(make_mesh: MeshFactory) -> None:
+    """Else such a site keeps its own equations, where the op would use the same collective."""
+    program = gathering(lambda x, w: jnp.einsum("bsd,df->bfs", gather(x), w), dtype="bfloat16")
+    program = replace(program, out_specs=P(None, AXIS))
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    for fp8, replaced in ((None, 0), ("rowwise", 1)):
+        explanation = explain(in_fp8(fun, fp8, "xla"))(*arguments)
+        assert len(explanation.decisions) == replaced, explanation
+    exact, actual = (np.float32(jax.jit(f)(*arguments)) for f in (fun, in_fp8(fun, "rowwise")))
+    assert 0 < abs(actual - exact).max() < 0.1 * abs(exact).max()
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_terms_of_a_sum_have_scales_in_common(fp8: str, make_mesh: MeshFactory) -> None:
+    """A sum of two products is the product of operands side by side, and is quantized alike."""
+
+    def sum_of_two(h: jax.Array, w: jax.Array) -> jax.Array:
+        return scatter(h @ w + (3 * h) @ (w / 2))
+
+    def joined(h: jax.Array, w: jax.Array) -> jax.Array:
+        h, w = jnp.concatenate([h, 3 * h], -1), jnp.concatenate([w, w / 2])
+        return matmul_reduce_scatter(h, w, AXIS, scatter_dimension=1, fp8=any_fp8)
+
+    any_fp8: Any = fp8
+    mesh = make_mesh({AXIS: 2})
+    sums, one = (replace(scattering(body), dtype="float32") for body in (sum_of_two, joined))
+    arguments = sums.arguments()
+    expected = jax.jit(one.sharded(mesh))(*arguments)
+    fun = overlap(sums.sharded(mesh), fp8=any_fp8, require=1)
+    (decision,) = explain(fun)(*arguments).decisions
+    assert len(decision.site.operands) == 2
+    assert_same(jax.jit(fun)(*arguments), expected)
+
+
+def test_rules_of_custom_gradients_are_rewritten_in_8_bits(make_mesh: MeshFactory) -> None:
+    @jax.custom_vjp
+    def up(x: jax.Array, w: jax.Array) -> jax.Array:
+        return gather(x) @ w
+
+    def backward(operands: Any, dy: jax.Array) -> Any:
+        x, w = operands
+        return scatter(dy @ w.T), jnp.einsum("bsd,bsf->df", gather(x), dy)
+
+    up.defvjp(lambda x, w: (up(x, w), (x, w)), backward)
+    program = gathering(up, dtype="bfloat16")
+    fun = in_fp8(program.sharded(make_mesh({AXIS: 2})), "rowwise")
+    decisions = explain(gradients_of(fun, 2))(*program.arguments()).decisions
+    ops = [(decision.site.op, decision.site.fp8) for decision in decisions]
+    assert ("all_gather_matmul", "rowwise") in ops
+    assert ("matmul_reduce_scatter", "rowwise") in ops
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    recipe: Any = "mxfp8"
+    with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None .*'rowwise'"):
+        overlap(mlp, fp8=recipe)
