@@ -29,8 +29,12 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 # refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
 from jax.core import ShapedArray
+from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+#: Whether Mosaic's matmuls take operands of both 8-bit dtypes.
+MULTIPLIES_MIXED_FP8 = jax.__version_info__ >= (0, 11)
 
 
 def calls_run_programs() -> bool:
@@ -103,6 +107,13 @@ def axis_index(axis_name: str) -> jax.Array:
     # Scattering the sum of all indices gives the same number.
     devices = lax.axis_size(axis_name)
     return lax.psum_scatter(jnp.arange(devices, dtype=jnp.int32), axis_name) // devices
+
+
+def load_in_layout(ref: Any, layout: Any) -> jax.Array:
+    """What a reference holds, in a layout of registers. Within kernels."""
+    index = () if jax.__version_info__ >= (0, 12) else ((),)
+    plgpu: Any = mosaic_gpu
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def in_place_kernel(

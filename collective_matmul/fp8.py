@@ -53,8 +53,8 @@ RecipeName = Literal["tensorwise", "rowwise", "blockwise"]
 
 #: Numbers of a row, and rows and columns of a weight, that have a scale in common: "blockwise".
 BLOCK = 128
-#: The scales of a row take a multiple of this: rows begin where the TMA engine can read them.
-_MESSAGE_ALIGNMENT = 16
+#: The scales of a row take a multiple of this: so rows are whole tiles, as our kernels read them.
+_MESSAGE_ALIGNMENT = 128
 #: The least scale. Smaller ones would be flushed to zero, by which nothing can be divided.
 _LEAST_SCALE = 2.0**-126
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from collective_matmul.equation import Equation
 from collective_matmul.fp8 import ScaledMatrix, scaled_matmul
+from collective_matmul.mosaic_gpu import scaled_chunks
 
 #: A weight as the backends take it: an array, or in 8 bits, to be multiplied with messages.
 Weight = jax.Array | ScaledMatrix
@@ -23,7 +24,8 @@ def matmul(x: jax.Array, w: Weight, transpose_w: bool = False) -> jax.Array:
     GPUs and rounds once. Or x is a message and w a scaled matrix, which is never transposed.
     """
     if isinstance(w, ScaledMatrix):
-        return scaled_matmul(x, w)
+        product = scaled_chunks.multiply(x, w)
+        return scaled_matmul(x, w) if product is None else product
     return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transpose_w else 0,)), ((), ())))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -12,7 +12,8 @@ from jax import lax
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.backends.arithmetic import Weight, add, contract_rows, matmul
 from collective_matmul.explicit_axes import with_type_of
-from collective_matmul.mosaic_gpu import chunk_matmul
+from collective_matmul.fp8 import ScaledMatrix
+from collective_matmul.mosaic_gpu import chunk_matmul, scaled_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 
 
@@ -31,9 +32,14 @@ def multiply_chunks(
     Returns:
       The arrays of outs.
     """
-    written = chunk_matmul.multiply_chunks(
-        xs, ws, outs, dimension=dimension, transpose_w=transpose_w
-    )
+    if isinstance(ws[0][0], ScaledMatrix):
+        scaled = cast(Sequence[Sequence[ScaledMatrix]], ws)
+        written = scaled_chunks.multiply_chunks(xs, scaled, outs, dimension=dimension)
+    else:
+        arrays = cast(Sequence[Sequence[jax.Array]], ws)
+        written = chunk_matmul.multiply_chunks(
+            xs, arrays, outs, dimension=dimension, transpose_w=transpose_w
+        )
     if written is not None:
         return written
     operands = [read(x, dimension) for x in xs]

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 def multiply_chunks(
     xs: Sequence[Rows],
-    ws: Sequence[Sequence[Any]],
+    ws: Sequence[Sequence[jax.Array]],
     outs: Sequence[Rows],
     *,
     dimension: int,
@@ -83,17 +83,17 @@ def multiply_chunks(
         return None
     x_operands = [
         Operand(
-            _planes(x, dimension),
+            planes_of(x, dimension),
             2,
-            _chunk_index(x),
-            per_batch=_chunk_count(x, dimension),
+            chunk_index(x),
+            per_batch=chunk_count(x, dimension),
             column_block=x.column_block,
             column_blocks=x.column_blocks,
         )
         for x in xs
     ]
     w_operands = [[Operand(w[None], problem.w_contracted_axis) for w in term] for term in ws]
-    planes = [_planes(out, dimension) for out in outs]
+    planes = [planes_of(out, dimension) for out in outs]
     written = _launch(problem, x_operands, w_operands, planes, outs[0])
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
@@ -126,10 +126,10 @@ def contract_chunks(
 
     def operand(chunk: Rows) -> Operand:
         return Operand(
-            _planes(chunk, dimension),
+            planes_of(chunk, dimension),
             1,
-            _chunk_index(chunk),
-            per_contracted=_chunk_count(chunk, dimension),
+            chunk_index(chunk),
+            per_contracted=chunk_count(chunk, dimension),
             column_block=chunk.column_block,
             column_blocks=chunk.column_blocks,
         )
@@ -155,7 +155,7 @@ def _launch(
     layout = (*map(_layout, operands), written.column_blocks)
     launch = shared_launch(problem, choose_tiling(problem), layout, device.target())
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
-    planes = [*(o.index for o in operands), _chunk_index(written)]
+    planes = [*(o.index for o in operands), chunk_index(written)]
     blocks = [*(o.column_block for o in operands), written.column_block]
     return launch(*arrays, list(outs), jax.tree.map(jnp.int32, (planes, blocks)))
 
@@ -228,18 +228,20 @@ def _around(array: jax.Array, dimension: int) -> tuple[int, int]:
     return math.prod(array.shape[:dimension]), math.prod(array.shape[dimension + 1 : -1])
 
 
-def _planes(chunk: Rows, dimension: int) -> jax.Array:
+def planes_of(chunk: Rows, dimension: int) -> jax.Array:
     """Returns the chunk's array as planes, [planes, rows of a chunk, columns]."""
     lead, trail = _around(chunk.array, dimension)
-    planes = lead * _chunk_count(chunk, dimension)
+    planes = lead * chunk_count(chunk, dimension)
     return chunk.array.reshape(planes, chunk.size * trail, chunk.array.shape[-1])
 
 
-def _chunk_count(chunk: Rows, dimension: int) -> int:
+def chunk_count(chunk: Rows, dimension: int) -> int:
+    """Returns the number of chunks in the chunk's array."""
     return chunk.array.shape[dimension] // chunk.size
 
 
-def _chunk_index(chunk: Rows) -> Any:
+def chunk_index(chunk: Rows) -> Any:
+    """Returns which of these chunks it is: an int or an int32 scalar."""
     return (
         chunk.start // chunk.size
         if isinstance(chunk.start, int)

@@ -6,6 +6,7 @@ their own. The aliases below say which of them an argument is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 #: A reference to an array in global or shared memory, or to barriers.
@@ -48,6 +49,20 @@ class Stages(NamedTuple):
     w: Ref
     full: Ref
     empty: Ref
+
+
+class Load(NamedTuple):
+    """What the load warpgroup copies in each pipeline step.
+
+    Attributes:
+      read: ``read(plane, k_range)`` returns the reference to copy from, see `operands.reader`.
+      stages: shared memory to copy to, one entry for each stage.
+      axis: the axis of the cluster whose blocks have it in common, or None.
+    """
+
+    read: Callable[[Scalar, Any], Ref]
+    stages: Ref
+    axis: str | None = None
 
 
 class Operands(NamedTuple):

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.mosaic_gpu.fences import wgmma_fence
-from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.kernel_types import Load, Operands, Ref, Scalar, Stages, TileCoord
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES, TileScheduler
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiling
@@ -64,7 +64,8 @@ class PersistentGemm(TileScheduler):
         out_column_blocks: int = 1,
     ):
         """Describes the kernel for operands and results of these shapes."""
-        self.plane_steps = [pl.cdiv(x.size(x.contracted), tiling.tile_k) for x in xs]
+        # Not of the xs, at the ends of whose rows there may be scales.
+        self.plane_steps = [pl.cdiv(w.size(w.contracted), tiling.tile_k) for w, *_ in ws]
         steps = contracted_planes * sum(self.plane_steps)
         columns = [out.shape[2] // out_column_blocks for out in outs]
         super().__init__(tiling, batch, outs[0].shape[1], columns, steps)
@@ -162,8 +163,7 @@ class PersistentGemm(TileScheduler):
 
     def barriers(self) -> dict[str, Any]:
         """Returns the barriers of the stages, see `Stages`."""
-        tiling = self.tiling
-        shared_axes = tuple(a for a, n in zip(BLOCK_AXES, tiling.cluster, strict=True) if n > 1)
+        tiling, shared_axes = self.tiling, tuple(filter(None, self.multicast_axes))
         readers = {"num_arrivals": CONSUMERS, "num_barriers": tiling.max_concurrent_steps}
         return {
             # Two arrivals: the copies of x and of w.
@@ -213,6 +213,11 @@ class PersistentGemm(TileScheduler):
         """
         indices, xs, ws = operands
         columns = self.tiling.tile_n
+        x_stages = stages.x
+        if self.x_rows < self.tiling.tile_m:
+            x_stages = x_stages.at[:, pl.ds(0, self.x_rows)]
+        # Each block loads a part of what is multicast, and receives all of it.
+        w_axis, x_axis = self.multicast_axes
 
         def load_terms(q: int, column: Scalar) -> None:
             first = self.first_step(tile.tile_idx)
@@ -220,19 +225,25 @@ class PersistentGemm(TileScheduler):
                 x, w = self.xs[p], self.ws[p][q]
                 read_x = reader(xs[p], x, indices, tile.batch, pl.ds(tile.row, self.x_rows))
                 read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
-                load = functools.partial(self.load_k_blocks, first, steps, read_x, read_w, stages)
+                loads = [Load(read_x, x_stages, x_axis), Load(read_w, stages.w, w_axis)]
+                loads += self.other_loads(indices, tile, p)
+                load = functools.partial(self.load_k_blocks, first, steps, loads, stages)
                 count = self.contracted_planes * steps
                 load(0, count) if in_parts is None else in_parts(load, count)
                 first += count
 
         self.on_result(tile.cluster_n, load_terms)
 
+    def other_loads(self, indices: Ref, tile: TileCoord, term: int) -> list[Load]:
+        """Returns what else every step of a term loads."""
+        del indices, tile, term
+        return []
+
     def load_k_blocks(
         self,
         first: Scalar,
         steps_per_plane: int,
-        read_x: Callable,
-        read_w: Callable,
+        loads: Sequence[Load],
         stages: Stages,
         start: Scalar,
         stop: Scalar,
@@ -242,8 +253,7 @@ class PersistentGemm(TileScheduler):
         Args:
           first: the step, of the block, at which the term begins.
           steps_per_plane: steps of one contracted plane.
-          read_x: returns the reference to a k-block of x, see `reader`.
-          read_w: the same for w.
+          loads: what each step loads.
           stages: to load to.
           start: first step of the range, within the term.
           stop: its end.
@@ -264,18 +274,9 @@ class PersistentGemm(TileScheduler):
             if self.contracted_planes > 1:
                 plane, within = lax.div(step, steps_per_plane), lax.rem(step, steps_per_plane)
             k_block = pl.ds(within * tiling.tile_k, tiling.tile_k)
-            # Each block loads a part of what is multicast, and receives all of it.
-            w_axis, x_axis = (
-                axis if blocks > 1 else None
-                for axis, blocks in zip(BLOCK_AXES, tiling.cluster, strict=True)
-            )
-            x_stage, w_stage = stages.x.at[stage], stages.w.at[stage]
-            if self.x_rows < tiling.tile_m:
-                x_stage = x_stage.at[pl.ds(0, self.x_rows)]
-            for read, to, axis in ((read_x, x_stage, x_axis), (read_w, w_stage, w_axis)):
-                plgpu.copy_gmem_to_smem(
-                    read(plane, k_block), to, stages.full.at[stage], collective_axes=axis
-                )
+            for read, to, axis in loads:
+                k_block_ref, full = read(plane, k_block), stages.full.at[stage]
+                plgpu.copy_gmem_to_smem(k_block_ref, to.at[stage], full, collective_axes=axis)
 
     # The MMA warpgroups.
 
@@ -295,8 +296,7 @@ class PersistentGemm(TileScheduler):
                 self.mma(accumulator, tile.tile_idx, x_part, w_part, stages)
                 # Reading the accumulator waits for the last wgmma, so the last stage is free too.
                 product = accumulator[...]
-                last = self.stage(tile.tile_idx, self.steps - 1)
-                plgpu.barrier_arrive(stages.empty.at[last])
+                plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
 
                 def store(q: int, column: Scalar) -> None:
                     plane = outs[q].at[self.out_plane(indices, tile.batch)]

@@ -71,6 +71,12 @@ class TileScheduler:
             visit(TileCoord(info.local_index, batch, block_m * tiling.tile_m, cluster_n))
 
     @property
+    def multicast_axes(self) -> tuple[str | None, str | None]:
+        """The axis of a cluster whose blocks share k-blocks of w, and that for x, or None."""
+        along_m, along_n = self.tiling.cluster
+        return BLOCK_AXES[0] if along_m > 1 else None, BLOCK_AXES[1] if along_n > 1 else None
+
+    @property
     def cluster_tiles(self) -> int:
         """Number of clusters' tiles in all results."""
         return self.batch * self.grid_m * self.grid_n

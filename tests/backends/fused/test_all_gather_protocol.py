@@ -98,7 +98,8 @@ class GatherSimulation(Simulation):
             tile_m, end = self.config.tiling.tile_m, self.expected.shape[1]
 
             def visit(tile: TileCoord) -> None:
-                def load(first, steps_per_plane, read_x, read_w, stages, start, stop):
+                def load(first, steps_per_plane, loads, stages, start, stop):
+                    read_x, read_w = (each.read for each in loads)
                     plane = gemm.out_plane(None, tile.batch)
                     # All rows of the tile that there are.
                     count = max(0, min(tile_m, end - tile.row))
@@ -113,7 +114,8 @@ class GatherSimulation(Simulation):
 
                 gemm.load_k_blocks = load
                 indices = [0] * (gemm.results + 2)
-                stages: Any = None  # Not used: loads are replaced.
+                x_stages = Reference.to(np.empty((1, tile_m, 1)))
+                stages: Any = SimpleNamespace(x=x_stages, w=None)  # Loads are replaced.
                 gemm.load_tile(Operands(indices, self.x(device), [ws]), stages, tile)
 
             gemm.for_each_tile(visit)

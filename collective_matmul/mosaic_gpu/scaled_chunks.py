@@ -1,0 +1,209 @@
+"""Matmuls of chunks of messages, in place: what `chunk_matmul` is for operands in 8 bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from collective_matmul._compat import (
+    MULTIPLIES_MIXED_FP8,
+    partly_automatic,
+    vary_over,
+    varying_axes,
+)
+from collective_matmul.fp8 import BLOCK, ScaledMatrix, message_scales
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows, chunk_count, chunk_index, planes_of
+from collective_matmul.mosaic_gpu.operands import Operand
+from collective_matmul.mosaic_gpu.scaled_kernel import ScaledGemm
+from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
+
+#: By measurements on an H200. Without clusters, rows and columns reached 1264 TFLOP/s in the tiles
+#: of 256 columns, and 1142 in those of 128, which fill waves better where there are few tiles.
+_TILINGS = (
+    Tiling(128, 256, tile_k=128, max_concurrent_steps=4, cluster_dimension=None),
+    Tiling(128, 128, tile_k=128, max_concurrent_steps=6, cluster_dimension=None),
+)
+_TILING_OF_BLOCKS = Tiling(128, 128, tile_k=128, max_concurrent_steps=5, cluster_dimension="m")
+#: The relative speed of tiles of 128 columns.
+_NARROW_SPEED = 0.9
+
+
+@dataclass(frozen=True)
+class ScaledProblem:
+    """The shapes of one launch: see `collective_matmul.mosaic_gpu.tiling.MatmulProblem`.
+
+    Attributes:
+      batch: planes of each result.
+      m: rows of each result.
+      k: for each term of the sum, the size contracted.
+      n: the columns of each result.
+      in_blocks: whether blocks have the scales; else rows and columns have them.
+    """
+
+    batch: int
+    m: int
+    k: tuple[int, ...]
+    n: tuple[int, ...]
+    in_blocks: bool
+
+    def unsupported_reason(self) -> str | None:
+        """Why the kernel cannot multiply these shapes; None if it can.
+
+        Behind the last k-block of a row there are scales, which no k-block may contain.
+        """
+        for name, sizes, multiple in (
+            ("rows", (self.m,), ROW_MULTIPLE),
+            ("contracted size", self.k, BLOCK),
+            ("columns", self.n, 64),
+        ):
+            for size in sizes:
+                if size % multiple:
+                    return f"{name} {size}: not a multiple of {multiple}"
+        return None
+
+    def tiling(self, multiprocessors: int) -> Tiling:
+        """The tiling predicted to be fastest: most tiles take as long as their area."""
+        if self.in_blocks:
+            return _TILING_OF_BLOCKS
+
+        def time(tiling: Tiling) -> float:
+            columns = sum(math.ceil(n / tiling.tile_n) for n in self.n)
+            tiles = self.batch * math.ceil(self.m / tiling.tile_m) * columns
+            speed = _NARROW_SPEED if tiling.tile_n == BLOCK else 1.0
+            return math.ceil(tiles / multiprocessors) * tiling.tile_n / speed
+
+        return min(_TILINGS, key=time)
+
+
+def multiply_chunks(
+    xs: Sequence[Rows],
+    ws: Sequence[Sequence[ScaledMatrix]],
+    outs: Sequence[Rows],
+    *,
+    dimension: int,
+) -> tuple[jax.Array, ...] | None:
+    """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
+
+    Args:
+      xs: chunks of messages [..., rows, ..., K_p + bytes of scales]. Unless blocks have scales, all
+        have the same ones.
+      ws: ws[p][q] is [K_p, N_q]. The same holds for those of one q.
+      outs: chunks of arrays [..., rows, ..., N_q], of the same size as those in xs.
+      dimension: the dimension that is divided into chunks, in xs and outs.
+
+    Returns:
+      The arrays of outs, or None if the kernel cannot do this.
+    """
+    lead = math.prod(xs[0].array.shape[:dimension])
+    trail = math.prod(xs[0].array.shape[dimension + 1 : -1])
+    problem = ScaledProblem(
+        batch=lead,
+        m=xs[0].size * trail,
+        k=tuple(term[0].shape[0] for term in ws),
+        n=tuple(w.shape[1] for w in ws[0]),
+        in_blocks=ws[0][0].in_blocks,
+    )
+    target, dtypes = device.target(), _dtypes(ws)
+    undivided = all(rows.column_blocks == 1 for rows in (*xs, *outs))
+    if target is None or dtypes is None or partly_automatic() or not undivided:
+        return None
+    if problem.unsupported_reason() is not None:
+        return None
+    tiling = problem.tiling(target.multiprocessors)
+    launch = _shared_launch(problem, tiling, chunk_count(xs[0], dimension), target)
+    messages = [planes_of(x, dimension) for x in xs]
+    # The bytes of scales, at the ends of rows, become numbers that are not read.
+    dtype = ws[0][0].operand_dtype
+    written = launch(
+        [lax.bitcast_convert_type(message, dtype) for message in messages],
+        [[w.values[None] for w in term] for term in ws],
+        _row_scales(messages, problem, tiling),
+        [_column_scales([term[q] for term in ws], tiling) for q in range(len(outs))],
+        [planes_of(out, dimension) for out in outs],
+        jax.tree.map(jnp.int32, (chunk_index(xs[0]), chunk_index(outs[0]))),
+    )
+    return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
+
+
+def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:
+    """The product [..., N] of a message [..., K + bytes] and a weight; None if it cannot."""
+    axes = varying_axes(x) | varying_axes(w.values)
+    empty = lax.empty((*x.shape[:-1], w.shape[1]), w.product_dtype)
+    x, out = x[None], vary_over(empty, axes)[None]
+    written = multiply_chunks([Rows(x, 0, 1)], [[w]], [Rows(out, 0, 1)], dimension=0)
+    return None if written is None else written[0][0]
+
+
+def _dtypes(ws: Sequence[Sequence[ScaledMatrix]]) -> tuple[jnp.dtype, jnp.dtype] | None:
+    """Dtypes of the xs and ws if the kernel multiplies them and rounds to the products'."""
+    first = ws[0][0]
+    operands = first.operand_dtype, first.values.dtype
+    if first.product_dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    return operands if operands[0] == operands[1] or MULTIPLIES_MIXED_FP8 else None
+
+
+def _row_scales(messages: Sequence[jax.Array], problem: ScaledProblem, tiling: Tiling) -> jax.Array:
+    """The scales of messages [planes, rows, K + bytes], as `ScaledGemm` reads them."""
+    if not problem.in_blocks:
+        scales = message_scales(messages[0], problem.k[0], 1)[..., 0]
+        return _padded(scales, 1, tiling.tile_m)
+    each = [
+        message_scales(message, k, k // BLOCK)
+        for message, k in zip(messages, problem.k, strict=True)
+    ]
+    return jnp.concatenate(each, -1).swapaxes(1, 2)
+
+
+def _column_scales(terms: Sequence[ScaledMatrix], tiling: Tiling) -> jax.Array:
+    """The scales of the weights of one result."""
+    if terms[0].in_blocks:
+        return jnp.concatenate([w.scales for w in terms], 1)
+    return _padded(terms[0].scales, 0, tiling.tile_n)
+
+
+def _padded(scales: jax.Array, dimension: int, multiple: int) -> jax.Array:
+    """Scales for all rows or columns of tiles: the kernel loads them without a check."""
+    widths = [(0, 0)] * scales.ndim
+    widths[dimension] = (0, -scales.shape[dimension] % multiple)
+    return jnp.pad(scales, widths)
+
+
+@functools.cache
+def _shared_launch(
+    problem: ScaledProblem, tiling: Tiling, chunks: int, target: device.Target
+) -> Any:
+    """One function for all equal launches, as `chunk_matmul.shared_launch`.
+
+    Args:
+      problem: the shapes.
+      tiling: how the matmul is tiled.
+      chunks: the chunks that the xs are divided into.
+      target: the GPU to build for.
+    """
+
+    @sequential_vmap
+    def launch(xs, ws, x_scales, w_scales, outs, places):
+        x_chunk, out_chunk = places
+        x_operands = [Operand(x, 2, x_chunk, per_batch=chunks) for x in xs]
+        w_operands = [[Operand(w, 2) for w in term] for term in ws]
+        gemm = ScaledGemm(
+            x_operands, w_operands, outs, problem.batch, tiling, in_blocks=problem.in_blocks
+        )
+        kernel = gemm.kernel(outs, "scaled_matmul", target.multiprocessors, target.interpret)
+        arrays = [*xs, *(w for term in ws for w in term)]
+        # The planes of all operands and of the results, and then their blocks of columns.
+        planes = [*[x_chunk] * len(xs), *[0] * (len(arrays) - len(xs)), out_chunk]
+        indices = jnp.stack([*map(jnp.int32, planes), *[jnp.int32(0)] * len(planes)])
+        return kernel(indices, *arrays, x_scales, *w_scales)
+
+    return jax.jit(launch)
