@@ -5,9 +5,12 @@ Supported are jax 0.10.2 to 0.12. Each use names the versions that it is for.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +31,9 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 # 0.10.2 to 0.12: `pl.kernel` calls this without `input_output_aliases`. It can update only mutable
 # refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
+
+# 0.10.2 to 0.12: equations that are traced in place of others keep the source lines of these.
+from jax._src.source_info_util import user_context
 from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
@@ -35,6 +41,11 @@ from jax.interpreters import mlir
 
 #: Whether Mosaic's matmuls take operands of both 8-bit dtypes.
 MULTIPLIES_MIXED_FP8 = jax.__version_info__ >= (0, 11)
+
+
+def traced_as(source_info: Any) -> Any:
+    """A context in which traced equations have the source lines and name scope of another."""
+    return user_context(source_info.traceback, name_stack=source_info.name_stack)
 
 
 def calls_run_programs() -> bool:
@@ -98,8 +109,25 @@ def partly_automatic() -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
+_axis_indices: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar(
+    "axis_indices", default=types.MappingProxyType({})
+)
+
+
+@contextlib.contextmanager
+def axis_indices(indices: Mapping[str, jax.Array]) -> Iterator[None]:
+    """Inside the block, `axis_index` returns these."""
+    token = _axis_indices.set(indices)
+    try:
+        yield
+    finally:
+        _axis_indices.reset(token)
+
+
 def axis_index(axis_name: str) -> jax.Array:
     """This device's index along a manual axis."""
+    if axis_name in _axis_indices.get():
+        return _axis_indices.get()[axis_name]
     if jax.__version_info__ >= (0, 11) or not partly_automatic():
         return lax.axis_index(axis_name)
     # jaxlib 0.10 cannot compile some programs with a few dozen shard_maps that leave axes automatic

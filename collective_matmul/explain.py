@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from collective_matmul.backends import REFERENCE
 from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
@@ -15,9 +17,10 @@ from collective_matmul.dispatch.recording import Decision, force_retrace, record
 from collective_matmul.dispatch.run_counts import RunCounter, count_runs
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
-from collective_matmul.rewrite import FoundSite, rewritten_program, sites_of, traced_program
+from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
+from collective_matmul.rewrite.placements import auto_axes
 from collective_matmul.rewrite.report import collective_key, record_considered
-from collective_matmul.rewrite.transform import NO_SHARD_MAP, enters_shard_map
+from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Explanation:
       plain: gathers and sums over devices that are not part of an op, in the order of the program.
         `overlap` would replace those with a decision, and leave the others alone.
       peer_kernels: whether the program may have kernels that address peers' memory, and why.
-      enters_shard_map: whether the function enters a `jax.shard_map`. Without, there is nothing to
-        explain or to replace.
+      enters_shard_map: whether the function enters a `jax.shard_map`, or has arrays that mesh axes
+        of type Explicit shard. Without, there is nothing to explain or to replace.
+      auto_axes: mesh axes of type Auto, over which types of arrays show nothing.
       runs: how often a run of the program executes the ops and collectives of each line of the
         table. Branches count as taken, loops of unknown length as one step.
     """
@@ -42,6 +46,7 @@ class Explanation:
     runs: Mapping[Line, int] = field(default_factory=dict)
     enters_shard_map: bool = True
     peer_kernels: PeerKernelDecision = NO_SITE
+    auto_axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.table()
@@ -49,7 +54,7 @@ class Explanation:
     def table(self, width: int = WIDTH) -> str:
         """The table, with lines of at most `width` characters, and the totals."""
         if not self.enters_shard_map:
-            return textwrap.fill(f"no collective matmuls: {NO_SHARD_MAP}", width)
+            return textwrap.fill(f"no collective matmuls: {NOTHING_SHOWN}", width)
         if not self.decisions and not self.plain:
             return "no collective matmuls: its shard_maps call no op and neither gather nor sum"
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
@@ -93,6 +98,12 @@ class Explanation:
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
                 totals[-1] += f"; over NVLink they take {seconds * 1e3:.2f} ms"
+        if self.auto_axes:
+            totals.append(
+                f"mesh axes of type Auto show nothing: {', '.join(self.auto_axes)}. The compiler"
+                " communicates over them where it sees fit; jax.make_mesh(..., axis_types=...) with"
+                " jax.sharding.AxisType.Explicit for them shows it"
+            )
         if self.peer_kernels.withheld:
             totals.append(str(self.peer_kernels))
         return totals
@@ -183,17 +194,22 @@ class _RecordedTrace:
         """The explanation; `allowed` is for what `overlap` would replace."""
         # Sites are found after the function is traced: decisions about them are not recorded.
         with peer_kernels_allowed(allowed):
-            plain = sites_of(self.program)
+            plain, keys = sites_and_keys(self.program)
         # What `overlap` left alone, it left alone for its own arguments.
         by_key = {site.key: site for site in self.considered}
         plain = [by_key.get(site.key, site) for site in plain]
-        ops, collectives = self.counter.runs(self.program.jaxpr, collective_key)
+
+        def key_of(equation: JaxprEqn) -> tuple | None:
+            return collective_key(equation) or keys.get(id(equation))
+
+        ops, collectives = self.counter.runs(self.program.jaxpr, key_of)
         runs = {line_of(each): ops[self.counter.number_of(each)] for each in self.decisions}
         return Explanation(
             tuple(self.decisions),
             tuple(plain),
             runs | _runs_of_plain(plain, collectives),
-            enters_shard_map(self.program),
+            shows_communication(self.program),
+            auto_axes=auto_axes(self.program.jaxpr),
         )
 
 

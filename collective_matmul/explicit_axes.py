@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
+
+from collective_matmul._compat import axis_index, axis_indices
 
 #: The mesh axes that shard a dimension: one name, several, or None.
 Entry = str | tuple[str, ...] | None
@@ -34,10 +37,16 @@ def with_auto_axes(fun: Callable[..., Any], result_specs: Callable[[], Any], *ar
     explicit = mesh.explicit_axes
     if not explicit:
         return fun(*args)
+    indices = {axis: axis_index(axis) for axis in mesh.manual_axes}
+    # Loops compute first what depends on no operand, and cannot keep it if it is computed below.
+    arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    indices, _ = lax.optimization_barrier((indices, arrays))
     with jax.sharding.use_abstract_mesh(
         mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
     ):
-        results = fun(*_typed(PartitionSpec(), args))
+        indices, args = _typed(PartitionSpec(), (indices, args))
+        with axis_indices(indices):
+            results = fun(*args)
     return jax.tree.map(_typed, result_specs(), results)
 
 
@@ -63,7 +72,7 @@ def _where_divisible(entry: Entry, size: int) -> Entry:
 def entries(array: Any) -> tuple[Entry, ...]:
     """The explicit axes that shard each dimension of an array or an array type."""
     kind = array if isinstance(array, ShapedArray) else jax.typeof(array)
-    partitions = tuple(kind.sharding.spec)
+    partitions = tuple(kind.sharding.spec.partitions)
     return partitions + (None,) * (len(kind.shape) - len(partitions))
 
 

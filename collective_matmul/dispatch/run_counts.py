@@ -107,12 +107,15 @@ def totals(
         for equation in jaxpr.eqns:
             inner = list(jaxprs_in_params(equation.params))
             # What only prepares an operand may stay where a backward pass computes it again.
-            if not (inner or equation.effects or equation.primitive.name == "dot_general"):
+            own = {} if around else of_equation(equation)
+            executes = inner or equation.effects or equation.primitive.name == "dot_general"
+            if not (own or executes):
                 continue
             numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
-            found |= numbers - around
-            if not (numbers | around):
-                counts.update(of_equation(equation))
+            if executes:
+                found |= numbers - around
+            if not numbers:
+                counts.update(own)
             name, parameters = equation.primitive.name, equation.params
             parts = [count(each, around | numbers) for each in inner]
             steps = parameters["length"] if name == "scan" else 1

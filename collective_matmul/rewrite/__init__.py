@@ -5,6 +5,7 @@ from collective_matmul.rewrite.transform import (
     find_sites,
     overlap,
     rewritten_program,
+    sites_and_keys,
     sites_of,
     traced_program,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "find_sites",
     "overlap",
     "rewritten_program",
+    "sites_and_keys",
     "sites_of",
     "traced_program",
 ]

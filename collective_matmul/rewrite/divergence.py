@@ -207,7 +207,11 @@ class Divergence:
 
 def axes_of_spec(spec: Any) -> Axes:
     """The mesh axes that a `PartitionSpec` names, over which a shard differs between devices."""
-    named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    named = [
+        axis
+        for entry in spec.partitions
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+    ]
     return frozenset(named).difference({None}).union(getattr(spec, "unreduced", ()))
 
 

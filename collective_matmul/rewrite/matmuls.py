@@ -103,7 +103,11 @@ class Matmul:
         sizes = (self.depth, self.columns)
         if transposed:
             first, second, sizes = second, first, sizes[::-1]
-        return lax.reshape(_transpose(w, first + second), sizes)
+        w = _transpose(w, first + second)
+        if min(len(first), len(second)) > 1:
+            # Explicit mesh axes allow to merge one group of dimensions at a time.
+            w = lax.reshape(w, (sizes[0], *w.shape[len(first) :]))
+        return lax.reshape(w, sizes)
 
     def operand(self, x: jax.Array) -> jax.Array:
         """X as [*free, K]."""

@@ -7,6 +7,7 @@ import contextvars
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -106,6 +107,15 @@ def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
     return _site(equation, 0, None, reason)
 
 
+def left_alone_by_type(
+    equation: JaxprEqn, kind: CollectiveKind, array: Any, axis: str, reason: str
+) -> FoundSite:
+    """The report of what an equation communicates of an array by types alone, and which stays."""
+    return FoundSite(
+        kind, source_of(equation), _shapes_of(type_of(array), (axis,)), 0, None, reason
+    )
+
+
 def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
     """The report of a collective that an op replaces. Records the decision."""
     record(decision)
@@ -193,9 +203,12 @@ def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: s
 
 
 def _shapes(equation: JaxprEqn) -> str:
-    array = type_of(equation.invars[0])
-    axes = ", ".join(map(str, axes_of(equation)))
-    return f"{array.dtype} [{','.join(map(str, array.shape))}] over {axes}"
+    return _shapes_of(type_of(equation.invars[0]), axes_of(equation))
+
+
+def _shapes_of(array: Any, axes: Iterable) -> str:
+    shape = ",".join(map(str, array.shape))
+    return f"{array.dtype} [{shape}] over {', '.join(map(str, axes))}"
 
 
 def _communication_seconds(equation: JaxprEqn) -> float | None:

@@ -28,10 +28,12 @@ from collective_matmul.rewrite.divergence import (
     axes_of_spec,
 )
 from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
+from collective_matmul.rewrite.explicit_regions import with_regions
 from collective_matmul.rewrite.gathers import GatherMatch, match_gather
 from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
+from collective_matmul.rewrite.placements import shows_sharding
 from collective_matmul.rewrite.replacements import (
     Replacement,
     einsum_replacement,
@@ -76,6 +78,7 @@ class Rewriter:
 
     Attributes:
       found: every gather and sum over devices, in the order of the program.
+      keys: the keys of those outside shard_map, by the ids of the equations that communicate.
 
     Args:
       implementation: as the ops take it; for all sites.
@@ -91,6 +94,7 @@ class Rewriter:
         axis_sizes: dict[str, int] | None = None,
     ):
         self.found: list[FoundSite] = []
+        self.keys: dict[int, tuple] = {}
         self._implementation = implementation
         self._fp8: RecipeName | None = fp8
         self._axis_sizes = axis_sizes or {}
@@ -101,6 +105,8 @@ class Rewriter:
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
+        #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
+        self._regions: set[int] = set()
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
@@ -113,7 +119,7 @@ class Rewriter:
         if key not in self._done:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             new, residuals = inner, []
-            if holds_collectives(inner):
+            if holds_collectives(inner) or self._shows_sharding(inner):
                 new, residuals = self._rewrite_jaxpr(inner, region)
             if new is inner:
                 new = jaxpr
@@ -130,6 +136,8 @@ class Rewriter:
         graph = Graph(original)
         if self._axis_sizes:
             graph = self._narrowed(self._bring_together(graph))
+        else:
+            graph = self._with_regions(graph, region)
         equations = self._rewrite_inner(graph, region)
         sites = self._select_sites(graph, region.divergent) if self._axis_sizes else []
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
@@ -137,6 +145,29 @@ class Rewriter:
             return graph.jaxpr, []
         jaxpr = splice(graph, equations, sites)
         return jaxpr, residuals_of(graph, sites, jaxpr)
+
+    def _shows_sharding(self, jaxpr: Jaxpr) -> bool:
+        """Whether types may show sites in a jaxpr: outside shard_map, over Explicit axes."""
+        return not self._axis_sizes and shows_sharding(jaxpr)
+
+    def _with_regions(self, graph: Graph, region: Region) -> Graph:
+        """The jaxpr with what communicates by its types in shard_maps, if these have sites."""
+        if not self._shows_sharding(graph.jaxpr):
+            return graph
+        values = self._divergence.values(graph.jaxpr, region)
+
+        before = self.found
+
+        def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
+            self.found = []
+            new = self._rewrite_shard_map(equation, values)
+            self._regions.add(id(new.params["jaxpr"]))
+            return new, self.found
+
+        result, found = with_regions(graph, rewrite)
+        self.found = before + [site for _, site in found]
+        self.keys.update((id(graph.equations[index]), site.key) for index, site in found)
+        return result
 
     def _bring_together(self, graph: Graph) -> Graph:
         """Inlines calls and moves collectives into checkpoints where that adds sites."""
@@ -197,6 +228,8 @@ class Rewriter:
         """The equation, with the jaxprs that it executes rewritten."""
         name = equation.primitive.name
         if name == "shard_map":
+            if id(equation.params["jaxpr"]) in self._regions:
+                return equation
             return self._rewrite_shard_map(equation, values)
         if name in _ENTERED and not is_named(equation):
             return self._rewrite_jaxprs(equation, values)

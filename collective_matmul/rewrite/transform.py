@@ -17,14 +17,18 @@ from collective_matmul.checks import Implementation
 from collective_matmul.fp8 import RecipeName
 from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
 from collective_matmul.log import warn_once
+from collective_matmul.rewrite.placements import explicit_axes
 from collective_matmul.rewrite.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
 
 #: Why a function has no sites, and what to do about it.
-NO_SHARD_MAP = (
-    "it enters no jax.shard_map, and collectives are replaced inside shard_map only. In code under"
-    " jax.jit with sharded arrays, the compiler inserts them later. Write the communication with"
-    " jax.shard_map, or give the model's linear layers to collective_matmul.layers.parallelize"
+NOTHING_SHOWN = (
+    "it enters no jax.shard_map, and no array in it is sharded over a mesh axis of type Explicit."
+    " Over axes of type Auto, the compiler shards arrays and inserts collectives later, and the"
+    " program shows neither. Make the mesh with jax.make_mesh(shape, names,"
+    " axis_types=(jax.sharding.AxisType.Explicit,) * len(names)) and put the arguments on it; or"
+    " write the communication with jax.shard_map; or give the model's linear layers to"
+    " collective_matmul.layers.parallelize"
 )
 
 
@@ -43,6 +47,13 @@ def overlap(
         lax.all_gather(x, axis) @ w          also several matmuls with one gathered array
         lax.psum_scatter(x @ w, axis)        also of sums and differences of several matmuls
         lax.psum(x @ w, axis)                likewise
+
+    For programs under `jax.jit` over mesh axes of type Explicit as well. Types of arrays show what
+    is communicated there, and each site becomes a `shard_map` over its axis around the op::
+
+        reshard(x, P(None)) @ w              gathers x, also where only the result's type says so
+        jnp.dot(x, w, out_sharding=spec)     contracts a dimension that is sharded: the product is
+                                             summed, and scattered where spec shards it
 
     Equations that commute with the collective may come between the two: casts, reshapes,
     transposes, scaling by constants, names for `jax.checkpoint`, barriers and sharding constraints.
@@ -97,10 +108,10 @@ def overlap(
         traced = _Traced(fun, args, kwargs)
         rewriter = Rewriter(requested, recipe)
         program = rewriter.rewrite(traced.program)
-        if not enters_shard_map(traced.program):
-            warn_once(f"overlap changes nothing in {_name(fun)}: {NO_SHARD_MAP}")
+        if not shows_communication(traced.program):
+            warn_once(f"overlap changes nothing in {_name(fun)}: {NOTHING_SHOWN}")
         consider(rewriter.found)
-        _check(require, rewriter.found, enters_shard_map(traced.program))
+        _check(require, rewriter.found, shows_communication(traced.program))
         return traced.call(program)
 
     @functools.wraps(fun)
@@ -155,17 +166,28 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
     return rewriter.found
 
 
+def sites_and_keys(program: Any) -> tuple[list[FoundSite], dict[int, tuple]]:
+    """The same, and the keys of those outside shard_map, by the ids of equations of the program."""
+    rewriter = Rewriter(None)
+    rewriter.rewrite(program)
+    return rewriter.found, rewriter.keys
+
+
 def rewritten_program(program: Any) -> Any:
     """The closed jaxpr that `overlap` makes of another."""
     return Rewriter(None).rewrite(program)
 
 
-def enters_shard_map(program: Any) -> bool:
-    """Whether a closed jaxpr has a shard_map at any depth, or is traced inside one."""
+def shows_communication(program: Any) -> bool:
+    """Whether a closed jaxpr shows what devices do.
+
+    It has a shard_map or arrays that Explicit axes shard, at any depth, or a shard_map is around.
+    """
 
     def has_one(jaxpr: Jaxpr) -> bool:
         return any(
             equation.primitive.name == "shard_map"
+            or next(explicit_axes(equation), None) is not None
             or any(map(has_one, jaxprs_in_params(equation.params)))
             for equation in jaxpr.eqns
         )
@@ -221,5 +243,5 @@ def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> N
             f"require={require}: only {replaced} gathers and sums over devices were replaced;"
             f" see why the others were left alone, or require fewer\n{table(found)}"
             if in_shard_map
-            else f"require={require}: {NO_SHARD_MAP}"
+            else f"require={require}: {NOTHING_SHOWN}"
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
@@ -66,7 +67,8 @@ class Ring:
 
     def start(self, chunk: Chunk) -> jax.Array:
         """The first row of a chunk in a whole array."""
-        owner = (self.device + chunk.offset) % self.devices
+        # The `%` of arrays computes with constants alone, which a loop would compute first.
+        owner = lax.rem(self.device + chunk.offset, np.int32(self.devices))
         return owner * self.rows + self.bounds[chunk.part][0]
 
     def join(self, chunks: Chunks) -> jax.Array:

@@ -1,0 +1,316 @@
+"""Finds the matmuls that communicate over Explicit mesh axes, by the types of their arrays.
+
+An array is gathered where a reshard, or the type of a dot's result, asks for a dimension whole that
+a mesh axis shards. The dots that use it, also after equations that commute with the gather, become
+one region. A dot that contracts a sharded dimension leaves each device a summand. What adds up and
+transforms summands, up to a sharded or a replicated result, becomes one region as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from jax.extend.core import JaxprEqn, Var
+
+from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup, Scheduled, in_order
+from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.manual_regions import (
+    ADDITIONS,
+    ManualRegion,
+    as_shard_map,
+    commutes,
+    other_axes_stay,
+)
+from collective_matmul.rewrite.placements import (
+    PARTIAL,
+    dot_placement,
+    explicit_axes,
+    gathered_operand,
+    may_communicate,
+    placement,
+    sums,
+    why_unclear,
+)
+from collective_matmul.rewrite.report import (
+    FoundSite,
+    described,
+    is_ours,
+    left_alone_by_type,
+)
+
+#: Replaces the sites in a shard_map, and reports on them; the same object if it has none.
+Rewrite = Callable[[JaxprEqn], tuple[JaxprEqn, list[FoundSite]]]
+_SUMMED = "its matmul belongs to another site, which sums over devices"
+_NEEDED = "overlap needs a matmul there, as in reshard(x, P()) @ w"
+
+
+def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[int, FoundSite]]]:
+    """A jaxpr with its regions replaced; the same object if there are none.
+
+    Args:
+      graph: the jaxpr.
+      rewrite: replaces the sites of a region.
+
+    Returns:
+      The jaxpr, and what was found, in the order of the program: each with the index of the
+      equation that communicates.
+    """
+    regions = _Regions(graph, rewrite)
+    result = regions.rewritten()
+    return result, sorted(regions.found, key=lambda item: item[0])
+
+
+class _Regions:
+    """The regions of one jaxpr that are replaced.
+
+    Attributes:
+      found: what was found, with the index of the equation that communicates.
+    """
+
+    def __init__(self, graph: Graph, rewrite: Rewrite):
+        self.graph = graph
+        self.found: list[tuple[int, FoundSite]] = []
+        self._rewrite = rewrite
+        self._taken: set[int] = set()
+        self._dependencies = Dependencies(graph)
+        self._made: list[tuple[int, JaxprEqn]] = []
+
+    def rewritten(self) -> Graph:
+        """The jaxpr with its regions replaced; the same object if there are none."""
+        equations = self.graph.equations
+        asking = [
+            (index, axis)
+            for index, equation in enumerate(equations)
+            if may_communicate(equation) and not is_ours(equation)
+            for axis in explicit_axes(equation)
+        ]
+        for var, dimension, axis in dict.fromkeys(self._gathers(asking)):
+            self._gather(var, dimension, axis)
+        for axis in dict.fromkeys(axis for _, axis in asking):
+            self._sums(axis, [index for index, each in asking if each == axis])
+        for index, axis in asking:
+            reason = why_unclear(equations[index], axis) if index not in self._taken else None
+            if reason:
+                self._left_alone(index, equations[index].invars[0], axis, reason)
+        if not self._made:
+            return self.graph
+        scheduled = [Scheduled((position, 0), [made]) for position, made in self._made]
+        scheduled += [
+            Scheduled((index, 1), [equation])
+            for index, equation in enumerate(equations)
+            if index not in self._taken
+        ]
+        jaxpr = self.graph.jaxpr
+        effects = frozenset(jaxpr.effects).union(*(made.effects for _, made in self._made))
+        return Graph(jaxpr.replace(eqns=in_order(scheduled), effects=effects))
+
+    def _accept(self, region: ManualRegion) -> bool:
+        """Replaces a region, if that gives it a site."""
+        equation = as_shard_map(self.graph, region)
+        if isinstance(equation, str):
+            array = self.graph.equations[region.anchor].invars[0]
+            self._left_alone(region.anchor, array, min(region.axes), equation)
+            return False
+        new, found = self._rewrite(equation)
+        self.found += [(region.anchor, site) for site in found]
+        if new is equation:
+            return False
+        self._taken |= set(region.equations)
+        self._dependencies.add(self._group(region))
+        self._made.append((max(region.equations), new))
+        return True
+
+    def _left_alone(self, index: int, array: Atom, axis: str, reason: str) -> None:
+        site = left_alone_by_type(self.graph.equations[index], "all_gather", array, axis, reason)
+        self.found.append((index, site))
+
+    def _group(self, region: ManualRegion) -> EquationGroup:
+        return EquationGroup(frozenset(region.equations), tuple(region.inputs(self.graph)))
+
+    def _gathers(self, asking: Iterable[tuple[int, str]]) -> Iterator[tuple[Var, int, str]]:
+        """The arrays that are gathered: variable, dimension, axis."""
+        for index, axis in asking:
+            equation = self.graph.equations[index]
+            side = gathered_operand(equation, axis)
+            var = None if side is None else equation.invars[side]
+            if isinstance(var, Var):
+                dimension = placement(var, axis)
+                assert isinstance(dimension, int)
+                yield var, dimension, axis
+
+    def _gather(self, var: Var, dimension: int, axis: str) -> None:
+        """Replaces the dots that one gather feeds, in as many regions as it takes."""
+        found, reasons = self._dots_of(var, dimension, axis)
+        waiting = {dot: path for dot, path in found.items() if dot not in self._taken}
+        known = False
+        while waiting:
+            region = self._joined(var, dimension, axis, waiting)
+            if region is None:
+                break
+            known = True  # The reasons are, if it is refused.
+            if self._accept(region):
+                # Others that need what it gathered by a reshard have it from there.
+                waiting = {d: path for d, path in waiting.items() if self._taken.isdisjoint(path)}
+            waiting = {d: path for d, path in waiting.items() if d not in region.equations}
+        if known:
+            return
+        if found:
+            reasons.append("its matmul belongs to another site")
+        for index in self._users_of(var, axis)[:1]:
+            reason = " and ".join(dict.fromkeys(reasons))
+            self._left_alone(index, var, axis, reason)
+
+    def _joined(
+        self, var: Var, dimension: int, axis: str, dots: dict[int, frozenset[int]]
+    ) -> ManualRegion | None:
+        """The first of the dots, with those of the others that can be executed together with it."""
+        region = None
+        for dot, path in sorted(dots.items()):
+            before = () if region is None else region.equations
+            equations = tuple(sorted({dot}.union(path, before)))
+            anchor = min(index for index in equations if index in self.graph.users(var))
+            more = ManualRegion(frozenset({axis}), anchor, equations, {var: (axis, dimension)})
+            if self._dependencies.allows(self._group(more)):
+                region = more
+        return region
+
+    def _users_of(self, var: Var, axis: str) -> list[int]:
+        """Indices of the equations that gather a variable."""
+        users = []
+        for index in self.graph.users(var):
+            equation = self.graph.equations[index]
+            side = gathered_operand(equation, axis) if not is_ours(equation) else None
+            if side is not None and equation.invars[side] is var and index not in self._taken:
+                users.append(index)
+        return users
+
+    def _is_summed(self, equation: JaxprEqn, var: Var, dimension: int | None, axis: str) -> bool:
+        """Whether a dot's result is summed over another axis, and the dot is left to that sum.
+
+        Not where it contracts the gathered dimension, as gradients of weights do.
+        """
+        contracted, _ = equation.params["dimension_numbers"]
+        side = 0 if equation.invars[0] is var else 1
+        if dimension is None or dimension in contracted[side]:
+            return False
+        return any(sums(equation, other) for other in explicit_axes(equation) if other != axis)
+
+    def _dots_of(
+        self, var: Var, dimension: int, axis: str
+    ) -> tuple[dict[int, frozenset[int]], list[str]]:
+        """The dots that use a gathered array, each with the equations before it, and other uses."""
+        dots: dict[int, frozenset[int]] = {}
+        reasons: list[str] = []
+        for index in self._users_of(var, axis):
+            equation = self.graph.equations[index]
+            if equation.primitive.name == "dot_general":
+                if equation.invars[0] is equation.invars[1]:
+                    reasons.append("the gathered array is multiplied by itself")
+                elif self._is_summed(equation, var, dimension, axis):
+                    reasons.append(_SUMMED)
+                else:
+                    dots[index] = frozenset()
+            elif other_axes_stay(equation.invars[0], equation.outvars[0], axis):
+                self._follow(index, frozenset(), dimension, axis, dots, reasons)
+            else:
+                reasons.append(f"{described(equation)} changes several mesh axes at once")
+        return dots, reasons
+
+    def _follow(
+        self,
+        index: int,
+        path: frozenset[int],
+        dimension: int | None,
+        axis: str,
+        dots: dict[int, frozenset[int]],
+        reasons: list[str],
+    ) -> None:
+        """Adds the dots that use the result of equation `index`, or why others do not fit."""
+        (var,), path = self.graph.equations[index].outvars, path | {index}
+        if var in self.graph.results:
+            reasons.append(f"the gathered array is a result of the function around it; {_NEEDED}")
+        for user in self.graph.users(var):
+            equation = self.graph.equations[user]
+            if equation.primitive.name == "dot_general":
+                places = [placement(atom, axis) for atom in equation.invars]
+                if self._is_summed(equation, var, dimension, axis):
+                    reasons.append(_SUMMED)
+                elif dot_placement(equation, *places) == placement(equation.outvars[0], axis):
+                    dots[user] = dots.get(user, frozenset()) | path
+                else:
+                    reasons.append(f"its matmul communicates by itself ({described(equation)})")
+            elif (op := commutes(self.graph, equation)) is not None and op.operand is var:
+                devices = type_of(var).sharding.mesh.shape[axis]
+                after = None if dimension is None else op.dimension_after(dimension, devices)
+                self._follow(user, path, after, axis, dots, reasons)
+            else:
+                reasons.append(f"{described(equation)} uses the gathered array; {_NEEDED}")
+
+    def _sums(self, axis: str, asking: Iterable[int]) -> None:
+        """Replaces dots that contract what the axis shards, with the sums over devices."""
+        trees: dict[int, tuple[int, ...]] = {}
+        for index in self._summands(axis, trees, set(asking)):
+            while commutes(self.graph, self.graph.equations[index]) is not None:
+                (operand,) = [a for a in self.graph.equations[index].invars if isinstance(a, Var)]
+                producer = self.graph.producer(operand)
+                assert producer is not None
+                index = producer
+            self._sum(index, axis, trees)
+
+    def _sum(self, index: int, axis: str, trees: dict[int, tuple[int, ...]]) -> None:
+        """Replaces the sum whose last equation is `index`, or else its parts."""
+        equations = self.graph.equations
+        if placement(equations[index].outvars[0], axis) == PARTIAL:
+            return
+        region = ManualRegion(frozenset({axis}), index, trees[index], summed=axis)
+        if self._dependencies.allows(self._group(region)) and self._accept(region):
+            return
+        for part in trees[index]:
+            if part != index and equations[part].primitive.name == "dot_general":
+                self._sum(part, axis, {part: (part,)})
+
+    def _summands(
+        self, axis: str, trees: dict[int, tuple[int, ...]], asking: set[int]
+    ) -> Iterator[int]:
+        """Yields the equations at which sums of dots end.
+
+        Args:
+          axis: the mesh axis.
+          trees: filled with the equations that make a summand of each device, for each result.
+          asking: indices of dots and reshards of arrays that the axis shards.
+        """
+        graph = self.graph
+        for index, equation in enumerate(graph.equations):
+            if index in self._taken:
+                continue
+            if index in asking and sums(equation, axis):
+                trees[index] = (index,)
+                continue
+            makers = [self._summand(atom, trees) for atom in self._operands(equation, axis)]
+            if makers and None not in makers:
+                parts = {part for maker in makers for part in trees[maker or 0]}
+                trees[index] = (*sorted(parts), index)
+        for index in trees:
+            (var,) = graph.equations[index].outvars
+            user = graph.only_user(var)
+            if user not in trees:
+                yield index
+
+    def _summand(self, atom: Atom, trees: dict[int, tuple[int, ...]]) -> int | None:
+        """The index of what makes a summand that nothing else needs."""
+        index = self.graph.producer(atom)
+        return index if index in trees and self.graph.only_user(atom) is not None else None
+
+    def _operands(self, equation: JaxprEqn, axis: str) -> list[Atom]:
+        """The operands of an equation that gives the same before and after the sum of each."""
+        name = equation.primitive.name
+        if name in ADDITIONS:
+            first, second = equation.invars
+            same = type_of(first).shape == type_of(second).shape and first is not second
+            return [first, second] if same else []
+        if name == "reshard":
+            (before,), (after,) = equation.invars, equation.outvars
+            stays = other_axes_stay(before, after, axis) and isinstance(before, Var)
+            return [before] if stays and placement(before, axis) in (None, PARTIAL) else []
+        op = commutes(self.graph, equation)
+        return [] if op is None else [op.operand]

@@ -1,0 +1,191 @@
+"""Writes equations of Explicit mesh axes as one `shard_map`, with the communication spelled out.
+
+Arrays in the `shard_map` are local over the axes that it makes manual, and keep their sharding over
+the others. The rest of `overlap` then sees a gather or a sum over devices, and matmuls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from collective_matmul._compat import traced_as
+from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
+from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
+from collective_matmul.rewrite.placements import (
+    is_shared,
+    only_axes,
+    placement,
+    spec_of,
+    without_axes,
+)
+
+ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
+_BINARY: dict[str, Callable] = {**ADDITIONS, "mul": lax.mul, "div": lax.div}
+
+
+@dataclass(frozen=True)
+class ManualRegion:
+    """Equations that become one `shard_map`.
+
+    Attributes:
+      axes: the axes that it makes manual.
+      anchor: index of the equation that it is reported as.
+      equations: indices of the equations, in order.
+      gathered: the arrays that are gathered, with the axis and the dimension.
+      summed: the axis of the sum of the last equation's result; None if there is none.
+    """
+
+    axes: frozenset[str]
+    anchor: int
+    equations: tuple[int, ...]
+    gathered: Mapping[Var, tuple[str, int]] = field(default_factory=dict)
+    summed: str | None = None
+
+    def inputs(self, graph: Graph) -> list[Var]:
+        """The variables that the equations read and do not make, each once."""
+        equations = [graph.equations[index] for index in self.equations]
+        made = {var for equation in equations for var in equation.outvars}
+        read = (var for equation in equations for var in variables(equation.invars))
+        return [var for var in dict.fromkeys(read) if var not in made]
+
+    def outputs(self, graph: Graph) -> list[Var]:
+        """The variables that they make and that others need."""
+        made = (graph.equations[index].outvars[0] for index in self.equations)
+        return [
+            var
+            for var in made
+            if var in graph.results or not set(self.equations).issuperset(graph.users(var))
+        ]
+
+
+def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
+    """An equation that can be executed before or after a gather or a sum; None for any other."""
+    op = commuting_op(graph, equation)
+    if op is None or equation.primitive.name in ("pvary", "sharding_constraint"):
+        return None
+    scalars = (atom for atom in equation.invars if atom is not op.operand)
+    return op if all(type_of(atom).ndim == 0 for atom in scalars) else None
+
+
+def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
+    """The region as one `shard_map` equation, or why there is none of the same types."""
+    inputs, outputs = region.inputs(graph), region.outputs(graph)
+    if any(is_shared(var, axis) for var in (*inputs, *outputs) for axis in region.axes):
+        return "a dimension is sharded over several mesh axes at once"
+    mesh = type_of(inputs[0]).sharding.mesh
+    # What is gathered or multiplied alike on all devices is not typed so.
+    replicated = region.summed is None and any(
+        placement(var, axis) is None for var in outputs for axis in region.axes
+    )
+
+    def body(*arrays: jax.Array) -> tuple:
+        local = _Body(graph, region, dict(zip(inputs, arrays, strict=True))).run()
+        return tuple(local[var] for var in outputs)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=tuple(only_axes(spec_of(var), region.axes) for var in inputs),
+            out_specs=tuple(only_axes(spec_of(var), region.axes) for var in outputs),
+            axis_names=set(region.axes),
+            check_vma=not (replicated or set(mesh.axis_names) != region.axes),
+        )
+        program = jax.make_jaxpr(sharded)(*map(type_of, inputs)).jaxpr
+    (equation,) = program.eqns
+    for var, made in zip(outputs, equation.outvars, strict=True):
+        if type_of(var) != type_of(made):
+            return f"a shard_map would make {type_of(made).str_short()} of it"
+    source = graph.equations[region.anchor].source_info
+    invars = [inputs[program.invars.index(atom)] for atom in equation.invars]
+    return equation.replace(invars=invars, outvars=outputs, source_info=source)
+
+
+class _Body:
+    """The equations of a region, executed on local arrays."""
+
+    def __init__(self, graph: Graph, region: ManualRegion, arrays: dict[Var, jax.Array]):
+        self._graph, self._region = graph, region
+        self._arrays = arrays
+        self._whole: dict[Var, jax.Array] = {}
+        self._has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+    def run(self) -> dict[Var, jax.Array]:
+        """Executes the equations. Returns all arrays, by their variables."""
+        for index in self._region.equations:
+            equation = self._graph.equations[index]
+            with traced_as(equation.source_info):
+                result = self._result(equation)
+                if self._region.summed and index == self._region.equations[-1]:
+                    result = self._sum(equation.outvars[0], result)
+                self._arrays[equation.outvars[0]] = result
+        return self._arrays
+
+    def _sum(self, var: Var, array: jax.Array) -> jax.Array:
+        axis = self._region.summed
+        assert axis is not None
+        dimension = placement(var, axis)
+        if dimension is None:
+            return lax.psum(array, axis)
+        assert isinstance(dimension, int)
+        return lax.psum_scatter(array, axis, scatter_dimension=dimension, tiled=True)
+
+    def _operand(self, atom: Atom) -> Any:
+        """An operand of an equation, gathered if the region gathers it."""
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val, type_of(atom).dtype)
+        if atom not in self._region.gathered:
+            return self._arrays[atom]
+        if atom not in self._whole:
+            axis, dimension = self._region.gathered[atom]
+            self._whole[atom] = lax.all_gather(self._arrays[atom], axis, axis=dimension, tiled=True)
+        return self._whole[atom]
+
+    def _spec(self, var: Var) -> Any:
+        """How the explicit axes that are left shard an array; None if there are none."""
+        return without_axes(spec_of(var), self._region.axes) if self._has_explicit_axes else None
+
+    def _result(self, equation: JaxprEqn) -> jax.Array:
+        name, params = equation.primitive.name, equation.params
+        operands: list[Any] = list(map(self._operand, equation.invars))
+        (result,) = equation.outvars
+        if name == "reshard":
+            return operands[0]
+        if name == "dot_general":
+            return lax.dot_general(
+                operands[0],
+                operands[1],
+                params["dimension_numbers"],
+                precision=params["precision"],
+                preferred_element_type=params["preferred_element_type"],
+                out_sharding=self._spec(result),
+            )
+        if name in _BINARY:
+            return _BINARY[name](*operands)
+        if name == "convert_element_type":
+            return lax.convert_element_type(operands[0], params["new_dtype"])
+        op = commuting_op(self._graph, equation)
+        if op is not None and op.reshapes:
+            array, shape = operands[0], type_of(result).shape
+            return lax.reshape(array, shape, out_sharding=self._spec(result))
+        made = equation.primitive.bind(*operands, **params)
+        return made[0] if equation.primitive.multiple_results else made
+
+
+def other_axes_stay(before: Atom, after: Atom, axis: str) -> bool:
+    """Whether two types of an array differ over one axis only."""
+    return _padded(without_axes(spec_of(before), {axis}), before) == _padded(
+        without_axes(spec_of(after), {axis}), after
+    )
+
+
+def _padded(spec: Any, atom: Atom) -> tuple:
+    entries = (*spec.partitions, *[None] * (type_of(atom).ndim - len(spec.partitions)))
+    return entries, spec.unreduced, spec.reduced

@@ -1,0 +1,182 @@
+"""Where arrays are over Explicit mesh axes, and which equations communicate, by their types.
+
+Over one mesh axis, a placement is the dimension that the axis shards; None if all devices have the
+same; or `PARTIAL` if each device has a summand (an array of type "unreduced").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Set
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.sharding import PartitionSpec
+
+from collective_matmul.rewrite.graph import Atom, type_of
+
+PARTIAL = "partial"
+#: Anything else, such as an operand of a product of summands.
+OTHER = "other"
+Placement = int | str | None
+
+
+def spec_of(atom: Atom) -> PartitionSpec:
+    """How the explicit axes shard an array, by its type."""
+    sharding = getattr(type_of(atom), "sharding", None)
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def placement(atom: Atom, axis: str) -> Placement:
+    """The placement of an array over an axis."""
+    spec = spec_of(atom)
+    if axis in spec.unreduced:
+        # 0.12: may be another operation than a sum.
+        kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+        return PARTIAL if kind.lower() == "sum" else OTHER
+    for dimension, entry in enumerate(spec.partitions):
+        if axis in (entry if isinstance(entry, tuple) else (entry,)):
+            return dimension
+    return None
+
+
+def is_shared(atom: Atom, axis: str) -> bool:
+    """Whether the dimension of an array that an axis shards is sharded over other axes as well."""
+    entries = spec_of(atom).partitions
+    return any(isinstance(entry, tuple) and axis in entry and len(entry) > 1 for entry in entries)
+
+
+def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
+    """The spec, naming none of the axes."""
+    return _filtered(spec, lambda axis: axis not in axes)
+
+
+def only_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
+    """The spec, naming no other axes."""
+    return _filtered(spec, lambda axis: axis in axes)
+
+
+def _filtered(spec: PartitionSpec, keep: Any) -> PartitionSpec:
+    entries = []
+    for entry in spec.partitions:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name is not None and keep(name))
+        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    unreduced, reduced = (frozenset(filter(keep, s)) for s in (spec.unreduced, spec.reduced))
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
+
+
+def dot_placement(equation: JaxprEqn, lhs: Placement, rhs: Placement) -> Placement:
+    """Where the result of a dot is if each device multiplies what it has; `OTHER` if it cannot."""
+    contracted, batch = equation.params["dimension_numbers"]
+    if OTHER in (lhs, rhs) or PARTIAL in (lhs, rhs):
+        return OTHER
+    for pairs, is_batch in ((contracted, False), (batch, True)):
+        for index, (of_lhs, of_rhs) in enumerate(zip(*pairs, strict=True)):
+            if lhs == of_lhs or rhs == of_rhs:
+                both = lhs == of_lhs and rhs == of_rhs
+                return (index if is_batch else PARTIAL) if both else OTHER
+    if lhs is not None and rhs is not None:
+        return OTHER
+    rows, columns = (
+        [i for i in range(type_of(atom).ndim) if i not in (*contracted[side], *batch[side])]
+        for side, atom in enumerate(equation.invars)
+    )
+    if lhs is not None:
+        return len(batch[0]) + rows.index(int(lhs))
+    return None if rhs is None else len(batch[0]) + len(rows) + columns.index(int(rhs))
+
+
+def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
+    """The operand that must be gathered over an axis before an equation, and no other; else None.
+
+    Of a dot, if its result is sharded over the axis or keeps a dimension of the operand whole:
+    where only a contracted dimension of one operand is sharded, the other may be divided instead.
+    """
+    places = [placement(atom, axis) for atom in equation.invars]
+    (after,) = (placement(atom, axis) for atom in equation.outvars)
+    if any(is_shared(atom, axis) for atom in (*equation.invars, *equation.outvars)):
+        return None
+    if equation.primitive.name == "reshard":
+        return 0 if isinstance(places[0], int) and after is None else None
+    if equation.primitive.name != "dot_general" or dot_placement(equation, *places) == after:
+        return None
+    contracted, batch = equation.params["dimension_numbers"]
+    for side, place in enumerate(places):
+        whole = [None if i == side else p for i, p in enumerate(places)]
+        if not isinstance(place, int) or dot_placement(equation, *whole) != after:
+            continue
+        if place not in batch[side] and (place not in contracted[side] or after is not None):
+            return side
+    return None
+
+
+def sums(equation: JaxprEqn, axis: str) -> bool:
+    """Whether an equation is a dot that contracts a dimension that is sharded over the axis."""
+    if equation.primitive.name != "dot_general" or any(is_shared(a, axis) for a in equation.invars):
+        return False
+    return dot_placement(equation, *(placement(a, axis) for a in equation.invars)) == PARTIAL
+
+
+def why_unclear(equation: JaxprEqn, axis: str) -> str | None:
+    """Why it is not clear what an equation communicates over an axis; None if it is."""
+    places = [placement(atom, axis) for atom in equation.invars]
+    (after,) = (placement(atom, axis) for atom in equation.outvars)
+    is_reshard = equation.primitive.name == "reshard"
+    local = places[0] if is_reshard else dot_placement(equation, *places)
+    if local == after or (local is None and after is not None):
+        return None
+    if any(is_shared(atom, axis) for atom in (*equation.invars, *equation.outvars)):
+        return f"a dimension is sharded over {axis!r} and other mesh axes at once"
+    if is_reshard or local == PARTIAL or gathered_operand(equation, axis) is not None:
+        return None
+    return (
+        "its matmul contracts a dimension that is sharded in one operand only: the compiler may"
+        " divide the other or gather this one; reshard one of them"
+    )
+
+
+def explicit_axes(equation: JaxprEqn) -> Iterator[str]:
+    """The explicit axes that the types of an equation name, each once, in their order."""
+    atoms = (*equation.invars, *equation.outvars)
+    yield from dict.fromkeys(axis for atom in atoms for axis in _axes_in(spec_of(atom)))
+
+
+def may_communicate(equation: JaxprEqn) -> bool:
+    """Whether an equation is a reshard or a dot of arrays that explicit axes shard."""
+    if equation.primitive.name not in ("reshard", "dot_general"):
+        return False
+    return next(explicit_axes(equation), None) is not None
+
+
+def auto_axes(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The axes of type Auto and several devices, of meshes with Explicit axes that shard arrays."""
+    for equation in jaxpr.eqns:
+        for atom in (*equation.invars, *equation.outvars):
+            if next(_axes_in(spec_of(atom)), None) is not None:
+                mesh = type_of(atom).sharding.mesh
+                return tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+        for inner in jaxprs_in_params(equation.params):
+            if axes := auto_axes(inner):
+                return axes
+    return ()
+
+
+#: Answers of `shows_sharding`.
+_showing: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+
+def shows_sharding(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has equations that `may_communicate`, at any depth."""
+    if jaxpr not in _showing:
+        _showing[jaxpr] = any(
+            may_communicate(equation) or any(map(shows_sharding, jaxprs_in_params(equation.params)))
+            for equation in jaxpr.eqns
+        )
+    return _showing[jaxpr]
+
+
+def _axes_in(spec: PartitionSpec) -> Iterator[str]:
+    for entry in spec.partitions:
+        yield from (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
+    yield from sorted(spec.unreduced)

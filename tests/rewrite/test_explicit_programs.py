@@ -1,0 +1,69 @@
+"""`overlap` of programs over Explicit mesh axes: sites and their reasons, values, gradients, types.
+
+Sums of a few float32 products in another order, and their gradients, are compared within the
+tolerances of `tests.rewrite.programs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from tests.rewrite.explicit_programs import FORMS, NEAR_MISSES, ExplicitForm, explicit_mesh
+from tests.rewrite.programs import assert_same, counts, gradients_of, ring, sites
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def value_and_gradients(form: ExplicitForm) -> Callable:
+    def both(*arguments: Any) -> tuple:
+        return form.fun(*arguments), gradients_of(form.fun, len(arguments))(*arguments)
+
+    return both
+
+
+@pytest.mark.parametrize("name", [*FORMS, *NEAR_MISSES])
+def test_sites_are_replaced_or_left_alone_with_a_reason(name: str, mesh: Mesh) -> None:
+    form = {**FORMS, **NEAR_MISSES}[name]
+    arguments = form.arguments(mesh)
+    found = sites(form.fun, *arguments)
+    assert sum(site.replaced for site in found) == form.replaced, found
+    assert all(site.source and site.source.file.endswith("explicit_programs.py") for site in found)
+    left = [site.reason for site in found if not site.replaced]
+    if form.reason:
+        assert any(form.reason in reason for reason in left), left
+        assert "shard_map" not in counts(ring(form.fun), *arguments)
+    else:
+        assert len(left) == form.alone[0]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_are_sites_too(name: str, mesh: Mesh) -> None:
+    form = FORMS[name]
+    gradients = gradients_of(form.fun, len(form.operands))
+    found = sites(gradients, *form.arguments(mesh))
+    replaced = [site for site in found if site.replaced]
+    assert (len(replaced), len(found) - len(replaced)) == (form.with_gradients, form.alone[1])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_values_gradients_and_types_stay_the_same(name: str, mesh: Mesh) -> None:
+    """Differentiated before and after `overlap`."""
+    form = FORMS[name]
+    arguments = form.arguments(mesh)
+    after = ExplicitForm(ring(form.fun), form.operands, 0, 0)
+    funs = [value_and_gradients(form), ring(value_and_gradients(form)), value_and_gradients(after)]
+    expected, *others = jax.jit(lambda *args: [fun(*args) for fun in funs])(*arguments)
+    for actual in others:
+        assert_same(actual, expected)
+        types = jax.tree.map(jax.typeof, actual), jax.tree.map(jax.typeof, expected)
+        assert types[0] == types[1]
