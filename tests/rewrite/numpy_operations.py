@@ -205,6 +205,17 @@ def _iota(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
     return np.broadcast_to(np.arange(math.prod(sizes)).reshape(sizes), (devices, *shape))
 
 
+def _reduce(operands: Stacks, equation: JaxprEqn, devices: int) -> list[np.ndarray]:
+    """By a function of the program's own, device by device: JAX does not map over first values."""
+    dtypes = [type_of(atom).dtype for atom in equation.invars]
+    operation = _operation(equation.primitive, False, tuple(equation.params.items()))
+    results = [
+        operation(*(x[device].astype(dtype) for x, dtype in zip(operands, dtypes, strict=True)))
+        for device in range(devices)
+    ]
+    return [np.stack([np.asarray(each) for each in parts]) for parts in zip(*results, strict=True)]
+
+
 def _same(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
     return operands[0]
 
@@ -235,6 +246,7 @@ _SHAPED: dict[str, Operation] = {
     "iota": _iota,
     "pad": _pad,
     "reduce_precision": _same,
+    "reduce": _reduce,
     "reshape": _reshape,
     "rev": lambda operands, equation, _: np.flip(
         operands[0], tuple(i + 1 for i in equation.params["dimensions"])
