@@ -58,7 +58,7 @@ H200: dict[str, Any] = {
 }
 #: The oldest cuDNN whose attention is traced: nothing is asked of the one that is installed.
 _CUDNN = 91_000
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)
 
@@ -194,7 +194,7 @@ def two_devices() -> Iterator[list[Any]]:
     if jax.default_backend() == "gpu" and len(jax.devices()) > 1:
         yield jax.devices()[:2]
         return
-    if not any(map(importlib.util.find_spec, _PLUGINS)):
+    if not any(map(importlib.util.find_spec, PLUGINS)):
         raise SystemExit(
             "no two GPUs are here, and to compile for H200 all the same JAX needs its CUDA build:"
             " pip install 'jax[cuda12]'"

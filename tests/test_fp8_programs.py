@@ -1,0 +1,214 @@
+"""Lowered programs with operands in 8 bits: what travels, and what is multiplied.
+
+Where JAX has its CUDA build, one is also compiled for H200, with or without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
+from collective_matmul.fp8 import RECIPES
+from tests.conftest import MeshFactory
+from tests.reference import AXIS, OPS
+from tests.test_fp8_ops import case_of
+from tests.train import compiled_memory
+
+#: Of each device: rows of a chunk, as case_of has them, contracted numbers, and columns.
+DEVICES, ROWS, K = 4, "4x3", 136
+E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
+#: The dtype of dy in each recipe.
+GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3, "blockwise": E4M3}
+MESSAGE, PLAIN = f"{ROWS}x{K + 16}xui8", f"{ROWS}x{K}xbf16"
+
+
+class Program:
+    """A function that is lowered for GPUs."""
+
+    def __init__(self, fun: Callable, *arguments: Any):
+        lowered = jax.jit(fun).trace(*arguments).lower(lowering_platforms=("cuda",))
+        self._module: Any = lowered.compiler_ir("stablehlo")  # Operations do not keep it alive.
+
+    def operations(self, name: str) -> list[Any]:
+        """All operations of this name, also those of inner functions."""
+
+        def inside(operation: Any) -> Iterator[Any]:
+            for region in operation.regions:
+                for block in region:
+                    for each in block:
+                        yield each.operation
+                        yield from inside(each.operation)
+
+        found = inside(self._module.operation)
+        return [each for each in found if each.name == f"stablehlo.{name}"]
+
+
+def tensor(value: Any) -> str:
+    """Sizes and dtype, as in "4x3x152xui8"."""
+    return re.sub(r"tensor<(.*)>", r"\1", str(value.type))
+
+
+def dtype_of(value: Any) -> str:
+    return tensor(value).rpartition("x")[-1]
+
+
+@functools.cache
+def program(op: str, fp8: str, make_mesh: MeshFactory) -> Program:
+    """Results and gradients."""
+    case = case_of(op, fp8, DEVICES, dtype="bfloat16")
+    x, ws, dys = case.arrays()
+    sharded = case.sharded(make_mesh({AXIS: DEVICES}))
+
+    def both(x: Any, ws: Any, dys: Any) -> Any:
+        ys, transpose = jax.vjp(sharded, x, ws)
+        return ys, transpose(dys)
+
+    return Program(both, x, tuple(ws), tuple(dys))
+
+
+every_program = pytest.mark.parametrize(
+    ("op", "fp8"), [(op, fp8) for op in OPS[:2] for fp8 in RECIPES]
+)
+
+
+@every_program
+def test_permutes_carry_messages(op: str, fp8: str, make_mesh: MeshFactory) -> None:
+    """Forward and backward gathers do; sums do not. D - 1 permutes each, of one chunk."""
+    permutes = program(op, fp8, make_mesh).operations("collective_permute")
+    sent = Counter(tensor(each.operands[0]) for each in permutes)
+    # The scatter's backward gathers dy; the gather's backward sums dx. If the weight gradient is in
+    # 8 bits, it needs the message; else the array itself.
+    expected = Counter({MESSAGE: 3, PLAIN: 3})
+    in_fp8 = RECIPES[fp8].weight_gradient_in_fp8
+    if op == OPS[0] or not in_fp8:
+        expected[MESSAGE if in_fp8 else PLAIN] += 3
+    assert sent == expected
+
+
+@every_program
+def test_matmuls_have_8_bit_operands(op: str, fp8: str, make_mesh: MeshFactory) -> None:
+    """Blocks have scales of their own, which XLA multiplies in float32 before the matmul."""
+    dots = Counter(
+        tuple(map(dtype_of, each.operands))
+        for each in program(op, fp8, make_mesh).operations("dot_general")
+    )
+    weights = 2 if op == OPS[0] else 1  # Each is multiplied by every chunk, in both passes.
+    forward, backward = (E4M3, E4M3), (GRADIENTS[fp8], E4M3)
+    if fp8 == "blockwise":
+        forward = backward = ("f32", "f32")
+    expected = Counter({forward: DEVICES * weights})
+    expected[backward] += DEVICES * weights
+    expected[(E4M3, E5M2) if fp8 == "tensorwise" else ("bf16", "bf16")] += weights
+    assert dots == expected
+
+
+@every_program
+def test_no_8_bits_are_widened_before_a_matmul(op: str, fp8: str, make_mesh: MeshFactory) -> None:
+    """Else the matmul would be as slow as in half precision."""
+    for dot in program(op, fp8, make_mesh).operations("dot_general"):
+        for operand in dot.operands:
+            widened = [each for each in converts(operand) if each.startswith("f8")]
+            assert bool(widened) == (fp8 == "blockwise" and dtype_of(operand) == "f32")
+
+
+#: Operations that give an array another place, or multiply it by scales.
+_PASSED = {"reshape", "transpose", "slice", "dynamic_slice", "multiply", "broadcast_in_dim"}
+
+
+def converts(value: Any) -> Iterator[str]:
+    """The dtypes that a value was converted from, as far as only layout and scales changed."""
+    owner = getattr(value, "owner", None)
+    operation: Any = getattr(owner, "operation", owner)
+    name = getattr(operation, "name", "").removeprefix("stablehlo.")
+    if name == "convert":
+        yield dtype_of(operation.operands[0])
+    if name in _PASSED | {"convert"}:
+        for operand in operation.operands:
+            yield from converts(operand)
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize(("contracted", "in_fp8"), [(256, True), (136, False)])
+def test_weights_are_gathered_in_8_bits(
+    fp8: Any, contracted: int, in_fp8: bool, make_mesh: MeshFactory
+) -> None:
+    """But for shards that divide blocks, which are gathered before they are quantized."""
+    weights = {"weight_axis_name": "fsdp", "fp8": fp8, "implementation": "ring"}
+
+    def results(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        def op(x: jax.Array, w: jax.Array) -> jax.Array:
+            return all_gather_matmul(x, w, AXIS, gather_dimension=1, **weights)
+
+        y, transpose = jax.vjp(op, x, w)
+        return y, transpose(dy)
+
+    mesh = make_mesh({"fsdp": 2, AXIS: 2})
+    x, w, y = P("fsdp", AXIS), P("fsdp", AXIS), P("fsdp", None, AXIS)
+    fun = jax.shard_map(results, mesh=mesh, in_specs=(x, w, y), out_specs=(y, (x, w)))
+    sizes = (4, 8, contracted), (contracted, 512), (4, 8, 512)
+    arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    shard = rf"({contracted // 2}x\d+|\d+x{contracted // 2})x(\w+)"  # Scales are smaller.
+    gathers = Program(fun, *arguments).operations("all_gather")
+    found = [re.fullmatch(shard, tensor(each.operands[0])) for each in gathers]
+    gathered = {each.group(2) for each in found if each}
+    assert gathered == {E4M3 if in_fp8 or fp8 != "blockwise" else "bf16"}
+
+
+needs_cuda_build = pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
+)
+
+
+def feed_forward(fp8: Any, x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+    """An RMS norm and a SwiGLU, with x [batch, sequence, features] sharded along the sequence."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    keywords: Any = {"fp8": fp8, "implementation": "ring"}
+    gates, ups = all_gather_matmul(
+        wide.astype(x.dtype), (gate, up), AXIS, gather_dimension=1, **keywords
+    )
+    hidden = jax.nn.silu(gates) * ups
+    return x + matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=1, **keywords)
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_compiled_matmuls_have_8_bit_operands(fp8: str) -> None:
+    """By cuBLAS; its rewriter asks which CUDA there is. XLA would fall back to float16."""
+    features, hidden = 4096, 14336
+    with (
+        mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
+        compiled_memory.two_devices() as devices,
+    ):
+        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        specs = P(None, AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)
+        shapes = (1, 8192, features), *[(features, hidden)] * 2, (hidden, features)
+        fun = functools.partial(feed_forward, fp8)
+        sharded = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs[0])
+        arguments = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=True)
+        ]
+        options = dict(OVERLAP_OPTIONS) | {"xla_gpu_enable_triton_gemm": False}
+        compiled: Any = jax.jit(sharded).lower(*arguments).compile(options)
+    text: str = compiled.as_text()
+    matmuls = re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
+    assert matmuls == ["__cublas$lt$matmul$f8"] * 6
+    assert "f16[" not in text.replace("bf16[", "")
+    # No array of a weight's size but the weight, and the weight in 8 bits.
+    entry = text[text.index("ENTRY") :]
+    assert not re.findall(r"= (?:f32|pred|bf16)\[(?:4096,7168|7168,4096)\]\S* fusion", entry)
+    assert len(re.findall(r"u8\[1,4096,4112\]\S*\)? collective-permute-start", entry)) == 1
