@@ -13,6 +13,7 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
+from collective_matmul import explain
 from tests.rewrite.explicit_programs import FORMS, NEAR_MISSES, ExplicitForm, explicit_mesh
 from tests.rewrite.programs import assert_same, counts, gradients_of, ring, sites
 
@@ -67,3 +68,10 @@ def test_values_gradients_and_types_stay_the_same(name: str, mesh: Mesh) -> None
         assert_same(actual, expected)
         types = jax.tree.map(jax.typeof, actual), jax.tree.map(jax.typeof, expected)
         assert types[0] == types[1]
+
+
+def test_explain_counts_the_steps_of_loops(mesh: Mesh) -> None:
+    form = FORMS["layers"]
+    explanation = explain(form.fun)(*form.arguments(mesh))
+    assert list(explanation.runs.values()) == [2, 2]
+    assert "4 plain gathers and sums: 4 that overlap would replace" in str(explanation)
