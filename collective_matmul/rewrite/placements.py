@@ -93,13 +93,15 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
     Of a dot, if its result is sharded over the axis or keeps a dimension of the operand whole:
     where only a contracted dimension of one operand is sharded, the other may be divided instead.
     """
+    if not may_communicate(equation):
+        return None
     places = [placement(atom, axis) for atom in equation.invars]
     (after,) = (placement(atom, axis) for atom in equation.outvars)
     if any(is_shared(atom, axis) for atom in (*equation.invars, *equation.outvars)):
         return None
     if equation.primitive.name == "reshard":
         return 0 if isinstance(places[0], int) and after is None else None
-    if equation.primitive.name != "dot_general" or dot_placement(equation, *places) == after:
+    if dot_placement(equation, *places) == after:
         return None
     contracted, batch = equation.params["dimension_numbers"]
     for side, place in enumerate(places):

@@ -1,0 +1,104 @@
+"""Random programs over Explicit axes agree with their rewritten forms; planted mistakes do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.rewrite import explicit_regions, manual_regions, placements
+from tests.rewrite.explicit_fuzz import search
+
+#: Numbers of draws: in each test, in the short search and in the long one.
+BLOCK, SHORT_SEARCH, LONG_SEARCH = 50, 50, 2000
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=() if first < SHORT_SEARCH else pytest.mark.exhaustive)
+        for first in range(0, LONG_SEARCH, BLOCK)
+    ],
+)
+def test_random_programs_agree_with_their_rewritten_form(first: int) -> None:
+    result, sites = search(range(first, first + BLOCK))
+    assert not result.findings
+    # Otherwise the search would agree with anything.
+    assert result.programs > 0.9 * BLOCK
+    assert sites > BLOCK / 4
+
+
+def gather_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = lax.all_gather
+
+    def wrong(x: jax.Array, axis_name: str, *, axis: int, **kwargs: Any) -> jax.Array:
+        return gather(x, axis_name, axis=axis, **kwargs)[::-1]
+
+    monkeypatch.setattr(manual_regions.lax, "all_gather", wrong)
+
+
+def gather_over_another_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = explicit_regions.ManualRegion
+
+    def wrong(axes: frozenset[str], anchor: int, equations: Any, gathered: Any = None, **kw: Any):
+        gathered = {
+            var: ({"d": "t", "t": "d"}[axis], dimension)
+            for var, (axis, dimension) in (gathered or {}).items()
+        }
+        return made(axes, anchor, equations, gathered, **kw)
+
+    monkeypatch.setattr(explicit_regions, "ManualRegion", wrong)
+
+
+def lose_a_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a later reshard would sum stays a summand of each device."""
+    monkeypatch.setattr(manual_regions._Body, "_sum", lambda self, var, array: array)
+
+
+def lose_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = manual_regions._Body._sum
+
+    def wrong(self: Any, var: Any, array: jax.Array) -> jax.Array:
+        dimension = placements.placement(var, self._region.summed)
+        if dimension is None:
+            return array
+        return original(self, var, array)
+
+    monkeypatch.setattr(manual_regions._Body, "_sum", wrong)
+
+
+def take_a_part_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of the wrong type: over the axis of a site, nothing is sharded."""
+    monkeypatch.setattr(manual_regions, "only_axes", lambda spec, axes: P())
+
+
+def forget_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = manual_regions.ManualRegion.outputs
+    region = manual_regions.ManualRegion
+
+    def wrong(self: Any, graph: Any) -> list:
+        return original(replace(self, equations=self.equations[-1:]), graph)
+
+    monkeypatch.setattr(region, "outputs", wrong)
+
+
+MISTAKES = [
+    gather_in_another_order,
+    gather_over_another_axis,
+    lose_a_reshard,
+    lose_a_sum,
+    take_a_part_for_the_whole,
+    forget_a_result,
+]
+
+
+@pytest.mark.parametrize("plant", MISTAKES)
+def test_a_mistake_is_found(plant: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    result, _ = search(range(BLOCK), stop=1)
+    assert result.findings
