@@ -180,9 +180,13 @@ def quantize_weights(
 
 def message(values: jax.Array, scales: jax.Array) -> jax.Array:
     """The message of values [..., K] and scales [..., S], float32."""
+    own, filled = scales.shape[-1], message_scale_bytes(scales.shape[-1]) // scales.itemsize
+    if own == 1:
+        # Unlike padding, XLA writes copies in the kernel that computes the values.
+        scales = jnp.broadcast_to(scales, (*scales.shape[:-1], filled))
+    else:
+        scales = jnp.pad(scales, [*[(0, 0)] * (scales.ndim - 1), (0, filled - own)])
     raw = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*scales.shape[:-1], -1)
-    padding = message_scale_bytes(scales.shape[-1]) - raw.shape[-1]
-    raw = jnp.pad(raw, [*[(0, 0)] * (raw.ndim - 1), (0, padding)])
     values = lax.bitcast_convert_type(values, jnp.uint8)
     return lax.concatenate([values, raw], values.ndim - 1)
 
@@ -281,7 +285,7 @@ def _quantized_blocks_of_rows(x: Array, dtype: jnp.dtype) -> jax.Array:
 def _quantized_blocks(w: Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """The values of a matrix [N, K], and the scales of its blocks of 128 × 128."""
     blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
-    scale = _scale(jnp.max(_magnitude(blocks), axis=(1, 3), keepdims=True), dtype)
+    scale = _scale(_largest_magnitude(blocks, (1, 3)), dtype)
     values = _divided(blocks, scale, dtype)
     values = values.reshape(math.prod(values.shape[:2]), -1)[: w.shape[0], : w.shape[1]]
     return values, scale[:, 0, :, 0]

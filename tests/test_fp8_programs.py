@@ -32,7 +32,8 @@ DEVICES, ROWS, K = 4, "4x3", 136
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 #: The dtype of dy in each recipe.
 GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3, "blockwise": E4M3}
-MESSAGE, PLAIN = f"{ROWS}x{K + 16}xui8", f"{ROWS}x{K}xbf16"
+MESSAGE = f"{ROWS}x{RECIPES['rowwise'].message_columns(K)}xui8"
+PLAIN = f"{ROWS}x{K}xbf16"
 
 
 class Program:
@@ -172,30 +173,31 @@ needs_cuda_build = pytest.mark.skipif(
 )
 
 
-def feed_forward(fp8: Any, x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) -> jax.Array:
     """An RMS norm and a SwiGLU, with x [batch, sequence, features] sharded along the sequence."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
     keywords: Any = {"fp8": fp8, "implementation": "ring"}
     gates, ups = all_gather_matmul(
-        wide.astype(x.dtype), (gate, up), AXIS, gather_dimension=1, **keywords
+        wide.astype(x.dtype) * scale, (gate, up), AXIS, gather_dimension=1, **keywords
     )
     hidden = jax.nn.silu(gates) * ups
     return x + matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=1, **keywords)
 
 
-@needs_cuda_build
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-def test_compiled_matmuls_have_8_bit_operands(fp8: str) -> None:
-    """By cuBLAS; its rewriter asks which CUDA there is. XLA would fall back to float16."""
-    features, hidden = 4096, 14336
+@functools.cache
+def compiled(fp8: str, features: int) -> str:
+    """The feed-forward of 2 × 4096 tokens as compiled for two H200."""
+    hidden = 14336
     with (
+        # XLA asks which CUDA there is: with none, its matmuls of 8 bits would be of float16.
         mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
         compiled_memory.two_devices() as devices,
     ):
         mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        specs = P(None, AXIS), P(None, AXIS), P(None, AXIS), P(AXIS)
-        shapes = (1, 8192, features), *[(features, hidden)] * 2, (hidden, features)
+        specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
+        weights = *[(features, hidden)] * 2, (hidden, features)
+        shapes = (1, 8192, features), (1, 1, features), *weights
         fun = functools.partial(feed_forward, fp8)
         sharded = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs[0])
         arguments = [
@@ -203,12 +205,59 @@ def test_compiled_matmuls_have_8_bit_operands(fp8: str) -> None:
             for shape, spec in zip(shapes, specs, strict=True)
         ]
         options = dict(OVERLAP_OPTIONS) | {"xla_gpu_enable_triton_gemm": False}
-        compiled: Any = jax.jit(sharded).lower(*arguments).compile(options)
-    text: str = compiled.as_text()
-    matmuls = re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
-    assert matmuls == ["__cublas$lt$matmul$f8"] * 6
-    assert "f16[" not in text.replace("bf16[", "")
-    # No array of a weight's size but the weight, and the weight in 8 bits.
+        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
+    return program.as_text()
+
+
+def kernels(text: str) -> dict[str, str]:
+    """The operations of a compiled program by name; of a fusion, also those that it executes."""
+    bodies = dict(re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
     entry = text[text.index("ENTRY") :]
-    assert not re.findall(r"= (?:f32|pred|bf16)\[(?:4096,7168|7168,4096)\]\S* fusion", entry)
-    assert len(re.findall(r"u8\[1,4096,4112\]\S*\)? collective-permute-start", entry)) == 1
+    lines = dict(re.findall(r"^ +(?:ROOT )?%(\S+) = (.*)$", entry, re.MULTILINE))
+    called = {name: re.search(r"calls=%([^,\s]+)", line) for name, line in lines.items()}
+    inside = {name: bodies[match[1]] for name, match in called.items() if match}
+    return {name: line + inside.get(name, "") for name, line in lines.items()}
+
+
+#: Contracted sizes that our kernel multiplies, and one that it leaves to cuBLAS.
+every_size = pytest.mark.parametrize(("features", "library"), [(4096, "mosaic"), (4112, "cublas")])
+
+
+@needs_cuda_build
+@every_size
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_matmuls_have_8_bit_operands(fp8: str, features: int, library: str) -> None:
+    text = compiled(fp8, features)
+    matmuls = re.findall(r'custom_call_target="(__cublas[^"]*|mosaic_gpu)', text)
+    if library == "mosaic":  # Two weights are multiplied by one kernel.
+        assert matmuls == ["mosaic_gpu"] * 4
+    else:
+        assert matmuls == [f"__cublas$lt$matmul{'' if fp8 == 'blockwise' else '$f8'}"] * 6
+    assert not re.search(r"\bf16\[", text)
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_messages_are_written_by_what_they_are_made_of(fp8: str) -> None:
+    """The norm's kernel writes the message. SwiGLU's finds the scales of its own."""
+    program = kernels(compiled(fp8, 4096))
+    (permute,) = (
+        line for line in program.values() if re.search(r"u8.*collective-permute-start\(", line)
+    )
+    sent = program[re.findall(r"collective-permute-start\(%([^),]+)", permute)[0]]
+    for operation in ("rsqrt(", "f8e4m3fn[", "concatenate("):
+        assert operation in sent
+    (activation,) = (line for line in program.values() if "exponential(" in line)
+    assert " maximum(" in activation or " reduce(" in activation
+    # One kernel each for three weights and two messages.
+    quantizing = [line for line in program.values() if "convert(" in line and "f8e4m3fn[" in line]
+    assert len(quantizing) == 5
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
+    sizes = 4096 * 7168
+    for line in kernels(compiled(fp8, 4096)).values():
+        result = re.match(r"(pred|f32|bf16)\[([\d,]+)\]\S* fusion", line)
+        assert not result or np.prod([*map(int, result[2].split(","))]) != sizes
