@@ -37,7 +37,7 @@ Draw = Callable[..., np.ndarray]
 
 
 @pytest.fixture
-def use_tiling(monkeypatch: pytest.MonkeyPatch) -> UseTiling:
+def use_tiling(_without_races: None, monkeypatch: pytest.MonkeyPatch) -> UseTiling:
     """Makes the kernel run in the interpreter, with a given tiling.
 
     There are two blocks or one cluster, so that each block visits several tiles and uses its stages

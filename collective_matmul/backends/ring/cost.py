@@ -21,6 +21,7 @@ from collective_matmul.backends.matmul_cost import (
     weight_gradient_seconds,
 )
 from collective_matmul.hardware import HOPPER, assumed_rates, rates
+from collective_matmul.mosaic_gpu.scaled_chunks import ScaledProblem
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
 from collective_matmul.site import Site
 
@@ -151,7 +152,7 @@ def multiplies_in_place(site: Site) -> bool:
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
     if not assumed_rates().multiplies_in_place or not half_precision:
         return False
-    if site.fp8 is not None or site.einsum is not None or partly_automatic():
+    if site.einsum is not None or partly_automatic():
         return False
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])
@@ -160,6 +161,9 @@ def multiplies_in_place(site: Site) -> bool:
         rows, ks = site.rows, ks[:1]
     else:
         rows, ns = site.rows // site.axis_size, ns[:1]
+    if site.fp8 is not None:
+        problem = ScaledProblem(planes, rows // planes, ks, ns, site.fp8 == "blockwise")
+        return problem.unsupported_reason() is None
     w_contracted = 2 if site.transpose_w else 1
     return _has_tiling(
         MatmulProblem(planes, rows // planes, ks, ns, w_contracted_axis=w_contracted)
