@@ -18,6 +18,8 @@ NEW_FIELDS: dict[str, Any] = {
     "gradient_dtype": "float32",
     "weight_gather": "auto",
     "scan_layers": 0,
+    "fp8": None,
+    "fp8_layers": "layers.*",
 }
 #: The same of `train.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {
