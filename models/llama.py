@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -326,7 +326,7 @@ class Llama(nnx.Module):
             return block(x, documents)
 
         # All blocks have the same graph, so one function is traced once for all of them.
-        apply = _rematerialize(apply, self.remat)
+        apply = rematerialize(apply, self.remat)
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.scan_layers or use is not None:
@@ -391,7 +391,8 @@ def _select(state: nnx.State, *names: str) -> nnx.State:
     return nnx.State({name: state[name] for name in names})
 
 
-def _rematerialize(fun, remat: Remat):
+def rematerialize(fun: Callable, remat: Remat) -> Callable:
+    """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":
         return fun
     policies = jax.checkpoint_policies

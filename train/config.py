@@ -140,7 +140,8 @@ class Config:
     """Backend of the collective matmuls: auto chooses one for each shape; a name, such as ring or
     xla, requires that backend; several names separated by commas take the first that can; rewrite
     trains a model of JAX's own collectives, with its whole step passed to
-    collective_matmul.overlap."""
+    collective_matmul.overlap; rewrite-jit does so with a model under jax.jit without collectives,
+    over mesh axes of type Explicit."""
     fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None
     """Recipe by which operands of the matmuls are quantized to 8 bits; default: they are not."""
     fp8_layers: str = ",".join(DEFAULT_FP8_LAYERS)
@@ -266,6 +267,8 @@ def check(config: Config, sizes: MeshSizes) -> None:
             " gather weights; leave out --weight-gather, or choose another --overlap"
         )
     _check_overlap(config.overlap)
+    if config.overlap == "rewrite-jit":
+        _check_rewrite_jit(config, sizes)
     _check_fp8(config)
     check_optimizer(config.optimizer)
     config.model.check_tensor_axis(sizes.tensor)
@@ -295,14 +298,32 @@ def check(config: Config, sizes: MeshSizes) -> None:
 
 def _check_overlap(value: str) -> None:
     """Raises ValueError unless it is auto, rewrite or names of backends."""
-    if value in ("auto", "rewrite"):
+    if value in ("auto", "rewrite", "rewrite-jit"):
         return
     try:
         collective_matmul.overlap(_check_overlap, implementation=value.split(","))
     except ValueError as error:
         raise ValueError(
-            f"overlap={value!r}: expected auto, rewrite, or backends separated by commas; {error}"
+            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or backends separated by"
+            f" commas; {error}"
         ) from None
+
+
+def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
+    """Raises ValueError for what the model over Explicit axes does not do."""
+    for name, value, expected in (
+        ("mesh.fsdp", sizes.fsdp, 1),
+        ("zero", config.zero, 0),
+        ("gradient_accumulation_steps", config.gradient_accumulation_steps, 1),
+        ("scan_layers", config.scan_layers, 0),
+        ("separate_documents", config.separate_documents, False),
+        ("fp8", config.fp8, None),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"{name}={value!r}: expected {expected!r} with overlap='rewrite-jit', whose model"
+                " does no more; choose another --overlap, such as rewrite"
+            )
 
 
 def _check_fp8(config: Config) -> None:

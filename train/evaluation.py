@@ -133,4 +133,5 @@ def _sharded_total_loss(
         out_specs=P(),
         check_vma=True,
     )
-    return overlap(sharded, require=FORWARD_SITES) if config.overlap == "rewrite" else sharded
+    rewrites = config.overlap in ("rewrite", "rewrite-jit")
+    return overlap(sharded, require=FORWARD_SITES) if rewrites else sharded

@@ -71,6 +71,9 @@ def memory_of(
     state = state or state_on_mesh(model, optimizer, mesh)
     batch = abstract_batch(config, config.batch_size)
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
+    # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
+    if config.overlap == "rewrite-jit":
+        config = dataclasses.replace(config, overlap="rewrite")
     step = sharded_step(config, model, optimizer, mesh, rewrite=False)
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))

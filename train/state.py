@@ -343,7 +343,7 @@ def _implementation(overlap: str) -> str | tuple[str, ...] | None:
     """The `implementation` of `Llama` for a value of `Config.overlap`."""
     if overlap == "auto":
         return None
-    return "plain" if overlap == "rewrite" else tuple(overlap.split(","))
+    return "plain" if overlap in ("rewrite", "rewrite-jit") else tuple(overlap.split(","))
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -40,6 +40,12 @@ def placement(atom: Atom, axis: str) -> Placement:
     return None
 
 
+def _is_typed(equation: JaxprEqn, axis: str) -> bool:
+    """Whether an axis is of type Explicit in the result, which else may be sharded in any way."""
+    (result,) = map(type_of, equation.outvars)
+    return axis in result.sharding.mesh.explicit_axes
+
+
 def is_shared(atom: Atom, axis: str) -> bool:
     """Whether the dimension of an array that an axis shards is sharded over other axes as well."""
     entries = spec_of(atom).partitions
@@ -93,7 +99,7 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
     Of a dot, if its result is sharded over the axis or keeps a dimension of the operand whole:
     where only a contracted dimension of one operand is sharded, the other may be divided instead.
     """
-    if not may_communicate(equation):
+    if not (may_communicate(equation) and _is_typed(equation, axis)):
         return None
     places = [placement(atom, axis) for atom in equation.invars]
     (after,) = (placement(atom, axis) for atom in equation.outvars)
@@ -126,7 +132,7 @@ def why_unclear(equation: JaxprEqn, axis: str) -> str | None:
     (after,) = (placement(atom, axis) for atom in equation.outvars)
     is_reshard = equation.primitive.name == "reshard"
     local = places[0] if is_reshard else dot_placement(equation, *places)
-    if local == after or (local is None and after is not None):
+    if local == after or (local is None and after is not None) or not _is_typed(equation, axis):
         return None
     if any(is_shared(atom, axis) for atom in (*equation.invars, *equation.outvars)):
         return f"a dimension is sharded over {axis!r} and other mesh axes at once"

@@ -227,8 +227,8 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
         ("--profile 3", "profile='3': expected FIRST:LAST"),
         ("--steps 0", "steps=0: expected at least 1"),
-        ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, or backends"),
-        ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite, or"),
+        ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, rewrite-jit, or"),
+        ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite"),
         ("--sequence-length 1000000", "fewer"),
     ],
 )  # fmt: skip

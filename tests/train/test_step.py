@@ -85,6 +85,8 @@ def one_device() -> dict[str, np.ndarray]:
         ((2, 2, 2), "ring", {"zero": 3, "scan_layers": 1, "weight_gather": "matmuls"}),
         # It chooses xla on CPUs; the rewrite to rings has a test of its own.
         pytest.param((2, 1, 4), "rewrite", {}, marks=pytest.mark.exhaustive),
+        pytest.param((4, 1, 2), "rewrite-jit", {"remat": "full"}, marks=pytest.mark.exhaustive),
+        pytest.param((2, 1, 4), "rewrite-jit", {"remat": "dots"}, marks=pytest.mark.exhaustive),
         # With xla it is the curve that all are compared with.
         pytest.param((1, 1, 1), "ring", {}, marks=pytest.mark.exhaustive),
         pytest.param((8, 1, 1), "xla", {}, marks=pytest.mark.exhaustive),
@@ -240,8 +242,9 @@ def test_every_site_of_a_plain_model_is_replaced(rings, changes, recomputed):
     assert (found["all_gather"], found["reduce_scatter"]) == (1 + alone, 1)
 
 
-def test_a_rewritten_step_has_the_same_loss_curve_as_one_device(rings, one_device):
-    curve = Trainer(dataclasses.replace(SHORT, overlap="rewrite"), MESH).run(5)
+@pytest.mark.parametrize("overlap", ["rewrite", "rewrite-jit"])
+def test_a_rewritten_step_has_the_same_loss_curve_as_one_device(overlap, rings, one_device):
+    curve = Trainer(dataclasses.replace(SHORT, overlap=overlap), MESH).run(5)
     np.testing.assert_allclose(curve["loss"], one_device["loss"][:5], rtol=3e-4)
     np.testing.assert_allclose(curve["grad_norm"], one_device["grad_norm"][:5], rtol=1e-3)
 
@@ -256,6 +259,30 @@ def test_a_step_with_a_site_that_is_not_replaced_is_refused(monkeypatch):
         jax.eval_shape(step, *arguments)
     table = " ".join(str(error.value).split())
     assert re.search(r"plain\.py:\d+ in RowParallelLinear.__call__ .*? left alone", table)
+
+
+def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch):
+    dot = functools.partial(jax.numpy.dot, precision="highest")
+    monkeypatch.setattr(jax.numpy, "dot", dot)
+    step, *arguments = traced(dataclasses.replace(SHORT, overlap="rewrite-jit"))
+    with pytest.raises(ValueError, match=r"require=16: only \d+ ") as error:
+        jax.eval_shape(step, *arguments)
+    table = " ".join(str(error.value).split())
+    assert re.search(r"explicit\.py:\d+ in _block .*? asks for precision", table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero": 1}, r"zero=1: expected 0 with overlap='rewrite-jit'"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: expected 1"),
+        ({"scan_layers": 1}, "scan_layers=1: expected 0"),
+    ],
+)
+def test_what_the_model_over_explicit_axes_does_not_do_is_refused(changes, message):
+    config = dataclasses.replace(SHORT, overlap="rewrite-jit", **changes)
+    with pytest.raises(ValueError, match=message):
+        configs.check(config, ONE_DEVICE)
 
 
 def test_initial_weights_are_the_same_on_every_mesh():
