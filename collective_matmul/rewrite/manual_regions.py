@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from collective_matmul._compat import traced_as
+from collective_matmul._compat import ShardingTypeError, traced_as
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
@@ -35,7 +35,7 @@ class ManualRegion:
     """Equations that become one `shard_map`.
 
     Attributes:
-      axes: the axes that it makes manual.
+      axes: the axes that it communicates over. Those of one device become manual with them.
       anchor: index of the equation that it is reported as.
       equations: indices of the equations, in order.
       gathered: the arrays that are gathered, with the axis and the dimension.
@@ -79,26 +79,31 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     inputs, outputs = region.inputs(graph), region.outputs(graph)
     if any(is_shared(var, axis) for var in (*inputs, *outputs) for axis in region.axes):
         return "a dimension is sharded over several mesh axes at once"
-    mesh = type_of(inputs[0]).sharding.mesh
-    # What is gathered or multiplied alike on all devices is not typed so.
-    replicated = region.summed is None and any(
-        placement(var, axis) is None for var in outputs for axis in region.axes
+    mesh = next(type_of(v).sharding.mesh for v in inputs if any(spec_of(v).partitions))
+    manual = region.axes.union(axis for axis, size in mesh.shape.items() if size == 1)
+    # What is gathered or multiplied alike on all devices is not typed so. Loops cannot keep what
+    # `check_vma` adds beside axes that stay explicit.
+    check_vma = set(mesh.axis_names) == manual and not any(
+        placement(var, axis) is None for var in outputs for axis in manual - {region.summed}
     )
 
     def body(*arrays: jax.Array) -> tuple:
-        local = _Body(graph, region, dict(zip(inputs, arrays, strict=True))).run()
+        local = _Body(graph, region, manual, dict(zip(inputs, arrays, strict=True))).run()
         return tuple(local[var] for var in outputs)
 
     with jax.sharding.use_abstract_mesh(mesh):
         sharded = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=tuple(only_axes(spec_of(var), region.axes) for var in inputs),
-            out_specs=tuple(only_axes(spec_of(var), region.axes) for var in outputs),
-            axis_names=set(region.axes),
-            check_vma=not (replicated or set(mesh.axis_names) != region.axes),
+            in_specs=tuple(only_axes(spec_of(var), manual) for var in inputs),
+            out_specs=tuple(only_axes(spec_of(var), manual) for var in outputs),
+            axis_names=set(manual),
+            check_vma=check_vma,
         )
-        program = jax.make_jaxpr(sharded)(*map(type_of, inputs)).jaxpr
+        try:
+            program = jax.make_jaxpr(sharded)(*map(type_of, inputs)).jaxpr
+        except ShardingTypeError:
+            return "JAX cannot type it inside a shard_map that leaves other mesh axes explicit"
     (equation,) = program.eqns
     for var, made in zip(outputs, equation.outvars, strict=True):
         if type_of(var) != type_of(made):
@@ -111,8 +116,14 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
 class _Body:
     """The equations of a region, executed on local arrays."""
 
-    def __init__(self, graph: Graph, region: ManualRegion, arrays: dict[Var, jax.Array]):
-        self._graph, self._region = graph, region
+    def __init__(
+        self,
+        graph: Graph,
+        region: ManualRegion,
+        manual: frozenset[str],
+        arrays: dict[Var, jax.Array],
+    ):
+        self._graph, self._region, self._manual = graph, region, manual
         self._arrays = arrays
         self._whole: dict[Var, jax.Array] = {}
         self._has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
@@ -150,7 +161,7 @@ class _Body:
 
     def _spec(self, var: Var) -> Any:
         """How the explicit axes that are left shard an array; None if there are none."""
-        return without_axes(spec_of(var), self._region.axes) if self._has_explicit_axes else None
+        return without_axes(spec_of(var), self._manual) if self._has_explicit_axes else None
 
     def _result(self, equation: JaxprEqn) -> jax.Array:
         name, params = equation.primitive.name, equation.params

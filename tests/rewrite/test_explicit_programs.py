@@ -6,15 +6,26 @@ tolerances of `tests.rewrite.programs`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul import explain
-from tests.rewrite.explicit_programs import FORMS, NEAR_MISSES, ExplicitForm, explicit_mesh
+from tests.rewrite.explicit_programs import (
+    FORMS,
+    HIDDEN,
+    NEAR_MISSES,
+    ROWS,
+    UP,
+    ExplicitForm,
+    explicit_mesh,
+    mlp,
+)
 from tests.rewrite.programs import assert_same, counts, gradients_of, ring, sites
 
 
@@ -68,6 +79,55 @@ def test_values_gradients_and_types_stay_the_same(name: str, mesh: Mesh) -> None
         assert_same(actual, expected)
         types = jax.tree.map(jax.typeof, actual), jax.tree.map(jax.typeof, expected)
         assert types[0] == types[1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "all_reduced", "whole_used_elsewhere", "layers"])
+def test_an_axis_of_one_device_is_manual_too(name: str) -> None:
+    """Kernels that need all axes manual are possible then."""
+    form, mesh = FORMS[name], explicit_mesh((1, 2))
+    with jax.set_mesh(mesh):
+        arguments = form.arguments(mesh)
+        program = str(jax.make_jaxpr(ring(form.fun))(*arguments))
+        after = ExplicitForm(ring(form.fun), form.operands, 0, 0)
+        funs = [value_and_gradients(form), value_and_gradients(after)]
+        actual, expected = jax.jit(lambda *args: [fun(*args) for fun in funs])(*arguments)
+    manual = re.findall(r"newly_manual_axes=frozenset\((.*?)\)", program)
+    assert manual and all("data" in axes and "tensor" in axes for axes in manual)
+    assert_same(actual, expected)
+
+
+def test_a_program_with_both_shard_map_and_explicit_axes(mesh: Mesh) -> None:
+    """A gather in each, and one sum of both products."""
+    form = FORMS["mlp"]
+    inside = jax.shard_map(
+        lambda x, w: jax.lax.all_gather(x, "tensor", axis=1, tiled=True) @ w,
+        mesh=mesh,
+        in_specs=(ROWS, UP),
+        out_specs=HIDDEN,
+    )
+
+    def both(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return mlp(x, up, down) + jnp.dot(inside(x, up), down, out_sharding=ROWS)
+
+    arguments = form.arguments(mesh)
+    assert [site.replaced for site in sites(both, *arguments)] == [True] * 3
+    expected, actual = jax.jit(lambda *args: [both(*args), ring(both)(*args)])(*arguments)
+    assert_same(actual, expected)
+
+
+def test_types_name_the_mesh() -> None:
+    """Without `jax.set_mesh`."""
+    mesh, form = explicit_mesh(), NEAR_MISSES["summed_in_float32"]._replace(dtype="float32")
+    rows = NamedSharding(mesh, ROWS)
+
+    def scattered(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.dot(h, w, out_sharding=rows)
+
+    arguments = form.arguments(mesh)
+    expected = jax.jit(scattered)(*arguments)
+    actual = jax.jit(ring(scattered, require=1))(*arguments)
+    assert_same(actual, expected)
+    assert jax.typeof(actual) == jax.typeof(expected)
 
 
 def test_explain_counts_the_steps_of_loops(mesh: Mesh) -> None:
