@@ -335,6 +335,11 @@ def _check_fp8(config: Config) -> None:
                 f"fp8_layers={config.fp8_layers!r}: {pattern!r} matches none of the layers"
                 f" {', '.join(FP8_LAYERS)}"
             )
+    default = ",".join(DEFAULT_FP8_LAYERS)
+    if config.fp8 is None and config.fp8_layers != default:
+        raise ValueError(
+            f"fp8_layers={config.fp8_layers!r}: expected fp8 too; add --fp8, such as --fp8 rowwise"
+        )
     if config.fp8 is not None and config.overlap == "rewrite":
         raise ValueError(
             f"fp8={config.fp8!r}: overlap='rewrite' trains layers without fp8; choose another"

@@ -1,0 +1,100 @@
+"""Training with operands in 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective_matmul import record_decisions
+from tests.train.test_step import SHORT, Trainer
+from train.command_line import main, parse
+from train.config import Config, MeshSizes
+
+STEPS = 8  # The loss falls by a quarter.
+MESH = MeshSizes(data=1, tensor=2)
+
+
+def tiny(**changes: Any) -> Config:
+    """Half the size of the debug model, in bfloat16."""
+    model = dataclasses.replace(SHORT.model, num_layers=1)
+    changes = {"compute_dtype": "bfloat16", "overlap": "ring", **changes}
+    return dataclasses.replace(SHORT, model=model, **changes)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16() -> np.ndarray:
+    return Trainer(tiny(), MESH).run(STEPS)["loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fp8": "rowwise"},
+        {"fp8": "tensorwise", "fp8_layers": "*", "remat": "dots"},
+        pytest.param({"fp8": "blockwise", "scan_layers": 1}, marks=pytest.mark.exhaustive),
+        pytest.param({"fp8": "rowwise", "zero": 3, "mesh": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_the_loss_falls_as_in_bfloat16(changes: dict[str, Any], in_bfloat16: np.ndarray) -> None:
+    devices = {"mesh": 1, **changes}
+    mesh = MESH._replace(fsdp=devices.pop("mesh"))
+    loss = Trainer(tiny(**devices), mesh).run(STEPS)["loss"]
+    assert in_bfloat16[-1] < 0.8 * in_bfloat16[0]
+    assert not np.array_equal(loss, in_bfloat16)
+    # Measured: the curves differ by at most 0.2 %; without the weight gradients of the gathers, by
+    # 3.6 %. What an op computes has finer tests.
+    np.testing.assert_allclose(loss, in_bfloat16, rtol=0.006)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "forward"),
+    [
+        ("layers.*", {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
+        ("layers.attention.projection", {"all_gather_matmul": 1}),
+        ("layers.attention.output", {"matmul_reduce_scatter": 1}),
+        ("layers.feed_forward,head", {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}),
+        ("*", {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}),
+    ],
+)
+def test_patterns_choose_layers(patterns: str, forward: dict[str, int]) -> None:
+    """The ops of one block and of the head. The backward pass of an op is the other op."""
+    trainer = Trainer(tiny(fp8="rowwise", fp8_layers=patterns), MESH)
+    with record_decisions() as decisions:
+        trainer.step.lower(trainer.state, trainer.batch())
+    for direction in ("forward", "backward"):
+        sites = [d.site for d in decisions if d.site.direction == direction]
+        chosen = Counter(site.op for site in sites if site.fp8 == "rowwise")
+        swapped = {"all_gather_matmul": "matmul_reduce_scatter"}
+        swapped |= {other: op for op, other in swapped.items()}
+        names = {op: op for op in forward} if direction == "forward" else swapped
+        assert chosen == {names[op]: count for op, count in forward.items()}
+
+
+def test_configurations_without_the_fields_keep_their_dtype(capsys: Any, tmp_path: Path) -> None:
+    """As earlier releases wrote them."""
+    main(["--preset", "debug", "--print-config"])
+    values = json.loads(capsys.readouterr().out)
+    assert values.pop("fp8") is None
+    assert values.pop("fp8_layers") == "layers.*"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    config = parse(["--config", str(path)])
+    assert (config.fp8, config.fp8_layers) == (None, "layers.*")
+    path.write_text(json.dumps(values | {"fp8": "blockwise", "fp8_layers": "head"}))
+    config = parse(["--config", str(path)])
+    assert (config.fp8, config.fp8_layers) == ("blockwise", "head")
+
+
+def test_an_unknown_recipe_is_refused(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--fp8", "mxfp8"])
+    message = " ".join(capsys.readouterr().err.split()).replace("│ ", "")
+    assert "invalid choice 'mxfp8' for argument '--fp8'" in message
+    assert "rowwise" in message
