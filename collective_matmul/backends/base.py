@@ -37,6 +37,7 @@ from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.data import Record
 from collective_matmul.equation import Equation
+from collective_matmul.mosaic_gpu import scaled_chunks
 from collective_matmul.site import Site
 
 #: What a gather returns beside its products: the gathered array whole, in chunks, or not at all.
@@ -151,8 +152,13 @@ class Backend(Protocol):
         ...
 
     def multiplied_dtypes(self, site: Site) -> tuple[str, str]:
-        """The dtypes of x and w in which it multiplies them; see `Site.operand_dtypes`."""
-        return site.operand_dtypes if site.fp8 != "blockwise" else ("float32", "float32")
+        """The dtypes of x and w in which it multiplies them; see `Site.operand_dtypes`.
+
+        While the site is being traced, call this inside its `jax.shard_map`.
+        """
+        if site.fp8 == "blockwise" and not scaled_chunks.multiplies(site):
+            return "float32", "float32"
+        return site.operand_dtypes
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Why it cannot execute a site, as part of a sentence; None if it can.

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.source_location import SourceLocation
 
@@ -78,7 +77,7 @@ def line_of(decision: Decision) -> Line:
 def _dtypes(decision: Decision) -> str:
     """What travels and what is multiplied, as in "travels bfloat16, multiplies float8_e4m3fn"."""
     site = decision.site
-    multiplied = BACKENDS[decision.implementation].multiplied_dtypes(site)
+    multiplied = decision.multiplied_dtypes or site.operand_dtypes
     text = f"travels {' and '.join(site.communicated_dtypes)}, multiplies {_product(multiplied)}"
     if site.weight_gradient_dtypes is None:
         return text

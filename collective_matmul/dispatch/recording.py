@@ -43,6 +43,7 @@ class Decision:
       communication_seconds: predicted time of these collectives alone; None if unknown.
       peer_alternative: what would execute the site if the program may have kernels that address
         peers' memory; None where that is decided already, or changes nothing.
+      multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
     """
 
     site: Site
@@ -52,6 +53,7 @@ class Decision:
     reference_seconds: float | None = None
     communication_seconds: float | None = None
     peer_alternative: PeerAlternative | None = None
+    multiplied_dtypes: tuple[str, str] | None = None
 
     @property
     def hidden_seconds(self) -> float:

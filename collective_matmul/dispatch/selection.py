@@ -66,7 +66,10 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
     reference = assessments.reference_seconds
     communication = None if rates() is None else communication_seconds(site)
     seconds = assessments.seconds(name)
-    decision = Decision(site, name, reason, seconds, reference, communication, alternative)
+    multiplied = None if site.fp8 is None else choice.backend.multiplied_dtypes(site)
+    decision = Decision(
+        site, name, reason, seconds, reference, communication, alternative, multiplied
+    )
     record(decision)
     return numbered(decision, choice.backend)
 

@@ -25,6 +25,7 @@ from collective_matmul.mosaic_gpu.chunk_matmul import Rows, chunk_count, chunk_i
 from collective_matmul.mosaic_gpu.operands import Operand
 from collective_matmul.mosaic_gpu.scaled_kernel import ScaledGemm
 from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
+from collective_matmul.site import Site
 
 #: By measurements on an H200. Without clusters, rows and columns reached 1264 TFLOP/s in the tiles
 #: of 256 columns, and 1142 in those of 128, which fill waves better where there are few tiles.
@@ -132,6 +133,18 @@ def multiply_chunks(
         jax.tree.map(jnp.int32, (chunk_index(xs[0]), chunk_index(outs[0]))),
     )
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
+
+
+def multiplies(site: Site) -> bool:
+    """Whether the kernel multiplies the chunks of a site, which is being traced."""
+    half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
+    if device.target() is None or partly_automatic() or not half_precision:
+        return False
+    rows = site.rows // (site.axis_size if site.op == "matmul_reduce_scatter" else 1)
+    planes = math.prod(site.operands[0][0][: site.dimension or 0])
+    ks, ns = zip(*(w for _, w in site.operands), strict=True)
+    problem = ScaledProblem(planes, rows // planes, ks, ns, in_blocks=site.fp8 == "blockwise")
+    return problem.unsupported_reason() is None
 
 
 def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:

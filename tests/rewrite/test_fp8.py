@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
 from collective_matmul.fp8 import RECIPES
 from tests.conftest import MeshFactory
-from tests.explained import WIDE
+from tests.dispatch.sites import H200
+from tests.explained import HAS_KERNELS, WIDE
 from tests.reference import AXIS
 from tests.rewrite.blocks import gather, mlp, programs, scatter
 from tests.rewrite.programs import (
@@ -110,6 +112,18 @@ def test_explain_names_dtypes(
         text = f"{SUMMED}, multiplies bfloat16; weight gradient bfloat16"
     assert {line[0] for line in gathers} == {text}
     assert all(("not in fp8: the program uses" in line[1]) == (kept is None) for line in gathers)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs kernels")
+def test_explain_names_8_bits_where_kernels_multiply_blocks() -> None:
+    """XLA multiplies blocks in float32: without kernels, and where their sizes do not fit."""
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    for features, multiplied in ((256, "float8_e4m3fn"), (192, "float32")):
+        shapes = (2, 512, features), (features, 256), (256, features)
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        block = feed_forward(mlp).sharded(mesh, check_vma=False)
+        gather, _ = dtypes_of(in_fp8(block, "blockwise"), *arguments)
+        assert gather[0] == f"{SENT}, multiplies {multiplied}"
 
 
 def test_explain_names_dtypes_of_gradients(make_mesh: MeshFactory) -> None:
