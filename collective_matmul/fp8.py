@@ -179,7 +179,10 @@ def quantize_weights(
 
 
 def message(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """The message of values [..., K] and scales [..., S], float32."""
+    """The message of values [..., K] and scales [..., S], float32.
+
+    If a row has one scale, copies fill the bytes behind it; else zeros do.
+    """
     own, filled = scales.shape[-1], message_scale_bytes(scales.shape[-1]) // scales.itemsize
     if own == 1:
         # Unlike padding, XLA writes copies in the kernel that computes the values.

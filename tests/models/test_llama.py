@@ -210,3 +210,21 @@ def test_unknown_remat_is_refused():
 
     with pytest.raises(ValueError, match=r"remat='some': expected one of none, dots, full"):
         Llama(SMALL, remat="some", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"fp8": "mxfp8"}, "fp8='mxfp8': expected None"),
+        ({"fp8": "rowwise", "implementation": "plain"}, "fp8='rowwise': the layers of implementat"),
+        (
+            {"fp8": "rowwise", "fp8_layers": ("mlp",)},
+            "fp8_layers='mlp': matches none of the",
+        ),
+    ],
+)
+def test_fp8_that_no_layer_has_is_refused(options: dict[str, Any], sentence: str):
+    from flax import nnx
+
+    with pytest.raises(ValueError, match=sentence):
+        nnx.eval_shape(lambda: Llama(SMALL, rngs=nnx.Rngs(0), **options))
