@@ -238,13 +238,14 @@ def _line_of_plain(site: FoundSite) -> Line:
 def _runs_of_plain(plain: Sequence[FoundSite], runs: Mapping[Any, int]) -> dict[Line, int]:
     """The runs of each line, from those by kind, place and shapes.
 
-    Where several lines have these in common, each collective counts as often as it was found.
+    Where several lines have these in common, or the program was changed to find a collective, it
+    counts as often as it was found.
     """
     lines: dict[Any, Counter[Line]] = defaultdict(Counter)
     for site in plain:
         lines[site.key][_line_of_plain(site)] += 1
     return {
-        line: runs[key] if len(found) == 1 else count
+        line: runs[key] if len(found) == 1 and key in runs else count
         for key, found in lines.items()
         for line, count in found.items()
     }

@@ -1,4 +1,4 @@
-"""Inlines calls of `jax.jit` between a collective and its matmul."""
+"""Inlines calls of `jax.jit` between a collective, or a reshard, and its matmul."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_pa
 from collective_matmul.rewrite.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.commuting import commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.placements import reshard_kind
 from collective_matmul.rewrite.report import is_named
 
 
@@ -45,7 +46,7 @@ def _calls_to_inline(graph: Graph) -> set[int]:
     found = {
         index
         for at, equation in enumerate(graph.equations)
-        if kind_of(equation) is not None
+        if _kind(equation) is not None
         for index in _neighbours(graph, at)
         if _can_inline(graph.equations[index])
     }
@@ -54,10 +55,15 @@ def _calls_to_inline(graph: Graph) -> set[int]:
     return found
 
 
+def _kind(equation: JaxprEqn) -> str | None:
+    """The kind of a collective, or of a reshard over Explicit mesh axes."""
+    return kind_of(equation) or reshard_kind(equation)
+
+
 def _neighbours(graph: Graph, index: int) -> set[int]:
     """Equations next to a collective, skipping those that commute with it."""
     equation = graph.equations[index]
-    if kind_of(equation) == "all_gather":
+    if _kind(equation) == "all_gather":
         return set(_users(graph, equation.outvars[0]))
     return {made for made in _makers(graph, equation.invars[0]) if made is not None}
 

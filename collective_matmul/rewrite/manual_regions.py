@@ -79,6 +79,8 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     inputs, outputs = region.inputs(graph), region.outputs(graph)
     if any(is_shared(var, axis) for var in (*inputs, *outputs) for axis in region.axes):
         return "a dimension is sharded over several mesh axes at once"
+    if any(spec.reduced or spec.unreduced for spec in map(spec_of, (*inputs, *outputs))):
+        return "an array that it reads or makes is typed as reduced or unreduced over a mesh axis"
     mesh = next(type_of(v).sharding.mesh for v in inputs if any(spec_of(v).partitions))
     manual = region.axes.union(axis for axis, size in mesh.shape.items() if size == 1)
     # What is gathered or multiplied alike on all devices is not typed so. Loops cannot keep what

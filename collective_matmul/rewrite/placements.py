@@ -144,6 +144,14 @@ def why_unclear(equation: JaxprEqn, axis: str) -> str | None:
     )
 
 
+def reshard_kind(equation: JaxprEqn) -> str | None:
+    """Whether a reshard gathers ("all_gather") or may scatter a sum; None for anything else."""
+    if equation.primitive.name != "reshard" or not may_communicate(equation):
+        return None
+    gathers = any(gathered_operand(equation, axis) == 0 for axis in explicit_axes(equation))
+    return "all_gather" if gathers else "reduce_scatter"
+
+
 def explicit_axes(equation: JaxprEqn) -> Iterator[str]:
     """The explicit axes that the types of an equation name, each once, in their order."""
     atoms = (*equation.invars, *equation.outvars)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul import fp8_gradients, gradients
 from collective_matmul._compat import vary_over
@@ -364,3 +364,26 @@ def _plain_products(match: Match) -> list[Var]:
 
 def _transposes_x(matmul: Matmul) -> bool:
     return matmul.free + matmul.contracted != tuple(range(matmul.x.aval.ndim))
+
+
+def replacements_of(
+    placed: PlacedMatch, equation: JaxprEqn, call: OpParams
+) -> Sequence[Replacement]:
+    """The replacements of a site whose collective is `equation`."""
+    match = placed.match
+    if isinstance(match, GatherMatch):
+        (shard,) = equation.invars
+        return gather_replacements(placed, shard, call)
+    if isinstance(match, EinsumMatch):
+        return [einsum_replacement(match, equation.invars[0], call)]
+    return [sum_replacement(match, equation.outvars[0], call)]
+
+
+def priority(match: Match) -> tuple[int, bool]:
+    """Sort key of matches.
+
+    Gathers come first, then sums, then einsums: a matmul may fit several of them. Within a kind,
+    those that transpose nothing come first.
+    """
+    kinds = (GatherMatch, SumMatch, EinsumMatch)
+    return kinds.index(type(match)), needs_transpose(match)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul._compat import ShardingTypeError
+from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import OpParams
@@ -27,22 +28,19 @@ from collective_matmul.rewrite.divergence import (
     Values,
     axes_of_spec,
 )
-from collective_matmul.rewrite.einsum_matches import EinsumMatch, match_einsum
+from collective_matmul.rewrite.einsum_matches import match_einsum
 from collective_matmul.rewrite.explicit_regions import with_regions
-from collective_matmul.rewrite.gathers import GatherMatch, match_gather
+from collective_matmul.rewrite.gathers import match_gather
 from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.placements import shows_sharding
 from collective_matmul.rewrite.replacements import (
-    Replacement,
-    einsum_replacement,
-    gather_replacements,
-    needs_transpose,
+    priority,
+    replacements_of,
     shared_out,
     signature,
     stays_itself,
-    sum_replacement,
 )
 from collective_matmul.rewrite.report import (
     FoundSite,
@@ -57,7 +55,7 @@ from collective_matmul.rewrite.report import (
 from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
 from collective_matmul.rewrite.rules import rewritten_rules
 from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
+from collective_matmul.rewrite.site_selection import Match, SiteSelection
 from collective_matmul.rewrite.splice import (
     TracedReplacements,
     TracedSite,
@@ -66,7 +64,7 @@ from collective_matmul.rewrite.splice import (
     splice,
     trace,
 )
-from collective_matmul.rewrite.sums import SumMatch, match_sum
+from collective_matmul.rewrite.sums import match_sum
 
 #: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
 #: nothing but what these read and return.
@@ -107,6 +105,7 @@ class Rewriter:
         self._forwarded: dict[tuple, Any] = {}
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
+        self._inlines = True
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
@@ -154,6 +153,10 @@ class Rewriter:
         """The jaxpr with what communicates by its types in shard_maps, if these have sites."""
         if not self._shows_sharding(graph.jaxpr):
             return graph
+        inlined_graph = inlined(graph) if self._inlines else graph
+        if inlined_graph is not graph:
+            before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
+            graph = inlined_graph if after > before else graph
         values = self._divergence.values(graph.jaxpr, region)
 
         before = self.found
@@ -168,6 +171,14 @@ class Rewriter:
         self.found = before + [site for _, site in found]
         self.keys.update((id(graph.equations[index]), site.key) for index, site in found)
         return result
+
+    def _sites_in(self, graph: Graph, region: Region) -> int:
+        """The number of sites of a program outside shard_map, as it is."""
+        trial = Rewriter(self._implementation, self._fp8)
+        trial._inlines = False
+        with record_decisions(hidden=True):
+            trial.rewrite(graph.jaxpr, region)
+        return sum(site.replaced for site in trial.found)
 
     def _bring_together(self, graph: Graph) -> Graph:
         """Inlines calls and moves collectives into checkpoints where that adds sites."""
@@ -303,7 +314,7 @@ class Rewriter:
         while accepted > found:
             # A site that was refused may be possible without matmuls that others have taken.
             found, refused = accepted, []
-            for match in sorted(shared_out(matches), key=_priority):
+            for match in sorted(shared_out(matches), key=priority):
                 equation = graph.equations[match.index]
                 site = self._trace_site(selection, match, divergent)
                 if isinstance(site, str):
@@ -366,7 +377,7 @@ class Rewriter:
             source=source_of(equation),
             replaces=collective.kind,
         )
-        replacements = _replacements(placed, equation, call)
+        replacements = replacements_of(placed, equation, call)
         key = self._shard_maps, call, call.source, signature(placed, replacements)
         if key not in self._traced:
             try:
@@ -378,23 +389,3 @@ class Rewriter:
             except ShardingTypeError:
                 return "the op would reshape what an explicit mesh axis shards"
         return instantiate(placed, replacements, self._traced[key], equation)
-
-
-def _replacements(placed: PlacedMatch, equation: JaxprEqn, call: OpParams) -> Sequence[Replacement]:
-    match = placed.match
-    if isinstance(match, GatherMatch):
-        (shard,) = equation.invars
-        return gather_replacements(placed, shard, call)
-    if isinstance(match, EinsumMatch):
-        return [einsum_replacement(match, equation.invars[0], call)]
-    return [sum_replacement(match, equation.outvars[0], call)]
-
-
-def _priority(match: Match) -> tuple[int, bool]:
-    """Sort key of matches.
-
-    Gathers come first, then sums, then einsums: a matmul may fit several of them. Within a kind,
-    those that transpose nothing come first.
-    """
-    kinds = (GatherMatch, SumMatch, EinsumMatch)
-    return kinds.index(type(match)), needs_transpose(match)

@@ -151,6 +151,11 @@ class _Drawing:
             return [f"# {dot})"]
         result = shape[:i] + shape[i + 1 :] + w_shape[:j] + w_shape[j + 1 :]
         typed = f"{dot}, out_sharding={self.spec(result)})"
+        if self.generator.random() < 0.1:
+            axis, spec = choose(list(self.case.mesh)), self.spec(result)
+            entries = (None if entry == axis else entry for entry in spec)
+            unreduced = P(*entries, unreduced=frozenset({axis}))
+            return [f"reshard({dot}, out_sharding={unreduced}), {self.spec(result)})"]
         return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
 
 

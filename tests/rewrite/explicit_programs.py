@@ -137,6 +137,12 @@ def in_calls(x, up, down):
     return lax.fori_loop(0, 2, lambda _, y: mlp(y, up, down), x)
 
 
+def reshards_around_calls(x, up, down):
+    h = jax.jit(jnp.dot)(reshard(x, WHOLE), up)
+    y = jax.jit(lambda h: jnp.dot(h, down, out_sharding=WHOLE))(jax.nn.gelu(h))
+    return reshard(y, ROWS)
+
+
 @jax.custom_vjp
 def _scaled_mlp(x, up, down):
     return mlp(x, up, down)
@@ -216,6 +222,7 @@ FORMS = {
     "llama_block": ExplicitForm(llama_block, _BLOCK, 4, 13),
     "layers": ExplicitForm(functools.partial(layers, mlp), MLP, 2, 6),
     "in_calls": ExplicitForm(in_calls, MLP, 8, 20),
+    "reshards_around_calls": ExplicitForm(reshards_around_calls, MLP, 2, 5),
     "own_gradient": ExplicitForm(own_gradient, MLP, 2, 6),
     # Gathers of weights whose matmuls belong to a gather or a sum over "tensor".
     "fsdp": ExplicitForm(fsdp, (X, ((D, F), UP_SHARDS), ((F, D), DOWN_SHARDS)), 2, 5, alone=(2, 2)),
