@@ -151,11 +151,14 @@ class _Drawing:
             return [f"# {dot})"]
         result = shape[:i] + shape[i + 1 :] + w_shape[:j] + w_shape[j + 1 :]
         typed = f"{dot}, out_sharding={self.spec(result)})"
-        if self.generator.random() < 0.1:
-            axis, spec = choose(list(self.case.mesh)), self.spec(result)
-            entries = (None if entry == axis else entry for entry in spec)
-            unreduced = P(*entries, unreduced=frozenset({axis}))
-            return [f"reshard({dot}, out_sharding={unreduced}), {self.spec(result)})"]
+        spec = scope[x].sharding.spec
+        axis = spec[i] if i < len(spec) else None
+        if isinstance(axis, str) and axis in self.case.mesh and self.generator.random() < 0.3:
+            columns = P(*(axis if k == j else None for k in range(2)))
+            entries = (None if entry == axis else entry for entry in self.spec(result))
+            summands = P(*entries, unreduced=frozenset({axis}))
+            dot = f"jnp.tensordot({x}, reshard({w}, {columns}), (({i},), ({j},))"
+            return [f"reshard({dot}, out_sharding={summands}), {self.spec(result)})"]
         return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
 
 
