@@ -11,6 +11,8 @@ optimizer's moments are sharded like them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +29,7 @@ from models.llama import Llama
 from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.layer_layout import move_layout, other_layout
 from train.muon import muon
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 
@@ -47,6 +50,7 @@ class ModelFunctions:
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
         each block; None if not where they are used.
       accumulates: whether a step has several microbatches.
+      stacks_layers: whether the parameters of layers are stacked.
       compute_dtype: dtype of gathered weights.
       gradient_dtype: dtype in which gradients are summed over data and fsdp.
 
@@ -70,6 +74,7 @@ class ModelFunctions:
         self._config, self._sizes = config, sizes
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
         self.accumulates = config.gradient_accumulation_steps > 1
+        self.stacks_layers = config.scan_layers > 0
         self.zero = config.zero if sizes.fsdp > 1 else 0
         self.gathers: Gathers | None = None
         if self.zero == 3:
@@ -112,7 +117,7 @@ class ModelFunctions:
 
     def _stacked(self, name: str) -> int:
         """The number of dimensions of a parameter that count layers: 1 if they are stacked."""
-        return int(self._config.scan_layers > 0 and name.startswith("layers."))
+        return int(self.stacks_layers and name.startswith("layers."))
 
     @property
     def whole_matrices(self) -> dict[str, int]:
@@ -156,9 +161,10 @@ class ModelFunctions:
             sums=not self.accumulates,
         )
 
-    def init(self) -> Params:
-        """Initial parameters, global; the same for every mesh."""
-        model = self._build(self._config)
+    def init(self, *, stacked: bool = False) -> Params:
+        """Initial parameters, global; the same for every mesh. `stacked`: as with scan_layers."""
+        config = dataclasses.replace(self._config, scan_layers=1) if stacked else self._config
+        model = self._build(config)
         return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
     def merge(self, params: Params) -> Llama:
@@ -285,18 +291,31 @@ def init_state(
     def init(params: Params) -> TrainState:
         return {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
-    def init_all() -> TrainState:
-        params = model.init()
-        return {"params": params, **init(params)}
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_on_mesh(model, optimizer, mesh))
-    if params is None:
-        return jax.jit(init_all, out_shardings=shardings)()
+    abstract = state_on_mesh(model, optimizer, mesh)
+    shardings = _shardings(abstract)
     own = shardings.pop("params")
+    params = _random_params(model, abstract["params"]) if params is None else params
     return {
         "params": jax.device_put(params, own),
         **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(params),
     }
+
+
+def _random_params(model: ModelFunctions, abstract: Params) -> Params:
+    """Initial parameters as `abstract` describes them.
+
+    Layers are made stacked and then taken apart: so the time to compile does not depend on their
+    number. XLA takes seconds for the random numbers of one matrix.
+    """
+    if model.stacks_layers:
+        return jax.jit(model.init, out_shardings=_shardings(abstract))()
+    stacked = other_layout(abstract)
+    init = functools.partial(model.init, stacked=True)
+    return move_layout(jax.jit(init, out_shardings=_shardings(stacked))(), abstract)
+
+
+def _shardings(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
