@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,12 @@ def test_candidates_take_turns_with_one_state(make_mesh):
 def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     made = []
     rewriter = transform.Rewriter
-    monkeypatch.setattr(transform, "Rewriter", lambda name: made.append(name) or rewriter(name))
+
+    def counted(name: Any, *options: Any) -> Any:
+        made.append(name)
+        return rewriter(name, *options)
+
+    monkeypatch.setattr(transform, "Rewriter", counted)
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
     for name, times in (("xla", 0), ("auto", 0), ("rewrite", 1)):
