@@ -7,7 +7,6 @@ results must have the same types. See `tests.rewrite.fuzz` for programs with `sh
 
 from __future__ import annotations
 
-import argparse
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -22,12 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.rewrite import find_sites, overlap
-from tests.conftest import ON_THE_CPU
-from tests.rewrite.fuzz import TOLERANCE, Search, _mismatch
+from tests.rewrite.fuzz import TOLERANCE, Search, main, mismatch
 from tests.rewrite.programs import gradients_of
 from tests.rewrite.simulator import simulate_jaxpr
 
-DEVICES = 6
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
 SIZES = (6, 6, 12, 4)
 MODES = ("not", "not", "before", "after")
@@ -268,13 +265,13 @@ def finding(case: ExplicitCase, mesh: Mesh) -> tuple[str | None, int]:
         types = [str(aval) for aval in program.out_avals], [str(aval) for aval in new.out_avals]
         if types[0] != types[1]:
             return f"types: {types[1]} instead of {types[0]}", sites
-        wrong = _mismatch(actual, expected, [TOLERANCE] * len(expected))
+        wrong = mismatch(actual, expected, [TOLERANCE] * len(expected))
         return (f"values: {wrong}" if wrong else None), sites
 
 
-def search(seeds: Iterable[int], every: int = 0, stop: int = 10**9) -> tuple[Search, int]:
-    """Compares the program of each seed with its rewritten form; also returns how many sites."""
-    result, total = Search(), 0
+def search(seeds: Iterable[int], every: int = 0, stop: int = 10**9) -> Search:
+    """Compares the program of each seed with its rewritten form."""
+    result = Search()
     for seed in seeds:
         case, mesh = drawn(seed)
         try:
@@ -284,36 +281,16 @@ def search(seeds: Iterable[int], every: int = 0, stop: int = 10**9) -> tuple[Sea
         except Refused:
             result.refused += 1
             continue
-        result.programs, total = result.programs + 1, total + sites
+        result.programs, result.sites = result.programs + 1, result.sites + sites
         if wrong:
             print(f"# seed {seed}: {wrong}\n{case}", flush=True)
-            result.findings.append((seed, wrong, case))  # type: ignore[arg-type]
+            result.findings.append((seed, wrong, case))
             if len(result.findings) >= stop:
                 break
         if every and result.programs % every == 0:
-            print(f"# {result.programs} programs, {result.refused} refused, {total} sites")
-    return result, total
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.rewrite.explicit_fuzz",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--programs", type=int, default=2000, help="how many draws")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    arguments = parser.parse_args()
-    for name, value in ON_THE_CPU.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    seeds = range(arguments.first, arguments.first + arguments.programs)
-    result, sites = search(seeds, every=100)
-    print(
-        f"seeds {seeds.start} to {seeds.stop - 1}: {result.programs} programs with {sites} sites,"
-        f" {result.refused} refused, {len(result.findings)} findings"
-    )
-    raise SystemExit(bool(result.findings))
+            print(f"# {result.programs} programs, {result.refused} refused, {result.sites} sites")
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    main("python -m tests.rewrite.explicit_fuzz", search)

@@ -268,13 +268,13 @@ def _difference(
         return f"waits for ever: {error}"
     except Exception as error:
         return f"cannot be executed: {type(error).__name__}: {error}".splitlines()[0][:200]
-    if _mismatch(actual, expected, [TOLERANCE] * len(expected)):
+    if mismatch(actual, expected, [TOLERANCE] * len(expected)):
         # A program may amplify the rounding of float64 itself.
         nudged = simulate_jaxpr(
             plain, [np.asarray(x, float) * (1 + NUDGE) for x in arguments], True
         )
         bounds = [TOLERANCE + _error(x, y) * WORSE for x, y in zip(nudged, expected, strict=True)]
-        if wrong := _mismatch(actual, expected, bounds):
+        if wrong := mismatch(actual, expected, bounds):
             return f"values: {wrong}"
     if not case.rounds:
         return None
@@ -282,7 +282,7 @@ def _difference(
     bounds = [
         WORSE * (_error(x, y) + UNIT[case.dtype]) for x, y in zip(coarse, expected, strict=True)
     ]
-    wrong = _mismatch(ours, expected, bounds)
+    wrong = mismatch(ours, expected, bounds)
     return f"rounding: {wrong}" if wrong else None
 
 
@@ -296,7 +296,7 @@ def _error(actual: Any, expected: Any) -> float:
     return error if error < np.inf else np.inf
 
 
-def _mismatch(actual: list, expected: list, bounds: list[float]) -> str | None:
+def mismatch(actual: list, expected: list, bounds: list[float]) -> str | None:
     for i, (x, y, bound) in enumerate(zip(actual, expected, bounds, strict=True)):
         if _error(x, y) > bound:
             return f"result {i} is off by {_error(x, y):.3g} where {bound:.3g} is allowed"
@@ -329,7 +329,7 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
         return f"cannot be compiled: {type(error).__name__}: {error}".splitlines()[0][:200]
     floor = UNIT[case.dtype] if case.rounds else 1e-4
     bounds = [WORSE * (_error(x, y) + floor) for x, y in zip(expected, exact, strict=True)]
-    wrong = _mismatch(actual, exact, bounds)
+    wrong = mismatch(actual, exact, bounds)
     return f"executed: {wrong}" if wrong else None
 
 
@@ -341,11 +341,13 @@ class Search:
       findings: seed, what was found and the program.
       programs: how many programs were compared.
       refused: how many draws were no program.
+      sites: how many sites were replaced, where they are counted.
     """
 
-    findings: list[tuple[int, str, Case]] = dataclasses.field(default_factory=list)
+    findings: list[tuple[int, str, Any]] = dataclasses.field(default_factory=list)
     programs: int = 0
     refused: int = 0
+    sites: int = 0
 
 
 def search(
@@ -375,9 +377,10 @@ def search(
     return result
 
 
-def main() -> None:
+def main(prog: str, search: Callable[..., Search]) -> None:
+    """A command that searches programs of consecutive seeds, and fails if it finds something."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.rewrite.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog=prog, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--programs", type=int, default=2000, help="how many draws")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
@@ -387,12 +390,13 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     seeds = range(arguments.first, arguments.first + arguments.programs)
     result = search(seeds, every=100)
+    sites = f" with {result.sites} sites" if result.sites else ""
     print(
-        f"seeds {seeds.start} to {seeds.stop - 1}: {result.programs} programs,"
+        f"seeds {seeds.start} to {seeds.stop - 1}: {result.programs} programs{sites},"
         f" {result.refused} refused, {len(result.findings)} findings"
     )
     raise SystemExit(bool(result.findings))
 
 
 if __name__ == "__main__":
-    main()
+    main("python -m tests.rewrite.fuzz", search)
