@@ -217,16 +217,14 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
     there, it multiplies in float32.
     """
     contracted, _ = w.shape
-    values = message_values(x, contracted, w.operand_dtype)
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     if not w.in_blocks:
+        values = message_values(x, contracted, w.operand_dtype)
         scales = message_scales(x, contracted, 1)
         product = lax.dot_general(values, w.values, dimensions, preferred_element_type=jnp.float32)
         return (product * scales * _as_row(w.scales, x.ndim)).astype(w.product_dtype)
-    scales = message_scales(x, contracted, w.scales.shape[1])
-    wide_x = values.astype(jnp.float32) * _spread(scales, contracted, -1)
     return lax.dot_general(
-        wide_x,
+        dequantized_rows(x, contracted, RECIPES["blockwise"], w.operand_dtype),
         dequantized(w).T,
         dimensions,
         precision=lax.Precision.HIGHEST,

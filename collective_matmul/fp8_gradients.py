@@ -30,7 +30,7 @@ from collective_matmul import gradients
 from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
 from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import contract_rows, matmul
-from collective_matmul.backends.base import Backend
+from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, with_auto_axes
@@ -62,10 +62,7 @@ def gather_matmul(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams) -> tu
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
 
     def products(x, ws):
-        scaled = [_weights(call, [w], x.dtype)[0] for w in ws]
-        (sent,) = quantize_rows([x], _recipe(call))
-        dimension = call.shard_dimension
-        return chosen.all_gather_matmul(sent, scaled, call.axis_name, dimension=dimension)[0]
+        return _gather(chosen, x, ws, call)[0]
 
     return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in ws), x, ws)
 
@@ -102,12 +99,7 @@ def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws, keep_gathered=True)
 
     def gather(x, ws):
-        scaled = [_weights(call, [w], x.dtype)[0] for w in ws]
-        (sent,) = quantize_rows([x], _recipe(call))
-        dimension = call.shard_dimension
-        return chosen.all_gather_matmul(
-            sent, scaled, call.axis_name, dimension=dimension, co_gathered=x
-        )
+        return _gather(chosen, x, ws, call, co_gathered=x)
 
     return gather_with_auto_axes(gather, x, ws)
 
@@ -192,6 +184,23 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
 
 
 matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
+
+
+def _gather(
+    chosen: Backend,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    call: OpParams,
+    co_gathered: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+    """The products of the gathered x and each w, quantized; and `co_gathered`, whole."""
+    return chosen.all_gather_matmul(
+        quantize_rows([x], _recipe(call))[0],
+        [_weights(call, [w], x.dtype)[0] for w in ws],
+        call.axis_name,
+        dimension=call.shard_dimension,
+        co_gathered=co_gathered,
+    )
 
 
 def _chosen(

@@ -56,6 +56,13 @@ class ScaledProblem:
     n: tuple[int, ...]
     in_blocks: bool
 
+    @classmethod
+    def of_site(cls, site: Site, rows: int) -> ScaledProblem:
+        """The shapes of this number of rows of a site with operands in 8 bits."""
+        planes = math.prod(site.operands[0][0][: site.dimension or 0])
+        ks, ns = zip(*(w for _, w in site.operands), strict=True)
+        return cls(planes, rows // planes, ks, ns, in_blocks=site.fp8 == "blockwise")
+
     def unsupported_reason(self) -> str | None:
         """Why the kernel cannot multiply these shapes; None if it can.
 
@@ -141,10 +148,7 @@ def multiplies(site: Site) -> bool:
     if device.target() is None or partly_automatic() or not half_precision:
         return False
     rows = site.rows // (site.axis_size if site.op == "matmul_reduce_scatter" else 1)
-    planes = math.prod(site.operands[0][0][: site.dimension or 0])
-    ks, ns = zip(*(w for _, w in site.operands), strict=True)
-    problem = ScaledProblem(planes, rows // planes, ks, ns, in_blocks=site.fp8 == "blockwise")
-    return problem.unsupported_reason() is None
+    return ScaledProblem.of_site(site, rows).unsupported_reason() is None
 
 
 def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:

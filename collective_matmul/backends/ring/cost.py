@@ -154,16 +154,16 @@ def multiplies_in_place(site: Site) -> bool:
         return False
     if site.einsum is not None or partly_automatic():
         return False
+    rows = site.rows // (1 if site.op == "all_gather_matmul" else site.axis_size)
+    if site.fp8 is not None:
+        return ScaledProblem.of_site(site, rows).unsupported_reason() is None
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])
     ks, ns = zip(*(w for _, w in site.operands), strict=True)
     if site.op == "all_gather_matmul":
-        rows, ks = site.rows, ks[:1]
+        ks = ks[:1]
     else:
-        rows, ns = site.rows // site.axis_size, ns[:1]
-    if site.fp8 is not None:
-        problem = ScaledProblem(planes, rows // planes, ks, ns, site.fp8 == "blockwise")
-        return problem.unsupported_reason() is None
+        ns = ns[:1]
     w_contracted = 2 if site.transpose_w else 1
     return _has_tiling(
         MatmulProblem(planes, rows // planes, ks, ns, w_contracted_axis=w_contracted)
