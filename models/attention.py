@@ -5,6 +5,7 @@ Legend of local shapes: B is batch, S sequence, N query heads, K key and value h
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ def causal_attention(
     key: jax.Array,
     value: jax.Array,
     documents: Documents | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Grouped-query attention with a causal mask; K divides N.
 
@@ -35,17 +37,20 @@ def causal_attention(
       key: [B, S, K, H].
       value: [B, S, K, H].
       documents: documents that attend to themselves only; None: a sequence is one document.
+      window: number of tokens that a token attends to, itself included; None: all before it.
 
     Returns:
       [B, S, N, H].
     """
+    if window is not None and window >= query.shape[1]:
+        window = None
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     head_size = query.shape[-1]
     if not half or head_size % 8 or head_size > 128 or not _for_gpus():
-        return _attend(query, key, value, documents)
+        return _attend(query, key, value, documents, window)
     if jax.default_backend() == "gpu":
-        return _attend_by_cudnn(query, key, value, documents)
-    return _with_residuals_of_cudnn(query, key, value, documents)
+        return _attend_by_cudnn(query, key, value, documents, window)
+    return _with_residuals_of_cudnn(query, key, value, documents, window)
 
 
 def _for_gpus() -> bool:
@@ -55,25 +60,48 @@ def _for_gpus() -> bool:
 
 
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
 ) -> jax.Array:
     """Attention by XLA, with all scores in memory."""
     mask = None if documents is None else documents.mask
+    before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation="xla"
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        local_window_size=before,
+        implementation="xla",
     )
 
 
 def _attend_by_cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
 ) -> jax.Array:
     mask = None
     if documents is not None and documents.packs:
-        if float(jax.local_devices()[0].compute_capability) >= 9.0:
+        hopper = float(jax.local_devices()[0].compute_capability) >= 9.0
+        if hopper and window is None:
             return _attend_in_packs(query, key, value, documents.packs)
         mask = documents.mask
+    before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation="cudnn"
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        local_window_size=before,
+        implementation="cudnn",
     )
 
 
@@ -112,31 +140,41 @@ def _attend_in_packs(
     return attended
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _with_residuals_of_cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
 ) -> jax.Array:
     """Attention for traces where cuDNN's kernel cannot be lowered, without CUDA.
 
     Saves as much for the backward as cuDNN's kernel, and each pass is one jitted function, so that
     a dry run counts the right bytes.
     """
-    return attended_by_kernel(query, key, value, documents)
+    return attended_by_kernel(query, key, value, documents, window)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=4)
 def attended_by_kernel(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
 ) -> jax.Array:
     """Stands for a kernel, which stores nothing but its results."""
-    return _attend(query, key, value, documents)
+    return _attend(query, key, value, documents, window)
 
 
-@jax.jit
-def gradients_by_kernel(cotangent: jax.Array, *residuals: Any) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnums=0)
+def gradients_by_kernel(
+    window: int | None, cotangent: jax.Array, *residuals: Any
+) -> tuple[jax.Array, ...]:
     """Stands for the kernel of the backward."""
     query, key, value, documents, *_ = residuals
-    _, transpose = jax.vjp(lambda q, k, v: _attend(q, k, v, documents), query, key, value)
+    _, transpose = jax.vjp(lambda q, k, v: _attend(q, k, v, documents, window), query, key, value)
     return transpose(cotangent)
 
 
@@ -145,9 +183,13 @@ KERNELS = ("attended_by_kernel", "gradients_by_kernel")
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
 ) -> tuple[jax.Array, tuple]:
-    attended = _with_residuals_of_cudnn(query, key, value, documents)
+    attended: Any = _with_residuals_of_cudnn(query, key, value, documents, window)
     # Stands for the log-sum-exp of the scores, [B, N, S], or of each pack
     # [B * documents of a block, N, S].
     log_sum_exp = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
@@ -157,8 +199,10 @@ def _forward(
     return attended, (query, key, value, documents, attended, log_sum_exp)
 
 
-def _backward(residuals: tuple, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    return *gradients_by_kernel(cotangent, *residuals), None
+def _backward(
+    window: int | None, residuals: tuple, cotangent: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    return *gradients_by_kernel(window, cotangent, *residuals), None
 
 
 _with_residuals_of_cudnn.defvjp(_forward, _backward)

@@ -1,9 +1,9 @@
-"""The shapes of Llama models, presets of the published ones, and the mesh axes that they fit."""
+"""The shapes of Llama-style models, and the mesh axes that they fit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 
@@ -24,7 +24,8 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama 3 transformer."""
+    """The shape of a Llama-style transformer: of Llama itself, or of a family that differs in what
+    the fields from `family` on say. Their defaults are Llama's."""
 
     vocabulary_size: int
     """Number of rows of the embedding and of columns of the head."""
@@ -42,6 +43,19 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     tied_head: bool = False
     """Whether the head is the transposed embedding."""
+    family: str = "llama"
+    """Name of the family in `models.families`: how Hugging Face's files name the same model."""
+    projection_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    query_key_norm: bool = False
+    """Whether each head of queries and keys is normed before the rotary embedding."""
+    sliding_window: int | None = None
+    """Number of tokens that a token attends to, itself included; None: all before it."""
+    context_length: int | None = None
+    """Largest number of tokens that the model was made for; None: unknown."""
+    padded_vocabulary_size: int | None = None
+    """Number of rows of the embedding and of columns of the head, of which those past
+    vocabulary_size stand for no token; None: vocabulary_size."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,6 +70,11 @@ class LlamaConfig:
                 f"num_heads={self.num_heads} is not a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}; give each key-value head the"
                 " same number of query heads"
+            )
+        if self.vocabulary_rows < self.vocabulary_size:
+            raise ValueError(
+                f"padded_vocabulary_size={self.padded_vocabulary_size}: expected at least"
+                f" vocabulary_size={self.vocabulary_size}"
             )
         if self.head_dim % 2:
             raise ValueError(
@@ -72,21 +91,51 @@ class LlamaConfig:
         return self.num_layers * (attention + feed_forward) + head
 
     @property
+    def vocabulary_rows(self) -> int:
+        """The number of rows of the embedding, padding included."""
+        return self.padded_vocabulary_size or self.vocabulary_size
+
+    def padded_for(self, size: int) -> LlamaConfig:
+        """The same with a vocabulary that a tensor axis of this size divides, padded if need be.
+
+        Padded sizes are multiples of 128, so that other axes divide them too.
+        """
+        if self.vocabulary_rows % size == 0:
+            return self
+        multiple = math.lcm(size, _VOCABULARY_MULTIPLE)
+        rows = -(-self.vocabulary_size // multiple) * multiple
+        return dataclasses.replace(self, padded_vocabulary_size=rows)
+
+    def key_value_copies(self, size: int) -> int:
+        """The number of devices of a tensor axis of this size that have the same keys and values:
+        1 unless there are more devices than heads of them."""
+        return max(size // self.num_key_value_heads, 1)
+
+    @property
     def sharded_sizes(self) -> dict[str, int]:
         """The sizes that are sharded over the tensor axis, by name."""
-        names = ("num_heads", "num_key_value_heads", "hidden_features", "vocabulary_size")
-        return {name: getattr(self, name) for name in names}
+        names = ("num_heads", "num_key_value_heads", "hidden_features")
+        sizes = {name: getattr(self, name) for name in names}
+        padded = self.padded_vocabulary_size is not None
+        name = "padded_vocabulary_size" if padded else "vocabulary_size"
+        return sizes | {name: self.vocabulary_rows}
 
     def fits_tensor_axis(self, size: int) -> bool:
-        """Whether a tensor axis of this size divides all sharded sizes."""
-        return all(value % size == 0 for value in self.sharded_sizes.values())
+        """Whether the model, with a padded vocabulary, can be sharded over an axis of this size."""
+        sizes = self.padded_for(size).sharded_sizes
+        return all(_is_sharded(name, value, size) for name, value in sizes.items())
 
     def check_tensor_axis(self, size: int) -> None:
-        """Raises ValueError unless a tensor axis of this size divides all sharded sizes."""
+        """Raises ValueError unless a tensor axis of this size divides all sharded sizes, or is a
+        multiple of the number of key and value heads, which then are replicated."""
         for name, value in self.sharded_sizes.items():
-            if value % size:
+            if not _is_sharded(name, value, size):
                 values = [n for n in (value // size * size, -(-value // size) * size) if n]
-                axes = filter(self.fits_tensor_axis, range(1, value + 1))
+                if name == "num_key_value_heads":
+                    near = range(1, 2 * max(value, size) + 1)
+                    values = [n for n in near if _is_sharded(name, n, size)]
+                    values = sorted(sorted(values, key=lambda n: abs(n - value))[:2])
+                axes = filter(self.fits_tensor_axis, range(1, self.num_heads + 1))
                 nearest = sorted(sorted(axes, key=lambda n: abs(n - size))[:2])
                 raise ValueError(
                     f"{name}={value} is not divisible by a tensor axis of {size} devices; nearest"
@@ -95,7 +144,13 @@ class LlamaConfig:
                 )
 
 
-_STRETCHED = RotaryScaling(factor=8.0)
+#: What padded vocabularies are multiples of.
+_VOCABULARY_MULTIPLE = 128
+
+
+def _is_sharded(name: str, value: int, size: int) -> bool:
+    """Whether a tensor axis of this size can shard a size, or replicate it."""
+    return value % size == 0 or (name == "num_key_value_heads" and size % value == 0)
 
 
 def debug() -> LlamaConfig:
@@ -110,26 +165,3 @@ def debug() -> LlamaConfig:
         head_dim=8,
         rotary_base=10_000.0,
     )
-
-
-def llama3_8b() -> LlamaConfig:
-    """Llama 3.1 8B."""
-    return LlamaConfig(128_256, 32, 4096, 14_336, 32, 8, 128, rotary_scaling=_STRETCHED)
-
-
-def llama3_70b() -> LlamaConfig:
-    """Llama 3.1 70B."""
-    return LlamaConfig(128_256, 80, 8192, 28_672, 64, 8, 128, rotary_scaling=_STRETCHED)
-
-
-def llama3_405b() -> LlamaConfig:
-    """Llama 3.1 405B."""
-    return LlamaConfig(128_256, 126, 16_384, 53_248, 128, 8, 128, rotary_scaling=_STRETCHED)
-
-
-PRESETS: dict[str, Callable[[], LlamaConfig]] = {
-    "debug": debug,
-    "llama3-8b": llama3_8b,
-    "llama3-70b": llama3_70b,
-    "llama3-405b": llama3_405b,
-}

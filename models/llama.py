@@ -9,15 +9,12 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
 from collective_matmul import layers as collective
@@ -26,52 +23,14 @@ from models.attention import causal_attention
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
+from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
+from models.norm import RMSNorm
 from models.parameter_use import ParameterUse, Unchanged, used
 from models.stacked_blocks import Keys, stack_blocks
 
 Remat = Literal["none", "dots", "full"]
 
-#: The linear layers by the names that patterns match, and those that are in 8 bits on request.
-FP8_LAYERS = (
-    "layers.attention.projection",
-    "layers.attention.output",
-    "layers.feed_forward",
-    "head",
-)
-DEFAULT_FP8_LAYERS = ("layers.*",)
-
 _kernel_init = nnx.initializers.normal(stddev=0.02)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm: Zhang and Sennrich, 2019. Computes in float32, returns x's dtype."""
-
-    def __init__(self, features: int, *, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
-        self.epsilon = epsilon
-
-    @jax.named_scope("norm")
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features] -> the same shape."""
-        return _normalize(x, self.scale[...], self.epsilon)
-
-
-#: The backward of a norm keeps its operands and this float32 number per row, and no more.
-_INVERSE_RMS = "inverse_rms"
-
-
-@functools.partial(
-    jax.checkpoint,
-    policy=jax.checkpoint_policies.save_only_these_names(_INVERSE_RMS),
-    prevent_cse=False,
-    static_argnums=2,
-)
-def _normalize(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    inverse_rms = checkpoint_name(jax.lax.rsqrt(mean_square + epsilon), _INVERSE_RMS)
-    scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
-    return (wide * inverse_rms * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -81,21 +40,29 @@ class Attention(nnx.Module):
       config: shape of the model.
       layers: the module that provides the linear layers, `collective_matmul.layers` or
         `models.plain`.
+      key_value_copies: number of devices that have the same keys and values.
       **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
-    def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
+    def __init__(
+        self, config: LlamaConfig, layers: Any, *, key_value_copies: int = 1, **layer_options
+    ):
         self.projection = layers.AttentionProjection(
             config.features,
             config.num_heads,
             config.num_key_value_heads,
             config.head_dim,
-            **_of_layer("layers.attention.projection", layer_options),
+            key_value_copies=key_value_copies,
+            use_bias=config.projection_bias,
+            **of_layer("layers.attention.projection", layer_options),
         )
+        if config.query_key_norm:
+            self.query_norm = RMSNorm(config.head_dim, epsilon=config.norm_epsilon)
+            self.key_norm = RMSNorm(config.head_dim, epsilon=config.norm_epsilon)
         self.output = layers.RowParallelLinear(
             (config.num_heads, config.head_dim),
             config.features,
-            **_of_layer("layers.attention.output", _of_rows(layer_options)),
+            **of_layer("layers.attention.output", _of_rows(layer_options)),
         )
         self.config = config
 
@@ -103,12 +70,15 @@ class Attention(nnx.Module):
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
         with jax.named_scope("qkv"):
             query, key, value = self.projection(x)
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         frequencies = rotary.frequencies(self.config)
         positions = None if documents is None else documents.positions
         with jax.named_scope("rotary"):
             query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
         with jax.named_scope("attention"):
-            attended = causal_attention(query, key, value, documents)
+            window = self.config.sliding_window
+            attended = causal_attention(query, key, value, documents, window)
         with jax.named_scope("attention_output"):
             return self.output(attended)
 
@@ -119,14 +89,18 @@ class Block(nnx.Module):
     The arguments are those of `Attention`.
     """
 
-    def __init__(self, config: LlamaConfig, layers: Any, **layer_options):
+    def __init__(
+        self, config: LlamaConfig, layers: Any, *, key_value_copies: int = 1, **layer_options
+    ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        self.attention = Attention(config, layers, **layer_options)
+        self.attention = Attention(
+            config, layers, key_value_copies=key_value_copies, **layer_options
+        )
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.feed_forward = layers.GatedFeedForward(
             config.features,
             config.hidden_features,
-            **_of_layer("layers.feed_forward", layer_options),
+            **of_layer("layers.feed_forward", layer_options),
         )
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
@@ -162,6 +136,8 @@ class Llama(nnx.Module):
       weight_dimension: what it shards of kernels that multiply the residual stream: 0 for input
         features, 1 for heads, hidden features or vocabulary, which is faster. Of kernels that write
         to it, output features.
+      key_value_copies: number of devices of the tensor axis that have the same keys and values:
+        `LlamaConfig.key_value_copies` of its size.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -183,6 +159,7 @@ class Llama(nnx.Module):
         parameter_use: ParameterUse | None = None,
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
+        key_value_copies: int = 1,
         rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
@@ -194,7 +171,7 @@ class Llama(nnx.Module):
             rngs=rngs,
         )
         if fp8 is not None:
-            options["fp8"] = _recipes(fp8, fp8_layers)
+            options["fp8"] = recipes(fp8, fp8_layers)
         if implementation == "plain":
             if fp8 is not None:
                 raise ValueError(f"fp8={fp8!r}: the layers of implementation='plain' have no fp8")
@@ -212,17 +189,19 @@ class Llama(nnx.Module):
         self.dtype = dtype
         self.remat: Remat = remat
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
+        self.vocabulary_size = config.vocabulary_size
         self.parameter_use = parameter_use
         # A tied head needs the whole table.
         self.column_axis_name = None if config.tied_head else weight_axis_name
         self.embedding = nnx.Param(
-            _kernel_init(rngs.params(), (config.vocabulary_size, config.features), jnp.float32),
+            _kernel_init(rngs.params(), (config.vocabulary_rows, config.features), jnp.float32),
             out_sharding=(axis_name, None),
             eager_sharding=False,
         )
 
         def block(rngs: nnx.Rngs | Keys) -> Block:
-            return Block(config, layers, **{**options, "rngs": rngs})
+            copies = {"key_value_copies": key_value_copies}
+            return Block(config, layers, **copies, **{**options, "rngs": rngs})
 
         count = config.num_layers
         if scan_layers:
@@ -234,7 +213,7 @@ class Llama(nnx.Module):
             None
             if config.tied_head
             else layers.ColumnParallelLinear(
-                config.features, config.vocabulary_size, **_of_layer("head", options)
+                config.features, config.vocabulary_rows, **of_layer("head", options)
             )
         )
 
@@ -280,6 +259,11 @@ class Llama(nnx.Module):
 
     @jax.named_scope("head")
     def _logits(self, x: jax.Array, weights: nnx.State) -> jax.Array:
+        """[B, s, features] -> [B, S, V/D]; columns that stand for no token have no probability."""
+        logits = self._products(x, weights)
+        return vocabulary.without_padding(logits, self.vocabulary_size, self.axis_name)
+
+    def _products(self, x: jax.Array, weights: nnx.State) -> jax.Array:
         """[B, s, features] -> [B, S, V/D], by the head or by the embedding."""
         if self.head is not None:
             head: Any = nnx.merge(nnx.graphdef(self.head), weights["head"])
@@ -362,23 +346,6 @@ class Llama(nnx.Module):
         """
         logits = self(tokens, document_lengths, gathered)
         return vocabulary.cross_entropy(logits, targets, self.axis_name)
-
-
-def _recipes(fp8: str, patterns: Sequence[str]) -> dict[str, str]:
-    """The recipe of each layer that a pattern matches, by its name."""
-    for pattern in patterns:
-        if not fnmatch.filter(FP8_LAYERS, pattern):
-            raise ValueError(
-                f"fp8_layers={pattern!r}: matches none of the layers {', '.join(FP8_LAYERS)}"
-            )
-    return {name: fp8 for pattern in patterns for name in fnmatch.filter(FP8_LAYERS, pattern)}
-
-
-def _of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one layer, of those of all."""
-    if "fp8" not in options:
-        return options
-    return options | {"fp8": options["fp8"].get(name)}
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

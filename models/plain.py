@@ -30,15 +30,37 @@ class Options(TypedDict):
     rngs: nnx.Rngs
 
 
+class ColumnOptions(Options, total=False):
+    """Options of column-parallel layers."""
+
+    use_bias: bool
+    copies: int
+
+
 class ColumnParallelLinear(nnx.Module):
-    """A linear layer with sharded output features. It gathers the sequence, then multiplies."""
+    """A linear layer with sharded output features. It gathers the sequence, then multiplies.
+
+    With `copies`, as many devices compute the same of out_features[0], and parameters are whole.
+    """
+
+    bias: nnx.Param[jax.Array] | None
 
     def __init__(
-        self, in_features: int, out_features: int | tuple[int, ...], **options: Unpack[Options]
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        **options: Unpack[ColumnOptions],
     ):
         columns = out_features if isinstance(out_features, tuple) else (out_features,)
-        self.kernel = _kernel((in_features,), columns, 1, options)
+        self.copies = options.get("copies", 1)
         self.axis_name, self.dtype = options["axis_name"], options["dtype"]
+        axis_name = None if self.copies > 1 else self.axis_name
+        self.kernel = _kernel((in_features,), columns, 1, options, axis_name)
+        self.bias = nnx.data(None)
+        if options.get("use_bias"):
+            names = (axis_name, *[None] * (len(columns) - 1))
+            zeros = jnp.zeros(columns, jnp.float32)
+            self.bias = nnx.Param(zeros, out_sharding=names, eager_sharding=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, s, in_features] -> [B, S, out_features[0]/D, *out_features[1:]]."""
@@ -47,8 +69,19 @@ class ColumnParallelLinear(nnx.Module):
     def of_gathered(self, x: jax.Array) -> jax.Array:
         """[B, S, in_features] -> [B, S, out_features[0]/D, *out_features[1:]], without the
         gather."""
-        y = jnp.tensordot(x, self.kernel[...].astype(self.dtype), 1)
-        return checkpoint_name(y, CHECKPOINT_NAME)
+        y = jnp.tensordot(x, self._own(self.kernel[...].astype(self.dtype), 1), 1)
+        y = checkpoint_name(y, CHECKPOINT_NAME)
+        if self.bias is None:
+            return y
+        bias = self._own(self.bias[...].astype(self.dtype), 0)
+        return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+    def _own(self, parameter: jax.Array, dimension: int) -> jax.Array:
+        """This device's part of a parameter that is whole on several."""
+        if self.copies == 1:
+            return parameter
+        first = lax.axis_index(self.axis_name) // self.copies
+        return lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
 
 
 class RowParallelLinear(nnx.Module):
@@ -59,8 +92,8 @@ class RowParallelLinear(nnx.Module):
         self, in_features: int | tuple[int, ...], out_features: int, **options: Unpack[Options]
     ):
         rows = in_features if isinstance(in_features, tuple) else (in_features,)
-        self.kernel = _kernel(rows, (out_features,), 0, options)
         self.axis_name, self.dtype = options["axis_name"], options["dtype"]
+        self.kernel = _kernel(rows, (out_features,), 0, options, self.axis_name)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, S, in_features[0]/D, *in_features[1:]] -> [B, s, out_features]."""
@@ -79,11 +112,14 @@ class AttentionProjection(nnx.Module):
         num_heads: int,
         num_key_value_heads: int,
         head_dim: int,
-        **options: Unpack[Options],
+        *,
+        key_value_copies: int = 1,
+        **options: Unpack[ColumnOptions],
     ):
+        heads, others = (num_key_value_heads, head_dim), {**options, "copies": key_value_copies}
         self.query = ColumnParallelLinear(features, (num_heads, head_dim), **options)
-        self.key = ColumnParallelLinear(features, (num_key_value_heads, head_dim), **options)
-        self.value = ColumnParallelLinear(features, (num_key_value_heads, head_dim), **options)
+        self.key = ColumnParallelLinear(features, heads, **others)
+        self.value = ColumnParallelLinear(features, heads, **others)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, s, features] -> three of [B, S, heads/D, head_dim]."""
@@ -106,12 +142,16 @@ class GatedFeedForward(nnx.Module):
 
 
 def _kernel(
-    rows: tuple[int, ...], columns: tuple[int, ...], sharded: int, options: Options
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    sharded: int,
+    options: Options,
+    axis_name: str | None,
 ) -> nnx.Param[jax.Array]:
-    """A kernel [*rows, *columns], to be sharded in the given dimension."""
+    """A kernel [*rows, *columns], to be sharded in the given dimension over the axis, if any."""
     initial = options["kernel_init"](
         options["rngs"].params(), (math.prod(rows), math.prod(columns)), jnp.float32
     )
     shape = rows + columns
-    names = tuple(options["axis_name"] if i == sharded else None for i in range(len(shape)))
+    names = tuple(axis_name if i == sharded else None for i in range(len(shape)))
     return nnx.Param(initial.reshape(shape), out_sharding=names, eager_sharding=False)

@@ -76,6 +76,22 @@ def _look_up_backward(size: int, rows: jax.Array, gradient: jax.Array) -> tuple[
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
+def without_padding(logits: jax.Array, size: int, axis_name: str) -> jax.Array:
+    """Gives columns past the vocabulary the smallest number, whose probability is zero.
+
+    Args:
+      logits: [B, S, V/D], this device's columns of a vocabulary that may be padded to V.
+      size: number of tokens, at most V.
+      axis_name: the tensor axis.
+    """
+    columns = logits.shape[-1]
+    if columns * lax.axis_size(axis_name) == size:
+        return logits
+    first = lax.axis_index(axis_name) * columns
+    is_token = first + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < size
+    return jnp.where(is_token, logits, jnp.finfo(logits.dtype).min)
+
+
 @jax.named_scope("loss")
 def cross_entropy(logits: jax.Array, targets: jax.Array, axis_name: str) -> jax.Array:
     """Minus the log-probability of each target, in nats.

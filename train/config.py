@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import collective_matmul
 import collective_matmul.layers
-from models import config as models
+from models import families
 from models.config import LlamaConfig
-from models.llama import DEFAULT_FP8_LAYERS, FP8_LAYERS, Remat
+from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
+from models.llama import Remat
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
@@ -124,7 +126,7 @@ class Config:
     config: str | None = None
     """File with the configuration, as --print-config writes it; flags override what it says."""
     preset: str = "debug"
-    """Source of the other defaults: debug, llama3-8b, llama3-70b or llama3-405b."""
+    """Source of the other defaults: debug, or a published model, such as llama3-8b or qwen3-8b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -311,6 +313,7 @@ def _check_overlap(value: str) -> None:
 
 def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
     """Raises ValueError for what the model over Explicit axes does not do."""
+    copies = config.model.key_value_copies(sizes.tensor)
     for name, value, expected in (
         ("mesh.fsdp", sizes.fsdp, 1),
         ("zero", config.zero, 0),
@@ -318,6 +321,11 @@ def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
         ("scan_layers", config.scan_layers, 0),
         ("separate_documents", config.separate_documents, False),
         ("fp8", config.fp8, None),
+        ("model.projection_bias", config.model.projection_bias, False),
+        ("model.query_key_norm", config.model.query_key_norm, False),
+        ("model.sliding_window", config.model.sliding_window, None),
+        ("model.padded_vocabulary_size", config.model.padded_vocabulary_size, None),
+        ("devices of one key-value head", copies, 1),
     ):
         if value != expected:
             raise ValueError(
@@ -377,9 +385,8 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 def debug() -> Config:
     """A run of about a minute on a laptop, on simulated devices."""
-    return Config(
-        preset="debug",
-        model=models.debug(),
+    return _preset(
+        "debug",
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
         steps=160,
         log_interval=20,
@@ -388,34 +395,26 @@ def debug() -> Config:
     )
 
 
-def llama3_8b() -> Config:
-    """Llama 3.1 8B."""
-    return Config(preset="llama3-8b", model=models.llama3_8b())
-
-
 def llama3_70b() -> Config:
     """Llama 3.1 70B; saves only matmul results for the backward."""
-    return Config(
-        preset="llama3-70b",
-        model=models.llama3_70b(),
-        optimizer=OptimizerConfig(learning_rate=1.5e-4),
-        remat="dots",
-    )
+    optimizer = OptimizerConfig(learning_rate=1.5e-4)
+    return _preset("llama3-70b", optimizer=optimizer, remat="dots")
 
 
 def llama3_405b() -> Config:
     """Llama 3.1 405B; saves only block inputs for the backward."""
-    return Config(
-        preset="llama3-405b",
-        model=models.llama3_405b(),
-        optimizer=OptimizerConfig(learning_rate=8e-5),
-        remat="full",
-    )
+    optimizer = OptimizerConfig(learning_rate=8e-5)
+    return _preset("llama3-405b", optimizer=optimizer, remat="full")
+
+
+def _preset(name: str, **settings: Any) -> Config:
+    """The settings of a run, with the published model of this name."""
+    return Config(preset=name, model=families.PRESETS[name](), **settings)
 
 
 PRESETS: dict[str, Callable[[], Config]] = {
+    **{name: functools.partial(_preset, name) for name in families.PRESETS},
     "debug": debug,
-    "llama3-8b": llama3_8b,
     "llama3-70b": llama3_70b,
     "llama3-405b": llama3_405b,
 }

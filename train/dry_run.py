@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     Raises:
       ValueError: for sizes that do not fit together.
     """
+    config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
     check(config, sizes)
     here = config.device is None and jax.default_backend() == "gpu"
     gpu = None if here else GPUS[config.device or "H200"]

@@ -94,6 +94,8 @@ def muon(
 
 def matrix_dimensions(name: str) -> MuonDimensionNumbers | None:
     """The dimensions of a parameter that are a matrix, or None for those that Muon leaves alone."""
+    if not name.endswith(".kernel"):
+        return None
     return next((numbers for part, numbers in _MATRICES.items() if part in name), None)
 
 

@@ -21,6 +21,15 @@ NEW_FIELDS: dict[str, Any] = {
     "fp8": None,
     "fp8_layers": "layers.*",
 }
+#: The same of `models.config.LlamaConfig`.
+NEW_MODEL_FIELDS: dict[str, Any] = {
+    "family": "llama",
+    "projection_bias": False,
+    "query_key_norm": False,
+    "sliding_window": None,
+    "context_length": None,
+    "padded_vocabulary_size": None,
+}
 #: The same of `train.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {
     "kind": "adamw",
@@ -62,6 +71,8 @@ def current_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
 def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that was saved with a checkpoint, with today's names and fields."""
     current = {**NEW_FIELDS, **current_configuration(saved)}
+    if isinstance(current.get("model"), Mapping):
+        current["model"] = {**NEW_MODEL_FIELDS, **current["model"]}
     if isinstance(current.get("mesh"), Mapping):
         current["mesh"] = {"fsdp": 0, **current["mesh"]}
     if not isinstance(current.get("optimizer"), Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
-from train.config import Config, check, check_optimizer
+from train.config import Config, MeshSizes, check, check_optimizer
 from train.data import TextData, open_dataset
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
@@ -76,6 +77,7 @@ def prepare(config: Config) -> Setup:
     """
     with together():
         sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
+        config = _with_padding(config, sizes)
         check(config, sizes)
         mesh = make_mesh(sizes)
         check_mesh(mesh, config.distributed.tensor_across_processes)
@@ -109,6 +111,20 @@ def prepare(config: Config) -> Setup:
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
         checkpoints=checkpoints,
     )
+
+
+def _with_padding(config: Config, sizes: MeshSizes) -> Config:
+    """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
+    with, or as the tensor axis needs."""
+    model = config.model
+    folder = config.checkpoint_dir if config.resume else config.init_from
+    if model.padded_vocabulary_size is None and folder is not None:
+        with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
+            saved = find_checkpoint(folder).configuration().get("model", {})
+            if saved.get("vocabulary_size") == model.vocabulary_size:
+                rows = saved["padded_vocabulary_size"]
+                model = dataclasses.replace(model, padded_vocabulary_size=rows)
+    return dataclasses.replace(config, model=model.padded_for(sizes.tensor))
 
 
 def _open_text(config: Config, data: str | None) -> TextData:

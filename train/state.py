@@ -44,7 +44,7 @@ class ModelFunctions:
       abstract_params: global shapes and dtypes by name.
       specs: `PartitionSpec` by name.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
-      matrices: the names of all parameters but vectors.
+      matrices: the names of all parameters but norms and biases.
       sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
         empty without ZeRO.
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
@@ -92,7 +92,7 @@ class ModelFunctions:
         self.matrices = frozenset(
             name
             for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) - self._stacked(name) > 1
+            if len(leaf.shape) - self._stacked(name) > 1 and not name.endswith(".bias")
         )
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
@@ -100,8 +100,8 @@ class ModelFunctions:
 
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
-        for name, leaf in self.abstract_params.items():
-            stacked = self._stacked(name)
+        for name in sorted(self.matrices):
+            leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
             own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), "fsdp", sizes._asdict())
             dimension = sharded_dimension(own, "fsdp")
@@ -147,6 +147,7 @@ class ModelFunctions:
             parameter_use=self._parameter_use(config),
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
             weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
+            key_value_copies=config.model.key_value_copies(self._sizes.tensor),
             rngs=Keys(jax.random.key(config.seed)),
         )
 
@@ -216,9 +217,9 @@ def _adamw(
     config: OptimizerConfig, schedule: optax.Schedule, *, nesterov: bool = False
 ) -> optax.GradientTransformation:
     def decayed(params: Params) -> Any:
-        # Norms of stacked layers have two dimensions.
+        # Norms of stacked layers have two dimensions, and biases of heads too.
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: not path[-1].key.endswith("norm.scale"), params
+            lambda path, _: not path[-1].key.endswith(("norm.scale", ".bias")), params
         )
 
     return optax.adamw(
@@ -335,6 +336,13 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
             f" model.features={config.model.features}; choose a divisor, or leave out"
             " --weight-gather"
         )
+    replicated = config.model.key_value_copies(sizes.tensor) > 1
+    if config.weight_gather == "matmuls" and replicated:
+        raise ValueError(
+            f"weight_gather='matmuls': mesh.tensor={sizes.tensor} is more than"
+            f" model.num_key_value_heads={config.model.num_key_value_heads}, whose weights then are"
+            " whole on every device; leave out --weight-gather, or make --mesh.tensor smaller"
+        )
     if config.weight_gather == "matmuls" and narrower:
         raise ValueError(
             "weight_gather='matmuls': gradients travel in gradient_dtype='bfloat16' only with"
@@ -343,8 +351,8 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     if config.weight_gather != "auto":
         return config.weight_gather
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
-    chosen = divides and not narrower and within_process and config.overlap == "auto"
-    return "matmuls" if chosen else "blocks"
+    possible = divides and not replicated and not narrower and within_process
+    return "matmuls" if possible and config.overlap == "auto" else "blocks"
 
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
@@ -353,7 +361,7 @@ def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
         model.num_heads,
         model.num_key_value_heads,
         model.hidden_features,
-        model.vocabulary_size,
+        model.vocabulary_rows,
     )
     return all(n % (sizes.tensor * sizes.fsdp) == 0 for n in columns)
 

@@ -102,16 +102,20 @@ class AttentionProjection(nnx.Module):
         local   x [..., s, features] -> query [..., S, num_heads/D, head_dim],
                                         key, value [..., S, num_key_value_heads/D, head_dim]
 
-    The output projection is ``RowParallelLinear((num_heads, head_dim), features)``.
+    With fewer key and value heads than devices, each head is computed by several devices, from
+    parameters that are whole on all. Then key and value have D heads globally and one locally. The
+    output projection is ``RowParallelLinear((num_heads, head_dim), features)``.
 
     Args:
       features: size of the last dimension of x.
       num_heads: number of query heads; divisible by the size of the axis.
-      num_key_value_heads: number of key heads and of value heads; divisible by the size of the
-        axis, and a divisor of num_heads.
+      num_key_value_heads: number of key heads and of value heads; divisible by the size of the axis
+        or a divisor of it, and a divisor of num_heads.
       head_dim: features of one head.
       axis_name: the mesh axis, of size D.
       gather_dimension: for all three layers; see `ColumnParallelLinear`.
+      key_value_copies: number of devices that compute each head of keys and values; None: D over
+        their number if the size of the axis is known and is larger, else 1.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
         kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
@@ -129,6 +133,7 @@ class AttentionProjection(nnx.Module):
         *,
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
+        key_value_copies: int | None = None,
         mesh: Mesh | None = None,
         **options: Unpack[LinearOptions],
     ):
@@ -142,22 +147,28 @@ class AttentionProjection(nnx.Module):
                 f"num_key_value_heads={num_key_value_heads}: does not divide"
                 f" num_heads={num_heads}, whose queries share keys in equal groups"
             )
-        if devices := known_axis_size(axis_name, mesh):
+        devices = known_axis_size(axis_name, mesh) or 1
+        if key_value_copies is None:
+            key_value_copies = max(devices // num_key_value_heads, 1)
+        if devices > 1:
             layer_checks.features("num_heads", num_heads, axis_name, devices)
-            layer_checks.features("num_key_value_heads", num_key_value_heads, axis_name, devices)
+            computed = num_key_value_heads * key_value_copies
+            layer_checks.features("num_key_value_heads", computed, axis_name, devices)
 
-        def column(heads: int) -> ColumnParallelLinear:
+        def column(heads: int, copies: int = 1) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 features,
                 (heads, head_dim),
                 axis_name=axis_name,
                 gather_dimension=gather_dimension,
+                copies=copies,
                 mesh=mesh,
                 **options,
             )
 
         self.query = column(num_heads)
-        self.key, self.value = column(num_key_value_heads), column(num_key_value_heads)
+        self.key = column(num_key_value_heads, key_value_copies)
+        self.value = column(num_key_value_heads, key_value_copies)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[..., S, features] -> query, key and value; for their shapes see the class."""

@@ -45,6 +45,33 @@ def features(argument: str, value: int | Sequence[int], axis_name: str, devices:
         )
 
 
+def copies(
+    value: int, size: int, axis_name: str, devices: int | None, weight_axis_name: str | None
+) -> None:
+    """Checks the number of devices that compute the same features.
+
+    Args:
+      value: the number.
+      size: the number of features, in groups for each device.
+      axis_name: the mesh axis.
+      devices: its size, or None if it is not known.
+      weight_axis_name: the second axis of the kernel, or None.
+
+    Raises:
+      ValueError: unless there is one feature for as many devices, and no second axis.
+    """
+    if value < 1 or (devices is not None and size * value != devices):
+        raise ValueError(
+            f"copies={value}: expected the {devices} devices of axis {axis_name!r} over"
+            f" out_features={size}, or 1 if there are no fewer of these than devices"
+        )
+    if weight_axis_name is not None:
+        raise ValueError(
+            f"weight_axis_name={weight_axis_name!r}: kernels with copies={value} are whole on every"
+            " device; leave it out"
+        )
+
+
 def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
     """Checks that the axis, if its size is known, divides the heads of Flax's attention.
 

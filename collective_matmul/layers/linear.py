@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Required, TypedDict, Unpack
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from collective_matmul.fp8 import RecipeName
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import (
+    LocalShards,
+    ShardingContext,
     WeightSharding,
     current_context,
     known_axis_size,
@@ -68,7 +70,7 @@ class _ParallelLinear(nnx.Module):
     Args:
       in_features: one size or several.
       out_features: one size or several.
-      sharded_features: the name of the argument whose first size the axis divides.
+      sharded_features: the name of the argument whose first size the axis divides; None: neither.
       axis_name: the mesh axis.
       mesh: mesh of the global arrays, or None.
       **options: as for `ColumnParallelLinear`.
@@ -80,7 +82,7 @@ class _ParallelLinear(nnx.Module):
         self,
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
-        sharded_features: Literal["in_features", "out_features"],
+        sharded_features: Literal["in_features", "out_features"] | None,
         axis_name: str,
         mesh: Mesh | None,
         *,
@@ -106,8 +108,10 @@ class _ParallelLinear(nnx.Module):
         self.weight_axis_name = weight_axis_name
         self.weight_dimension: Literal[0, 1] = weight_dimension
         names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
-        names[0 if sharded_features == "in_features" else len(inputs)] = (axis_name,)
-        if devices := known_axis_size(axis_name, mesh):
+        if sharded_features is not None:
+            names[0 if sharded_features == "in_features" else len(inputs)] = (axis_name,)
+        devices = known_axis_size(axis_name, mesh)
+        if devices and sharded_features is not None:
             sizes = inputs if sharded_features == "in_features" else outputs
             layer_checks.features(sharded_features, sizes, axis_name, devices)
         bias_names = names[len(inputs) :]
@@ -160,6 +164,9 @@ class ColumnParallelLinear(_ParallelLinear):
       gather_dimension: the dimension of x that is sharded between layers; negative numbers count
         from the features, as if they were one dimension. None: x is the same on every device and
         is not gathered.
+      copies: number of devices that compute the same of out_features[0], for attention with fewer
+        heads of keys and values than devices. Then out_features[0] times copies is D, parameters
+        are whole on every device, and the result is [..., S, D, ...], sharded.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       **options: use_bias (default False): whether to add a bias.
         implementation: which backends execute the matmuls, as the ops take it; None chooses for
@@ -184,6 +191,8 @@ class ColumnParallelLinear(_ParallelLinear):
         features; by the call, if sizes do not fit or no mesh is known. Nothing is compiled before.
     """
 
+    copies: int = 1
+
     def __init__(
         self,
         in_features: int | Sequence[int],
@@ -191,11 +200,36 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
+        copies: int = 1,
         mesh: Mesh | None = None,
         **options: Unpack[LinearOptions],
     ):
-        self.gather_dimension = gather_dimension
-        super().__init__(in_features, out_features, "out_features", axis_name, mesh, **options)
+        self.gather_dimension, self.copies = gather_dimension, copies
+        sharded = "out_features"
+        if copies != 1:
+            sharded = None
+            outputs = layer_checks.sizes("out_features", out_features)
+            weight_axis_name = options.get("weight_axis_name")
+            devices = known_axis_size(axis_name, mesh)
+            layer_checks.copies(copies, outputs[0], axis_name, devices, weight_axis_name)
+        super().__init__(in_features, out_features, sharded, axis_name, mesh, **options)
+
+    @property
+    def _computed_shape(self) -> KernelShape:
+        """The global shape of the kernel as if each device had its own columns."""
+        inputs, (first, *others) = self.kernel_shape
+        return inputs, (first * self.copies, *others)
+
+    def _computed(
+        self, parameter: jax.Array | None, dimension: int, context: ShardingContext
+    ) -> jax.Array | None:
+        """A parameter as if each device had its own columns, which are a dimension of it."""
+        if parameter is None or self.copies == 1:
+            return parameter
+        if isinstance(context, LocalShards):
+            first = jax.lax.axis_index(self.axis_name) // self.copies
+            return jax.lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
+        return jnp.repeat(parameter, self.copies, dimension)
 
     def __call__(
         self, x: jax.Array | SharedProjections, out_sharding: Sharding | P | None = None
@@ -323,15 +357,20 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
                 f"layers: they have {name} {', '.join(map(repr, values))}; one gather serves layers"
                 f" of one {name}: construct them alike or call them one by one"
             )
-    kernels = [layer.kernel[...] for layer in layers]
-    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
+    kernels: list[Any] = [layer.kernel[...] for layer in layers]
+    biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
     dtype = canonicalize_dtype(x, *kernels, *biases, dtype=first.dtype)
+    context = current_context(first.axis_name, first.mesh, (x, kernels))
+    contracted = len(first.kernel_shape[0])
+    for place, layer in enumerate(layers):
+        kernels[place] = layer._computed(kernels[place], contracted, context)
+        biases[place] = layer._computed(biases[place], 0, context)
     return column_parallel(
-        current_context(first.axis_name, first.mesh, (x, kernels)),
+        context,
         jnp.asarray(x, dtype),
         kernels,
         [None if bias is None else bias.astype(dtype) for bias in biases],
-        [layer.kernel_shape for layer in layers],
+        [layer._computed_shape for layer in layers],
         weight_sharding=first.weight_sharding,
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from models.config import LlamaConfig, llama3_8b, llama3_70b, llama3_405b
+from models.config import LlamaConfig
+from models.families.llama3 import llama3_8b, llama3_70b, llama3_405b
 from tests.gpu.problems import Problem, Verdict, mesh_of, normal, or_xla, size
 from tests.reference import AXIS, OPS, Case, Outcome
 

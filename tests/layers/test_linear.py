@@ -228,6 +228,33 @@ def test_grouped_query_attention_has_fewer_key_and_value_heads(mesh: Mesh) -> No
     assert (query.shape, key.shape, value.shape) == ((2, 4, 8, 3), (2, 4, 4, 3), (2, 4, 4, 3))
 
 
+class FewKeyHeads(nnx.Module):
+    """Attention without a softmax, whose keys and values have two heads."""
+
+    def __init__(self, **options: Any):
+        options = dict(BIAS, rngs=nnx.Rngs(0), **options)
+        self.projection = AttentionProjection(FEATURES, 8, 2, HEAD_DIM, **options)
+        self.output = RowParallelLinear((8, HEAD_DIM), FEATURES, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.projection(x)
+        copies = query.shape[-2] // key.shape[-2]
+        key, value = (jnp.repeat(heads, copies, axis=-2) for heads in (key, value))
+        return self.output(query * key + value)
+
+
+@pytest.mark.parametrize("context", ["auto", "local"])
+def test_more_devices_than_key_value_heads_compute_copies(
+    context: str, make_mesh: MeshFactory, mesh: Mesh
+) -> None:
+    x = random(2, 4, FEATURES)
+    model = FewKeyHeads(mesh=mesh)
+    assert model.projection.key.kernel.shape == (FEATURES, 2, HEAD_DIM)
+    one = make_mesh({"data": 1, "tensor": 1})
+    expected = outcome(FewKeyHeads(mesh=one), x, "auto", one)
+    assert_close(outcome(model, x, context, mesh), expected)
+
+
 def collectives(compiled: Any) -> Counter[str]:
     """The number of times that each collective occurs in the optimized HLO."""
     names = "collective-permute|all-gather|reduce-scatter|all-reduce|all-to-all"

@@ -55,8 +55,16 @@ REFUSED_AT_CONSTRUCTION = {
     "hidden": (lambda **o: GatedFeedForward(4, 6, **o), "hidden_features=6: 6 is not divisible"),
     "heads": (lambda **o: AttentionProjection(4, 6, 2, 3, **o), "num_heads=6: 6 is not divisible"),
     "key value heads": (
-        lambda **o: AttentionProjection(4, 8, 2, 3, **o),
-        "num_key_value_heads=2: 2 is not divisible",
+        lambda **o: AttentionProjection(4, 24, 6, 3, **o),
+        "num_key_value_heads=6: 6 is not divisible",
+    ),
+    "copies": (
+        lambda **o: ColumnParallelLinear(4, (2, 3), copies=3, **o),
+        "copies=3: expected the 4 devices of axis 'tensor' over out_features=2",
+    ),
+    "sharded copies": (
+        lambda **o: ColumnParallelLinear(4, (2, 3), copies=2, weight_axis_name="fsdp", **o),
+        "weight_axis_name='fsdp': kernels with copies=2 are whole on every device",
     ),
     "groups": (
         lambda **o: AttentionProjection(4, 8, 3, 3, **o),

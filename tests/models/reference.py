@@ -1,4 +1,4 @@
-"""An independent Llama 3: one device, float32, no parallelism.
+"""An independent Llama, and its families: one device, float32, no parallelism.
 
 It takes the trainer's flat parameters, {"layers.0.attention.output.kernel": ...}.
 """
@@ -29,7 +29,7 @@ def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> A
         x = x + _feed_forward(local, _norm(config, x, local["feed_forward_norm.scale"]))
     x = _norm(config, x, params["norm.scale"])
     head = params["embedding"].T if config.tied_head else params["head.kernel"]
-    return jnp.einsum("bsf,fv->bsv", x, head)
+    return jnp.einsum("bsf,fv->bsv", x, head)[..., : config.vocabulary_size]
 
 
 def loss(config: LlamaConfig, params: Mapping[str, Array], tokens: Array, targets: Array) -> Array:
@@ -40,7 +40,7 @@ def loss(config: LlamaConfig, params: Mapping[str, Array], tokens: Array, target
 
 def _norm(config: LlamaConfig, x: Array, scale: Array) -> Array:
     root = jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
-    return x / root * scale[None, None, :]
+    return x / root * scale[None, None]
 
 
 def _feed_forward(params: Mapping[str, Array], x: Array) -> Array:
@@ -54,11 +54,23 @@ def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Ar
         jnp.einsum("bsf,fhd->bshd", x, params[f"attention.projection.{name}.kernel"])
         for name in ("query", "key", "value")
     )
+    if config.projection_bias:
+        query, key, value = (
+            heads + params[f"attention.projection.{name}.bias"][None, None]
+            for name, heads in (("query", query), ("key", key), ("value", value))
+        )
+    if config.query_key_norm:
+        query, key = (
+            _norm(config, heads, params[f"attention.{name}_norm.scale"][None])
+            for name, heads in (("query", query), ("key", key))
+        )
     query, key = _rotate(config, query), _rotate(config, key)
     repeats = config.num_heads // config.num_key_value_heads
     key, value = (jnp.repeat(heads, repeats, axis=2) for heads in (key, value))
     scores = jnp.einsum("bshd,bthd->bhst", query, key) / np.sqrt(config.head_dim)
     causal = np.tril(np.ones(scores.shape[-2:], bool))
+    if config.sliding_window is not None:
+        causal = np.triu(causal, 1 - config.sliding_window)
     scores = jnp.where(causal[None, None], scores, -jnp.inf)
     attended = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, axis=-1), value)
     return jnp.einsum("bshd,hdf->bsf", attended, params["attention.output.kernel"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import rotary
-from models.config import llama3_8b
+from models.families.llama3 import llama3_8b
 from tests.models import reference
 
 

@@ -20,11 +20,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from train.checkpoint import Checkpoints
-from train.renamed import NEW_FIELDS
+from train.renamed import NEW_FIELDS, NEW_MODEL_FIELDS
 from train.run_lock import LOCK_FILE
 from train.saved_checkpoint import differences
 
-CONFIGURATION = {**NEW_FIELDS, "model": {"layers": 2, "rope": {"theta": 10000.0}}, "seed": 0}
+MODEL = {**NEW_MODEL_FIELDS, "layers": 2, "rope": {"theta": 10000.0}}
+CONFIGURATION = {**NEW_FIELDS, "model": MODEL, "seed": 0}
 POSITION = {"next_index": 3}
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
 

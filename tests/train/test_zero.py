@@ -56,7 +56,7 @@ def test_the_dimension_that_fsdp_shards(shape, spec, expected):
 
 def test_every_matrix_of_a_published_model_is_sharded():
     """By the width of the residual stream, which ops can gather."""
-    config = dataclasses.replace(configs.llama3_8b(), zero=2)
+    config = dataclasses.replace(configs.PRESETS["llama3-8b"](), zero=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     model = ModelFunctions(config, MeshSizes(1, 64, 8))
     assert model.whole_matrices == {}

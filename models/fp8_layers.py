@@ -1,0 +1,33 @@
+"""Which linear layers of a model quantize their operands to 8 bits, by name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+#: The linear layers by the names that patterns match, and those that are in 8 bits on request.
+FP8_LAYERS = (
+    "layers.attention.projection",
+    "layers.attention.output",
+    "layers.feed_forward",
+    "head",
+)
+DEFAULT_FP8_LAYERS = ("layers.*",)
+
+
+def recipes(fp8: str, patterns: Sequence[str]) -> dict[str, str]:
+    """The recipe of each layer that a pattern matches, by its name."""
+    for pattern in patterns:
+        if not fnmatch.filter(FP8_LAYERS, pattern):
+            raise ValueError(
+                f"fp8_layers={pattern!r}: matches none of the layers {', '.join(FP8_LAYERS)}"
+            )
+    return {name: fp8 for pattern in patterns for name in fnmatch.filter(FP8_LAYERS, pattern)}
+
+
+def of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one layer, of those of all."""
+    if "fp8" not in options:
+        return options
+    return options | {"fp8": options["fp8"].get(name)}

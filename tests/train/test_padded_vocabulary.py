@@ -1,0 +1,38 @@
+"""A vocabulary that the tensor axis does not divide is padded, and stays so on other meshes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from train.command_line import main
+from train.log_file import read_log
+
+MODEL = shlex.split(
+    "--model.num-layers 1 --model.vocabulary-size 258 --log-interval 1 --overlap xla --mesh.data 1"
+    " --batch-size 2 --sequence-length 16 --compute-dtype float32"
+)
+
+#: What a tensor axis of 4 devices needs.
+PADDED = ("--model.padded-vocabulary-size", "384")
+
+
+def run(directory: Path, name: str, *arguments: str) -> list[float]:
+    log = directory / f"{name}.jsonl"
+    main([*MODEL, "--log-file", str(log), *arguments])
+    return [record["loss"] for record in read_log(str(log)) if record["event"] == "step"]
+
+
+def test_a_padded_model_trains_and_resumes_on_any_mesh(tmp_path):
+    (tmp_path / "text.txt").write_text("Plain text, as every letter is a token. " * 40)
+    data = ["--data", str(tmp_path / "text.txt")]
+    expected = run(tmp_path, "one", *data, "--mesh.tensor", "1", "--steps", "6", *PADDED)
+    saved = ["--checkpoint-dir", str(tmp_path / "saved")]
+    curve = run(tmp_path, "four", *data, *saved, "--mesh.tensor", "4", "--steps", "2")
+    for tensor, steps in (("8", "4"), ("1", "6")):
+        resumed = [*data, *saved, "--resume", "--mesh.tensor", tensor, "--steps", steps]
+        curve += run(tmp_path, tensor, *resumed)
+    # The order of sums differs between meshes.
+    np.testing.assert_allclose(curve, expected, rtol=2e-5)
