@@ -68,19 +68,33 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
-        with jax.named_scope("qkv"):
-            query, key, value = self.projection(x)
-        if self.config.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        frequencies = rotary.frequencies(self.config)
-        positions = None if documents is None else documents.positions
-        with jax.named_scope("rotary"):
-            query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+        query, key, value = self.heads(x, None if documents is None else documents.positions)
         with jax.named_scope("attention"):
             window = self.config.sliding_window
             attended = causal_attention(query, key, value, documents, window)
         with jax.named_scope("attention_output"):
             return self.output(attended)
+
+    def heads(
+        self, x: jax.Array, positions: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, of which the first two are rotated.
+
+        Args:
+          x: [B, s, features].
+          positions: int32 [B, S], as `rotary.rotate` takes them.
+
+        Returns:
+          Three of [B, S, heads/D, head_dim].
+        """
+        with jax.named_scope("qkv"):
+            query, key, value = self.projection(x)
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        frequencies = rotary.frequencies(self.config)
+        with jax.named_scope("rotary"):
+            query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+        return query, key, value
 
 
 class Block(nnx.Module):

@@ -26,6 +26,8 @@ def embed(
 ) -> jax.Array:
     """Looks tokens up in a table with sharded rows, and scatters the result along the sequence.
 
+    A sequence that the axis does not divide, such as one token, is not scattered.
+
     A second axis may shard the batch and the columns of the table. Then each device looks up the
     tokens of all devices of that axis in its columns, and sends to each what is of its tokens. So
     tokens and activations travel, and not the table. The gradient is complete on its owner.
@@ -38,7 +40,8 @@ def embed(
       dtype: of the result; default: that of the table, in which its gradient is summed.
 
     Returns:
-      [B, S/D, features] in `dtype`, this device's part of the sequence.
+      [B, S/D, features] in `dtype`, this device's part of the sequence; or [B, S, features], the
+      same on every device.
     """
     if column_axis_name is not None:
         tokens = lax.all_gather(tokens, column_axis_name, axis=0, tiled=True)
@@ -47,6 +50,8 @@ def embed(
     # Rows of other devices are out of bounds and read as zero, so the sum is the row of the owner.
     found: Any = _look_up(table, rows, table.shape[0])
     found = found.astype(dtype or table.dtype)
+    if tokens.shape[1] % lax.axis_size(axis_name):
+        return lax.psum(found, axis_name)
     found = lax.psum_scatter(found, axis_name, scatter_dimension=1, tiled=True)
     if column_axis_name is None:
         return found

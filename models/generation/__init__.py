@@ -1,0 +1,5 @@
+"""Answers of a model to prompts: prefill and decoding with a sharded cache of keys and values."""
+
+from models.generation.generator import Generator, Sampling
+
+__all__ = ["Generator", "Sampling"]

@@ -1,0 +1,115 @@
+"""The forward of `models.llama.Llama` with a cache, for use inside `jax.shard_map`.
+
+A prompt goes through the collective matmuls with its sequence sharded between layers, as in
+training. One token cannot be divided: then column-parallel layers do not gather, and row-parallel
+ones sum over the tensor axis. Legend of local shapes: B is batch, S the padded length of prompts, D
+the size of the tensor axis, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models import vocabulary
+from models.attention import causal_attention
+from models.generation.cache import LayerCache, appended, attend, filled
+from models.llama import Block, Llama
+
+Caches = list[LayerCache]
+
+
+def prefill(
+    model: Llama, tokens: jax.Array, lengths: jax.Array, capacity: int
+) -> tuple[jax.Array, Caches]:
+    """Computes prompts.
+
+    Args:
+      model: the model, whose parameters are in its `dtype`.
+      tokens: int32 [B, S], with anything after each prompt; D divides S.
+      lengths: int32 [B], the lengths of the prompts.
+      capacity: number of tokens that the caches have place for, at least S.
+
+    Returns:
+      [B, V/D], the logits of the token after each prompt; and the cache of each layer. What it
+      holds after a prompt is overwritten before it is read.
+    """
+
+    @jax.jit
+    def apply(block: Block, x: jax.Array) -> tuple[jax.Array, LayerCache]:
+        attention = block.attention
+        query, key, value = attention.heads(block.attention_norm(x), None)
+        window = attention.config.sliding_window
+        x = x + attention.output(causal_attention(query, key, value, window=window))
+        x = x + block.feed_forward(block.feed_forward_norm(x))
+        return x, filled(key, value, capacity)
+
+    x, caches = _embed(model, tokens), []
+    for block in _blocks(model):
+        x, cache = apply(block, x)
+        caches.append(cache)
+    return _logits(model, _last_rows(x, lengths, model.axis_name)), caches
+
+
+def decode(
+    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches
+) -> tuple[jax.Array, Caches]:
+    """Computes one token of each sequence.
+
+    Args:
+      model: the model.
+      tokens: int32 [B].
+      positions: int32 [B], their places in the sequences.
+      caches: the cache of each layer.
+
+    Returns:
+      [B, V/D], the logits of the next token; and the caches with these tokens.
+    """
+
+    @jax.jit
+    def apply(block: Block, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        attention = block.attention
+        query, key, value = attention.heads(block.attention_norm(x), positions[:, None])
+        cache = appended(cache, key, value, positions)
+        attended = attend(query, cache, positions, attention.config.sliding_window)
+        x = x + attention.output(attended)
+        return x + block.feed_forward(block.feed_forward_norm(x)), cache
+
+    x, written = _embed(model, tokens[:, None]), []
+    for block, cache in zip(_blocks(model), caches, strict=True):
+        x, cache = apply(block, x, cache)
+        written.append(cache)
+    return _logits(model, x), written
+
+
+def _blocks(model: Llama) -> Any:
+    return model.layers
+
+
+def _embed(model: Llama, tokens: jax.Array) -> jax.Array:
+    """int32 [B, S] -> [B, S/D, features], or [B, S, features] if D does not divide S."""
+    table = model.embedding[...].astype(model.dtype)
+    return vocabulary.embed(tokens, table, model.axis_name)
+
+
+def _last_rows(x: jax.Array, lengths: jax.Array, axis_name: str) -> jax.Array:
+    """The row of each sequence's last token, on every device: [B, S/D, features] -> [B, 1,
+    features]."""
+    rows = x.shape[1]
+    own = lengths - 1 - lax.axis_index(axis_name) * rows
+    found = jnp.take_along_axis(x, own[:, None, None], axis=1, mode="fill", fill_value=0)
+    found = jnp.where((own >= 0)[:, None, None], found, 0)
+    return lax.psum(found, axis_name)
+
+
+def _logits(model: Llama, x: jax.Array) -> jax.Array:
+    """[B, 1, features], the same on every device -> [B, V/D]."""
+    x = model.norm(x)
+    if model.head is None:
+        products = x @ model.embedding[...].astype(model.dtype).T
+    else:
+        products = model.head(x)
+    return vocabulary.without_padding(products, model.vocabulary_size, model.axis_name)[:, 0]

@@ -1,0 +1,269 @@
+"""Answers to batches of prompts, over the devices of a tensor axis."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import overlap_jit
+from models.config import LlamaConfig
+from models.generation import decoder
+from models.generation.decoder import Caches
+from models.generation.sampling import Sampling, choose
+from models.llama import Llama
+
+Params = dict[str, jax.Array]
+#: What a launch of decoding goes on from: tokens, their places, whether sequences have ended.
+Ends = tuple[jax.Array, jax.Array, jax.Array]
+
+AXIS = "tensor"
+LIKELIEST = Sampling()
+_CACHE_SPEC = P(None, AXIS)
+#: Lengths of prompts are padded to this times a power of two, so that few programs are compiled.
+_SHORTEST = 128
+
+
+class Generator:
+    """A model that answers prompts. Programs are compiled for each padded length and batch.
+
+    Attributes:
+      config: shape of the model.
+      mesh: its mesh, of one axis, "tensor".
+      abstract_params: global shapes, dtypes and shardings of the parameters by name.
+
+    Args:
+      config: shape of the model.
+      mesh: a mesh whose only axis is "tensor"; None: all devices.
+      implementation: which backends execute the collective matmuls, as the layers take it.
+      dtype: dtype of parameters and of the computation.
+
+    Raises:
+      ValueError: for a model that the axis does not fit.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        mesh: Mesh | None = None,
+        implementation: str | Sequence[str] | None = None,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    ):
+        self.mesh = make_mesh(jax.device_count()) if mesh is None else mesh
+        size = self.mesh.shape[AXIS]
+        self.config = config.padded_for(size)
+        self.config.check_tensor_axis(size)
+
+        def build() -> Llama:
+            return Llama(
+                self.config,
+                implementation=implementation,
+                dtype=dtype,
+                key_value_copies=config.key_value_copies(size),
+                rngs=nnx.Rngs(0),
+            )
+
+        self._graph, abstract = nnx.split(nnx.eval_shape(build))
+        self._variables = {
+            ".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)
+        }
+        specs = nnx.to_flat_state(nnx.get_partition_spec(abstract))
+        self._specs = {".".join(map(str, path)): spec.get_value() for path, spec in specs}
+        self.abstract_params = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, dtype, sharding=NamedSharding(self.mesh, self._specs[name])
+            )
+            for name, (_, leaf) in self._variables.items()
+        }
+
+    def __call__(
+        self,
+        params: Mapping[str, jax.Array],
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling = LIKELIEST,
+        stop_tokens: Sequence[int] = (),
+        tokens_per_launch: int = 16,
+        on_token: Callable[[int, int], object] | None = None,
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt, without the stop token.
+
+        Args:
+          params: the parameters, as `abstract_params` describes them.
+          prompts: the tokens of each prompt.
+          max_new_tokens: largest number of tokens of an answer. It ends with the context of the
+            model too.
+          sampling: how tokens are chosen.
+          stop_tokens: tokens that end an answer.
+          tokens_per_launch: tokens that one program computes before the host sees them.
+          on_token: called with the number of the prompt and each token of its answer, in order.
+
+        Raises:
+          ValueError: for an empty prompt, or one that leaves no room in the context of the model.
+        """
+        check_prompts(prompts, self.config)
+        if max_new_tokens < 1 or tokens_per_launch < 1:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}, tokens_per_launch={tokens_per_launch}: expected"
+                " at least 1 of both"
+            )
+        answers = _Answers(prompts, max_new_tokens, self.config.context_length, on_token)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        tokens = self._padded(prompts)
+        launches = -(-(answers.longest - 1) // tokens_per_launch)
+        unit = math.lcm(_SHORTEST, self.mesh.shape[AXIS])
+        capacity = max(tokens.shape[1], int(lengths.max()) + 1 + launches * tokens_per_launch)
+        settings = sampling, tuple(stop_tokens)
+        with jax.set_mesh(self.mesh):
+            first, ends, caches = self._prefill(-(-capacity // unit) * unit, *settings)(
+                params, tokens, lengths
+            )
+            waiting = first[None]
+            launch = self._decode(tokens_per_launch, *settings)
+            # The next launch runs while the host reads the tokens of the last one.
+            for _ in range(launches):
+                if answers.all_ended:
+                    break
+                new, ends, caches = launch(params, ends, caches)
+                answers.take(np.asarray(waiting), settings[1])
+                waiting = new
+            answers.take(np.asarray(waiting), settings[1])
+        return answers.tokens
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Prompts of one padded length: int32 [B, S]."""
+        longest = max(map(len, prompts))
+        unit = math.lcm(_SHORTEST, self.mesh.shape[AXIS])
+        length = unit * 2 ** max(math.ceil(math.log2(longest / unit)), 0)
+        tokens = np.zeros((len(prompts), length), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return tokens
+
+    def model(self, params: Mapping[str, jax.Array]) -> Llama:
+        """The model with these parameters, global or local."""
+        state = [
+            (path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()
+        ]
+        return nnx.merge(self._graph, nnx.from_flat_state(state))
+
+    @functools.cache  # noqa: B019, a generator lives as long as its programs
+    def _prefill(self, capacity: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
+        """The program of prompts: parameters, tokens and lengths -> first tokens, ends, caches."""
+
+        def local(params: Params, tokens: jax.Array, lengths: jax.Array):
+            logits, caches = decoder.prefill(self.model(params), tokens, lengths, capacity)
+            first = self._choose(logits, lengths, sampling)
+            return first, (first, lengths, _is_any_of(first, stop)), caches
+
+        return self._jitted(local, (self._specs, P(), P()), (P(), P(), _CACHE_SPEC))
+
+    @functools.cache  # noqa: B019
+    def _decode(self, count: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
+        """The program of `count` tokens: parameters, ends and caches -> int32 [count, B], ends,
+        caches."""
+
+        def local(params: Params, ends: Ends, caches: Caches):
+            model = self.model(params)
+
+            def step(carry: tuple[Ends, Caches], _: None):
+                (tokens, places, ended), caches = carry
+                logits, caches = decoder.decode(model, tokens, places, caches)
+                chosen = self._choose(logits, places + 1, sampling)
+                tokens = jnp.where(ended, tokens, chosen)
+                ended |= _is_any_of(tokens, stop)
+                return ((tokens, places + 1, ended), caches), tokens
+
+            (ends, caches), tokens = jax.lax.scan(step, (ends, caches), length=count)
+            return tokens, ends, caches
+
+        specs = self._specs, P(), _CACHE_SPEC
+        return self._jitted(local, specs, (P(), P(), _CACHE_SPEC), donate_argnums=(2,))
+
+    def _choose(self, logits: jax.Array, places: jax.Array, sampling: Sampling) -> jax.Array:
+        size = self.config.vocabulary_size
+        return choose(logits, places, sampling, vocabulary_size=size, axis_name=AXIS)
+
+    def _jitted(self, local: Callable, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return overlap_jit(mapped, **options)
+
+
+class _Answers:
+    """The tokens so far. It ends an answer at a stop token, or when it is as long as may be."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        context_length: int | None,
+        on_token: Callable[[int, int], object] | None,
+    ):
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        context = context_length or math.inf
+        self._room = [int(min(max_new_tokens, context - len(prompt))) for prompt in prompts]
+        self._ended = [False] * len(prompts)
+        self._on_token = on_token
+
+    @property
+    def longest(self) -> int:
+        return max(self._room)
+
+    @property
+    def all_ended(self) -> bool:
+        return all(self._ended)
+
+    def take(self, tokens: np.ndarray, stop_tokens: tuple[int, ...]) -> None:
+        """Adds int32 [count, B]."""
+        for row in tokens:
+            for number, token in enumerate(map(int, row)):
+                if self._ended[number] or token in stop_tokens:
+                    self._ended[number] = True
+                    continue
+                self.tokens[number].append(token)
+                self._ended[number] = len(self.tokens[number]) >= self._room[number]
+                if self._on_token is not None:
+                    self._on_token(number, token)
+
+
+def make_mesh(devices: int) -> Mesh:
+    """A mesh of one axis, "tensor", over the first devices."""
+    return jax.make_mesh(
+        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], config: LlamaConfig) -> None:
+    """Raises ValueError unless prompts have tokens, of the vocabulary, and leave room for more."""
+    if not prompts:
+        raise ValueError("prompts: expected at least one")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompts: number {number} has no tokens; expected at least one")
+        if max(prompt) >= config.vocabulary_size or min(prompt) < 0:
+            raise ValueError(
+                f"prompts: number {number} has a token outside of the vocabulary of"
+                f" {config.vocabulary_size}; encode it with the model's own tokenizer"
+            )
+        if config.context_length is not None and len(prompt) >= config.context_length:
+            raise ValueError(
+                f"prompts: number {number} has {len(prompt)} tokens, and the model's context is of"
+                f" {config.context_length}, answer included; shorten the prompt"
+            )
+
+
+def _is_any_of(tokens: jax.Array, values: tuple[int, ...]) -> jax.Array:
+    """bool [B]."""
+    if not values:
+        return jnp.zeros_like(tokens, bool)
+    return jnp.any(tokens[:, None] == jnp.array(values, tokens.dtype)[None], axis=1)
