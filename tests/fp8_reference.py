@@ -5,7 +5,8 @@ Operands are quantized as the library does, device by device; tests/test_fp8.py 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import collective_matmul
-from collective_matmul.fp8 import (
-    RECIPES,
-    Recipe,
-    dequantized,
-    dequantized_rows,
-    message_scales,
-    message_values,
-    quantize_rows,
-    quantize_weights,
-)
+from collective_matmul import fp8 as library
+from collective_matmul.fp8 import RECIPES, Recipe, message_scales, message_values
 from tests.reference import AXIS, Case, Comparison, Outcome
+
+# Compiled once for all shards of a shape; operation by operation they take most of a test's time.
+quantize_rows: Callable = jax.jit(library.quantize_rows, static_argnums=(1, 2))
+quantize_weights: Callable = jax.jit(library.quantize_weights, static_argnums=(1,))
+dequantized: Callable = jax.jit(library.dequantized)
+dequantized_rows: Callable = jax.jit(library.dequantized_rows, static_argnums=(1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,18 @@ def _weight_gradient(
     columns = plain.shape[-1]
     if not recipe.weight_gradient_in_fp8:
         return _contract_rows(wide(plain), wide(other))
+    values, quantized, scale = _scaled_operands(message, other, columns, dtypes)
+    return _contract_rows(wide(values), wide(quantized)) * float(scale)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _scaled_operands(message: jax.Array, other: jax.Array, columns: int, dtypes: Any) -> tuple:
+    """The message's values, `other` in 8 bits with its scales, and the scale of that."""
     scaled = jnp.asarray(other, jnp.float32) * message_scales(message, columns, 1)
     scale = jnp.maximum(jnp.max(abs(scaled)) * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126)
-    values = message_values(message, columns, dtypes[0]).astype(jnp.float32)
-    quantized = (scaled * (1.0 / scale)).astype(dtypes[1]).astype(jnp.float32)
-    return _contract_rows(wide(values), wide(quantized)) * float(scale)
+    quantized = (scaled * (1.0 / scale)).astype(dtypes[1])
+    values = message_values(message, columns, dtypes[0])
+    return values.astype(jnp.float32), quantized.astype(jnp.float32), scale
 
 
 def _contract_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:

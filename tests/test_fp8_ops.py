@@ -52,7 +52,8 @@ PRODUCT = [
         OPS,
         RECIPES,
         (None, *PORTABLE),
-        (1, 2, 3, 4, 5, 8),
+        # Larger rings are tested without `fp8`: what is sent does not depend on their size.
+        (1, 2, 3, 4),
         (0, 1),
         (
             {"dtype": dtype, "check_vma": vma}
@@ -139,7 +140,7 @@ def test_explain_names_the_recipe(make_mesh: MeshFactory) -> None:
 
 @pytest.mark.parametrize("fp8", RECIPES)
 @pytest.mark.parametrize("weight_dimension", [0, 1])
-@pytest.mark.parametrize("contracted", [256, 136])
+@pytest.mark.parametrize("contracted", [pytest.param(256, marks=pytest.mark.exhaustive), 136])
 def test_shards_of_weights_are_quantized_as_the_whole(
     fp8: str, weight_dimension: int, contracted: int, make_mesh: MeshFactory
 ) -> None:

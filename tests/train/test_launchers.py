@@ -157,6 +157,8 @@ def test_open_mpi_5_needs_an_address_alone(connection, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    # Where it is installed, JAX asks it for the address.
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ValueError, match=r"^Open MPI: JAX cannot find .*--distributed\."):
         connect()
     connect(DistributedConfig(coordinator_address="first:1234"))
