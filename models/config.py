@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,12 @@ class LlamaConfig:
                     f" {name} that work: {' and '.join(map(str, values))}; nearest axes that work"
                     f" for this model: {' and '.join(map(str, nearest))}"
                 )
+
+
+def config_from_json(values: Mapping[str, Any]) -> LlamaConfig:
+    """A configuration from its fields as JSON, as checkpoints hold it."""
+    scaling = RotaryScaling(**values["rotary_scaling"])
+    return LlamaConfig(**{**values, "rotary_scaling": scaling})
 
 
 #: What padded vocabularies are multiples of.

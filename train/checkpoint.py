@@ -19,31 +19,22 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
-
-from train.agreement import check_same, together
-from train.checksums import json_checksum
-from train.processes import is_first
-from train.run_lock import RunLock, lock_owner
-from train.saved_checkpoint import (
-    CHECKSUMS,
-    JSON_ITEMS,
+from models.checkpoint.orbax_manager import contents, json_items, make_manager
+from models.checkpoint.saved_checkpoint import (
     PREFIX,
     Restored,
     SavedCheckpoint,
-    as_json,
     failure_reason,
     is_checkpoint,
-    named_checksums,
     report_errors_once,
     step_folders,
     whole_steps,
 )
+from train.agreement import check_same, together
+from train.processes import is_first
+from train.run_lock import RunLock, lock_owner
 
 _SUPERSEDED = "superseded"
-# Orbax gives up after 20 minutes, in which a slow disk takes 1 TB at most.
-_SAVE_TIMEOUT_SECONDS = 24 * 3600
 
 
 class SaveError(RuntimeError):
@@ -98,7 +89,7 @@ class Checkpoints:
             check_same("checkpoint directory", found, advice)
             with together():
                 _check_intent(self._directory, resume, resume_step)
-            self._manager = _make_manager(self._directory, max_to_keep)
+            self._manager = make_manager(self._directory, max_to_keep)
         except BaseException:
             self._unlock()
             raise
@@ -165,23 +156,12 @@ class Checkpoints:
         if step in self._steps():
             return False
         self._wait()
-        texts = {
-            "data_position": as_json(data_position),
-            "configuration": as_json(configuration),
-        }
+        items = json_items(data_position, configuration)
         with self._saving(step):
-            texts[CHECKSUMS] = {
-                "arrays": named_checksums(state),
-                **{name: json_checksum(text) for name, text in texts.items()},
-            }
+            arguments = contents(state, items)
             self._set_superseded_aside()
             self._pending = step
-            items = {name: ocp.args.JsonSave(text) for name, text in texts.items()}
-            return self._manager.save(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(state), **items),
-                force=True,
-            )
+            return self._manager.save(step, args=arguments, force=True)
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint, after waiting for a pending save; or None.
@@ -268,25 +248,6 @@ class Checkpoints:
                     path.rename(next(aside / name for name in names if not (aside / name).exists()))
         self._superseded.clear()
         self._manager.reload()
-
-
-def _make_manager(directory: Path, max_to_keep: int) -> ocp.CheckpointManager:
-    handlers = ocp.handlers.create_default_handler_registry(
-        state=ocp.StandardCheckpointHandler(),
-        **{name: ocp.JsonCheckpointHandler() for name in (*JSON_ITEMS, CHECKSUMS)},
-    )
-    options = ocp.CheckpointManagerOptions(
-        step_prefix=PREFIX,
-        preservation_policy=checkpoint_managers.LatestN(max_to_keep),
-        cleanup_tmp_directories=True,
-        async_options=ocp.AsyncOptions(
-            # Where a thread makes the folders, the threads that write wait for it for 20 minutes
-            # if it fails.
-            create_directories_asynchronously=False,
-            timeout_secs=_SAVE_TIMEOUT_SECONDS,
-        ),
-    )
-    return ocp.CheckpointManager(directory, options=options, handler_registry=handlers)
 
 
 def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:

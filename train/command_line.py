@@ -20,6 +20,7 @@ from train.config import PRESETS, Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.dry_run import dry_run
 from train.evaluation import evaluated_sequences
+from train.initial_weights import with_model_of
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices(config)
         if config.dry_run:
+            config = with_model_of(config)
             dry_run(config, mesh_sizes(config, _any_number(config)), Console())
             return
         stack.enter_context(connected(config.distributed))

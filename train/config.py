@@ -183,8 +183,8 @@ class Config:
     eval_batches: int | None = None
     """Number of batches of the held-out text to evaluate, from its beginning; default: all."""
     init_from: str | None = None
-    """Checkpoint whose weights the run begins with: a directory of checkpoints, or one step_N in
-    it. Nothing else is taken from it."""
+    """Weights that the run begins with: a directory of checkpoints, one step_N in it, or a folder
+    of a Hugging Face model, which says what the model and its tokenizer are."""
     checkpoint_dir: str | None = None
     """Directory of the checkpoints; default: none are saved."""
     save_interval: int = 100

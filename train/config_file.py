@@ -10,8 +10,8 @@ from typing import Any
 import tyro
 from flax import traverse_util
 
+from models.checkpoint.earlier_releases import current_configuration
 from train.config import PRESETS, Config
-from train.renamed import current_configuration
 
 #: Fields that say what to do with the configuration, and are no part of it.
 _NOT_WRITTEN = ("config", "print_config")

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 from rich.console import Console
 
-from train.saved_checkpoint import differences
+from models.checkpoint.saved_checkpoint import differences
 from train.setup import Setup
 from train.state import TrainState, init_state, state_on_mesh
 

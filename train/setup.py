@@ -12,14 +12,16 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from models.checkpoint.saved_checkpoint import differences, find_checkpoint
+from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
 from train.config import Config, MeshSizes, check, check_optimizer
 from train.data import TextData, open_dataset
+from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
 from train.processes import check_mesh, is_first
-from train.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
 from train.state import ModelFunctions, make_optimizer
 from train.step import BATCH_SPEC
 from train.trackers import check_trackers, new_run_id
@@ -46,7 +48,7 @@ class Setup:
     mesh: Mesh
     text: TextData
     held_out: TextData | None
-    init_from: SavedCheckpoint | None
+    init_from: InitialWeights | None
     model: ModelFunctions
     optimizer: optax.GradientTransformation
     wandb_run_id: str | None
@@ -76,6 +78,7 @@ def prepare(config: Config) -> Setup:
         overwritten.
     """
     with together():
+        config = with_model_of(config)
         sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
         config = _with_padding(config, sizes)
         check(config, sizes)
@@ -95,6 +98,8 @@ def prepare(config: Config) -> Setup:
     try:
         with together():
             saved = _saved_configuration(config, checkpoints)
+            if checkpoints is not None and config.init_from is not None and is_first():
+                keep_origin(config.init_from, str(config.checkpoint_dir))
             config = _with_schedule(config, saved)
     except ValueError:
         if checkpoints is not None:
@@ -154,8 +159,8 @@ def _open_held_out(config: Config) -> TextData | None:
         raise ValueError(f"eval_data: {error}") from error
 
 
-def _open_initial_weights(config: Config, model: ModelFunctions) -> SavedCheckpoint | None:
-    """The checkpoint to take weights from, or None for random ones and for a resumed run.
+def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeights | None:
+    """The weights to begin with, or None for random ones and for a resumed run.
 
     Raises:
       ValueError: it is not a checkpoint, or its model has other shapes.
@@ -163,7 +168,7 @@ def _open_initial_weights(config: Config, model: ModelFunctions) -> SavedCheckpo
     if config.init_from is None or config.resume:
         return None
     try:
-        saved = find_checkpoint(config.init_from)
+        saved = find_weights(config.init_from)
         saved.check_params(model.abstract_params)
     except ValueError as error:
         raise ValueError(f"init_from={config.init_from!r}: {error}") from error

@@ -24,12 +24,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
 from models.llama import Llama
 from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
-from train.layer_layout import move_layout, other_layout
 from train.muon import muon
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.saved_checkpoint import CHECKSUMS, SavedCheckpoint, step_folders, whole_steps
+from models.checkpoint.saved_checkpoint import CHECKSUMS, SavedCheckpoint, step_folders, whole_steps
 
 KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "full disk")
 LONGEST_WAIT = 5  # Maximum number of steps of a run before it is struck.

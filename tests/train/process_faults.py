@@ -18,9 +18,9 @@ from pathlib import Path
 
 import jax
 
+from models.checkpoint.saved_checkpoint import step_folders, whole_steps
 from tests.train.faults import curve, reread, saved_checksums
 from tests.train.trainers import Trainers, train
-from train.saved_checkpoint import step_folders, whole_steps
 
 SAVE_INTERVAL = 3
 DEVICES = 4

@@ -19,10 +19,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from models.checkpoint.earlier_releases import NEW_FIELDS, NEW_MODEL_FIELDS
+from models.checkpoint.saved_checkpoint import differences
 from train.checkpoint import Checkpoints
-from train.renamed import NEW_FIELDS, NEW_MODEL_FIELDS
 from train.run_lock import LOCK_FILE
-from train.saved_checkpoint import differences
 
 MODEL = {**NEW_MODEL_FIELDS, "layers": 2, "rope": {"theta": 10000.0}}
 CONFIGURATION = {**NEW_FIELDS, "model": MODEL, "seed": 0}

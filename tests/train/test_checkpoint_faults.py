@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, find_checkpoint, whole_steps
 from tests.train.test_checkpoint import (
     CONFIGURATION,
     POSITION,
@@ -22,7 +23,6 @@ from tests.train.test_checkpoint import (
     save_steps,
 )
 from train.checkpoint import Checkpoints, SaveError
-from train.saved_checkpoint import SavedCheckpoint, find_checkpoint, whole_steps
 
 
 def restore(directory: Path, **options) -> int:

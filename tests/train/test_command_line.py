@@ -146,7 +146,7 @@ def test_dry_run_of_what_no_flag_makes_fit(capsys):
         capsys,
         shlex.split(
             "--dry-run --device A100 --preset llama3-405b --mesh.data 1 --mesh.tensor 4"
-            " --batch-size 1 --model.hidden-features 1064960"
+            " --batch-size 1 --model.hidden-features 1064960 --model.num-heads 8"
         ),
     )
     assert re.search(r"of NVIDIA A100-SXM4-80GB, by [\d,]+: no flag makes it fit: .* take", output)
@@ -222,7 +222,7 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
-        ("--model.num-key-value-heads 1", "num_key_value_heads=1 is not divisible by"),
+        ("--model.num-heads 24 --model.num-key-value-heads 3", "num_key_value_heads=3 is not divisible by"),
         ("--data missing.txt", "data='missing.txt'"),
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
         ("--profile 3", "profile='3': expected FIRST:LAST"),

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from models.checkpoint.earlier_releases import trained_configuration
+from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.test_step import SHORT, Trainer
 from train import config as configs
 from train.checkpoint import Checkpoints
@@ -23,8 +25,6 @@ from train.log_file import read_log
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.muon import matrix_dimensions
-from train.renamed import trained_configuration
-from train.saved_checkpoint import find_checkpoint
 from train.setup import check_same_optimizer
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from models.checkpoint.earlier_releases import current_configuration, trained_configuration
+from models.checkpoint.saved_checkpoint import differences
 from train.checkpoint import Checkpoints
 from train.command_line import main, parse
 from train.config import MeshSizes
 from train.dry_run import dry_run
 from train.initial_state import changed_settings
-from train.renamed import current_arguments, current_configuration, trained_configuration
-from train.saved_checkpoint import differences
+from train.renamed import current_arguments
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.checkpoint.saved_checkpoint import whole_steps
 from tests.train import process_faults
 from tests.train.faults import curve, reread
 from tests.train.test_launchers import OPEN_MPI, SLURM
 from tests.train.trainers import ARGUMENTS, Trainers, train
 from train.command_line import main
 from train.log_file import read_log
-from train.saved_checkpoint import whole_steps
 
 # The rounding of bfloat16 activations, where sums of devices are added in another order.
 TOLERANCE = 2e-3

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.test_schedule import logged
 from train.command_line import main, parse
 from train.config import ONE_DEVICE
 from train.log_file import read_log
 from train.mesh import make_mesh
-from train.saved_checkpoint import find_checkpoint
 from train.setup import prepare
 from train.state import ModelFunctions, make_optimizer, state_on_mesh
 
@@ -164,6 +164,6 @@ def test_a_run_that_still_trains_can_be_read(trained):
     try:
         setup = prepare(parse([*MODEL, *SECOND, "--init-from", str(trained)]))
         assert setup.init_from is not None
-        assert setup.init_from.step == 4
+        assert setup.init_from.path.name == "step_4"
     finally:
         running.checkpoints.close()

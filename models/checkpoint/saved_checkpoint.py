@@ -19,9 +19,9 @@ import jax
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
-from train.checksums import checksums, json_checksum
-from train.layer_layout import move_layout, other_layout, same_layout
-from train.renamed import trained_configuration
+from models.checkpoint.checksums import checksums, json_checksum
+from models.checkpoint.earlier_releases import trained_configuration
+from models.checkpoint.layer_layout import move_layout, other_layout, same_layout
 
 PREFIX = "step"
 JSON_ITEMS = ("data_position", "configuration")
@@ -120,6 +120,14 @@ class SavedCheckpoint:
         """
         saved = self._saved_params()
         self._check_signatures(saved, _in_layout_of(saved, {"params": abstract_params}))
+
+    def params_dtype(self) -> str:
+        """The dtype of the saved parameters.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        return next(iter(self._saved_params().values())).partition("[")[0]
 
     def _saved_params(self) -> dict[str, str]:
         signatures = self._saved_signatures().items()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from models.checkpoint.layer_layout import move_layout, other_layout
+from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.test_zero import TINY
 from train.checkpoint import Checkpoints
 from train.config import Config, MeshSizes, OptimizerConfig
-from train.layer_layout import move_layout, other_layout
 from train.mesh import make_mesh
-from train.saved_checkpoint import find_checkpoint
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
 
 CONFIG = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_layers=3))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.checksums import ReplicaError, checksums, json_checksum
+from models.checkpoint.checksums import ReplicaError, checksums, json_checksum
 
 ARRAY = np.arange(2 * 3 * 8 * 4, dtype=np.float32).reshape(8, 24)
 

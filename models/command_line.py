@@ -1,0 +1,209 @@
+"""The command line of models: import and export of Hugging Face's folders, and generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+from rich.console import Console
+
+from models.config import LlamaConfig, config_from_json
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that hold the model."""
+
+    tensor: int = 0
+    """Number of devices that share it; 0: as many of this machine's as divide the model."""
+    cpu_devices: int = 1
+    """Number of simulated devices on a machine without GPUs."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a checkpoint, which the trainer and export read, from a Hugging Face folder."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """Folder with config.json and safetensors files."""
+    directory: Annotated[str, tyro.conf.Positional]
+    """Directory of the checkpoint, which becomes its step 0."""
+    dtype: Dtype = "float32"
+    """Dtype of the parameters in the checkpoint; the trainer wants float32."""
+    devices: Devices = field(default_factory=Devices)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint's model as a folder that Hugging Face's library loads."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A directory of checkpoints, or one step_N in it."""
+    directory: Annotated[str, tyro.conf.Positional]
+    """The folder to make."""
+    dtype: Dtype | None = None
+    """Dtype of the tensors; default: that in which they were imported, or else float32."""
+    max_shard_gigabytes: float = 2.0
+    """Size of a file, in 10^9 bytes, from which on there is another one."""
+    devices: Devices = field(default_factory=Devices)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answer prompts with a model in a Hugging Face folder."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """Folder with config.json, safetensors files and tokenizer.json."""
+    prompt: tuple[str, ...]
+    """One or several prompts. The answer to one is printed as it comes."""
+    max_new_tokens: int = 256
+    """Largest number of tokens of an answer."""
+    temperature: float = 0.0
+    """Divides the logits before a token is drawn; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Number of likeliest tokens that are drawn from; 0: all."""
+    top_p: float = 1.0
+    """The fewest likeliest tokens whose probabilities add up to it are drawn from."""
+    seed: int = 0
+    """Random seed of drawn tokens."""
+    tokens_per_launch: int = 16
+    """Tokens that one program computes, with several prompts."""
+    implementation: str | None = None
+    """Backend of the collective matmuls, or several separated by commas; default: chosen for each
+    shape."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of parameters and of the computation."""
+    devices: Devices = field(default_factory=Devices)
+
+
+Command = (
+    Annotated[Import, tyro.conf.subcommand("import")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs ``python -m models`` with these arguments. Reports invalid input in one sentence."""
+    command: Any = tyro.cli(Command, args=list(arguments), prog="python -m models")
+    runs: dict[type, Callable[[Any], None]] = {
+        Import: run_import,
+        Export: run_export,
+        Generate: run_generate,
+    }
+    try:
+        _simulate(command.devices.cpu_devices)
+        runs[type(command)](command)
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False
+        )
+        raise SystemExit(2) from error
+
+
+def run_import(command: Import) -> None:
+    """Reads a folder and writes ``step_0``."""
+    from models.checkpoint.orbax_manager import save_params
+    from models.generation import Generator
+    from models.hugging_face import ModelFolder, load
+    from models.hugging_face.writing import check_empty, keep_origin
+
+    folder = ModelFolder(command.source)
+    target = Path(command.directory).expanduser().resolve()
+    check_empty(target)
+    model = Generator(
+        folder.config, mesh=_mesh(folder.config, command.devices), dtype=command.dtype
+    )
+    params = load(folder, model.abstract_params)
+    save_params(target, params, {"model": dataclasses.asdict(model.config)})
+    keep_origin(folder.path, target)
+    print(f"{target}: step_0 of {folder.path}, in {command.dtype}")
+
+
+def run_export(command: Export) -> None:
+    """Reads the parameters of a checkpoint and writes a folder."""
+    from models.checkpoint.saved_checkpoint import find_checkpoint
+    from models.generation import Generator
+    from models.hugging_face import write
+    from models.hugging_face.writing import CONFIG, ORIGIN, check_empty
+
+    check_empty(Path(command.directory).expanduser())
+    saved = find_checkpoint(command.checkpoint)
+    config = config_from_json(saved.configuration()["model"])
+    mesh = _mesh(config, command.devices, padded=config)
+    model = Generator(config, mesh=mesh, dtype=saved.params_dtype())
+    params = saved.restore_params(model.abstract_params)
+    origin = saved.path.parent / ORIGIN
+    write(
+        command.directory,
+        config,
+        params,
+        origin=origin if (origin / CONFIG).is_file() else None,
+        dtype=command.dtype,
+        max_shard_bytes=int(command.max_shard_gigabytes * 1e9),
+    )
+    print(f"{command.directory}: {saved.path}")
+
+
+def run_generate(command: Generate) -> None:
+    """Reads a folder and answers prompts."""
+    from models.generation import Generator, Sampling
+    from models.generation.text import answer
+    from models.hugging_face import ModelFolder, load
+
+    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    folder = ModelFolder(command.source)
+    folder.tokenizer()
+    names = command.implementation and tuple(command.implementation.split(","))
+    generator = Generator(
+        folder.config,
+        mesh=_mesh(folder.config, command.devices),
+        implementation=names,
+        dtype=command.dtype,
+    )
+    answer(
+        generator,
+        load(folder, generator.abstract_params),
+        folder,
+        command.prompt,
+        sys.stdout,
+        max_new_tokens=command.max_new_tokens,
+        sampling=sampling,
+        tokens_per_launch=command.tokens_per_launch,
+    )
+
+
+def _mesh(
+    config: LlamaConfig, devices: Devices, *, padded: LlamaConfig | None = None
+) -> jax.sharding.Mesh:
+    """A mesh of the devices asked for, or of the most that the model can be sharded over.
+
+    `padded`: a saved model, whose vocabulary cannot be padded any more.
+    """
+    from models.generation.generator import make_mesh
+
+    count = jax.device_count()
+    if not 0 <= devices.tensor <= count:
+        raise ValueError(
+            f"devices.tensor={devices.tensor}: expected at most the {count} devices there are, or 0"
+        )
+    if devices.tensor:
+        return make_mesh(devices.tensor)
+    fitting = (n for n in range(1, count + 1) if config.fits_tensor_axis(n))
+    return make_mesh(max(n for n in fitting if padded is None or padded.padded_for(n) == padded))
+
+
+def _simulate(devices: int) -> None:
+    """Has as many simulated devices as asked for. To be called before JAX finds its devices."""
+    if devices < 1:
+        raise ValueError(f"devices.cpu_devices={devices}: expected at least 1")
+    if jax.config.values["jax_num_cpu_devices"] != devices:
+        jax.config.update("jax_num_cpu_devices", devices)

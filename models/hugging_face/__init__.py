@@ -1,0 +1,7 @@
+"""Folders of Hugging Face's library: models read from them and written as them."""
+
+from models.hugging_face.folder import ModelFolder
+from models.hugging_face.reading import load
+from models.hugging_face.writing import write
+
+__all__ = ["ModelFolder", "load", "write"]

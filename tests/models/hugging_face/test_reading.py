@@ -1,0 +1,130 @@
+"""Models of every family compute what Hugging Face's own library does with the same files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.generation import Generator
+from models.generation.generator import make_mesh
+from models.hugging_face import ModelFolder, load
+from models.hugging_face.tensor_names import tensors
+from tests.models.hugging_face.folders import DATA, NAMES
+
+
+def loaded(name: str, devices: int, implementation: str = "ring") -> tuple[Generator, Any]:
+    folder = ModelFolder(DATA / name)
+    mesh = make_mesh(devices)
+    made = Generator(folder.config, mesh=mesh, implementation=implementation, dtype="float32")
+    return made, load(folder, made.abstract_params)
+
+
+def logits_of(generator: Generator, params: Any, tokens: np.ndarray) -> jax.Array:
+    specs = {name: leaf.sharding.spec for name, leaf in generator.abstract_params.items()}
+    mapped = jax.shard_map(
+        lambda params, tokens: generator.model(params)(tokens),
+        mesh=generator.mesh,
+        in_specs=(specs, P()),
+        out_specs=P(None, None, "tensor"),
+    )
+    return jax.jit(mapped)(params, tokens)
+
+
+@pytest.mark.parametrize(
+    ("devices", "implementation"), [(1, "xla"), (2, "ring"), (2, "xla"), (4, "ring")]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_library_that_made_the_files(name, devices, implementation):
+    generator, params = loaded(name, devices, implementation)
+    expected = np.load(DATA / name / "expected.npz")
+    computed = logits_of(generator, params, expected["tokens"])
+    logits = expected["logits"]
+    # Both are float32. A thousandth of this is seen.
+    assert np.max(np.abs(computed - logits)) < 1e-4 * np.max(np.abs(logits))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_chooses_the_tokens_of_the_library(name, devices):
+    """Its logits of a prompt say what the next token is, after each of its tokens."""
+    generator, params = loaded(name, devices)
+    expected = np.load(DATA / name / "expected.npz")
+    tokens, likeliest = expected["tokens"][0], np.argmax(expected["logits"][0], axis=-1)
+    prompts = [tokens[:length].tolist() for length in (4, 9, 16)]
+    answers = generator(params, prompts, max_new_tokens=1)
+    assert answers == [[int(likeliest[len(prompt) - 1])] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3", {"rotary_scaling": {"factor": 1.0}}),
+        ("llama3.2", {"rotary_base": 10_000.0}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"norm_epsilon": 1e-1}),
+    ],
+)
+def test_what_config_json_says_matters(name, change):
+    folder = ModelFolder(DATA / name)
+    if "rotary_scaling" in change:
+        scaling = dataclasses.replace(folder.config.rotary_scaling, **change["rotary_scaling"])
+        change = {"rotary_scaling": scaling}
+    config = dataclasses.replace(folder.config, **change)
+    made = Generator(config, mesh=make_mesh(1), dtype="float32")
+    params = load(folder, made.abstract_params)
+    expected = np.load(DATA / name / "expected.npz")
+    logits = logits_of(made, params, expected["tokens"])
+    difference = np.max(np.abs(logits - expected["logits"]))
+    assert difference > 1e-3 * np.max(np.abs(expected["logits"]))
+
+
+def test_each_device_reads_its_own_part(monkeypatch):
+    folder, read = ModelFolder(DATA / "llama3"), []
+
+    def counted(name, index):
+        part = ModelFolder.read(folder, name, index)
+        read.append((name, part.size))
+        return part
+
+    monkeypatch.setattr(folder, "read", counted)
+    generator = Generator(folder.config, mesh=make_mesh(2))
+    load(folder, generator.abstract_params)
+    largest = {tensor.name: int(np.prod(tensor.shape)) for _, tensor in tensors(folder.config)}
+    for name, size in read:
+        whole = "norm" in name
+        assert size == largest[name] // (1 if whole else 2), name
+
+
+def test_any_dimension_may_be_sharded_and_a_vocabulary_padded():
+    folder = ModelFolder(DATA / "qwen2")
+    mesh = make_mesh(4)
+    name = "layers.1.attention.projection.query.kernel"
+    whole = load(folder, {name: leaf((32, 4, 8), mesh, P())})[name]
+    for spec in (P("tensor"), P(None, "tensor"), P(None, None, "tensor")):
+        np.testing.assert_array_equal(
+            load(folder, {name: leaf((32, 4, 8), mesh, spec)})[name], whole
+        )
+    table = load(folder, {"embedding": leaf((288, 32), mesh, P())})["embedding"]
+    padded = load(folder, {"embedding": leaf((384, 32), mesh, P("tensor"))})["embedding"]
+    np.testing.assert_array_equal(padded[:288], table)
+    assert not np.any(padded[288:])
+
+
+def test_stacked_layers_are_those_of_each_layer():
+    folder = ModelFolder(DATA / "qwen2")
+    mesh, path = make_mesh(2), "attention.projection.key.bias"
+    layers = [f"layers.{n}.{path}" for n in range(2)]
+    each = load(folder, {name: leaf((2, 8), mesh, P("tensor")) for name in layers})
+    stacked = load(folder, {f"layers.{path}": leaf((2, 2, 8), mesh, P(None, "tensor"))})
+    np.testing.assert_array_equal(stacked[f"layers.{path}"], jnp.stack([each[n] for n in layers]))
+
+
+def leaf(shape: tuple[int, ...], mesh: Any, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
