@@ -222,7 +222,7 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
-        ("--model.num-heads 24 --model.num-key-value-heads 3", "num_key_value_heads=3 is not divisible by"),
+        ("--model.num-heads 24 --model.num-key-value-heads 3", "num_key_value_heads=3 is not div"),
         ("--data missing.txt", "data='missing.txt'"),
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
         ("--profile 3", "profile='3': expected FIRST:LAST"),
