@@ -140,7 +140,7 @@ def all_gather_matmul(
         elif shards is None:
             ys, _ = gather_matmul(x, tuple(matrices), call)
         else:
-            ys = sharded_weights.gather_matmul(x, tuple(matrices), call)
+            ys, _ = sharded_weights.gather_matmul(x, tuple(matrices), call)
     else:
         rows = x.shape[dimension] * devices
         ys = [_product_of_nothing(x, matrix, {dimension: rows}, shards) for matrix in matrices]
@@ -205,7 +205,7 @@ def matmul_reduce_scatter(
         elif shards is None:
             y = matmul_scatter((x,), (matrix,), call)
         else:
-            y = sharded_weights.matmul_scatter(x, (matrix,), call)
+            y = sharded_weights.matmul_scatter((x,), (matrix,), call)
     else:
         y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices}, shards)
     return named(_split_columns(y / devices if mean else y, w, shards))

@@ -7,16 +7,18 @@ pass only shards are kept: the backward gathers the weights again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax import lax
 
-from collective_matmul.backends.base import ShardedWeightBackend
+from collective_matmul import gradients
+from collective_matmul.backends.base import GatherResidual, ShardedWeightBackend
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
-from collective_matmul.gradients import OpParams, ReverseMode
+from collective_matmul.gradients import OpParams, ReverseMode, gather_with_auto_axes
 from collective_matmul.site import Op, WeightShards
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -26,21 +28,30 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 @_custom_vjp
 def gather_matmul(
     x: jax.Array, shards: tuple[jax.Array, ...], call: OpParams
-) -> tuple[jax.Array, ...]:
-    """``all_gather(x) @ w`` for the weight w of each shard."""
+) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+    """``all_gather(x) @ w`` for each weight; and the gathered x, if the call keeps it."""
 
     def products(x, shards):
-        weights = _weights(call, shards, x.dtype)
-        chosen = _chosen(call, "all_gather_matmul", (x,) * len(shards), weights)
-        dimension = call.shard_dimension
-        return chosen.gather_with_shards(x, weights, call.axis_name, dimension=dimension)
+        weights, keep = _weights(call, shards, x.dtype), call.keep_gathered
+        xs = (x,) * len(shards)
+        chosen = _chosen(call, "all_gather_matmul", xs, weights, keep_gathered=keep)
+        return chosen.gather_with_shards(
+            x,
+            weights,
+            call.axis_name,
+            dimension=call.shard_dimension,
+            transpose_w=call.transpose_w,
+            keep_gathered=keep,
+        )
 
-    return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in shards), x, shards)
+    return gather_with_auto_axes(products, x, shards, call.transpose_w)
 
 
-def _gather_matmul_gradients(call: OpParams, operands, dys):
+def _gather_matmul_gradients(call: OpParams, operands, cotangents):
+    if call.keep_gathered or call.transpose_w:
+        return _gradients_by_parts(gradients.gather_matmul, call, operands, cotangents)
     # Without the barrier, XLA would reuse what the forward gathered, and keep it until now.
-    (x, shards), dys = lax.optimization_barrier((operands, dys))
+    (x, shards), (dys, _) = lax.optimization_barrier((operands, cotangents))
     weights = _weights(call, shards, x.dtype)
     attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
     chosen = _chosen(call, "matmul_reduce_scatter", dys, weights, **attributes)
@@ -52,28 +63,57 @@ gather_matmul.define_gradients(_gather_matmul_gradients)
 
 
 @_custom_vjp
-def matmul_scatter(x: jax.Array, shards: tuple[jax.Array, ...], call: OpParams) -> jax.Array:
-    """``reduce_scatter(x @ w)`` for the weight w of the only shard."""
+def matmul_scatter(
+    xs: tuple[jax.Array, ...], shards: tuple[jax.Array, ...], call: OpParams
+) -> jax.Array:
+    """``reduce_scatter(sum of x @ w)`` over pairs of an x and the weight of a shard."""
 
-    def product(x, shards):
-        weights = _weights(call, shards, x.dtype)
-        chosen = _chosen(call, "matmul_reduce_scatter", (x,), weights)
-        dimension = call.shard_dimension
-        return chosen.scatter_with_shards(x, weights, call.axis_name, dimension=dimension)
+    def product(xs, shards):
+        weights = _weights(call, shards, xs[0].dtype)
+        chosen = _chosen(call, "matmul_reduce_scatter", xs, weights)
+        return chosen.scatter_with_shards(
+            xs,
+            weights,
+            call.axis_name,
+            dimension=call.shard_dimension,
+            transpose_w=call.transpose_w,
+        )
 
-    return with_auto_axes(product, lambda: product_spec(x, shards[0]), x, shards)
+    return with_auto_axes(
+        product, lambda: product_spec(xs[0], shards[0], call.transpose_w), xs, shards
+    )
 
 
 def _matmul_scatter_gradients(call: OpParams, operands, dy):
-    (x, shards), dy = lax.optimization_barrier((operands, dy))
+    if len(operands[1]) > 1 or call.transpose_w:
+        return _gradients_by_parts(gradients.matmul_scatter, call, operands, dy)
+    (xs, shards), dy = lax.optimization_barrier((operands, dy))
+    (x,) = xs
     weights = _weights(call, shards, x.dtype)
     attributes: dict[str, Any] = {"direction": "backward", "keep_gathered": True}
     chosen = _chosen(call, "all_gather_matmul", (dy,), weights, **attributes)
     dimension = call.shard_dimension
-    return chosen.scatter_with_shards_gradients(x, weights, dy, call.axis_name, dimension=dimension)
+    dx, dws = chosen.scatter_with_shards_gradients(
+        x, weights, dy, call.axis_name, dimension=dimension
+    )
+    return (dx,), dws
 
 
 matmul_scatter.define_gradients(_matmul_scatter_gradients)
+
+
+def _gradients_by_parts(op: Callable, call: OpParams, operands, cotangents):
+    """The gradients of an op on whole weights, and of the gathers of these.
+
+    For the forms that only `collective_matmul.overlap` calls, in programs that contain gradients.
+    """
+    shards, whole = call.weight_shards, replace(call, weight_shards=None)
+
+    def parts(xs, ws):
+        dtype = jax.tree.leaves(xs)[0].dtype
+        return op(xs, tuple(gather_weight(w, shards, dtype) for w in ws), whole)
+
+    return jax.vjp(parts, *operands)[1](cotangents)
 
 
 def _weights(call: OpParams, shards: Sequence[jax.Array], dtype: Any) -> ShardedWeights:

@@ -245,9 +245,16 @@ class ShardedWeightBackend(Backend, Protocol):
     """
 
     def gather_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
-    ) -> tuple[jax.Array, ...]:
-        """``all_gather(x) @ w`` for each w; shapes are those of `all_gather_matmul`."""
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        """``all_gather(x) @ w`` for each w; arguments and results as `all_gather_matmul`."""
         ...
 
     def gather_with_shards_gradients(
@@ -263,9 +270,15 @@ class ShardedWeightBackend(Backend, Protocol):
         ...
 
     def scatter_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+        self,
+        xs: Sequence[jax.Array],
+        weights: ShardedWeights,
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
     ) -> jax.Array:
-        """``reduce_scatter(x @ w)`` for the only w; shapes: see `matmul_reduce_scatter`."""
+        """``reduce_scatter(sum of x @ w)`` over pairs; shapes: see `matmul_reduce_scatter`."""
         ...
 
     def scatter_with_shards_gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax import lax
@@ -128,10 +128,10 @@ class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
         return y, self.all_gather(co_gathered, axis_name, dimension)
 
     def gather_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
-    ) -> tuple[jax.Array, ...]:
+        self, x: jax.Array, weights: ShardedWeights, axis_name: str, **options: Any
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Gathers the weights and x, then multiplies."""
-        return self.all_gather_matmul(x, self._whole(weights), axis_name, dimension=dimension)[0]
+        return self.all_gather_matmul(x, self._whole(weights), axis_name, **options)
 
     def gather_with_shards_gradients(
         self,
@@ -151,11 +151,10 @@ class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
         return dx, tuple(self._scattered(weights, contract_rows(gathered, dy)) for dy in dys)
 
     def scatter_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+        self, xs: Sequence[jax.Array], weights: ShardedWeights, axis_name: str, **options: Any
     ) -> jax.Array:
         """Gathers the weights, multiplies, then reduce-scatters."""
-        whole = self._whole(weights)
-        return self.matmul_reduce_scatter([x], whole, axis_name, dimension=dimension)[0]
+        return self.matmul_reduce_scatter(xs, self._whole(weights), axis_name, **options)[0]
 
     def scatter_with_shards_gradients(
         self,

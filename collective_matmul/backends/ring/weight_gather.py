@@ -24,7 +24,7 @@ import jax
 from jax import lax
 
 from collective_matmul.backends.arithmetic import add
-from collective_matmul.backends.base import ShardedWeightBackend
+from collective_matmul.backends.base import GatherResidual, ShardedWeightBackend
 from collective_matmul.backends.chunked_array import ChunkedArray, empty_like, write
 from collective_matmul.backends.ring.matmul_walk import (
     Places,
@@ -195,11 +195,19 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
     pattern: Pattern
 
     def gather_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
-    ) -> tuple[jax.Array, ...]:
+        self,
+        x: jax.Array,
+        weights: ShardedWeights,
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
+        keep_gathered: bool = False,
+    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
         """Multiplies the first shard of x by the weights as they arrive, the others by all."""
         gather = Gather(x, self.pattern, axis_name, dimension)
-        return gather_matmul(gather, x, ArrivingWeights(weights))
+        ys = gather_matmul(gather, x, ArrivingWeights(weights, transpose_w=transpose_w))
+        return ys, gather.gathered() if keep_gathered else None
 
     def gather_with_shards_gradients(
         self,
@@ -222,12 +230,18 @@ class ShardedWeightRing(ShardedWeightBackend, Protocol):
         return lax.optimization_barrier((dx, dws))
 
     def scatter_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, *, dimension: int
+        self,
+        xs: Sequence[jax.Array],
+        weights: ShardedWeights,
+        axis_name: str,
+        *,
+        dimension: int,
+        transpose_w: bool = False,
     ) -> jax.Array:
-        """Multiplies the first chunk of x by the weights as they arrive, the others by all."""
-        rows = x.shape[dimension] // lax.axis_size(axis_name)
+        """Multiplies the first chunk of each x by weights as they arrive, the others by all."""
+        rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
         scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
-        return matmul_scatter(scatter, None, [x], ArrivingWeights(weights))
+        return matmul_scatter(scatter, None, xs, ArrivingWeights(weights, transpose_w=transpose_w))
 
     def scatter_with_shards_gradients(
         self,

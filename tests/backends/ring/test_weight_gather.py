@@ -67,7 +67,9 @@ def pass_jaxpr(
 
     def fun(x: jax.Array, shards: tuple[jax.Array, ...], dys: tuple[jax.Array, ...]) -> Any:
         weights = ShardedWeights(shards, sharding, jnp.dtype("float32"))
-        operands = (x, weights) if forward else (x, weights, dys if gathers else dys[0])
+        operands = (x if gathers else [x], weights)
+        if not forward:
+            operands = (x, weights, dys if gathers else dys[0])
         return getattr(RINGS["ring"], name)(*operands, AXIS, dimension=0)
 
     rows = {True: _ROWS, False: _ROWS * sizes[0]}
