@@ -175,6 +175,18 @@ def match_gather(
     )
 
 
+def view_of(graph: Graph, index: int, collective: Collective) -> GatheredView:
+    """The view of the result of the gather of equation `index`."""
+    (var,) = graph.equations[index].outvars
+    dimension = collective.dimension
+    assert dimension is not None
+    shape, shard_ops = tuple(type_of(var).shape), ()
+    if not collective.tiled:
+        local = divided(shape, dimension, collective.devices)
+        shard_ops = (ShardOp("reshape", local, lambda array: lax.reshape(array, local)),)
+    return GatheredView(shard_ops, shape, dimension, shape)
+
+
 def follow(
     graph: Graph, index: int, collective: Collective
 ) -> tuple[tuple[int, ...], GatheredView | str]:
@@ -187,18 +199,12 @@ def follow(
       in place of the view, why the next equation cannot be executed on shards.
     """
     (var,) = graph.equations[index].outvars
-    dimension = collective.dimension
-    assert dimension is not None
-    shape, shard_ops = tuple(type_of(var).shape), ()
-    if not collective.tiled:
-        local = divided(shape, dimension, collective.devices)
-        shard_ops = (ShardOp("reshape", local, lambda array: lax.reshape(array, local)),)
-    chain, view = [index], GatheredView(shard_ops, shape, dimension, shape)
+    chain, view = [index], view_of(graph, index, collective)
     while (user := graph.only_user(var)) is not None:
         op = commuting_op(graph, graph.equations[user])
         if op is None or op.operand is not var:
             break
-        after = _widens(op) or view.after(graph, op, collective.devices)
+        after = widens(op) or view.after(graph, op, collective.devices)
         if isinstance(after, str):
             return (*chain,), after
         chain.append(user)
@@ -241,7 +247,7 @@ def dots_of(
         before, scale = view, factor * (exact or 1.0)
         if abs(scale) != 1 and dtype == jnp.float16:  # It has few numbers near zero.
             before, scale = replace(view, shard_ops=(*view.shard_ops, scaling(scale))), 1.0
-        after = before if exact else _widens(op) or before.after(graph, op, devices)
+        after = before if exact else widens(op) or before.after(graph, op, devices)
         if isinstance(after, str):
             yield after
         else:
@@ -308,7 +314,7 @@ def _merged(view: GatheredView, first: int, depth: int) -> GatheredView:
     return GatheredView((*view.shard_ops, shard_op), base, view.dimension, base)
 
 
-def _widens(op: CommutingOp) -> str | None:
+def widens(op: CommutingOp) -> str | None:
     """Why a cast must not be executed before the gather; None if it may."""
     equation = op.equation
     if equation.primitive.name != "convert_element_type":

@@ -98,12 +98,12 @@ class Matmul:
         return self.x_side == 1 or not (w_is_plain or self.w_is_transposed)
 
     def weight(self, w: jax.Array, transposed: bool) -> jax.Array:
-        """W as a matrix [K, N], or [N, K] if `transposed`."""
+        """W, or a block of it, as a matrix [K, N], or [N, K] if `transposed`."""
         first, second = self.w_contracted, self.w_free
-        sizes = (self.depth, self.columns)
         if transposed:
-            first, second, sizes = second, first, sizes[::-1]
+            first, second = second, first
         w = _transpose(w, first + second)
+        sizes = math.prod(w.shape[: len(first)]), math.prod(w.shape[len(first) :])
         if min(len(first), len(second)) > 1:
             # Explicit mesh axes allow to merge one group of dimensions at a time.
             w = lax.reshape(w, (sizes[0], *w.shape[len(first) :]))

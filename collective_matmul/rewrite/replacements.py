@@ -10,11 +10,9 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from collective_matmul import fp8_gradients, gradients
+from collective_matmul import fp8_gradients, gradients, sharded_weights
 from collective_matmul._compat import vary_over
-from collective_matmul.backends import REFERENCE
 from collective_matmul.backends.base import GatherResidual
-from collective_matmul.dispatch.recording import Decision
 from collective_matmul.einsum import einsum
 from collective_matmul.fp8 import RECIPES
 from collective_matmul.gradients import (
@@ -30,8 +28,9 @@ from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Atom, type_of
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.site_selection import Match, PlacedMatch
+from collective_matmul.rewrite.site_selection import PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
+from collective_matmul.site import WeightShards
 
 _SENT_IN_FP8_ONLY = (
     "the program uses the gathered array elsewhere too, and {!r} sends it in 8 bits only;"
@@ -92,19 +91,21 @@ def gather_replacements(
     keeps = keep or bool(placed.immediate_wgrads)
     if keeps and call.fp8 is not None and RECIPES[call.fp8].weight_gradient_in_fp8:
         call = call.without_fp8(_SENT_IN_FP8_ONLY.format(call.fp8))
+    transposed = call.fp8 is None and all(dot.matmul.w_is_transposed for dot in dots)
     call = replace(
         call,
         dimension=view.dimension,
-        transpose_w=call.fp8 is None and all(dot.matmul.w_is_transposed for dot in dots),
+        transpose_w=transposed,
         keep_gathered=keeps,
+        weight_shards=_weight_shards(placed, transposed),
     )
     residual = ResidualRef(match.index)
     wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
 
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
         ws, others = operands[: len(dots)], iter(operands[len(dots) :])
-        matrices = [d.matmul.weight(w, call.transpose_w) for d, w in zip(dots, ws, strict=True)]
-        ys, gathered = _gather_matmul(apply_shard_ops(view.shard_ops, shard), (*matrices,), call)
+        matrices = _matrices(placed, [dot.matmul for dot in dots], ws, call.transpose_w)
+        ys, gathered = _gather_matmul(apply_shard_ops(view.shard_ops, shard), matrices, call)
         products = [_products(group, gathered, others) for group in placed.immediate_wgrads]
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
@@ -116,29 +117,69 @@ def gather_replacements(
             results += _results(group, made)
         return (*results, *[gathered] * keep)
 
-    inputs = [shard, *(dot.matmul.w for dot in (*dots, *wgrads))]
+    ws = _stored_weights(placed, [dot.matmul for dot in dots])
+    inputs = [shard, *ws, *(dot.matmul.w for dot in wgrads)]
     outputs = [*(dot.result for dot in (*dots, *wgrads)), *[residual] * keep]
     replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
     replacements += wgrad_replacements(placed.later_wgrads, residual, {})
     if match.needs_root:
-        like = type_of(match.root)
-
-        def whole(gathered: GatherResidual) -> tuple[jax.Array]:
-            return (whole_array(gathered, view.dimension, like),)
-
-        replacements.append(Replacement(None, [residual], [match.root], whole))
+        replacements.append(_root_replacement(match, residual, view.dimension))
     return replacements
+
+
+def _root_replacement(match: GatherMatch, residual: ResidualRef, dimension: int) -> Replacement:
+    """The gathered array as the program has it, from what the ring gathered."""
+    like = type_of(match.root)
+
+    def whole(gathered: GatherResidual) -> tuple[jax.Array]:
+        return (whole_array(gathered, dimension, like),)
+
+    return Replacement(None, [residual], [match.root], whole)
 
 
 def _gather_matmul(
     x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
 ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
+    if call.weight_shards is not None:
+        return sharded_weights.gather_matmul(*_varying(call, x, ws), call)
     if call.fp8 is None:
         return gather_matmul(x, ws, call)
     if call.keep_gathered:
         return fp8_gradients.gather_and_keep(x, ws, call)
     return fp8_gradients.gather_matmul(x, ws, call), None
+
+
+def _stored_weights(placed: PlacedMatch, matmuls: Sequence[Matmul]) -> list[Atom]:
+    """What the program stores of the weights of matmuls: shards, if the op gathers these."""
+    return [weight.shard for weight in placed.weights] or [matmul.w for matmul in matmuls]
+
+
+def _matrices(
+    placed: PlacedMatch, matmuls: Sequence[Matmul], ws: Sequence[jax.Array], transposed: bool
+) -> tuple[jax.Array, ...]:
+    """The `_stored_weights` as matrices [K, N], or [N, K] if `transposed`; or blocks of such."""
+    if placed.weights:
+        pairs = zip(placed.weights, ws, strict=True)
+        ws = [apply_shard_ops(weight.shard_ops, shard) for weight, shard in pairs]
+    return tuple(m.weight(w, transposed) for m, w in zip(matmuls, ws, strict=True))
+
+
+def _weight_shards(placed: PlacedMatch, transposed: bool) -> WeightShards | None:
+    """How the weights are sharded, stored as [N, K] if `transposed`; None if they are whole."""
+    if not placed.weights:
+        return None
+    sharding = placed.weights[0].sharding
+    return replace(sharding, dimension=1 if (sharding.dimension == 1) != transposed else 0)
+
+
+def _varying(call: OpParams, *operands: Any) -> Any:
+    """Operands, typed as varying over both axes of an op that gathers weights."""
+    assert call.weight_shards is not None
+    arrays, tree = jax.tree.flatten(operands)
+    for axis in (call.axis_name, call.weight_shards.axis_name):
+        arrays = pvary_all(axis, *arrays)
+    return jax.tree.unflatten(tree, arrays)
 
 
 def wgrad_replacements(
@@ -211,17 +252,21 @@ def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Arr
 
 
 def sum_replacement(
-    match: SumMatch,
+    placed: PlacedMatch,
     result: Var,
     call: OpParams,
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
+    match = placed.match
+    assert isinstance(match, SumMatch)
     collective, terms, rows = match.collective, match.terms, match.rows
     stored = call.fp8 is None and collective.kind != "psum"
+    transposed = stored and all(term.w_is_transposed for term in terms)
     call = replace(
         call,
         dimension=match.dimension,
-        transpose_w=stored and all(term.w_is_transposed for term in terms),
+        transpose_w=transposed,
+        weight_shards=_weight_shards(placed, transposed),
     )
     op_module = gradients if call.fp8 is None else fp8_gradients
 
@@ -239,13 +284,17 @@ def sum_replacement(
             y = op_module.matmul_all_reduce(tuple(xs), tuple(ws), call)
             return terms[0].result(y, terms[0].free_shape)
         assert match.dimension is not None and match.path.dimension is not None
-        ws = [term.weight(w, call.transpose_w) for term, _, w in pairs]
-        y = op_module.matmul_scatter(tuple(xs), tuple(ws), call)
+        ws = _matrices(placed, terms, [w for _, _, w in pairs], call.transpose_w)
+        if call.weight_shards is not None:
+            y = sharded_weights.matmul_scatter(*_varying(call, tuple(xs), ws), call)
+        else:
+            y = op_module.matmul_scatter(tuple(xs), ws, call)
         if match.path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
         return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
 
-    inputs = [atom for term in terms for atom in (term.x, term.w)]
+    pairs = zip(terms, _stored_weights(placed, terms), strict=True)
+    inputs = [atom for term, w in pairs for atom in (term.x, w)]
     return Replacement(None, inputs, [result], matmul_sum)
 
 
@@ -294,6 +343,11 @@ def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array
 
 def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
     """A key that is equal for sites whose replacements differ only in variables."""
+    weights = tuple((weight.shard_ops, weight.sharding) for weight in placed.weights)
+    return *_signature(placed, replacements), weights
+
+
+def _signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
     match = placed.match
     types = tuple(
         type_of(item)
@@ -322,50 +376,6 @@ def _dimensions(matmul: Matmul) -> tuple:
     return matmul.x_side, matmul.equation.params["dimension_numbers"], type_of(matmul.x)
 
 
-def needs_transpose(match: Match) -> bool:
-    """Whether the op transposes arrays that the program does not."""
-    return len(_plain_products(match)) < match.matmuls
-
-
-def stays_itself(match: Match, decision: Decision) -> bool:
-    """Whether the op would gain nothing, and transpose arrays that the program does not."""
-    gains = decision.implementation != REFERENCE.name or decision.site.fp8 is not None
-    return not gains and needs_transpose(match)
-
-
-def shared_out(matches: Sequence[Match]) -> list[Match]:
-    """The matches, of which no gather has a matmul that another match has without transposes.
-
-    Unless it has no others.
-    """
-    plain = {var for match in matches for var in _plain_products(match)}
-
-    def without_shared(match: Match) -> Match:
-        if not isinstance(match, GatherMatch):
-            return match
-        own = _plain_products(match)
-        dots = [dot for dot in match.dots if dot.result in own or dot.result not in plain]
-        return replace(match, dots=dots or match.dots)
-
-    return [*map(without_shared, matches)]
-
-
-def _plain_products(match: Match) -> list[Var]:
-    """The products for which the op transposes nothing that the program does not."""
-    if isinstance(match, EinsumMatch):
-        return match.products  # Einsums multiply chunks in the layout of the program.
-    matmuls = match.terms if isinstance(match, SumMatch) else [dot.matmul for dot in match.dots]
-    return [
-        matmul.equation.outvars[0]
-        for matmul in matmuls
-        if not matmul.needs_transpose and not _transposes_x(matmul)
-    ]
-
-
-def _transposes_x(matmul: Matmul) -> bool:
-    return matmul.free + matmul.contracted != tuple(range(matmul.x.aval.ndim))
-
-
 def replacements_of(
     placed: PlacedMatch, equation: JaxprEqn, call: OpParams
 ) -> Sequence[Replacement]:
@@ -376,14 +386,4 @@ def replacements_of(
         return gather_replacements(placed, shard, call)
     if isinstance(match, EinsumMatch):
         return [einsum_replacement(match, equation.invars[0], call)]
-    return [sum_replacement(match, equation.outvars[0], call)]
-
-
-def priority(match: Match) -> tuple[int, bool]:
-    """Sort key of matches.
-
-    Gathers come first, then sums, then einsums: a matmul may fit several of them. Within a kind,
-    those that transpose nothing come first.
-    """
-    kinds = (GatherMatch, SumMatch, EinsumMatch)
-    return kinds.index(type(match)), needs_transpose(match)
+    return [sum_replacement(placed, equation.outvars[0], call)]

@@ -67,6 +67,7 @@ class FoundSite:
       reason: why that was chosen, or why the site is left alone.
       communication_seconds: predicted time of the collective alone; None if unknown.
       kept: whether the decision is to keep the program's own collective and matmuls.
+      axes: the mesh axes that it communicates over.
     """
 
     kind: CollectiveKind
@@ -77,6 +78,7 @@ class FoundSite:
     reason: str
     communication_seconds: float | None = None
     kept: bool = False
+    axes: tuple = ()
 
     @property
     def replaced(self) -> bool:
@@ -111,9 +113,8 @@ def left_alone_by_type(
     equation: JaxprEqn, kind: CollectiveKind, array: Any, axis: str, reason: str
 ) -> FoundSite:
     """The report of what an equation communicates of an array by types alone, and which stays."""
-    return FoundSite(
-        kind, source_of(equation), _shapes_of(type_of(array), (axis,)), 0, None, reason
-    )
+    shapes = _shapes_of(type_of(array), (axis,))
+    return FoundSite(kind, source_of(equation), shapes, 0, None, reason, axes=(axis,))
 
 
 def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
@@ -126,6 +127,14 @@ def kept_as_it_is(equation: JaxprEqn, matmuls: int, decision: Decision) -> Found
     """The report of a site where the op would transpose arrays for XLA's own collective."""
     reason = f"arrays would be transposed without gain ({decision.reason})"
     return replace(_site(equation, matmuls, decision, reason), kept=True)
+
+
+def weight_of_site(
+    equation: JaxprEqn, matmuls: int, decision: Decision, executed: bool
+) -> FoundSite:
+    """The report of a gather of a weight, which is part of a site if the op executes it too."""
+    reason = decision.reason if executed else f"gathered before the matmul ({decision.reason})"
+    return replace(_site(equation, matmuls, decision, reason), kept=not executed)
 
 
 _considered: contextvars.ContextVar[list[FoundSite] | None] = contextvars.ContextVar(
@@ -199,7 +208,8 @@ def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: s
     assert kind is not None
     source, shapes = source_of(equation), _shapes(equation)
     seconds = _communication_seconds(equation)
-    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds)
+    axes = axes_of(equation)
+    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, axes=axes)
 
 
 def _shapes(equation: JaxprEqn) -> str:

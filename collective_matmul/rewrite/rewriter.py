@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul._compat import ShardingTypeError
 from collective_matmul.dispatch.recording import record_decisions
-from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.fp8 import RecipeName
-from collective_matmul.gradients import OpParams
-from collective_matmul.log import warn_once
 from collective_matmul.rewrite.collective_equations import (
     collective_of,
     collectives_in,
@@ -35,12 +31,12 @@ from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
 from collective_matmul.rewrite.placements import shows_sharding
-from collective_matmul.rewrite.replacements import (
+from collective_matmul.rewrite.preference import (
+    gathered_weights,
     priority,
-    replacements_of,
     shared_out,
-    signature,
     stays_itself,
+    with_weights,
 )
 from collective_matmul.rewrite.report import (
     FoundSite,
@@ -50,20 +46,14 @@ from collective_matmul.rewrite.report import (
     kept_as_it_is,
     left_alone,
     replaced_by,
-    source_of,
+    weight_of_site,
 )
 from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
 from collective_matmul.rewrite.rules import rewritten_rules
 from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.site_selection import Match, SiteSelection
-from collective_matmul.rewrite.splice import (
-    TracedReplacements,
-    TracedSite,
-    inside_shard_map,
-    instantiate,
-    splice,
-    trace,
-)
+from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
+from collective_matmul.rewrite.site_tracing import SiteTracer
+from collective_matmul.rewrite.splice import TracedSite, inside_shard_map, splice
 from collective_matmul.rewrite.sums import match_sum
 
 #: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
@@ -99,7 +89,7 @@ class Rewriter:
         self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
         self._done: dict[tuple, tuple[Any, Any]] = {}
-        self._traced: dict[tuple, TracedReplacements] = {}
+        self._tracer = SiteTracer(implementation, fp8)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
@@ -311,29 +301,36 @@ class Rewriter:
                 reports[index] = left_alone(equation, self._reason_inside(graph, index) or match)
             else:
                 matches.append(match)
-        sites: list[TracedSite] = []
-        accepted, found = 0, -1
-        while accepted > found:
+        gathered = set() if self._fp8 else gathered_weights(graph, matches, self._axis_sizes)
+        context = self._shard_maps, divergent
+
+        def preferred(match: Match) -> tuple:
+            return match.index in gathered, priority(match)
+
+        accepted: dict[int, tuple[PlacedMatch, TracedSite]] = {}
+        found = -1
+        while len(accepted) > found:
             # A site that was refused may be possible without matmuls that others have taken.
-            found, refused = accepted, []
-            for match in sorted(shared_out(matches), key=priority):
+            found, refused = len(accepted), []
+            for match in sorted(shared_out(matches), key=preferred):
                 equation = graph.equations[match.index]
-                site = self._trace_site(selection, match, divergent)
-                if isinstance(site, str):
-                    reports.setdefault(match.index, left_alone(equation, site))
-                    refused.append(match.index)
-                    continue
-                # Sites are the same for all devices: where its own equations stay, it takes them.
-                selection.accept(site.placed)
-                accepted, decision = accepted + 1, site.decisions[0]
-                matmuls = site.placed.match.matmuls
-                if stays_itself(site.placed.match, decision):
-                    reports[match.index] = kept_as_it_is(equation, matmuls, decision)
-                else:
-                    sites.append(site)
-                    reports[match.index] = replaced_by(equation, matmuls, decision)
+                placed = selection.place(match)
+                if isinstance(placed, PlacedMatch):
+                    placed = with_weights(graph, placed, gathered, self._axis_sizes)
+                    site = self._tracer.trace(placed, equation, *context)
+                    if isinstance(site, TracedSite):
+                        # Sites are the same for all devices: also where its own equations stay.
+                        selection.accept(placed)
+                        accepted[match.index] = placed, site
+                        continue
+                    placed = site
+                reports.setdefault(match.index, left_alone(equation, placed))
+                refused.append(match.index)
             again = [self._match(graph, index, selection.consumed) for index in refused]
             matches = [match for match in again if not isinstance(match, str)]
+        sites = [site for _, site in accepted.values() if not stays_itself(site)]
+        sites = self._tracer.without_needed(graph, sites, *context)
+        reports |= _reports(graph, accepted, sites)
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
@@ -361,33 +358,29 @@ class Rewriter:
                 return match if isinstance(match, str) else None
         return None
 
-    def _trace_site(
-        self, selection: SiteSelection, match: Match, divergent: Axes
-    ) -> TracedSite | str:
-        """Traces the replacement of a match, or says why the match is left alone."""
-        placed = selection.place(match)
-        if isinstance(placed, str):
-            return placed
-        equation = selection.graph.equations[match.index]
-        collective = match.collective
-        call = OpParams(
-            collective.axis_name,
-            None,
-            self._implementation,
-            divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
-            fp8=self._fp8,
-            source=source_of(equation),
-            replaces=collective.kind,
-        )
-        replacements = replacements_of(placed, equation, call)
-        key = self._shard_maps, call, call.source, signature(placed, replacements)
-        if key not in self._traced:
-            try:
-                self._traced[key] = trace(replacements)
-            except UnsupportedSiteError as error:
-                # Who requests a backend by name expects it, and may not call `explain`.
-                warn_once(f"overlap leaves {match.collective.kind} alone: {error.reason}")
-                return error.reason
-            except ShardingTypeError:
-                return "the op would reshape what an explicit mesh axis shards"
-        return instantiate(placed, replacements, self._traced[key], equation)
+
+def _reports(
+    graph: Graph,
+    accepted: Mapping[int, tuple[PlacedMatch, TracedSite]],
+    sites: Sequence[TracedSite],
+) -> dict[int, FoundSite]:
+    """The reports of accepted sites, and of gathers of weights that are possible in their ops.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      accepted: the matches, with all such gathers, and their sites, by the index of the collective.
+      sites: those that replace equations of the program, as they do.
+    """
+    reports: dict[int, FoundSite] = {}
+    replacing = {site.placed.match.index: site for site in sites}
+    for index, (placed, traced) in accepted.items():
+        site = replacing.get(index, traced)
+        decision, matmuls = site.decisions[0], placed.match.matmuls
+        equation = graph.equations[index]
+        replaced = index in replacing
+        reports[index] = (replaced_by if replaced else kept_as_it_is)(equation, matmuls, decision)
+        for weight in placed.weights:
+            executed = replaced and bool(site.placed.weights)
+            gather = graph.equations[weight.chain[0]]
+            reports[weight.chain[0]] = weight_of_site(gather, matmuls, decision, executed)
+    return reports

@@ -14,6 +14,7 @@ from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad, group_immediate, group_wgrads
 from collective_matmul.rewrite.report import is_ours
 from collective_matmul.rewrite.sums import SumMatch
+from collective_matmul.rewrite.weight_gathers import GatheredWeight
 
 Match = GatherMatch | SumMatch | EinsumMatch
 
@@ -32,6 +33,7 @@ class PlacedMatch:
       groups: the consumed equations, by the replacements that execute them.
       immediate_wgrads: weight gradients that are computed with the gather.
       later_wgrads: weight gradients that are computed later.
+      weights: the gathers of its weights, if the op executes them too.
     """
 
     match: Match
@@ -40,6 +42,7 @@ class PlacedMatch:
     groups: tuple[EquationGroup, ...] = ()
     immediate_wgrads: tuple[GroupedWgrad, ...] = ()
     later_wgrads: tuple[GroupedWgrad, ...] = ()
+    weights: tuple[GatheredWeight, ...] = ()
 
 
 class SiteSelection:

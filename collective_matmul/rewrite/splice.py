@@ -17,6 +17,7 @@ from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.replacements import Replacement, ResidualRef
 from collective_matmul.rewrite.report import NAME
 from collective_matmul.rewrite.site_selection import PlacedMatch
+from collective_matmul.rewrite.weight_gathers import unused_after
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,9 @@ def _copied(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[Jaxp
 def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
     """The jaxpr with `equations` in place of its own, and the sites' replacements inserted."""
     names: dict[Var, Atom] = {}
-    consumed: set[int] = set()
+    consumed = executed_by(graph, sites)
     for site in sites:
         names |= site.renamed
-        consumed |= site.placed.consumed
     scheduled = [
         Scheduled((position, 0), [_reading(equation, names) for equation in made])
         for site in sites
@@ -191,6 +191,13 @@ def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSi
     jaxpr = graph.jaxpr
     effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
     return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
+
+
+def executed_by(graph: Graph, sites: Sequence[TracedSite]) -> frozenset[int]:
+    """The equations of a jaxpr that sites replace, and gathers of weights that only they need."""
+    consumed = frozenset().union(*(site.placed.consumed for site in sites))
+    weights = (weight for site in sites for weight in site.placed.weights)
+    return consumed | unused_after(graph, weights, consumed)
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:

@@ -60,6 +60,9 @@ def overlap(
     So may the boundary of a `jax.jit` or `jax.checkpoint`. A matmul that is the only user of the
     gathered array may contract the gathered dimension and may have batch dimensions.
 
+    A weight that is gathered over a second axis first, as in fully sharded data parallelism, is
+    gathered in the same loop, if only matmuls that are sites need it whole.
+
     The same ring provides the gathered array to its other users. Weight gradients, which contract
     its rows, take the chunks as they arrived, in one launch for all weights where the program
     allows. The chunks are joined only for users that need the whole array.

@@ -1,0 +1,106 @@
+"""Traces the ops that replace the sites of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jax.extend.core import JaxprEqn
+
+from collective_matmul._compat import ShardingTypeError
+from collective_matmul.backends import REFERENCE
+from collective_matmul.dispatch.selection import UnsupportedSiteError
+from collective_matmul.fp8 import RecipeName
+from collective_matmul.gradients import OpParams
+from collective_matmul.log import warn_once
+from collective_matmul.rewrite.divergence import Axes
+from collective_matmul.rewrite.graph import Graph
+from collective_matmul.rewrite.replacements import replacements_of, signature
+from collective_matmul.rewrite.report import source_of
+from collective_matmul.rewrite.site_selection import PlacedMatch
+from collective_matmul.rewrite.splice import (
+    TracedReplacements,
+    TracedSite,
+    executed_by,
+    instantiate,
+    trace,
+)
+
+
+class SiteTracer:
+    """Traces sites, equal ones once.
+
+    Args:
+      implementation: as the ops take it; for all sites.
+      fp8: as the ops take it; for all sites.
+    """
+
+    def __init__(self, implementation: tuple[str, ...] | None, fp8: RecipeName | None):
+        self._implementation = implementation
+        self._fp8: RecipeName | None = fp8
+        self._traced: dict[tuple, TracedReplacements] = {}
+
+    def trace(
+        self, placed: PlacedMatch, equation: JaxprEqn, shard_maps: tuple, divergent: Axes
+    ) -> TracedSite | str:
+        """The site of a match, or why the match is left alone.
+
+        Args:
+          placed: the match. Its `weights` are those that the op may gather: it does where the
+            backend can and gains by it. Else the program's own gathers stay.
+          equation: the collective.
+          shard_maps: a key of the shard_maps around it.
+          divergent: axes along which devices may execute it a different number of times.
+        """
+        alternatives = [placed, replace(placed, weights=())]
+        for alternative in alternatives if placed.weights else [placed]:
+            try:
+                site = self._site(alternative, equation, shard_maps, divergent)
+            except UnsupportedSiteError as error:
+                reason = error.reason
+                continue
+            except ShardingTypeError:
+                return "the op would reshape what an explicit mesh axis shards"
+            if not alternative.weights or site.decisions[0].implementation != REFERENCE.name:
+                return site
+        # Who requests a backend by name expects it, and may not call `explain`.
+        warn_once(f"overlap leaves {placed.match.collective.kind} alone: {reason}")
+        return reason
+
+    def without_needed(
+        self, graph: Graph, sites: Sequence[TracedSite], shard_maps: tuple, divergent: Axes
+    ) -> list[TracedSite]:
+        """The sites, of which none gathers a weight that the program gathers in any case."""
+        while True:
+            executed = executed_by(graph, sites)
+            sites = [*sites]
+            again = [
+                i
+                for i, site in enumerate(sites)
+                if any(weight.chain[0] not in executed for weight in site.placed.weights)
+            ]
+            if not again:
+                return sites
+            for i in again:
+                placed = replace(sites[i].placed, weights=())
+                equation = graph.equations[placed.match.index]
+                sites[i] = self._site(placed, equation, shard_maps, divergent)
+
+    def _site(
+        self, placed: PlacedMatch, equation: JaxprEqn, shard_maps: tuple, divergent: Axes
+    ) -> TracedSite:
+        collective = placed.match.collective
+        call = OpParams(
+            collective.axis_name,
+            None,
+            self._implementation,
+            divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
+            fp8=self._fp8,
+            source=source_of(equation),
+            replaces=collective.kind,
+        )
+        replacements = replacements_of(placed, equation, call)
+        key = shard_maps, call, call.source, signature(placed, replacements)
+        if key not in self._traced:
+            self._traced[key] = trace(replacements)
+        return instantiate(placed, replacements, self._traced[key], equation)
