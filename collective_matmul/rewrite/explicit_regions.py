@@ -9,13 +9,16 @@ transforms summands, up to a sharded or a replicated result, becomes one region 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn, Var
 
+from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup, Scheduled, in_order
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
+from collective_matmul.rewrite.explicit_sums import summands
+from collective_matmul.rewrite.explicit_weights import ExplicitWeight, gathered_once, weight_of
+from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.manual_regions import (
-    ADDITIONS,
     ManualRegion,
     as_shard_map,
     commutes,
@@ -26,6 +29,7 @@ from collective_matmul.rewrite.placements import (
     dot_placement,
     explicit_axes,
     gathered_operand,
+    is_local,
     may_communicate,
     placement,
     sums,
@@ -44,7 +48,7 @@ _SUMMED = "its matmul belongs to another site, which sums over devices"
 _NEEDED = "overlap needs a matmul there, as in reshard(x, P()) @ w"
 
 
-def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[int, FoundSite]]]:
+def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[JaxprEqn, FoundSite]]]:
     """A jaxpr with its regions replaced; the same object if there are none.
 
     Args:
@@ -52,12 +56,14 @@ def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[int,
       rewrite: replaces the sites of a region.
 
     Returns:
-      The jaxpr, and what was found, in the order of the program: each with the index of the
-      equation that communicates.
+      The jaxpr, and what was found, in the order of the program: each with the equation that
+      communicates.
     """
-    regions = _Regions(graph, rewrite)
+    prepared, equations = gathered_once(graph)
+    regions = _Regions(prepared, rewrite)
     result = regions.rewritten()
-    return result, sorted(regions.found, key=lambda item: item[0])
+    found = sorted(regions.found, key=lambda item: item[0])
+    return graph if result is prepared else result, [(equations[i], site) for i, site in found]
 
 
 class _Regions:
@@ -74,6 +80,11 @@ class _Regions:
         self._taken: set[int] = set()
         self._dependencies = Dependencies(graph)
         self._made: list[tuple[int, JaxprEqn]] = []
+        #: Equations of regions that are sites, but stay as they are.
+        self._kept: set[int] = set()
+        #: Equations that regions have copied, and the weights that ops gather, with the axis.
+        self._copied: set[int] = set()
+        self._weights: set[tuple[Var, str]] = set()
 
     def rewritten(self) -> Graph:
         """The jaxpr with its regions replaced; the same object if there are none."""
@@ -84,10 +95,17 @@ class _Regions:
             if may_communicate(equation) and not is_ours(equation)
             for axis in explicit_axes(equation)
         ]
-        for var, dimension, axis in dict.fromkeys(self._gathers(asking)):
+        gathers = [*dict.fromkeys(self._gathers(asking))]
+        sums = {axis: {i for i, each in asking if each == axis} for _, axis in asking}
+        for var, dimension, axis in gathers:
+            self._gather_with_weights(var, dimension, axis)
+        for axis, summing in sums.items():
+            self._sums(axis, summing, self._accept_with_weights)
+        # Arrays before their weights.
+        for var, dimension, axis in sorted(gathers, key=self._is_weight):
             self._gather(var, dimension, axis)
-        for axis in dict.fromkeys(axis for _, axis in asking):
-            self._sums(axis, [index for index, each in asking if each == axis])
+        for axis, summing in sums.items():
+            self._sums(axis, summing, self._accept)
         for index, axis in asking:
             reason = why_unclear(equations[index], axis) if index not in self._taken else None
             if reason:
@@ -98,7 +116,7 @@ class _Regions:
         scheduled += [
             Scheduled((index, 1), [equation])
             for index, equation in enumerate(equations)
-            if index not in self._taken
+            if index not in self._taken | self._unused()
         ]
         jaxpr = self.graph.jaxpr
         effects = frozenset(jaxpr.effects).union(*(made.effects for _, made in self._made))
@@ -114,18 +132,110 @@ class _Regions:
         new, found = self._rewrite(equation)
         self.found += [(region.anchor, site) for site in found]
         if new is equation:
+            self._kept |= region.replaced if any(site.kept for site in found) else set()
             return False
-        self._taken |= set(region.equations)
-        self._dependencies.add(self._group(region))
-        self._made.append((max(region.equations), new))
+        self._take(region, new)
         return True
+
+    def _take(self, region: ManualRegion, equation: JaxprEqn) -> None:
+        self._taken |= region.replaced
+        self._copied |= region.copied
+        self._dependencies.add(self._group(region))
+        self._made.append((max(region.replaced), equation))
+
+    def _unused(self) -> set[int]:
+        """Gathers of weights that only regions need, which have their own."""
+        read = {var for _, made in self._made for var in variables(made.invars)}
+        unused: set[int] = set()
+        for index in sorted(self._copied, reverse=True):
+            (var,) = self.graph.equations[index].outvars
+            users = self.graph.users(var)
+            if var not in read | self.graph.results and unused.union(self._taken).issuperset(users):
+                unused.add(index)
+        return unused
+
+    def _accept_with_weights(self, region: ManualRegion) -> bool:
+        """Replaces a region with the gathers of its weights, if its op executes all of them."""
+        (axis,) = region.axes
+        equations = self.graph.equations
+        dots = [i for i in region.equations if equations[i].primitive.name == "dot_general"]
+        found = [weight_of(self.graph, dot, axis) for dot in dots]
+        weights = {weight.shard: weight for weight in found if weight is not None}
+        axes = {weight.axis for weight in weights.values()}
+        if None in found or len(axes) != 1:
+            return False
+        (other,) = axes
+        whole = {equations[dot].invars[1] for dot in dots}
+        if not all(is_local(equations[index], other, whole) for index in region.equations):
+            return False
+        copied = frozenset(i for weight in weights.values() for i in weight.between)
+        gathered = {shard: (other, weight.dimension) for shard, weight in weights.items()}
+        whole_region = replace(
+            region,
+            axes=region.axes | axes,
+            equations=tuple(sorted(copied.union(region.equations))),
+            gathered={**region.gathered, **gathered},
+            copied=copied,
+        )
+        return self._dependencies.allows(self._group(whole_region)) and self._executed(
+            whole_region, region, other, sorted(weights.values(), key=lambda weight: weight.index)
+        )
+
+    def _executed(
+        self,
+        region: ManualRegion,
+        plain: ManualRegion,
+        axis: str,
+        weights: list[ExplicitWeight],
+    ) -> bool:
+        """Replaces a region if its op gathers the weights, which the axis shards.
+
+        Else `plain`, the region without their gathers, if these are possible in the op.
+        """
+        equation = as_shard_map(self.graph, region)
+        if isinstance(equation, str):
+            return False
+        with record_decisions(hidden=True) as decisions:
+            new, found = self._rewrite(equation)
+        gathers = [s for s in found if s.kind == "all_gather" and s.axes == (axis,) and s.replaced]
+        if len(gathers) != len(weights):
+            return False
+        self._weights |= {(weight.shard, axis) for weight in weights}
+        found_at = [(w.index, gather) for w, gather in zip(weights, gathers, strict=True)]
+        self.found += found_at
+        if any(gather.kept for gather in gathers):
+            # The compiler gathers them once for all their matmuls. Sites are the same.
+            return self._accept(plain)
+        for decision in decisions:
+            record(decision)
+        self.found += [(region.anchor, site) for site in found if site not in gathers]
+        self._take(region, new)
+        return True
+
+    def _is_weight(self, gather: tuple[Var, int, str]) -> bool:
+        var, _, axis = gather
+        return (var, axis) in self._weights
+
+    def _gather_with_weights(self, var: Var, dimension: int, axis: str) -> None:
+        """Replaces dots that one gather feeds and whose weights another axis shards."""
+        found, _ = self._dots_of(var, dimension, axis)
+        weights = {dot: weight_of(self.graph, dot, axis) for dot in found}
+        for other in {weight.axis for weight in weights.values() if weight is not None}:
+            waiting = {
+                dot: path
+                for dot, path in found.items()
+                if (weight := weights[dot]) is not None and weight.axis == other
+            }
+            region = self._joined(var, dimension, axis, waiting)
+            if region is not None:
+                self._accept_with_weights(region)
 
     def _left_alone(self, index: int, array: Atom, axis: str, reason: str) -> None:
         site = left_alone_by_type(self.graph.equations[index], "all_gather", array, axis, reason)
         self.found.append((index, site))
 
     def _group(self, region: ManualRegion) -> EquationGroup:
-        return EquationGroup(frozenset(region.equations), tuple(region.inputs(self.graph)))
+        return EquationGroup(region.replaced, tuple(region.inputs(self.graph)))
 
     def _gathers(self, asking: Iterable[tuple[int, str]]) -> Iterator[tuple[Var, int, str]]:
         """The arrays that are gathered: variable, dimension, axis."""
@@ -141,8 +251,9 @@ class _Regions:
     def _gather(self, var: Var, dimension: int, axis: str) -> None:
         """Replaces the dots that one gather feeds, in as many regions as it takes."""
         found, reasons = self._dots_of(var, dimension, axis)
-        waiting = {dot: path for dot, path in found.items() if dot not in self._taken}
-        known = False
+        decided = self._taken | self._kept
+        waiting = {dot: path for dot, path in found.items() if dot not in decided}
+        known = not self._kept.isdisjoint(found)
         while waiting:
             region = self._joined(var, dimension, axis, waiting)
             if region is None:
@@ -152,7 +263,7 @@ class _Regions:
                 # Others that need what it gathered by a reshard have it from there.
                 waiting = {d: path for d, path in waiting.items() if self._taken.isdisjoint(path)}
             waiting = {d: path for d, path in waiting.items() if d not in region.equations}
-        if known:
+        if known or (var, axis) in self._weights:
             return
         if found:
             reasons.append("its matmul belongs to another site")
@@ -246,71 +357,32 @@ class _Regions:
             else:
                 reasons.append(f"{described(equation)} uses the gathered array; {_NEEDED}")
 
-    def _sums(self, axis: str, asking: Iterable[int]) -> None:
+    def _sums(self, axis: str, asking: set[int], accept: Callable[[ManualRegion], bool]) -> None:
         """Replaces dots that contract what the axis shards, with the sums over devices."""
         trees: dict[int, tuple[int, ...]] = {}
-        for index in self._summands(axis, trees, set(asking)):
+        for index in summands(self.graph, axis, trees, asking, self._taken):
             while commutes(self.graph, self.graph.equations[index]) is not None:
                 (operand,) = [a for a in self.graph.equations[index].invars if isinstance(a, Var)]
                 producer = self.graph.producer(operand)
                 assert producer is not None
                 index = producer
-            self._sum(index, axis, trees)
+            self._sum(index, axis, trees, accept)
 
-    def _sum(self, index: int, axis: str, trees: dict[int, tuple[int, ...]]) -> None:
+    def _sum(
+        self,
+        index: int,
+        axis: str,
+        trees: dict[int, tuple[int, ...]],
+        accept: Callable[[ManualRegion], bool],
+    ) -> None:
         """Replaces the sum whose last equation is `index`, or else its parts."""
         equations = self.graph.equations
-        if placement(equations[index].outvars[0], axis) == PARTIAL:
+        is_partial = placement(equations[index].outvars[0], axis) == PARTIAL
+        if is_partial or not self._kept.isdisjoint(trees[index]):
             return
         region = ManualRegion(frozenset({axis}), index, trees[index], summed=axis)
-        if self._dependencies.allows(self._group(region)) and self._accept(region):
+        if self._dependencies.allows(self._group(region)) and accept(region):
             return
         for part in trees[index]:
             if part != index and equations[part].primitive.name == "dot_general":
-                self._sum(part, axis, {part: (part,)})
-
-    def _summands(
-        self, axis: str, trees: dict[int, tuple[int, ...]], asking: set[int]
-    ) -> Iterator[int]:
-        """Yields the equations at which sums of dots end.
-
-        Args:
-          axis: the mesh axis.
-          trees: filled with the equations that make a summand of each device, for each result.
-          asking: indices of dots and reshards of arrays that the axis shards.
-        """
-        graph = self.graph
-        for index, equation in enumerate(graph.equations):
-            if index in self._taken:
-                continue
-            if index in asking and sums(equation, axis):
-                trees[index] = (index,)
-                continue
-            makers = [self._summand(atom, trees) for atom in self._operands(equation, axis)]
-            if makers and None not in makers:
-                parts = {part for maker in makers for part in trees[maker or 0]}
-                trees[index] = (*sorted(parts), index)
-        for index in trees:
-            (var,) = graph.equations[index].outvars
-            user = graph.only_user(var)
-            if user not in trees:
-                yield index
-
-    def _summand(self, atom: Atom, trees: dict[int, tuple[int, ...]]) -> int | None:
-        """The index of what makes a summand that nothing else needs."""
-        index = self.graph.producer(atom)
-        return index if index in trees and self.graph.only_user(atom) is not None else None
-
-    def _operands(self, equation: JaxprEqn, axis: str) -> list[Atom]:
-        """The operands of an equation that gives the same before and after the sum of each."""
-        name = equation.primitive.name
-        if name in ADDITIONS:
-            first, second = equation.invars
-            same = type_of(first).shape == type_of(second).shape and first is not second
-            return [first, second] if same else []
-        if name == "reshard":
-            (before,), (after,) = equation.invars, equation.outvars
-            stays = other_axes_stay(before, after, axis) and isinstance(before, Var)
-            return [before] if stays and placement(before, axis) in (None, PARTIAL) else []
-        op = commutes(self.graph, equation)
-        return [] if op is None else [op.operand]
+                self._sum(part, axis, {part: (part,)}, accept)

@@ -14,19 +14,23 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding
 
 from collective_matmul._compat import ShardingTypeError, traced_as
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
+    is_local,
     is_shared,
     only_axes,
     placement,
+    sharing,
     spec_of,
     without_axes,
 )
 
 ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
+_SHARED = "a dimension is sharded over several mesh axes at once"
 _BINARY: dict[str, Callable] = {**ADDITIONS, "mul": lax.mul, "div": lax.div}
 
 
@@ -40,6 +44,7 @@ class ManualRegion:
       equations: indices of the equations, in order.
       gathered: the arrays that are gathered, with the axis and the dimension.
       summed: the axis of the sum of the last equation's result; None if there is none.
+      copied: indices of those equations that stay in the program for others: gathers of weights.
     """
 
     axes: frozenset[str]
@@ -47,6 +52,12 @@ class ManualRegion:
     equations: tuple[int, ...]
     gathered: Mapping[Var, tuple[str, int]] = field(default_factory=dict)
     summed: str | None = None
+    copied: frozenset[int] = frozenset()
+
+    @property
+    def replaced(self) -> frozenset[int]:
+        """Indices of the equations that it replaces."""
+        return frozenset(self.equations) - self.copied
 
     def inputs(self, graph: Graph) -> list[Var]:
         """The variables that the equations read and do not make, each once."""
@@ -57,12 +68,34 @@ class ManualRegion:
 
     def outputs(self, graph: Graph) -> list[Var]:
         """The variables that they make and that others need."""
-        made = (graph.equations[index].outvars[0] for index in self.equations)
+        made = (graph.equations[index].outvars[0] for index in sorted(self.replaced))
         return [
             var
             for var in made
-            if var in graph.results or not set(self.equations).issuperset(graph.users(var))
+            if var in graph.results or not self.replaced.issuperset(graph.users(var))
         ]
+
+    def manual(self, graph: Graph, mesh: Any) -> frozenset[str] | str:
+        """The axes that become manual, or why they cannot.
+
+        With an axis, all that shard a dimension together with it do.
+        """
+        equations = [graph.equations[index] for index in self.equations]
+        atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
+        communicated = [*self.gathered.items()]
+        if self.summed:
+            communicated.append((equations[-1].outvars[0], (self.summed, 0)))
+        if any(is_shared(var, axis) for var, (axis, _) in communicated):
+            return _SHARED
+        further: frozenset[str] = frozenset()
+        for _ in mesh.axis_names:
+            axes = self.axes | further
+            groups = {sharing(atom, axis) for atom in atoms for axis in axes} - {()}
+            further = frozenset().union(*groups) - self.axes
+        local = all(is_local(equation, axis) for equation in equations for axis in further)
+        if not local or len(groups) > 1:  # Blocks may be in another order.
+            return _SHARED
+        return self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
 
 
 def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
@@ -77,12 +110,12 @@ def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
 def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     """The region as one `shard_map` equation, or why there is none of the same types."""
     inputs, outputs = region.inputs(graph), region.outputs(graph)
-    if any(is_shared(var, axis) for var in (*inputs, *outputs) for axis in region.axes):
-        return "a dimension is sharded over several mesh axes at once"
     if any(spec.reduced or spec.unreduced for spec in map(spec_of, (*inputs, *outputs))):
         return "an array that it reads or makes is typed as reduced or unreduced over a mesh axis"
     mesh = next(type_of(v).sharding.mesh for v in inputs if any(spec_of(v).partitions))
-    manual = region.axes.union(axis for axis, size in mesh.shape.items() if size == 1)
+    manual = region.manual(graph, mesh)
+    if isinstance(manual, str):
+        return manual
     # What is gathered or multiplied alike on all devices is not typed so. Loops cannot keep what
     # `check_vma` adds beside axes that stay explicit.
     check_vma = set(mesh.axis_names) == manual and not any(
@@ -128,7 +161,8 @@ class _Body:
         self._graph, self._region, self._manual = graph, region, manual
         self._arrays = arrays
         self._whole: dict[Var, jax.Array] = {}
-        self._has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+        self._mesh = jax.sharding.get_abstract_mesh()
+        self._has_explicit_axes = bool(self._mesh.explicit_axes)
 
     def run(self) -> dict[Var, jax.Array]:
         """Executes the equations. Returns all arrays, by their variables."""
@@ -186,8 +220,9 @@ class _Body:
             return lax.convert_element_type(operands[0], params["new_dtype"])
         op = commuting_op(self._graph, equation)
         if op is not None and op.reshapes:
-            array, shape = operands[0], type_of(result).shape
-            return lax.reshape(array, shape, out_sharding=self._spec(result))
+            local = NamedSharding(self._mesh, only_axes(spec_of(result), self._manual))
+            shape = local.shard_shape(type_of(result).shape)
+            return lax.reshape(operands[0], shape, out_sharding=self._spec(result))
         made = equation.primitive.bind(*operands, **params)
         return made[0] if equation.primitive.multiple_results else made
 

@@ -46,10 +46,15 @@ def _is_typed(equation: JaxprEqn, axis: str) -> bool:
     return axis in result.sharding.mesh.explicit_axes
 
 
+def sharing(atom: Atom, axis: str) -> tuple[str, ...]:
+    """The axes that shard one dimension together with an axis, itself among them; or none."""
+    entries = spec_of(atom).partitions
+    return next((e for e in entries if isinstance(e, tuple) and axis in e and len(e) > 1), ())
+
+
 def is_shared(atom: Atom, axis: str) -> bool:
     """Whether the dimension of an array that an axis shards is sharded over other axes as well."""
-    entries = spec_of(atom).partitions
-    return any(isinstance(entry, tuple) and axis in entry and len(entry) > 1 for entry in entries)
+    return bool(sharing(atom, axis))
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -103,10 +108,9 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
         return None
     places = [placement(atom, axis) for atom in equation.invars]
     (after,) = (placement(atom, axis) for atom in equation.outvars)
-    if any(is_shared(atom, axis) for atom in (*equation.invars, *equation.outvars)):
-        return None
     if equation.primitive.name == "reshard":
-        return 0 if isinstance(places[0], int) and after is None else None
+        gathers = isinstance(places[0], int) and after is None
+        return 0 if gathers and not is_shared(equation.invars[0], axis) else None
     if dot_placement(equation, *places) == after:
         return None
     contracted, batch = equation.params["dimension_numbers"]
@@ -114,9 +118,26 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
         whole = [None if i == side else p for i, p in enumerate(places)]
         if not isinstance(place, int) or dot_placement(equation, *whole) != after:
             continue
+        if is_shared(equation.invars[side], axis):
+            continue
         if place not in batch[side] and (place not in contracted[side] or after is not None):
             return side
     return None
+
+
+def is_local(equation: JaxprEqn, axis: str, whole: Set[Atom] = frozenset()) -> bool:
+    """Whether an equation of a region communicates nothing over an axis.
+
+    Args:
+      equation: a dot, a reshard, or one that keeps shards.
+      axis: the mesh axis.
+      whole: operands that have been gathered over it.
+    """
+    places = [None if atom in whole else placement(atom, axis) for atom in equation.invars]
+    after = placement(equation.outvars[0], axis)
+    if equation.primitive.name == "reshard":
+        return places == [after]
+    return equation.primitive.name != "dot_general" or dot_placement(equation, *places) == after
 
 
 def sums(equation: JaxprEqn, axis: str) -> bool:

@@ -161,7 +161,7 @@ class Rewriter:
 
         result, found = with_regions(graph, rewrite)
         self.found = before + [site for _, site in found]
-        self.keys.update((id(graph.equations[index]), site.key) for index, site in found)
+        self.keys.update((id(equation), site.key) for equation, site in found)
         return result
 
     def _sites_in(self, graph: Graph, region: Region) -> int:

@@ -1,12 +1,14 @@
 """Programs over Explicit mesh axes, as their authors write them: no `shard_map`, none of ours.
 
-Mesh (2, 2) over "data", which shards the batch, and "tensor". Legend of shapes: [B, S, D] are
-activations, F is hidden features, N query heads, K heads of keys and values, H head size.
+Mesh (2, 2) over "data", which shards the batch, and "tensor"; or (2, 2, 2) with "fsdp" between.
+Legend of shapes: [B, S, D] are activations, F is hidden features, N query heads, K heads of keys
+and values, H head size.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ ROWS, WHOLE = P("data", "tensor"), P("data")
 HIDDEN, HEADS = P("data", None, "tensor"), P("data", None, "tensor", None)
 UP, DOWN = P(None, "tensor"), P("tensor")
 #: Weights that are sharded over both axes.
+AXES, BATCH = ("data", "fsdp", "tensor"), ("data", "fsdp")
 UP_SHARDS, DOWN_SHARDS = P("data", "tensor"), P("tensor", "data")
 X = ((B, S, D), ROWS)
 MLP = (X, ((D, F), UP), ((F, D), DOWN))
@@ -40,6 +43,7 @@ class ExplicitForm(NamedTuple):
       reason: part of the reason why something in it is left alone.
       dtype: dtype of the arguments.
       alone: how many of its gathers are left alone: in the forward pass, and with gradients.
+      axes: the mesh axes, of two devices each.
     """
 
     fun: Callable
@@ -49,6 +53,11 @@ class ExplicitForm(NamedTuple):
     reason: str = ""
     dtype: str = "float32"
     alone: tuple[int, int] = (0, 0)
+    axes: tuple[str, ...] = ("data", "tensor")
+
+    @property
+    def mesh(self) -> Mesh:
+        return explicit_mesh((2,) * len(self.axes), self.axes)
 
     def arguments(self, mesh: Mesh) -> list[jax.Array]:
         generator = np.random.default_rng(0)
@@ -59,9 +68,11 @@ class ExplicitForm(NamedTuple):
         ]
 
 
-def explicit_mesh(sizes: tuple[int, int] = (2, 2)) -> Mesh:
-    devices = jax.devices()[: sizes[0] * sizes[1]]
-    return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Explicit,) * 2, devices=devices)
+def explicit_mesh(
+    sizes: tuple[int, ...] = (2, 2), axes: tuple[str, ...] = ("data", "tensor")
+) -> Mesh:
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, (AxisType.Explicit,) * len(axes), devices=devices)
 
 
 def mlp(x, up, down):
@@ -161,6 +172,45 @@ def fsdp(x, up, down):
     return mlp(x, up, down)
 
 
+def fsdp_by_types(x, up, down):
+    """Types of the results ask for the gathers of weights as well."""
+    return mlp_by_types(x, up, down)
+
+
+def fsdp_rounded(x, up, down):
+    """Weights are cast before they are gathered, or after."""
+    up = reshard(up.astype(x.dtype), UP)
+    down = reshard(down, DOWN).astype(x.dtype)
+    return mlp(x, up, down)
+
+
+def fsdp_block(x, first, wq, wk, wv, wo, second, gate, up, down):
+    """A Llama block with sharded weights."""
+    heads = P(None, "tensor", None)
+    weights = [reshard(w, heads) for w in (wq, wk, wv)]
+    weights += [reshard(wo, P("tensor", None, None)), second]
+    weights += [reshard(gate, UP), reshard(up, UP), reshard(down, DOWN)]
+    return llama_block(x, first, *weights)
+
+
+def fsdp_axis(x, up, down):
+    """Two axes shard the batch, and one of them the weights."""
+    up, down = reshard(up, UP), reshard(down, DOWN)
+    h = jax.nn.gelu(reshard(x, P(BATCH)) @ up)
+    return jnp.dot(h, down, out_sharding=P(BATCH, "tensor"))
+
+
+def fsdp_axis_by_types(x, up, down):
+    h = jax.nn.gelu(jnp.dot(x, up, out_sharding=P(BATCH, None, "tensor")))
+    return jnp.dot(h, down, out_sharding=P(BATCH, "tensor"))
+
+
+def fsdp_of_replicated(x, up, down):
+    """The axis that shards the weights does not shard the batch."""
+    up, down = reshard(up, UP), reshard(down, DOWN)
+    return mlp(x, up, down)
+
+
 def fsdp_alone(x, w):
     return x @ reshard(w, P())
 
@@ -208,6 +258,23 @@ def precise(x, w):
 
 _SCALE = ((D,), P())
 _BLOCK = (X, _SCALE, *ATTENTION[1:], _SCALE, *MLP[1:2], *MLP[1:])
+_FSDP = (X, ((D, F), UP_SHARDS), ((F, D), DOWN_SHARDS))
+_FSDP_BLOCK = (
+    X,
+    _SCALE,
+    ((D, N, H), P("data", "tensor")),
+    ((D, K, H), P("data", "tensor")),
+    ((D, K, H), P("data", "tensor")),
+    ((N, H, D), P("tensor", None, "data")),
+    _SCALE,
+    *_FSDP[1:2],
+    *_FSDP[1:],
+)
+_AXIS_OF_ITS_OWN = (
+    ((2 * B, S, D), P(BATCH, "tensor")),
+    ((D, F), P("fsdp", "tensor")),
+    ((F, D), P("tensor", "fsdp")),
+)
 _UP, _HIDDEN, _DOWN = ((D, F), UP), ((B, S, F), HIDDEN), ((F, D), DOWN)
 
 #: Gradients of weights are summed over "data": each is a site too.
@@ -224,8 +291,24 @@ FORMS = {
     "in_calls": ExplicitForm(in_calls, MLP, 8, 20),
     "reshards_around_calls": ExplicitForm(reshards_around_calls, MLP, 2, 5),
     "own_gradient": ExplicitForm(own_gradient, MLP, 2, 6),
-    # Gathers of weights whose matmuls belong to a gather or a sum over "tensor".
-    "fsdp": ExplicitForm(fsdp, (X, ((D, F), UP_SHARDS), ((F, D), DOWN_SHARDS)), 2, 5, alone=(2, 2)),
+    # A gather of a weight is a site that the loop of another executes. Gradients of weights that
+    # are summed over two axes at once are left alone, by each axis.
+    "fsdp": ExplicitForm(fsdp, _FSDP, 4, 10),
+    "fsdp_by_types": ExplicitForm(fsdp_by_types, _FSDP, 4, 10),
+    "fsdp_rounded": ExplicitForm(fsdp_rounded, _FSDP, 4, 10),
+    "fsdp_layers": ExplicitForm(functools.partial(layers, fsdp), _FSDP, 4, 12),
+    "fsdp_block": ExplicitForm(fsdp_block, _FSDP_BLOCK, 11, 29),
+    "fsdp_axis": ExplicitForm(fsdp_axis, _AXIS_OF_ITS_OWN, 4, 8, alone=(0, 4), axes=AXES),
+    "fsdp_axis_by_types": ExplicitForm(
+        fsdp_axis_by_types, _AXIS_OF_ITS_OWN, 4, 8, alone=(0, 4), axes=AXES
+    ),
+    "fsdp_of_replicated": ExplicitForm(
+        fsdp_of_replicated,
+        (X, ((D, F), P("fsdp", "tensor")), ((F, D), P("tensor", "fsdp"))),
+        4,
+        10,
+        axes=AXES,
+    ),
     "fsdp_alone": ExplicitForm(fsdp_alone, (((B, S, D), WHOLE), ((D, F), WHOLE)), 1, 2),
     "fsdp_alone_by_types": ExplicitForm(
         fsdp_alone_by_types, (((B, S, D), WHOLE), ((D, F), WHOLE)), 1, 2

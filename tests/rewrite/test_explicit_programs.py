@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul import explain
+from collective_matmul.rewrite import find_sites
 from tests.rewrite.explicit_programs import (
     FORMS,
     HIDDEN,
@@ -44,41 +45,63 @@ def value_and_gradients(form: ExplicitForm) -> Callable:
 
 
 @pytest.mark.parametrize("name", [*FORMS, *NEAR_MISSES])
-def test_sites_are_replaced_or_left_alone_with_a_reason(name: str, mesh: Mesh) -> None:
+def test_sites_are_replaced_or_left_alone_with_a_reason(name: str) -> None:
     form = {**FORMS, **NEAR_MISSES}[name]
-    arguments = form.arguments(mesh)
-    found = sites(form.fun, *arguments)
+    with jax.set_mesh(form.mesh):
+        arguments = form.arguments(form.mesh)
+        found = sites(form.fun, *arguments)
+        in_program = counts(ring(form.fun), *arguments)
     assert sum(site.replaced for site in found) == form.replaced, found
     assert all(site.source and site.source.file.endswith("explicit_programs.py") for site in found)
     left = [site.reason for site in found if not site.replaced]
     if form.reason:
         assert any(form.reason in reason for reason in left), left
-        assert "shard_map" not in counts(ring(form.fun), *arguments)
+        assert "shard_map" not in in_program
     else:
         assert len(left) == form.alone[0]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_gradients_are_sites_too(name: str, mesh: Mesh) -> None:
+def test_gradients_are_sites_too(name: str) -> None:
     form = FORMS[name]
     gradients = gradients_of(form.fun, len(form.operands))
-    found = sites(gradients, *form.arguments(mesh))
+    with jax.set_mesh(form.mesh):
+        found = sites(gradients, *form.arguments(form.mesh))
     replaced = [site for site in found if site.replaced]
     assert (len(replaced), len(found) - len(replaced)) == (form.with_gradients, form.alone[1])
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_values_gradients_and_types_stay_the_same(name: str, mesh: Mesh) -> None:
+def test_values_gradients_and_types_stay_the_same(name: str) -> None:
     """Differentiated before and after `overlap`."""
     form = FORMS[name]
-    arguments = form.arguments(mesh)
     after = ExplicitForm(ring(form.fun), form.operands, 0, 0)
     funs = [value_and_gradients(form), ring(value_and_gradients(form)), value_and_gradients(after)]
-    expected, *others = jax.jit(lambda *args: [fun(*args) for fun in funs])(*arguments)
+    with jax.set_mesh(form.mesh):
+        arguments = form.arguments(form.mesh)
+        expected, *others = jax.jit(lambda *args: [fun(*args) for fun in funs])(*arguments)
     for actual in others:
         assert_same(actual, expected)
         types = jax.tree.map(jax.typeof, actual), jax.tree.map(jax.typeof, expected)
         assert types[0] == types[1]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_by_types", "fsdp_rounded", "fsdp_axis"])
+def test_weights_are_gathered_in_the_loop_of_their_matmul(name: str) -> None:
+    """With XLA, which hides nothing, the compiler gathers each weight once for all its matmuls."""
+    form = FORMS[name]
+    gradients = gradients_of(form.fun, len(form.operands))
+    with jax.set_mesh(form.mesh):
+        arguments = form.arguments(form.mesh)
+        in_loops = counts(ring(form.fun), *arguments)
+        xla = find_sites(gradients, implementation="xla")(*arguments)
+        found = sites(gradients, *arguments)
+    assert in_loops["all_gather"] == in_loops["reshard"] == 0
+    assert not any(site.kept for site in found)
+    tensor = [s.decision.site.weight_shards for s in found if s.decision and s.axes == ("tensor",)]
+    assert len(tensor) == 4 and None not in tensor
+    assert sum(site.replaced for site in xla) == form.with_gradients
+    assert sum(site.kept for site in xla) >= 4
 
 
 @pytest.mark.parametrize("name", ["mlp", "all_reduced", "whole_used_elsewhere", "layers"])
