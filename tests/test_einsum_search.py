@@ -1,7 +1,7 @@
 """A search for einsums whose results or gradients differ from those of whole arrays.
 
 Each case is one program, result and both gradients together. Where exhaustive tests are selected,
-programs are compiled too, and the search is six times longer. Nearly all the time goes there; so
+programs are compiled too, and the search is longer. Nearly all the time goes there; so
 sizes are tiny.
 """
 

@@ -1,7 +1,7 @@
 """A search for calls whose results or gradients differ from the unsharded computation.
 
 Each case is one program, results and both gradients together. Where exhaustive tests are selected,
-programs are compiled too, and the search is six times longer. Nearly all the time goes there. So
+programs are compiled too, and the search is longer. Nearly all the time goes there. So
 sizes are tiny, and the search is split into functions that two workers can share.
 """
 

@@ -13,7 +13,7 @@ from collective_matmul.rewrite import find_sites
 from tests.rewrite.fuzz import Case, Search, drawn, finding, functions, search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
-BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 400
+BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 200
 
 
 def assert_nothing(result: Search) -> None:

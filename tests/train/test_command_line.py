@@ -186,7 +186,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
 
 
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
-    deep = [*TINY, "--model.num-layers", "8", "--sequence-length", "1024", "--dry-run"]
+    deep = [*TINY, "--model.num-layers", "3", "--sequence-length", "1024", "--dry-run"]
 
     def activations(*arguments: str) -> int:
         output = printed(capsys, [*deep, *arguments])

@@ -19,6 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
+from tests.covering import cover
 from train import config as configs
 from train.config import MeshSizes, OptimizerConfig
 from train.mesh import make_abstract_mesh, make_mesh
@@ -166,15 +167,18 @@ def whole_steps(config: OptimizerConfig) -> dict[str, np.ndarray]:
     return jax.device_get(params)
 
 
-MESHES = [(1, 1, 1), (1, 1, 8), (1, 8, 1), (2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 1)]
-CASES = [
+MESHES = [(1, 1, 1), (1, 1, 8), (1, 8, 1), (2, 2, 2), (1, 4, 2)]
+PRODUCT = [
     (sizes, zero, stack)
     for sizes in MESHES
     for zero in ((0, 1, 2, 3) if sizes[1] > 1 else (0,))
     for stack in (False, True)
 ]
+FACTORS = ("sizes", "zero", "stack")
+COVERING = cover(PRODUCT, lambda case: dict(zip(FACTORS, case, strict=True)))
 #: Replicas and two axes that shard; stacked layers.
 QUICK = [((2, 2, 2), 1, False), ((1, 4, 2), 3, True)]
+CASES = [*QUICK, *(p.values[0] for p in COVERING if not p.marks and p.values[0] not in QUICK)]
 
 
 @pytest.mark.parametrize(

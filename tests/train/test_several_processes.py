@@ -89,15 +89,13 @@ def open_mpi(count: int):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "settings", ["--zero 2", "--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32"]
-)
-def test_processes_times_devices(tmp_path, settings):
+def test_processes_times_devices(tmp_path):
     """Four devices as 1 × 4, 2 × 2 and 4 × 1, started by each launcher; then a chain of resumes
     through them."""
     text = tmp_path / "held_out.txt"
     text.write_text("A held-out text. " * 40)
-    steps = f"{settings} --mesh.fsdp 2 --mesh.tensor 2 --eval-data {text} --eval-interval 4"
+    steps = f"--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32 --eval-data {text}"
+    steps += " --mesh.fsdp 2 --mesh.tensor 2 --eval-interval 4"
     steps += " --save-interval 4 --optimizer.decay-steps 12 --gradient-accumulation-steps 2"
     across = "--distributed.tensor-across-processes"
     train(flags(tmp_path, "whole", f"{steps} --steps 8"), count=1, devices=4)
@@ -153,6 +151,5 @@ def test_bad_input_is_refused_by_all_and_printed_by_the_first(only, common, sent
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("count", "kills"), [(2, 2), (4, 1)])
-def test_killed_processes_lose_nothing_that_was_saved(tmp_path, count, kills):
-    process_faults.kill_often(tmp_path, kills=kills, count=count, seed=5)
+def test_killed_processes_lose_nothing_that_was_saved(tmp_path):
+    process_faults.kill_often(tmp_path, kills=2, count=2, seed=5)
