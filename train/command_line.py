@@ -19,6 +19,7 @@ from train.checkpoint import SaveError
 from train.config import PRESETS, Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.dry_run import dry_run
+from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.initial_weights import with_model_of
 from train.loop import NonFiniteError, train
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
             return
         stack.enter_context(connected(config.distributed))
         console = Console(quiet=not is_first())
+        if config.eval_only:
+            evaluate_only(config, console)
+            return
         setup = prepare(config)
         announce(setup, console)
         conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)

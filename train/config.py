@@ -176,6 +176,9 @@ class Config:
     separate_documents: bool = False
     """Keep documents in one sequence apart: attention does not cross their ends, and positions
     count from 0 in each."""
+    chat: bool = False
+    """--data and --eval-data have conversations: JSON lines with "messages", written by the chat
+    template beside --tokenizer. They are kept apart, and the loss is that of answers alone."""
     eval_data: str | None = None
     """File or glob of held-out text, read as --data is; default: none is evaluated."""
     eval_interval: int = 100
@@ -191,6 +194,9 @@ class Config:
     """Steps between checkpoints. The last step is always saved."""
     max_to_keep: int = 3
     """Number of checkpoints to keep; older ones are deleted."""
+    eval_only: bool = False
+    """Evaluate the weights of --init-from, or the newest checkpoint in --checkpoint-dir, on
+    --eval-data, and stop."""
     resume: bool = False
     """Continue from the newest checkpoint in --checkpoint-dir."""
     resume_step: int | None = None
@@ -320,6 +326,7 @@ def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
         ("gradient_accumulation_steps", config.gradient_accumulation_steps, 1),
         ("scan_layers", config.scan_layers, 0),
         ("separate_documents", config.separate_documents, False),
+        ("chat", config.chat, False),
         ("fp8", config.fp8, None),
         ("model.projection_bias", config.model.projection_bias, False),
         ("model.query_key_norm", config.model.query_key_norm, False),

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from train.chat import read_chats
 from train.text_files import find_files, read_documents
 from train.tokenizer import BYTES, EncodingError, Tokenizer, load_tokenizer
 
@@ -54,6 +55,8 @@ class TextData:
     batch_size: int
     seed: int
     separate_documents: bool
+    answers: np.ndarray | None = None
+    """1 for tokens that count for the loss, uint8 [token_count]; None: all count."""
 
     @property
     def token_count(self) -> int:
@@ -95,7 +98,7 @@ class TextData:
     @cached_property
     def _windows(self) -> PackedWindows:
         ends = self.document_ends if self.separate_documents else None
-        return PackedWindows(self.tokens, self.sequence_length, ends)
+        return PackedWindows(self.tokens, self.sequence_length, ends, self.answers)
 
     def iterator(
         self, rows: np.ndarray | None = None
@@ -104,7 +107,9 @@ class TextData:
 
         Each batch is ``{"inputs", "targets"}``, both int32 [batch_size, sequence_length], and where
         documents are kept apart ``"document_lengths"``, int32 [batch_size, documents]: the lengths
-        of the documents in each sequence, in order, and then zeros. Every sequence comes once per
+        of the documents in each sequence, in order, and then zeros. Of conversations there is
+        ``"answers"`` too, int32 [batch_size, sequence_length]: 1 for targets that count. Every
+        sequence comes once per
         epoch; the last batch of an epoch is filled from the next epoch. The state counts sequences,
         not batches, so it stays valid with another batch size.
 
@@ -131,12 +136,13 @@ class PackedWindows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]])
     tokens: np.ndarray
     sequence_length: int
     document_ends: np.ndarray | None = None
+    answers: np.ndarray | None = None
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def __getitem__(self, record_key: int) -> dict[str, np.ndarray]:
-        """``{"inputs", "targets"}``, both int32 [sequence_length].
+        """``{"inputs", "targets"}``, both int32 [sequence_length], and "answers" if there are.
 
         With the ends of documents, also ``"document_lengths"``, int32 [max_documents].
         """
@@ -145,6 +151,9 @@ class PackedWindows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]])
         record = {"inputs": window[:-1], "targets": window[1:]}
         if self.document_ends is not None:
             record["document_lengths"] = self._document_lengths(self.document_ends, start)
+        if self.answers is not None:
+            counted = self.answers[start + 1 : start + self.sequence_length + 1]
+            record["answers"] = counted.astype(np.int32)
         return record
 
     @cached_property
@@ -173,6 +182,7 @@ def open_dataset(
     seed: int,
     text_column: str = "text",
     separate_documents: bool = False,
+    chat: bool = False,
 ) -> TextData:
     """Reads and tokenizes a whole text, one group of documents at a time.
 
@@ -185,6 +195,8 @@ def open_dataset(
       seed: a non-negative number that determines the order of the sequences.
       text_column: the column of Parquet, and the key of JSON lines, that has the text.
       separate_documents: whether batches say where documents end.
+      chat: whether the text is of conversations, as `read_chats` takes them. They are documents
+        that are kept apart.
 
     Raises:
       ValueError: nothing matches ``data``; a file is empty, unreadable, binary or not UTF-8; a line
@@ -199,6 +211,8 @@ def open_dataset(
     ):
         if value < least:
             raise ValueError(f"{argument}={value}: give a whole number of at least {least}")
+    if chat:
+        return _open_chats(data, tokenizer, sequence_length, batch_size, seed)
     paths: list[str] = []
     if data is None:
         description = f"Python {platform.python_version()} manual (pydoc_data.topics)"
@@ -228,6 +242,35 @@ def open_dataset(
         batch_size=batch_size,
         seed=seed,
         separate_documents=separate_documents,
+    )
+
+
+def _open_chats(
+    data: str | None, tokenizer: str | None, sequence_length: int, batch_size: int, seed: int
+) -> TextData:
+    if data is None:
+        raise ValueError("chat: expected data too; add --data FILE.jsonl, with conversations")
+    paths = find_files(data)
+    stream = read_chats(paths, tokenizer, sequence_length)
+    if not len(stream.tokens):
+        raise ValueError(f"data={data!r}: there is no conversation; give lines with messages")
+    learnt = int(stream.answers.sum())
+    description = f"{data}, {learnt:,} tokens of answers"
+    if stream.cut:
+        description += (
+            f", {stream.cut:,} conversations cut to sequence_length={sequence_length} tokens"
+        )
+    return TextData(
+        description=description,
+        sha256=stream.sha256,
+        vocabulary_size=stream.vocabulary_size,
+        tokens=stream.tokens,
+        document_ends=stream.starts,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        seed=seed,
+        separate_documents=True,
+        answers=stream.answers,
     )
 
 

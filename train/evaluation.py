@@ -38,7 +38,7 @@ class Evaluation:
     perplexity: float
     """The exponential of the loss."""
     tokens: int
-    """Number of tokens that were predicted."""
+    """Number of tokens that were predicted and count."""
     seconds: float
     """Wall time."""
 
@@ -80,7 +80,7 @@ class Evaluator:
           The evaluation, or None if `should_stop` returned True before it was complete.
         """
         started = time.perf_counter()
-        totals: list[float] = []
+        totals: list[np.ndarray] = []
         running = None
         for first in range(0, self.sequences, self._size):
             if should_stop():
@@ -88,11 +88,12 @@ class Evaluator:
             # The devices work on this batch while the host waits for the one before.
             previous, running = running, self._total_loss(params, *self._batch(first))
             if previous is not None:
-                totals.append(float(previous))
+                totals.append(np.asarray(previous, np.float64))
         if running is not None:
-            totals.append(float(running))
-        tokens = self.sequences * self._text.sequence_length
-        loss = sum(totals) / tokens
+            totals.append(np.asarray(running, np.float64))
+        total, counted = np.sum(totals, axis=0)
+        tokens = round(counted)
+        loss = float(total) / max(tokens, 1)
         perplexity = math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
         return Evaluation(loss, perplexity, tokens, time.perf_counter() - started)
 
@@ -120,11 +121,14 @@ def evaluated_sequences(config: Config, text: TextData) -> int:
 def _sharded_total_loss(
     config: Config, model: ModelFunctions, mesh: Mesh
 ) -> Callable[[Params, Batch, jax.Array], jax.Array]:
-    """The weighted sum of the losses of all tokens of a batch, before compilation: float32 []."""
+    """The weighted sums of the losses of a batch and of the tokens that count, before compilation:
+    float32 [2]."""
 
     def total_loss(params: Params, batch: Batch, weights: jax.Array) -> jax.Array:
         losses = batch_losses(model, params, batch)
-        return lax.psum(jnp.sum(losses * weights[:, None]), BATCH_AXES)
+        counted = batch.get("answers", jnp.ones_like(batch["inputs"]))
+        sums = jnp.stack([jnp.sum(x * weights[:, None]) for x in (losses, counted)])
+        return lax.psum(sums, BATCH_AXES)
 
     sharded = jax.shard_map(
         total_loss,

@@ -181,7 +181,9 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     """Global shapes and dtypes of a batch."""
     tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
     batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
-    if config.separate_documents:
+    if config.chat:
+        batch["answers"] = tokens
+    if config.separate_documents or config.chat:
         # The text knows how many there are. Attention saves most for as many as one call takes.
         documents = min(DOCUMENTS_OF_ONE_PACK, config.sequence_length)
         batch["document_lengths"] = jax.ShapeDtypeStruct((sequences, documents), jnp.int32)

@@ -80,7 +80,7 @@ def prepare(config: Config) -> Setup:
     with together():
         config = with_model_of(config)
         sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
-        config = _with_padding(config, sizes)
+        config = with_padding(config, sizes)
         check(config, sizes)
         mesh = make_mesh(sizes)
         check_mesh(mesh, config.distributed.tensor_across_processes)
@@ -88,7 +88,7 @@ def prepare(config: Config) -> Setup:
             check_log_file(config.log_file, config.resume)
             check_trackers(config)
         text = _open_text(config, config.data)
-        held_out = _open_held_out(config)
+        held_out = open_held_out(config)
         model = ModelFunctions(config, sizes, jax.local_device_count())
         init_from = _open_initial_weights(config, model)
     identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
@@ -118,7 +118,7 @@ def prepare(config: Config) -> Setup:
     )
 
 
-def _with_padding(config: Config, sizes: MeshSizes) -> Config:
+def with_padding(config: Config, sizes: MeshSizes) -> Config:
     """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
     with, or as the tensor axis needs."""
     model = config.model
@@ -141,6 +141,7 @@ def _open_text(config: Config, data: str | None) -> TextData:
         seed=config.seed,
         text_column=config.text_column,
         separate_documents=config.separate_documents,
+        chat=config.chat,
     )
     if text.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(
@@ -150,7 +151,12 @@ def _open_text(config: Config, data: str | None) -> TextData:
     return text
 
 
-def _open_held_out(config: Config) -> TextData | None:
+def open_held_out(config: Config) -> TextData | None:
+    """The text to evaluate on, or None.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
     if config.eval_data is None:
         return None
     try:

@@ -45,9 +45,10 @@ def make_step(
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
     The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data
-    and fsdp, and where documents are kept apart "document_lengths", as `Llama` takes them.
-    Metrics are float32 scalars: "loss", in nats per token, "grad_norm", before clipping, and
-    "learning_rate", which the step was made with.
+    and fsdp, where documents are kept apart "document_lengths", as `Llama` takes them, and of
+    conversations "answers", 1 for targets that count.
+    Metrics are float32 scalars: "loss", in nats per token that counts, "grad_norm", before
+    clipping, and "learning_rate", which the step was made with.
     """
     step = sharded_step(config, model, optimizer, mesh)
     # XLA hides gradient sums and gathered weights, which kernels that address peers would forbid.
@@ -139,7 +140,8 @@ def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params],
 
 
 def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Array:
-    """The loss of each target in nats, float32 [b, S]. Parameters and batch are local."""
+    """The loss of each target in nats, float32 [b, S], 0 for one that does not count. Parameters
+    and batch are local."""
     gathered = gathered_weights(model, params)
     return losses(model, variables(model, params, gathered), gathered, batch)
 
@@ -150,14 +152,22 @@ def losses(
     """The same from what `variables` and `gathered_weights` return."""
     state = None if gathered is None else model.model_state(gathered)
     documents = batch.get("document_lengths")
-    return model.merge(variables).loss(batch["inputs"], batch["targets"], documents, state)
+    each = model.merge(variables).loss(batch["inputs"], batch["targets"], documents, state)
+    return each if "answers" not in batch else each * batch["answers"]
+
+
+def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
+    """The number of targets of the whole batch that count, at least 1."""
+    if "answers" not in batch:
+        return config.batch_size * config.sequence_length
+    return jnp.maximum(lax.psum(jnp.sum(batch["answers"]), BATCH_AXES), 1)
 
 
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
     """Mean loss of the whole batch, and its gradient with respect to the local parameters."""
-    tokens = config.batch_size * config.sequence_length
+    tokens = counted_tokens(config, batch)
     gathered = gathered_weights(model, params)
     local = variables(model, params, gathered)
 

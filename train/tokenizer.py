@@ -44,11 +44,11 @@ BYTES = Tokenizer(
 )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Reads a Hugging Face tokenizer.json.
+def read_tokenizer(path: str) -> Any:
+    """A Hugging Face tokenizer.json as an object of the package tokenizers.
 
     Raises:
-      ValueError: the file cannot be read, or has no end-of-document token.
+      ValueError: the file cannot be read.
       ImportError: the package tokenizers is not installed.
     """
     try:
@@ -69,6 +69,17 @@ def load_tokenizer(path: str) -> Tokenizer:
     # A file may configure both for single prompts; they would cut or pad documents.
     model.no_truncation()
     model.no_padding()
+    return model
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Reads a Hugging Face tokenizer.json.
+
+    Raises:
+      ValueError: the file cannot be read, or has no end-of-document token.
+      ImportError: the package tokenizers is not installed.
+    """
+    model = read_tokenizer(path)
 
     def encode(documents: Iterable[bytes]) -> Iterator[list[int]]:
         number = 1

@@ -19,6 +19,8 @@ NEW_FIELDS: dict[str, Any] = {
     "scan_layers": 0,
     "fp8": None,
     "fp8_layers": "layers.*",
+    "chat": False,
+    "eval_only": False,
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {

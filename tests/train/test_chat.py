@@ -1,0 +1,233 @@
+"""Conversations: which tokens count for the loss, how they are packed, and learning from them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.models.hugging_face.folders import DATA
+from train import step as train_step
+from train.chat import read_chats
+from train.command_line import main
+from train.data import open_dataset
+from train.log_file import read_log
+from train.tokenizer import read_tokenizer
+
+TOKENIZER = str(DATA / "llama3" / "tokenizer.json")
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes"},
+    {"role": "user", "content": "Grüße?"},
+    {"role": "assistant", "content": "Nö."},
+]
+RUN = shlex.split(
+    "--chat --overlap xla --model.vocabulary-size 260 --model.num-layers 1 --compute-dtype float32"
+    f" --tokenizer {TOKENIZER} --log-interval 1"
+)
+
+
+def lines(path: Path, *conversations: Any) -> str:
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in conversations))
+    return str(path)
+
+
+def question(text: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+def test_answers_count_with_the_token_that_ends_them_and_nothing_else(tmp_path):
+    stream = read_chats([lines(tmp_path / "a.jsonl", CHAT)], TOKENIZER, 200)
+    model = read_tokenizer(TOKENIZER)
+    learnt = [int(t) for t, a in zip(stream.tokens, stream.answers, strict=True) if a]
+    assert model.decode(learnt, skip_special_tokens=False) == "Yes<|end|>Nö.<|end|>"
+    text = model.decode(stream.tokens[:120].tolist(), skip_special_tokens=False)
+    # The template begins the text, and nothing else does.
+    assert text.startswith("<|begin_of_text|><|start|>system\nBe brief.<|end|><|start|>user\nHi<")
+    assert text.count("<|begin_of_text|>") == 1
+
+
+def test_conversations_are_not_cut_where_they_fit_into_the_next_sequence(tmp_path):
+    chats = [question("a" * n, "b" * 3) for n in (4, 9, 2, 60)]
+    data = open_dataset(
+        lines(tmp_path / "a.jsonl", *chats),
+        TOKENIZER,
+        sequence_length=64,
+        batch_size=1,
+        seed=0,
+        chat=True,
+    )
+    lengths = [len("\nuser\nassistant") + 5 + n + 3 for n in (4, 9, 2, 60)]
+    batch = data.sequences(range(data.sequences_per_epoch))
+    kept = [[int(n) for n in row if n] for row in batch["document_lengths"]]
+    assert [sum(row) for row in kept] == [64, 64, 64]
+    assert kept[0] == [lengths[0], lengths[1], 64 - lengths[0] - lengths[1]]
+    assert kept[1] == [lengths[2], 64 - lengths[2]]
+    # The last is longer than a sequence: its answer is cut off.
+    assert kept[2] == [64]
+    assert batch["answers"].sum(axis=1).tolist() == [8, 4, 0]
+    assert "1 conversations cut to sequence_length=64" in data.description
+
+
+def test_the_token_after_white_space_that_ends_an_answer_is_not_of_it(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    template = (
+        "{% for message in messages %}<|start|>{{ message.role }}\n"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|end|>"
+        "{% endgeneration %}{% else %}{{ message.content }}<|end|>{% endif %}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    data = lines(tmp_path / "a.jsonl", CHAT)
+    stream = read_chats([data], str(folder / "tokenizer.json"), 200)
+    learnt = [int(t) for t, a in zip(stream.tokens, stream.answers, strict=True) if a]
+    decoded = read_tokenizer(TOKENIZER).decode(learnt, skip_special_tokens=False)
+    assert decoded == "Yes<|end|>Nö.<|end|>"
+
+
+@pytest.fixture(scope="module")
+def format_data(tmp_path_factory) -> str:
+    """200 questions of one of four letters, each answered in the same form."""
+    rng = np.random.default_rng(0)
+    letters = [chr(97 + n) for n in rng.integers(0, 4, 200)]
+    chats = [question(letter, f"<{letter.upper()}>") for letter in letters]
+    return lines(tmp_path_factory.mktemp("format") / "chats.jsonl", *chats)
+
+
+def losses(log: Path, event: str = "step") -> list[float]:
+    return [record["loss"] for record in read_log(str(log)) if record["event"] == event]
+
+
+def test_a_model_learns_a_format_and_is_evaluated_on_its_answers(tmp_path, format_data, capsys):
+    training = shlex.split(
+        "--mesh.tensor 2 --mesh.data 2 --batch-size 8 --sequence-length 32 --steps 120"
+        " --optimizer.learning-rate 0.01 --optimizer.warmup-steps 10"
+    )
+    saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--save-interval", "120"]
+    log = tmp_path / "log.jsonl"
+    main([*RUN, *training, "--data", format_data, *saved, "--log-file", str(log)])
+    curve = losses(log)
+    assert curve[0] > 5 and np.mean(curve[-10:]) < 0.2
+    found = []
+    for tensor in (1, 4):
+        mesh = ["--mesh.tensor", str(tensor), "--mesh.data", "2", "--batch-size", "8"]
+        log = tmp_path / f"eval-{tensor}.jsonl"
+        evaluated = ["--eval-only", "--eval-data", format_data, "--checkpoint-dir", saved[1]]
+        main([*RUN, *mesh, "--sequence-length", "32", *evaluated, "--log-file", str(log)])
+        found += losses(log, "evaluation")
+        output = " ".join(capsys.readouterr().out.split())
+        assert f"weights from {saved[1]}/step_120" in output and "perplexity" in output
+        # Four letters and the end of each of 200 answers.
+        assert "800 tokens" in output
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert found[0] < 0.3
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step_*")) == ["step_120"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mesh.data 4 --mesh.tensor 1",
+        "--mesh.data 1 --mesh.tensor 4 --gradient-accumulation-steps 4",
+        "--mesh.fsdp 2 --mesh.tensor 2 --mesh.data 1 --zero 3",
+    ],
+)
+def test_the_loss_is_the_mean_over_all_answers(tmp_path, flags):
+    """Devices and microbatches have different numbers of them."""
+    chats = [question("q" * n, "answer " * (1 + n % 5)) for n in range(16)]
+    data = lines(tmp_path / "a.jsonl", *chats)
+    shape = ["--batch-size", "8", "--sequence-length", "64", "--steps", "2"]
+
+    def first(name: str, *flags: str) -> list[float]:
+        log = tmp_path / name
+        main([*RUN, *shape, "--data", data, *flags, "--log-file", str(log)])
+        return losses(log)
+
+    expected = first("one", "--mesh.data", "1", "--mesh.tensor", "1")
+    np.testing.assert_allclose(first("several", *flags.split()), expected, rtol=2e-5)
+
+
+def test_a_masked_token_does_not_count(monkeypatch):
+    """Neither its loss nor a gradient: targets that do not count may be anything."""
+    seen = {}
+
+    class Merged:
+        def loss(self, inputs, targets, documents, state):
+            return targets.astype(np.float32)
+
+    class Model:
+        def merge(self, variables):
+            return Merged()
+
+    batch = {
+        "inputs": np.zeros((2, 4), np.int32),
+        "targets": np.array([[5, 6, 7, 8], [1, 2, 3, 4]], np.int32),
+        "answers": np.array([[0, 1, 0, 0], [1, 0, 0, 1]], np.int32),
+    }
+    model: Any = Model()
+    seen = jax.jit(lambda batch: train_step.losses(model, {}, None, batch))(batch)
+    np.testing.assert_array_equal(seen, [[0, 6, 0, 0], [1, 0, 0, 4]])
+
+
+BAD_LINES = {
+    "{": "line 1: not JSON",
+    "{}": 'line 1: expected {"messages":',
+    '{"messages": []}': 'line 1: expected {"messages":',
+    '{"messages": [{"role": "boss", "content": "x"}]}': "message 0 has no role that is one of",
+    '{"messages": [{"role": "user", "content": 3}]}': "message 0 has no content that is text",
+    '{"messages": [{"role": "user", "content": "x"}]}': "line 1: has no answer",
+    '{"messages": [{"role": "assistant", "content": " "}]}': "line 1: has an empty answer",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_line_that_is_no_conversation_is_refused(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError) as error:
+        read_chats([str(tmp_path / "a.jsonl")], TOKENIZER, 32)
+    assert BAD_LINES[line] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "has no chat template, in chat_template.jinja or as chat_template in"),
+        ("{% for %}", "its chat template is not one"),
+        ("{{ raise_exception('no system role') }}", r"line 1: .*does not take it \(no system role"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "writes message 2 in another way"),
+    ],
+)
+def test_a_template_that_does_not_serve_is_refused(tmp_path, template, sentence):
+    shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=sentence):
+        data = lines(tmp_path / "a.jsonl", CHAT)
+        read_chats([data], str(tmp_path / "tokenizer.json"), 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--chat", "chat: expected data too"),
+        ("--chat --data DATA", "chat: expected tokenizer too; add --tokenizer"),
+        ("--eval-only", "eval_only: expected eval_data too"),
+        ("--eval-only --eval-data DATA", "and neither of them is given"),
+        ("--eval-only --eval-data DATA --init-from a --checkpoint-dir b", "and both of them is"),
+        ("--eval-only --eval-data DATA --init-from DIR", "init_from='DIR': 'DIR': holds no che"),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_refused(tmp_path, capsys, arguments, sentence):
+    data = lines(tmp_path / "a.jsonl", CHAT)
+    with pytest.raises(SystemExit):
+        main([word.replace("DATA", data) for word in arguments.split()])
+    assert sentence in " ".join(capsys.readouterr().err.split())
