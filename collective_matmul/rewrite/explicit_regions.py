@@ -85,6 +85,8 @@ class _Regions:
         #: Equations that regions have copied, and the weights that ops gather, with the axis.
         self._copied: set[int] = set()
         self._weights: set[tuple[Var, str]] = set()
+        self._whole_weights: set[tuple[Var, str]] = set()
+        self._asking_weights: set[tuple[int, str]] = set()
 
     def rewritten(self) -> Graph:
         """The jaxpr with its regions replaced; the same object if there are none."""
@@ -107,7 +109,8 @@ class _Regions:
         for axis, summing in sums.items():
             self._sums(axis, summing, self._accept)
         for index, axis in asking:
-            reason = why_unclear(equations[index], axis) if index not in self._taken else None
+            known = index in self._taken or (index, axis) in self._asking_weights
+            reason = None if known else why_unclear(equations[index], axis)
             if reason:
                 self._left_alone(index, equations[index].invars[0], axis, reason)
         if not self._made:
@@ -158,6 +161,8 @@ class _Regions:
         """Replaces a region with the gathers of its weights, if its op executes all of them."""
         (axis,) = region.axes
         equations = self.graph.equations
+        if region.summed and placement(equations[region.equations[-1]].outvars[0], axis) is None:
+            return False  # Nothing of an all-reduce is divided into chunks.
         dots = [i for i in region.equations if equations[i].primitive.name == "dot_general"]
         found = [weight_of(self.graph, dot, axis) for dot in dots]
         weights = {weight.shard: weight for weight in found if weight is not None}
@@ -201,10 +206,12 @@ class _Regions:
         if len(gathers) != len(weights):
             return False
         self._weights |= {(weight.shard, axis) for weight in weights}
+        self._asking_weights |= {(weight.index, axis) for weight in weights}
         found_at = [(w.index, gather) for w, gather in zip(weights, gathers, strict=True)]
         self.found += found_at
         if any(gather.kept for gather in gathers):
             # The compiler gathers them once for all their matmuls. Sites are the same.
+            self._whole_weights |= {(weight.shard, axis) for weight in weights}
             return self._accept(plain)
         for decision in decisions:
             record(decision)
@@ -263,11 +270,12 @@ class _Regions:
                 # Others that need what it gathered by a reshard have it from there.
                 waiting = {d: path for d, path in waiting.items() if self._taken.isdisjoint(path)}
             waiting = {d: path for d, path in waiting.items() if d not in region.equations}
-        if known or (var, axis) in self._weights:
+        if known or (var, axis) in self._whole_weights:
             return
         if found:
             reasons.append("its matmul belongs to another site")
-        for index in self._users_of(var, axis)[:1]:
+        users = [index for index in self._users_of(var, axis) if index not in self._unused()]
+        for index in users[:1]:
             reason = " and ".join(dict.fromkeys(reasons))
             self._left_alone(index, var, axis, reason)
 

@@ -6,6 +6,7 @@ the others. The rest of `overlap` then sees a gather or a sum over devices, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
     is_local,
-    is_shared,
+    is_minor,
     only_axes,
     placement,
     sharing,
@@ -85,7 +86,7 @@ class ManualRegion:
         communicated = [*self.gathered.items()]
         if self.summed:
             communicated.append((equations[-1].outvars[0], (self.summed, 0)))
-        if any(is_shared(var, axis) for var, (axis, _) in communicated):
+        if not all(is_minor(var, axis) for var, (axis, _) in communicated):
             return _SHARED
         further: frozenset[str] = frozenset()
         for _ in mesh.axis_names:
@@ -93,7 +94,8 @@ class ManualRegion:
             groups = {sharing(atom, axis) for atom in atoms for axis in axes} - {()}
             further = frozenset().union(*groups) - self.axes
         local = all(is_local(equation, axis) for equation in equations for axis in further)
-        if not local or len(groups) > 1:  # Blocks may be in another order.
+        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
+        if not local or any(pair[::-1] in orders for pair in orders):
             return _SHARED
         return self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
 

@@ -57,6 +57,11 @@ def is_shared(atom: Atom, axis: str) -> bool:
     return bool(sharing(atom, axis))
 
 
+def is_minor(atom: Atom, axis: str) -> bool:
+    """Whether an axis divides the blocks of all axes that shard a dimension together with it."""
+    return sharing(atom, axis)[-1:] in ((), (axis,))
+
+
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
     """The spec, naming none of the axes."""
     return _filtered(spec, lambda axis: axis not in axes)
@@ -110,7 +115,7 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
     (after,) = (placement(atom, axis) for atom in equation.outvars)
     if equation.primitive.name == "reshard":
         gathers = isinstance(places[0], int) and after is None
-        return 0 if gathers and not is_shared(equation.invars[0], axis) else None
+        return 0 if gathers and is_minor(equation.invars[0], axis) else None
     if dot_placement(equation, *places) == after:
         return None
     contracted, batch = equation.params["dimension_numbers"]
@@ -118,7 +123,7 @@ def gathered_operand(equation: JaxprEqn, axis: str) -> int | None:
         whole = [None if i == side else p for i, p in enumerate(places)]
         if not isinstance(place, int) or dot_placement(equation, *whole) != after:
             continue
-        if is_shared(equation.invars[side], axis):
+        if not is_minor(equation.invars[side], axis):
             continue
         if place not in batch[side] and (place not in contracted[side] or after is not None):
             return side

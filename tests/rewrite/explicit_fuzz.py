@@ -26,6 +26,7 @@ from tests.rewrite.programs import gradients_of
 from tests.rewrite.simulator import simulate_jaxpr
 
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
+MESHES += ({"d": 2, "t": 2, "f": 2},)
 SIZES = (6, 6, 12, 4)
 MODES = ("not", "not", "before", "after")
 AROUND = ("nothing", "nothing", "jit", "checkpoint", "scan", "cond")
@@ -103,8 +104,16 @@ class _Drawing:
         entries: list[Any] = [None] * len(shape)
         for axis, size in self.case.mesh.items():
             i = self.generator.randrange(-1, len(shape))
-            if i >= 0 and entries[i] is None and shape[i] % size == 0:
+            if i < 0 or shape[i] % size:
+                continue
+            if entries[i] is None:
                 entries[i] = axis
+            elif (
+                isinstance(entries[i], str) and shape[i] % (self.case.mesh[entries[i]] * size) == 0
+            ):
+                pair = [entries[i], axis]
+                self.generator.shuffle(pair)
+                entries[i] = tuple(pair)
         return P(*entries)
 
     def argument(self, shape: tuple[int, ...]) -> str:
@@ -152,11 +161,35 @@ class _Drawing:
         axis = spec[i] if i < len(spec) else None
         if isinstance(axis, str) and axis in self.case.mesh and self.generator.random() < 0.3:
             columns = P(*(axis if k == j else None for k in range(2)))
-            entries = (None if entry == axis else entry for entry in self.spec(result))
+            entries = (None if axis in (entry or ()) else entry for entry in self.spec(result))
             summands = P(*entries, unreduced=frozenset({axis}))
             dot = f"jnp.tensordot({x}, reshard({w}, {columns}), (({i},), ({j},))"
             return [f"reshard({dot}, out_sharding={summands}), {self.spec(result)})"]
+        if len(self.case.mesh) > 1 and len(shape) > 1 and self.generator.random() < 0.3:
+            return [self.layer(x, w, len(shape), i, j), typed]
         return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
+
+    def layer(self, x: str, w: str, dimensions: int, i: int, j: int) -> str:
+        """A matmul with a gather of x or a sum, and a weight that a second axis shards."""
+        choose, rows = self.generator.choice, [k for k in range(dimensions) if k != i]
+        axis, other = self.generator.sample(list(self.case.mesh), 2)
+        gathered, *batch = self.generator.sample(rows, len(rows))
+        columns, along = 1 - j, {k: other for k in batch[:1]}
+        if self.generator.random() < 0.5:
+            before, whole, product = {gathered: axis, **along}, along, {len(rows): axis}
+            sharded = choose(({columns: axis, j: other}, {columns: (axis, other)}))
+        else:
+            before = whole = {i: axis, **along}
+            sharded, product = {j: axis, columns: other}, {rows.index(gathered): axis}
+        product |= {rows.index(k): name for k, name in along.items()}
+        weight = {k: axis for k, names in sharded.items() if axis in names}
+        x, w = f"reshard({x}, {_spec(before)})", f"reshard({w}, {_spec(sharded)})"
+        dot = f"jnp.tensordot(reshard({x}, {_spec(whole)}), reshard({w}, {_spec(weight)})"
+        return f"{dot}, (({i},), ({j},)), out_sharding={_spec(product)})"
+
+
+def _spec(entries: dict[int, Any]) -> P:
+    return P(*(entries.get(k) for k in range(max(entries, default=-1) + 1)))
 
 
 def drawn(seed: int) -> tuple[ExplicitCase, Mesh]:

@@ -211,12 +211,45 @@ def fsdp_of_replicated(x, up, down):
     return mlp(x, up, down)
 
 
+def fsdp_all_reduced(x, up, down):
+    up, down = reshard(up, UP), reshard(down, DOWN)
+    return all_reduced(x, up, down)
+
+
+def fsdp_used_elsewhere(x, up, down):
+    """The sum needs the whole weight."""
+    whole = reshard(up, UP)
+    return mlp(x, whole, reshard(down, DOWN)) + jnp.sum(jnp.sin(whole))
+
+
+def fsdp_in_both(x, up, down):
+    """An all-reduce needs the weight whole that another site gathers."""
+    h = jax.nn.gelu(reshard(x, WHOLE) @ reshard(up, UP))
+    down = reshard(down, DOWN)
+    return jnp.dot(h, down, out_sharding=ROWS), jnp.dot(jnp.sin(h), down, out_sharding=WHOLE)
+
+
 def fsdp_alone(x, w):
     return x @ reshard(w, P())
 
 
 def fsdp_alone_by_types(x, w):
     return jnp.dot(x, w, out_sharding=WHOLE)
+
+
+def mlp_after_sine(x, up, down):
+    h = jax.nn.gelu(jnp.sin(reshard(x, WHOLE)) @ up)
+    return jnp.dot(h, down, out_sharding=ROWS)
+
+
+def attention_of_norm(x, scale, wq, wk, wv, wo):
+    """Every device computes the norm of all rows."""
+    return attention(norm(reshard(x, WHOLE), scale), wq, wk, wv, wo)
+
+
+def llama_block_of_norms(x, first, wq, wk, wv, wo, second, gate, up, down):
+    x = x + attention_of_norm(x, first, wq, wk, wv, wo)
+    return x + gated(norm(reshard(x, WHOLE), second), gate, up, down)
 
 
 def whole_used_elsewhere(x, w):
@@ -270,6 +303,11 @@ _FSDP_BLOCK = (
     *_FSDP[1:2],
     *_FSDP[1:],
 )
+_IN_COLUMNS = (
+    ((2 * B, S, D), P(BATCH, "tensor")),
+    ((D, F), P(None, ("tensor", "fsdp"))),
+    ((F, D), P("tensor", "fsdp")),
+)
 _AXIS_OF_ITS_OWN = (
     ((2 * B, S, D), P(BATCH, "tensor")),
     ((D, F), P("fsdp", "tensor")),
@@ -302,6 +340,7 @@ FORMS = {
     "fsdp_axis_by_types": ExplicitForm(
         fsdp_axis_by_types, _AXIS_OF_ITS_OWN, 4, 8, alone=(0, 4), axes=AXES
     ),
+    "fsdp_in_columns": ExplicitForm(fsdp_axis, _IN_COLUMNS, 4, 8, alone=(0, 4), axes=AXES),
     "fsdp_of_replicated": ExplicitForm(
         fsdp_of_replicated,
         (X, ((D, F), P("fsdp", "tensor")), ((F, D), P("tensor", "fsdp"))),
@@ -315,7 +354,36 @@ FORMS = {
     ),
     "whole_used_elsewhere": ExplicitForm(whole_used_elsewhere, (X, _UP), 1, 2),
 }
+_NO_MATMUL = "mul at explicit_programs.py uses the gathered array; overlap needs a matmul there"
+_SHARED = "a dimension is sharded over 'fsdp' and other mesh axes at once"
+#: Forms with one difference, and what of them is still replaced.
 NEAR_MISSES = {
+    "mlp": ExplicitForm(
+        mlp_after_sine,
+        MLP,
+        1,
+        0,
+        "sin at explicit_programs.py uses the gathered array; overlap needs a matmul there",
+    ),
+    "attention": ExplicitForm(attention_of_norm, (X, _SCALE, *ATTENTION[1:]), 1, 0, _NO_MATMUL),
+    "llama_block": ExplicitForm(llama_block_of_norms, _BLOCK, 2, 0, _NO_MATMUL),
+    "fsdp": ExplicitForm(
+        fsdp_all_reduced, _FSDP, 3, 0, "its matmul belongs to another site, which sums over devices"
+    ),
+    "fsdp_in_both": ExplicitForm(
+        fsdp_in_both, _FSDP, 5, 0, "its matmul belongs to another site, which sums over devices"
+    ),
+    "fsdp_used_elsewhere": ExplicitForm(
+        fsdp_used_elsewhere, _FSDP, 3, 0, "its matmul contracts the gathered dimension"
+    ),
+    "fsdp_in_columns": ExplicitForm(
+        fsdp_axis,
+        (_IN_COLUMNS[0], ((D, F), P(None, ("fsdp", "tensor"))), _IN_COLUMNS[2]),
+        3,
+        0,
+        _SHARED,
+        axes=AXES,
+    ),
     "gathered_for_no_matmul": ExplicitForm(
         gathered_for_no_matmul,
         (X, _UP),

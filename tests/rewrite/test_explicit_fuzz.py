@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.rewrite import explicit_regions, manual_regions, placements
+from collective_matmul.rewrite import explicit_regions, manual_regions, placements, weight_gathers
 from tests.rewrite.explicit_fuzz import search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
@@ -47,7 +47,7 @@ def gather_over_another_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(axes: frozenset[str], anchor: int, equations: Any, gathered: Any = None, **kw: Any):
         gathered = {
-            var: ({"d": "t", "t": "d"}[axis], dimension)
+            var: ({"d": "t", "t": "d", "f": "d"}[axis], dimension)
             for var, (axis, dimension) in (gathered or {}).items()
         }
         return made(axes, anchor, equations, gathered, **kw)
@@ -87,6 +87,22 @@ def forget_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "outputs", wrong)
 
 
+def divide_weights_along_the_other_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = weight_gathers._matrix_dimension
+
+    def wrong(matmul: Any, dimension: int) -> int | None:
+        found = original(matmul, dimension)
+        return None if found is None else 1 - found
+
+    monkeypatch.setattr(weight_gathers, "_matrix_dimension", wrong)
+
+
+def forget_the_order_of_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension is gathered over the first of its axes as over the last."""
+    for module in (manual_regions, placements):
+        monkeypatch.setattr(module, "is_minor", lambda atom, axis: True)
+
+
 MISTAKES = [
     gather_in_another_order,
     gather_over_another_axis,
@@ -94,11 +110,13 @@ MISTAKES = [
     lose_a_sum,
     take_a_part_for_the_whole,
     forget_a_result,
+    divide_weights_along_the_other_dimension,
+    forget_the_order_of_axes,
 ]
 
 
 @pytest.mark.parametrize("plant", MISTAKES)
 def test_a_mistake_is_found(plant: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    result = search(range(BLOCK), stop=1)
+    result = search(range(4 * BLOCK), stop=1)
     assert result.findings
