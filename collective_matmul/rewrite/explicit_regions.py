@@ -115,11 +115,12 @@ class _Regions:
                 self._left_alone(index, equations[index].invars[0], axis, reason)
         if not self._made:
             return self.graph
+        gone = self._taken | self._unused()
         scheduled = [Scheduled((position, 0), [made]) for position, made in self._made]
         scheduled += [
             Scheduled((index, 1), [equation])
             for index, equation in enumerate(equations)
-            if index not in self._taken | self._unused()
+            if index not in gone
         ]
         jaxpr = self.graph.jaxpr
         effects = frozenset(jaxpr.effects).union(*(made.effects for _, made in self._made))
@@ -274,8 +275,8 @@ class _Regions:
             return
         if found:
             reasons.append("its matmul belongs to another site")
-        users = [index for index in self._users_of(var, axis) if index not in self._unused()]
-        for index in users[:1]:
+        unused = self._unused()
+        for index in [user for user in self._users_of(var, axis) if user not in unused][:1]:
             reason = " and ".join(dict.fromkeys(reasons))
             self._left_alone(index, var, axis, reason)
 

@@ -39,7 +39,7 @@ from tests.rewrite.nested_blocks import add_statement
 from tests.rewrite.programs import gradients_of, loss_of
 from tests.rewrite.simulator import DeadlockError, simulate_jaxpr
 
-DEVICES = 6
+DEVICES = 8
 MESHES = ({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3})
 IMPLEMENTATIONS = ("ring",) * 6 + ("xla", "ring_two_way", "ring_direct")
 MODES = ("not", "not", "inside", "before", "after", "vmapped", "forward")
@@ -387,7 +387,7 @@ def main(prog: str, search: Callable[..., Search]) -> None:
     arguments = parser.parse_args()
     for name, value in ON_THE_CPU.items():
         jax.config.update(name, value)
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     seeds = range(arguments.first, arguments.first + arguments.programs)
     result = search(seeds, every=100)
     sites = f" with {result.sites} sites" if result.sites else ""
