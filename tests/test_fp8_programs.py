@@ -220,7 +220,10 @@ def kernels(text: str) -> dict[str, str]:
 
 
 #: Contracted sizes that our kernel multiplies, and one that it leaves to cuBLAS.
-every_size = pytest.mark.parametrize(("features", "library"), [(4096, "mosaic"), (4112, "cublas")])
+every_size = pytest.mark.parametrize(
+    ("features", "library"),
+    [(4096, "mosaic"), pytest.param(4112, "cublas", marks=pytest.mark.exhaustive)],
+)
 
 
 @needs_cuda_build

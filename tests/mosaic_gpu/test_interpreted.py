@@ -195,7 +195,23 @@ MULTIPLIES = {
 }
 
 
-@pytest.mark.parametrize("case", MULTIPLIES.values(), ids=MULTIPLIES)
+def with_exhaustive(cases: dict[str, Any], *names: str) -> list[Any]:
+    """The cases; those of these names, whose features others have too, are exhaustive."""
+    assert {*names} <= cases.keys()
+    marks = {name: pytest.mark.exhaustive for name in names}
+    return [pytest.param(cases[n], id=n, marks=marks.get(n, ())) for n in cases]
+
+
+@pytest.mark.parametrize(
+    "case",
+    with_exhaustive(
+        MULTIPLIES,
+        "a cluster along the columns",
+        "a block of the columns of x",
+        "a block of the results' columns",
+        "parts side by side",
+    ),
+)
 def test_multiply_chunks(case: Multiply, use_tiling: UseTiling) -> None:
     use_tiling(case.tiling)
     draw, dimension = drawing(case.dtype), len(case.lead)

@@ -132,7 +132,7 @@ def _interpreted(_without_races: None, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         Products("blockwise", 136, (256,), (320,), chunks=2),
         pytest.param(
-            Products("blockwise", 264, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
+            Products("blockwise", 72, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
         ),
         Products("rowwise", 8, (768,), (64,), chunks=2),
     ],

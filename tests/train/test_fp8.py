@@ -36,7 +36,9 @@ def in_bfloat16() -> np.ndarray:
     "changes",
     [
         {"fp8": "rowwise"},
-        {"fp8": "tensorwise", "fp8_layers": "*", "remat": "dots"},
+        pytest.param(
+            {"fp8": "tensorwise", "fp8_layers": "*", "remat": "dots"}, marks=pytest.mark.exhaustive
+        ),
         pytest.param({"fp8": "blockwise", "scan_layers": 1}, marks=pytest.mark.exhaustive),
         pytest.param({"fp8": "rowwise", "zero": 3, "mesh": 2}, marks=pytest.mark.exhaustive),
     ],

@@ -21,6 +21,8 @@ GATHER, SCATTER, ALL_REDUCE = OPS
 ROWS = (24, 48, 96, 384)
 WIDTHS = {GATHER: [(4096, 6144), (4096, 14336), (4096, 128256)], SCATTER: [(14336, 4096)]}
 SITES = [(op, m, k, n) for op, widths in WIDTHS.items() for m in ROWS for k, n in widths]
+#: Each number of rows with each op, and each width.
+DEFAULT = {(op, m, *WIDTHS[op][i % len(WIDTHS[op])]) for op in WIDTHS for i, m in enumerate(ROWS)}
 
 
 def lowered(op: Op, rows: int, contracted: int, columns: int, make_mesh: MeshFactory) -> str:
@@ -42,7 +44,10 @@ def lowered(op: Op, rows: int, contracted: int, columns: int, make_mesh: MeshFac
 
 
 @needs_kernels
-@pytest.mark.parametrize(("op", "rows", "contracted", "columns"), SITES)
+@pytest.mark.parametrize(
+    ("op", "rows", "contracted", "columns"),
+    [pytest.param(*s, marks=() if s in DEFAULT else pytest.mark.exhaustive) for s in SITES],
+)
 def test_lowers_and_pads_nothing_that_a_tile_can_hold(
     op: Op, rows: int, contracted: int, columns: int, make_mesh: MeshFactory, _for_hopper: None
 ) -> None:
