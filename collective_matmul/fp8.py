@@ -323,7 +323,9 @@ def _largest_magnitude(w: Array, axes: tuple[int, ...]) -> jax.Array:
 def _magnitude(x: Array) -> jax.Array:
     """The absolute values in float32; 0 for what is not finite."""
     wide = jnp.abs(jnp.asarray(x, jnp.float32))
-    return jnp.where(wide < jnp.inf, wide, 0.0)
+    # Not by jnp.where, which is jitted: up to jax 0.12, XLA crashes on a call inside of a reduction
+    # that nothing uses.
+    return lax.select(wide < jnp.inf, wide, jnp.zeros_like(wide))
 
 
 def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
