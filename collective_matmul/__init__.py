@@ -10,6 +10,7 @@ from collective_matmul.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from collective_matmul.quantized_weights import QuantizedWeight, prequantize
 from collective_matmul.rewrite import overlap
 from collective_matmul.tuning.tune import tune
 from collective_matmul.xla_options import OVERLAP_OPTIONS
@@ -17,6 +18,7 @@ from collective_matmul.xla_options import OVERLAP_OPTIONS
 __all__ = [
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
+    "QuantizedWeight",
     "all_gather_matmul",
     "collective_einsum",
     "explain",
@@ -24,6 +26,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "overlap",
     "overlap_jit",
+    "prequantize",
     "record_decisions",
     "tune",
 ]

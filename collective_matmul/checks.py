@@ -134,6 +134,20 @@ def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = 
         raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
 
 
+def weights(ws: Sequence[jax.Array]) -> None:
+    """Raises unless they are arrays [K, *N] of one floating dtype, at least one."""
+    if not ws:
+        raise ValueError("w=(): expected a weight or a sequence of at least one")
+    for w in ws:
+        if not isinstance(w, jax.Array | np.ndarray):
+            raise TypeError(f"w: a {type(w).__name__}; expected an array")
+        if w.ndim < 2:
+            raise ValueError(f"w: shape {w.shape}; expected [K, *N] with at least 2 dimensions")
+        if w.dtype != ws[0].dtype or w.dtype not in DTYPES:
+            names = ", ".join(dtype.name for dtype in DTYPES)
+            raise TypeError(f"w: {w.dtype}, the first is {ws[0].dtype}; expected one of {names}")
+
+
 def operands(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:
     """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
     if not ws:

@@ -14,6 +14,9 @@ Quantized are, each along the dimension that its matmul contracts::
 The last line is for recipes whose weight gradient is in 8 bits. Else what it is computed from
 travels in x's dtype, beside the message if there is one. Between forward and backward x is kept as
 the user gave it.
+
+Copies of weights that were quantized before (`quantized_weights`) are multiplied in place of the
+weights, which then only have the gradients.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from collective_matmul.gradients import (
     keeping_op,
     tie_with_barrier,
 )
+from collective_matmul.quantized_weights import Copies
 from collective_matmul.site import Op
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -57,18 +61,21 @@ _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
 @_custom_vjp
-def gather_matmul(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams) -> tuple[jax.Array, ...]:
+def gather_matmul(
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None = None
+) -> tuple[jax.Array, ...]:
     """``all_gather(x) @ w`` for each w."""
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
 
-    def products(x, ws):
-        return _gather(chosen, x, ws, call)[0]
+    def products(x, ws, copies):
+        return _gather(chosen, x, ws, call, copies)[0]
 
-    return with_auto_axes(products, lambda: tuple(product_spec(x, w) for w in ws), x, ws)
+    specs = lambda: tuple(product_spec(x, w) for w in ws)  # noqa: E731
+    return with_auto_axes(products, specs, x, ws, copies)
 
 
 def _gather_matmul_gradients(call: OpParams, operands, dys):
-    x, ws = operands
+    x, ws, copies = operands
     recipe, dimension = _recipe(call), call.shard_dimension
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
     x, dys = lax.optimization_barrier((x, tuple(dys)))
@@ -77,7 +84,7 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     co_gathered = quantize_rows([x], recipe)[0] if recipe.weight_gradient_in_fp8 else x
     dx, gathered = chosen.matmul_reduce_scatter(
         quantize_rows(dys, recipe, recipe.gradient_dtype),
-        _weights(call, ws, x.dtype, transposed=True),
+        _weights(call, ws, x.dtype, copies, transposed=True),
         call.axis_name,
         dimension=dimension,
         co_gathered=co_gathered,
@@ -111,21 +118,24 @@ gather_and_keep = keeping_op(_gather_and_keep)
 
 @_custom_vjp
 def matmul_scatter(
-    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    call: OpParams,
+    copies: Copies | None = None,
 ) -> jax.Array:
     """``reduce_scatter(sum of x @ w)`` over pairs, which have their scales in common."""
     chosen = _chosen(call, "matmul_reduce_scatter", xs, ws)
 
-    def product(xs, ws):
-        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype)
+    def product(xs, ws, copies):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
         dimension = call.shard_dimension
         return chosen.matmul_reduce_scatter(sent, scaled, call.axis_name, dimension=dimension)[0]
 
-    return with_auto_axes(product, lambda: product_spec(xs[0], ws[0]), xs, ws)
+    return with_auto_axes(product, lambda: product_spec(xs[0], ws[0]), xs, ws, copies)
 
 
 def _matmul_scatter_gradients(call: OpParams, operands, dy):
-    xs, ws = operands
+    xs, ws, copies = operands
     recipe, dimension = _recipe(call), call.shard_dimension
     attributes = {"keep_gathered": True, "direction": "backward"}
     if call.weight_shards is not None:
@@ -134,7 +144,7 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
     dxs, gathered = chosen.all_gather_matmul(
         sent,
-        [_weights(call, [w], dy.dtype, transposed=True)[0] for w in ws],
+        _each_weight(call, ws, dy.dtype, copies, transposed=True),
         call.axis_name,
         dimension=dimension,
         keep_gathered=recipe.weight_gradient_in_fp8,
@@ -154,27 +164,31 @@ matmul_scatter.define_gradients(_matmul_scatter_gradients)
 
 @_custom_vjp
 def matmul_all_reduce(
-    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    call: OpParams,
+    copies: Copies | None = None,
 ) -> jax.Array:
     """``psum(sum of x @ w)`` over pairs, which have their scales in common."""
     chosen = _chosen(call, "matmul_all_reduce", xs, ws)
 
-    def all_reduce(xs, ws):
-        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype)
+    def all_reduce(xs, ws, copies):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
         return chosen.matmul_all_reduce(sent, scaled, call.axis_name)
 
-    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0]), xs, ws)
+    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0]), xs, ws, copies)
 
 
 def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
-    xs, ws = operands  # There is no communication that a matmul could hide.
+    xs, ws, copies = operands  # There is no communication that a matmul could hide.
     recipe = _recipe(call)
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(xs[0]))
     else:
         dy = lax.psum(dy, call.axis_name)
     (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-    dxs = [matmul(quantized, _weights(call, [w], dy.dtype, transposed=True)[0]) for w in ws]
+    scaled = _each_weight(call, ws, dy.dtype, copies, transposed=True)
+    dxs = [matmul(quantized, w) for w in scaled]
     if recipe.weight_gradient_in_fp8:
         dtypes = recipe.gradient_dtype, recipe.dtype
         dws = [weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype) for x in xs]
@@ -191,12 +205,13 @@ def _gather(
     x: jax.Array,
     ws: Sequence[jax.Array],
     call: OpParams,
+    copies: Copies | None = None,
     co_gathered: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     """The products of the gathered x and each w, quantized; and `co_gathered`, whole."""
     return chosen.all_gather_matmul(
         quantize_rows([x], _recipe(call))[0],
-        [_weights(call, [w], x.dtype)[0] for w in ws],
+        _each_weight(call, ws, x.dtype, copies),
         call.axis_name,
         dimension=call.shard_dimension,
         co_gathered=co_gathered,
@@ -213,8 +228,27 @@ def _chosen(
     return call.choose(op, xs, ws, **attributes)
 
 
+def _each_weight(
+    call: OpParams,
+    ws: Sequence[jax.Array],
+    dtype: Any,
+    copies: Copies | None,
+    *,
+    transposed: bool = False,
+) -> list[ScaledMatrix]:
+    """As `_weights`, for weights that have no scales in common."""
+    own = [None] * len(ws) if copies is None else [(copy,) for copy in copies]
+    pairs = zip(ws, own, strict=True)
+    return [_weights(call, [w], dtype, copy, transposed=transposed)[0] for w, copy in pairs]
+
+
 def _weights(
-    call: OpParams, ws: Sequence[jax.Array], dtype: Any, *, transposed: bool = False
+    call: OpParams,
+    ws: Sequence[jax.Array],
+    dtype: Any,
+    copies: Copies | None,
+    *,
+    transposed: bool = False,
 ) -> tuple[ScaledMatrix, ...]:
     """The quantized weights [K, N], or [N, K] if `transposed`, of whole weights or of shards.
 
@@ -222,6 +256,11 @@ def _weights(
     """
     recipe, shards = _recipe(call), call.weight_shards
     operand_dtype = recipe.gradient_dtype if transposed else recipe.dtype
+    if copies is not None:
+        quantized_before = (pair[transposed] for pair in copies)
+        return tuple(
+            dataclasses.replace(copy, operand_dtype=operand_dtype) for copy in quantized_before
+        )
 
     def quantized(ws: Sequence[jax.Array], **options: Any) -> tuple[ScaledMatrix, ...]:
         oriented = [w.T for w in ws] if transposed else ws

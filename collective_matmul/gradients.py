@@ -152,18 +152,20 @@ class ReverseMode(jax.custom_vjp):
         """Defines the backward of an op that keeps only its operands for it.
 
         Args:
-          gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of both
-            operands, the op's first two arguments. The last of its parameters is an `OpParams`.
+          gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of the
+            op's first two operands. Others have none. The last parameter is an `OpParams`.
         """
 
         def forward(*args: Any) -> Any:
-            with args[-1].suppress_recording():
-                return self(*args), args[:2]
+            operands = tuple(x for i, x in enumerate(args) if i not in self.nondiff_argnums)
+            with args[self.nondiff_argnums[-1]].suppress_recording():
+                return self(*args), operands
 
         def backward(*args: Any) -> Any:
             *parameters, operands, cotangent = args
             bound = functools.partial(gradients, *parameters)
-            return with_auto_axes(bound, lambda: specs_like(operands), operands, cotangent)
+            both = with_auto_axes(bound, lambda: specs_like(operands[:2]), operands, cotangent)
+            return (*both, *(None for _ in operands[2:]))
 
         self.defvjp(forward, backward)
 

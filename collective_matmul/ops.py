@@ -33,7 +33,8 @@ With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.f
 "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed
 between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
 "tensorwise". Weights that `weight_axis_name` shards are quantized and then gathered by XLA, not in
-the op's own loop.
+the op's own loop. A weight may be a `QuantizedWeight`, which `prequantize` made before: the op then
+multiplies with its copies, and the gradient is that of its array.
 
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
@@ -48,6 +49,7 @@ from typing import overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul import checks, fp8_gradients, gradients, sharded_weights
@@ -55,6 +57,7 @@ from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.checks import Implementation
 from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
+from collective_matmul.quantized_weights import Copies, QuantizedWeight, unwrapped
 from collective_matmul.site import WeightShards
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.
@@ -64,7 +67,7 @@ CHECKPOINT_NAME = "collective_matmul"
 @overload
 def all_gather_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | QuantizedWeight,
     axis_name: str,
     *,
     gather_dimension: int = 0,
@@ -76,7 +79,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: jax.Array,
-    w: Sequence[jax.Array],
+    w: Sequence[jax.Array | QuantizedWeight],
     axis_name: str,
     *,
     gather_dimension: int = 0,
@@ -126,17 +129,17 @@ def all_gather_matmul(
       ValueError, TypeError: for arguments that do not fit, before anything is compiled.
       NameError: if `axis_name` is not an axis of an enclosing `shard_map`.
     """
-    ws = tuple(w) if isinstance(w, Sequence) else (w,)
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    ws, copies = unwrapped(tuple(w) if isinstance(w, Sequence) else (w,), recipe, shards)
     checks.operands(x, ws, shards)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
     if x.size:
         call = op_params(axis_name, dimension, requested, shards, recipe)
         if recipe is not None:
-            ys = fp8_gradients.gather_matmul(x, tuple(matrices), call)
+            ys = fp8_gradients.gather_matmul(x, tuple(matrices), call, _like(x, copies))
         elif shards is None:
             ys, _ = gather_matmul(x, tuple(matrices), call)
         else:
@@ -150,7 +153,7 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | QuantizedWeight,
     axis_name: str,
     *,
     scatter_dimension: int = 0,
@@ -194,6 +197,7 @@ def matmul_reduce_scatter(
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    (w,), copies = unwrapped((w,), recipe, shards)
     checks.operands(x, (w,), shards)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
@@ -201,7 +205,7 @@ def matmul_reduce_scatter(
     if x.size:
         call = op_params(axis_name, dimension, requested, shards, recipe)
         if recipe is not None:
-            y = fp8_gradients.matmul_scatter((x,), (matrix,), call)
+            y = fp8_gradients.matmul_scatter((x,), (matrix,), call, _like(x, copies))
         elif shards is None:
             y = matmul_scatter((x,), (matrix,), call)
         else:
@@ -213,7 +217,7 @@ def matmul_reduce_scatter(
 
 def matmul_all_reduce(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | QuantizedWeight,
     axis_name: str,
     *,
     weight_axis_name: str | None = None,
@@ -253,12 +257,13 @@ def matmul_all_reduce(
     checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
+    (w,), copies = unwrapped((w,), recipe, shards)
     checks.operands(x, (w,), shards)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
         if recipe is not None:
             call = op_params(axis_name, None, requested, shards, recipe)
-            y = fp8_gradients.matmul_all_reduce((x,), (matrix,), call)
+            y = fp8_gradients.matmul_all_reduce((x,), (matrix,), call, _like(x, copies))
         else:
             if shards is not None:
                 # Nothing of an all-reduce is divided into chunks, under which a gather could hide.
@@ -276,6 +281,12 @@ def _varying(
     """The operands, typed as varying over all axes of the op; see `pvary_all`."""
     arrays = tuple(pvary_all(axis_name, *arrays))
     return arrays if shards is None else pvary_all(shards.axis_name, *arrays)
+
+
+def _like(x: jax.Array, copies: Copies | None) -> Copies | None:
+    """Copies of weights, typed as varying over x's axes. They have no gradient."""
+    axes = varying_axes(x)
+    return jax.tree.map(lambda copy: vary_over(copy, axes), lax.stop_gradient(copies))
 
 
 def _product_of_nothing(

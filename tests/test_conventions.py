@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "fp8_gradients",
         "gradients",
         "ops",
+        "quantized_weights",
         "sharded_weights",
     ),
     "users": (

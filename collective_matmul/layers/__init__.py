@@ -5,6 +5,7 @@ from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLin
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_styles import Column, Heads, Row
 from collective_matmul.layers.parallelize import parallelize
+from collective_matmul.layers.prequantized import prequantize_kernels
 
 __all__ = [
     "AttentionProjection",
@@ -16,5 +17,6 @@ __all__ = [
     "Row",
     "RowParallelLinear",
     "parallelize",
+    "prequantize_kernels",
     "shared_gather",
 ]

@@ -29,6 +29,7 @@ from collective_matmul.layers.sharding_context import (
     sharded,
 )
 from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul.quantized_weights import QuantizedWeight, array_of
 from collective_matmul.sharded_weights import gather_weight
 from collective_matmul.site import WeightShards
 
@@ -39,7 +40,7 @@ KernelShape = tuple[tuple[int, ...], tuple[int, ...]]
 def column_parallel(
     context: ShardingContext,
     x: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[jax.Array | QuantizedWeight],
     biases: Sequence[jax.Array | None],
     kernel_shapes: Sequence[KernelShape],
     *,
@@ -54,7 +55,7 @@ def column_parallel(
       context: whether the arrays are local or global.
       x: global [..., S, *K], or local [..., s, *K]; not sharded in S if `gather_dimension` is None
         or the axis does not divide S: see `sequence_form`.
-      kernels: each global [*K, *N], or local [*K, N_0/D, *N_1...].
+      kernels: each global [*K, *N], or local [*K, N_0/D, *N_1...], which may be quantized.
       biases: for each kernel None or [*N], sharded like the kernel's columns.
       kernel_shapes: the expected global shape of each kernel. All have the same [*K].
       weight_sharding: the second axis of the kernels; None if they have none.
@@ -87,6 +88,7 @@ def column_parallel(
         kernels = tuple(kernel.reshape(-1, *kernel.shape[contracted:]) for kernel in kernels)
         kernels, keywords = _kernels_of_op(kernels, x, shards)
         if gather is None:
+            kernels = tuple(map(array_of, kernels))
             if shards is not None:
                 kernels = tuple(gather_weight(kernel, shards, x.dtype) for kernel in kernels)
             ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
@@ -109,7 +111,7 @@ def column_parallel(
 def row_parallel(
     context: ShardingContext,
     x: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | QuantizedWeight,
     bias: jax.Array | None,
     kernel_shape: KernelShape,
     *,
@@ -123,7 +125,7 @@ def row_parallel(
     Args:
       context: whether the arrays are local or global.
       x: global [..., S, *K], or local [..., S, K_0/D, *K_1...].
-      kernel: global [*K, *N], or local [K_0/D, *K_1..., *N].
+      kernel: global [*K, *N], or local [K_0/D, *K_1..., *N], which may be quantized.
       bias: None or [*N], the same on every device; added once, after the sum.
       kernel_shape: the expected global shape of the kernel.
       weight_sharding: the second axis of the kernel; None if it has none.
@@ -178,8 +180,8 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _kernels_of_op(
-    kernels: Sequence[jax.Array], x: jax.Array, shards: WeightShards | None
-) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    kernels: Sequence[jax.Array | QuantizedWeight], x: jax.Array, shards: WeightShards | None
+) -> tuple[tuple[jax.Array | QuantizedWeight, ...], dict[str, Any]]:
     """Kernels as an op takes them, and its arguments about them; it casts shards itself."""
     if shards is None:
         return tuple(kernel.astype(x.dtype) for kernel in kernels), {}

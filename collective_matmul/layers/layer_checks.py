@@ -9,7 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from collective_matmul.layers.sharding_context import ShardingContext, known_axis_size
+from collective_matmul.layers.sharding_context import (
+    LocalShards,
+    ShardingContext,
+    known_axis_size,
+)
+from collective_matmul.quantized_weights import QuantizedWeight
 from collective_matmul.site import WeightShards
 
 
@@ -87,7 +92,7 @@ def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
 
 
 def kernel(
-    value: jax.Array,
+    value: jax.Array | QuantizedWeight,
     features: tuple[tuple[int, ...], tuple[int, ...]],
     sharded_dimension: int,
     context: ShardingContext,
@@ -103,8 +108,14 @@ def kernel(
       weight_shards: how a second axis shards it too, or None.
 
     Raises:
-      ValueError: if it is not the (shard of the) global kernel.
+      ValueError: if it is not the (shard of the) global kernel, or global and quantized.
     """
+    if isinstance(value, QuantizedWeight) and not isinstance(context, LocalShards):
+        raise ValueError(
+            f"kernel: quantized, in a layer outside of a shard_map over axis {context.axis_name!r};"
+            " expected a shard, as scales are those of a device; call the layer inside"
+            " jax.shard_map over that axis"
+        )
     shape = (*features[0], *features[1])
     expected = list(shape)
     expected[sharded_dimension] //= context.parameter_shards

@@ -33,6 +33,7 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     known_axis_size,
 )
+from collective_matmul.quantized_weights import QuantizedWeight, array_of
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -220,12 +221,12 @@ class ColumnParallelLinear(_ParallelLinear):
         inputs, (first, *others) = self.kernel_shape
         return inputs, (first * self.copies, *others)
 
-    def _computed(
-        self, parameter: jax.Array | None, dimension: int, context: ShardingContext
-    ) -> jax.Array | None:
+    def _computed(self, parameter: Any, dimension: int, context: ShardingContext) -> Any:
         """A parameter as if each device had its own columns, which are a dimension of it."""
         if parameter is None or self.copies == 1:
             return parameter
+        if isinstance(parameter, QuantizedWeight):  # Of these columns, and the array of all.
+            return parameter.with_array(self._computed(parameter.array, dimension, context))
         if isinstance(context, LocalShards):
             first = jax.lax.axis_index(self.axis_name) // self.copies
             return jax.lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
@@ -296,8 +297,9 @@ class RowParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it in S.
         """
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
+        # Not by [...], which is for arrays: it may be a QuantizedWeight.
+        kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
+        dtype = canonicalize_dtype(x, array_of(kernel), bias, dtype=self.dtype)
         context = current_context(self.axis_name, self.mesh, (x, kernel))
         y = row_parallel(
             context,
@@ -357,9 +359,9 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
                 f"layers: they have {name} {', '.join(map(repr, values))}; one gather serves layers"
                 f" of one {name}: construct them alike or call them one by one"
             )
-    kernels: list[Any] = [layer.kernel[...] for layer in layers]
+    kernels: list[Any] = [layer.kernel.get_value() for layer in layers]
     biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
-    dtype = canonicalize_dtype(x, *kernels, *biases, dtype=first.dtype)
+    dtype = canonicalize_dtype(x, *map(array_of, kernels), *biases, dtype=first.dtype)
     context = current_context(first.axis_name, first.mesh, (x, kernels))
     contracted = len(first.kernel_shape[0])
     for place, layer in enumerate(layers):

@@ -1,0 +1,250 @@
+"""Weights that are quantized before the ops that multiply them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import (
+    QuantizedWeight,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    prequantize,
+)
+from collective_matmul.layers import (
+    AttentionProjection,
+    GatedFeedForward,
+    RowParallelLinear,
+    prequantize_kernels,
+    shared_gather,
+)
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
+#: Blocks of 128 divide neither. Columns of two dimensions, as heads have them.
+K, COLUMNS, BACK = 136, ((64,), (8, 4)), (64, 136)
+SPECS = P(None, AXIS), (P(None, AXIS), P(None, AXIS)), P(AXIS)
+Weights = tuple[tuple[Any, ...], Any]
+
+
+def drawn(*shape: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@functools.cache
+def arrays() -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    ws = tuple(drawn(K, *columns, seed=i) for i, columns in enumerate(COLUMNS))
+    return drawn(2, 16, K, seed=2), ws, drawn(*BACK, seed=3)
+
+
+def results(x: jax.Array, ws: Any, back: Any, fp8: Any) -> tuple[jax.Array, ...]:
+    """The results of all three ops, with two weights that share a gather."""
+    y, z = all_gather_matmul(x, ws, AXIS, gather_dimension=1, fp8=fp8, implementation="ring")
+    h = y * jnp.tile(z.reshape(*z.shape[:2], -1), 2)
+    keywords: Any = {"fp8": fp8, "implementation": "ring"}
+    scattered = matmul_reduce_scatter(h, back, AXIS, scatter_dimension=1, **keywords)
+    return scattered, matmul_all_reduce(h, back, AXIS, fp8=fp8)
+
+
+def outcome(prepare: Callable[..., Weights], fp8: str, make_mesh: MeshFactory, vma: bool) -> Any:
+    """Results and gradients of weights that `prepare` makes before, outside of the gradient."""
+
+    def both(x: jax.Array, ws: Any, back: Any) -> Any:
+        before = prepare(ws, back)
+
+        def differentiated(x: jax.Array, ws: Any, back: Any) -> Any:
+            ws, back = jax.tree.map(with_array, (ws, back), before)
+            return results(x, ws, back, fp8)
+
+        ys, transpose = jax.vjp(differentiated, x, ws, back)
+        return ys, transpose(jax.tree.map(jnp.cos, ys))
+
+    fun = jax.shard_map(
+        both,
+        mesh=make_mesh({AXIS: 4}),
+        in_specs=SPECS,
+        out_specs=((P(None, AXIS), P()), SPECS),
+        check_vma=vma,
+    )
+    return jax.jit(fun)(*arrays())
+
+
+def with_array(array: jax.Array, before: Any) -> Any:
+    return before.with_array(array) if isinstance(before, QuantizedWeight) else array
+
+
+@pytest.mark.parametrize(
+    ("fp8", "vma"), [("rowwise", True), ("tensorwise", False), ("blockwise", True)]
+)
+def test_results_and_gradients_are_those_of_arrays(
+    fp8: Any, vma: bool, make_mesh: MeshFactory
+) -> None:
+    """Bit for bit: scales and roundings are the same, wherever they are computed. The transpose of
+    one weight has its copies, but their forward is the other's backward."""
+
+    def quantized(ws: Any, back: Any) -> Weights:
+        return prequantize(ws, fp8), prequantize(back.T, fp8).T
+
+    expected = outcome(lambda *arrays: arrays, fp8, make_mesh, vma)
+    actual = outcome(quantized, fp8, make_mesh, vma)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_the_copies_are_multiplied_and_the_array_is_not_read(make_mesh: MeshFactory) -> None:
+    """In both passes: with copies of other weights, results and dx are those of the others."""
+    x, w, _ = arrays()
+
+    def both(x: jax.Array, w: jax.Array, copied: jax.Array) -> Any:
+        prepared = prequantize(copied, "rowwise").with_array(w)
+        op = functools.partial(all_gather_matmul, axis_name=AXIS, gather_dimension=1, fp8="rowwise")
+        y, transpose = jax.vjp(lambda x: op(x, prepared), x)
+        return y, transpose(y)
+
+    specs, y = (P(None, AXIS), P(None, AXIS), P(None, AXIS)), P(None, None, AXIS)
+    mesh = make_mesh({AXIS: 2})
+    fun = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=(y, (P(None, AXIS),))))
+    first, other = w[0], -2 * w[0]
+    stale, fresh, own = fun(x, other, first), fun(x, first, first), fun(x, other, other)
+    jax.tree.map(np.testing.assert_array_equal, stale, fresh)
+    np.testing.assert_array_equal(own[0], -2 * fresh[0])  # Powers of two do not round.
+
+
+def test_a_forward_alone_needs_no_copy_for_the_backward(make_mesh: MeshFactory) -> None:
+    """XLA crashed on reductions that nothing used, if they called a function."""
+
+    def forward(x: jax.Array, ws: Any, back: Any) -> Any:
+        return results(x, prequantize(ws, "rowwise"), prequantize(back, "rowwise"), "rowwise")
+
+    out_specs = P(None, AXIS), P()
+    mesh = make_mesh({AXIS: 2})
+    fun = jax.shard_map(forward, mesh=mesh, in_specs=SPECS, out_specs=out_specs)
+    y, total = jax.jit(fun)(*arrays())
+    np.testing.assert_array_equal(y, total)
+
+
+def refused(make_mesh: MeshFactory, prepare: Callable[[Any], Any], **keywords: Any) -> str:
+    """The error of the gather with the weights that `prepare` makes of its two."""
+    x, ws, _ = arrays()
+    keywords = {"fp8": "rowwise", "gather_dimension": 1, **keywords}
+    fun = jax.shard_map(
+        lambda x, ws: all_gather_matmul(x, prepare(ws), AXIS, **keywords),
+        mesh=make_mesh({AXIS: 2, "fsdp": 2}),
+        in_specs=SPECS[:2],
+        out_specs=P(None, None, AXIS),
+    )
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(fun, x, ws)
+    return str(error.value)
+
+
+def test_copies_that_do_not_fit_are_refused(make_mesh: MeshFactory) -> None:
+    refuse = functools.partial(refused, make_mesh)
+    message = refuse(lambda ws: [prequantize(w, "rowwise") for w in ws])
+    assert "2 of 2 weights are quantized, as numbers 0 of 1, 0 of 1" in message
+    assert "quantize the weights of this op together" in message
+    assert "1 of 2" in refuse(lambda ws: (prequantize(ws, "rowwise")[0], ws[1]))
+    assert "1 of 2, 0 of 2" in refuse(lambda ws: prequantize(ws, "rowwise")[::-1])
+    message = refuse(lambda ws: prequantize(ws, "rowwise"), fp8="blockwise")
+    assert message.startswith("fp8='blockwise': w is quantized by 'rowwise'")
+    assert "pass fp8='rowwise'" in refuse(lambda ws: prequantize(ws, "rowwise"), fp8=None)
+    message = refuse(lambda ws: prequantize(ws[0], "rowwise").with_array(ws[0][1:]))
+    assert "its copies are of bfloat16 (136, 32)" in message
+    message = refuse(lambda ws: prequantize(ws[0].astype("float32"), "rowwise").astype("bfloat16"))
+    assert "its copies are of float32" in message
+    message = refuse(lambda ws: prequantize(ws[0], "rowwise"), weight_axis_name="fsdp")
+    assert "weight_axis_name='fsdp': expected arrays" in message
+    assert "quantized together with 1 others" in refuse(lambda ws: prequantize(ws, "rowwise")[0].T)
+
+
+@pytest.mark.parametrize(
+    ("w", "fp8", "error"),
+    [
+        (jnp.ones((2, 2)), None, "fp8=None: expected a recipe: 'tensorwise'"),
+        (jnp.ones((2, 2)), "mxfp8", "fp8='mxfp8': expected None"),
+        (jnp.ones(2), "rowwise", r"w: shape \(2,\); expected \[K, \*N\]"),
+        ((), "rowwise", r"w=\(\): expected a weight"),
+        (((1.0,),), "rowwise", "w: a tuple; expected an array"),
+        ((jnp.ones((2, 2)), jnp.ones((2, 2), "bfloat16")), "rowwise", "w: bfloat16, the first is"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(w: Any, fp8: Any, error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        prequantize(w, fp8)
+
+
+class Layers(nnx.Module):
+    """Layers that share a gather, one that does not, and one without `fp8`."""
+
+    def __init__(self):
+        options: Any = {"rngs": nnx.Rngs(0), "dtype": jnp.bfloat16, "implementation": "ring"}
+        fp8: Any = {"fp8": "rowwise", **options}
+        self.projection = AttentionProjection(16, 8, 4, 4, **fp8)
+        self.output = RowParallelLinear((8, 4), 16, use_bias=True, **fp8)
+        self.feed_forward = GatedFeedForward(16, 32, **fp8)
+        self.last = GatedFeedForward(16, 32, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.projection(x)
+        x = self.output(query * jnp.tile(key + value, (1, 1, 2, 1)))
+        return self.last(self.feed_forward(x))
+
+
+def test_kernels_of_layers_that_share_a_gather_are_quantized_together(
+    make_mesh: MeshFactory,
+) -> None:
+    graph, state = nnx.split(Layers())
+    specs = nnx.get_partition_spec(state)
+
+    def gradients(state: nnx.State, x: jax.Array) -> Any:
+        def loss(state: nnx.State) -> jax.Array:
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(x).astype("float32")))
+
+        def arrays(gradients: nnx.State) -> nnx.State:
+            return jax.tree.map(lambda g, _: getattr(g, "array", g), gradients, state, is_leaf=kind)
+
+        quantized = prequantize_kernels(nnx.merge(graph, state))
+        assert len(jax.tree.leaves(quantized)) == len(jax.tree.leaves(state)) + 4 * 7
+        return jax.grad(loss)(state), arrays(jax.grad(loss)(quantized))
+
+    def kind(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedWeight)
+
+    fun = jax.shard_map(
+        gradients,
+        mesh=make_mesh({"tensor": 4}),
+        in_specs=(specs, P(None, "tensor")),
+        out_specs=(specs, specs),
+    )
+    expected, actual = jax.jit(fun)(state, drawn(2, 8, 16, seed=0))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_layers_refuse_kernels_that_were_quantized_otherwise(make_mesh: MeshFactory) -> None:
+    layers = GatedFeedForward(16, 32, fp8="rowwise", rngs=nnx.Rngs(0))
+
+    def alone(layer: nnx.Module) -> Any:
+        return nnx.merge(nnx.graphdef(layer), prequantize_kernels(layer))
+
+    def shared(x: jax.Array) -> Any:
+        return shared_gather(x, [alone(layers.gate), layers.up])
+
+    mesh = make_mesh({"tensor": 1})
+    fun = jax.shard_map(shared, mesh=mesh, in_specs=P(), out_specs=P(None, None, "tensor"))
+    with pytest.raises(ValueError, match="1 of 2 weights are quantized, as numbers 0 of 1"):
+        jax.eval_shape(fun, jnp.ones((2, 8, 16)))
+    with (
+        jax.set_mesh(make_mesh({"tensor": 2})),
+        pytest.raises(ValueError, match=r"kernel: quantized, in a layer outside of a shard_map"),
+    ):
+        alone(layers.down)(jnp.ones((2, 8, 32)))
