@@ -25,7 +25,7 @@ from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
-from models.parameter_use import ParameterUse, Unchanged, used
+from models.parameter_use import ParameterUse, Unchanged, arrays_of, used
 from models.stacked_blocks import Keys, stack_blocks
 
 Remat = Literal["none", "dots", "full"]
@@ -265,7 +265,7 @@ class Llama(nnx.Module):
     def _embed(self, tokens: jax.Array, weights: nnx.State) -> jax.Array:
         """[B, S] -> [B, S/D, features]."""
         if self.column_axis_name is None:
-            return vocabulary.embed(tokens, self._table(weights), self.axis_name)
+            return vocabulary.embed(tokens, arrays_of(self._table(weights)), self.axis_name)
         # Gradients of more tokens are summed here than elsewhere, so not in `dtype`.
         columns: Any = weights["embedding"]
         options: Any = {"column_axis_name": self.column_axis_name, "dtype": self.dtype}
@@ -291,7 +291,7 @@ class Llama(nnx.Module):
     def _table(self, weights: nnx.State) -> jax.Array:
         """The embedding [V/D, features] in `dtype`."""
         embedding: Any = weights["embedding"]
-        return embedding[...].astype(self.dtype)
+        return embedding.get_value().astype(self.dtype)
 
     def _weights(
         self, parameters: nnx.State, gathered: nnx.State | None, *, whole: bool = False

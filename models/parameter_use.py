@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import jax
 from jax import lax
 
+from collective_matmul import QuantizedWeight
+
 #: Parameters of a part of the model, as an `nnx.State` with their metadata.
 Tree = Any
 Gathers = Literal["blocks", "matmuls"]
@@ -34,14 +36,15 @@ class ParameterUse(Protocol):
 
         Args:
           parameters: its parameters, local, which may be typed as varying over any axes.
-          gathered: the same with weights that were gathered before, or None.
+          gathered: the same with weights that were gathered before, or None. Some may be
+            `QuantizedWeight`, as in the result.
           whole: the part does not gather weights itself, as linear layers can.
         """
         ...
 
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
         """The gradients of the parameters from those of the weights, the transpose but for dtypes:
-        they become float32 where they leave the model."""
+        they become float32 where they leave the model. All are arrays."""
         ...
 
 
@@ -52,14 +55,29 @@ class Unchanged:
     gathers: Gathers | None = None
 
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
-        """The parameters."""
-        del gathered, whole
-        return parameters
+        """The parameters, with copies in 8 bits if they were gathered with them."""
+        del whole
+        return parameters if gathered is None else jax.tree.map(_with_copies, parameters, gathered)
 
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
         """The gradients."""
         del whole
-        return gradients
+        return arrays_of(gradients)
+
+
+def _with_copies(parameter: jax.Array, gathered: jax.Array | QuantizedWeight) -> Any:
+    quantized = isinstance(gathered, QuantizedWeight)
+    return gathered.with_array(parameter) if quantized else parameter
+
+
+def arrays_of(weights: Tree) -> Tree:
+    """Weights, or gradients of them, as arrays: of each `QuantizedWeight` its array, which has the
+    gradient."""
+
+    def array_of(weight: jax.Array | QuantizedWeight) -> jax.Array:
+        return weight.array if isinstance(weight, QuantizedWeight) else weight
+
+    return jax.tree.map(array_of, weights, is_leaf=lambda w: isinstance(w, QuantizedWeight))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

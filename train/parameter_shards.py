@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from models.parameter_use import Gathers, as_varying
+from models.parameter_use import Gathers, arrays_of, as_varying
 from train.mesh import BATCH_AXES
 
 Tree = Any
@@ -87,10 +87,11 @@ class ZeroUse:
     @jax.named_scope("weights")
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
         """Local parameters -> weights, typed as varying over the axes of the batch."""
-        made = parameters if gathered is None else gathered
-        leaves, structure = jax.tree.flatten(made)
+        if gathered is not None:
+            return jax.tree.map(lambda leaf: as_varying(leaf, BATCH_AXES), gathered)
+        leaves, structure = jax.tree.flatten(parameters)
         for place, dimension in enumerate(_dimensions(parameters)):
-            if dimension is not None and gathered is None:
+            if dimension is not None:
                 if whole or self.gathers != "matmuls":
                     leaves[place] = gather(leaves[place], dimension, self.compute_dtype)
                 elif self.gradient_dtype != "float32":
@@ -101,6 +102,7 @@ class ZeroUse:
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:
         """Gradients of weights -> gradients of local parameters, in float32 if they were summed in
         it, else as they came, which is half the memory."""
+        gradients = arrays_of(gradients)
         leaves, structure = jax.tree.flatten(gradients)
         for place, dimension in enumerate(_dimensions(gradients)):
             replicas: Sequence[str] = BATCH_AXES

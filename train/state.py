@@ -24,16 +24,20 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import QuantizedWeight
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
 from models.llama import Llama
 from models.parameter_use import Gathers, ParameterUse, Unchanged
+from models.prequantized import prequantized_state
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.muon import muon
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
+#: Parameters as the model computes with them.
+Weights = dict[str, jax.Array | QuantizedWeight]
 TrainState = dict[str, Any]
 
 
@@ -168,11 +172,18 @@ class ModelFunctions:
         model = self._build(config)
         return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
-    def merge(self, params: Params) -> Llama:
+    def prequantize(self, weights: Weights) -> Weights:
+        """Local weights, of which those that layers multiply in 8 bits are quantized."""
+        if self._config.fp8 is None:
+            return weights
+        state = prequantized_state(self.merge(weights))
+        return {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+    def merge(self, params: Params | Weights) -> Llama:
         """The model with these parameters, global or local."""
         return nnx.merge(self._graph, self.model_state(params))
 
-    def model_state(self, params: Params) -> nnx.State:
+    def model_state(self, params: Params | Weights) -> nnx.State:
         """The state of the model with these parameters."""
         return nnx.from_flat_state(
             [(path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()]

@@ -23,7 +23,14 @@ from collective_matmul import overlap, overlap_jit
 from models import explicit
 from train.config import Config
 from train.mesh import BATCH_AXES
-from train.state import ModelFunctions, Params, TrainState, make_schedule, state_specs
+from train.state import (
+    ModelFunctions,
+    Params,
+    TrainState,
+    Weights,
+    make_schedule,
+    state_specs,
+)
 from train.zero import gathered_weights, summed_gradients, variables
 
 Batch = dict[str, jax.Array]
@@ -147,7 +154,7 @@ def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Arr
 
 
 def losses(
-    model: ModelFunctions, variables: Params, gathered: Params | None, batch: Batch
+    model: ModelFunctions, variables: Params, gathered: Weights | None, batch: Batch
 ) -> jax.Array:
     """The same from what `variables` and `gathered_weights` return."""
     state = None if gathered is None else model.model_state(gathered)

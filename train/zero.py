@@ -20,17 +20,21 @@ from __future__ import annotations
 
 import jax
 
-from models.parameter_use import as_float32, as_varying
+from models.parameter_use import arrays_of, as_float32, as_varying
 from train.config import Config, MeshSizes
 from train.mesh import BATCH_AXES
 from train.parameter_shards import REPLICA_AXES, gather, scatter, sum_over
-from train.state import ModelFunctions, Params
+from train.state import ModelFunctions, Params, Weights
 
 
 @jax.named_scope("weights")
-def gathered_weights(model: ModelFunctions, params: Params) -> Params | None:
+def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     """What is made once per step: local parameters, with weights whole and in compute dtype; None
-    if each use makes its weights."""
+    if each use makes its weights.
+
+    With accumulation, weights that layers multiply in 8 bits are `QuantizedWeight`: quantized
+    once, for all microbatches.
+    """
     if model.zero == 3:
         return None
     dimensions = model.sharded_dimensions
@@ -40,10 +44,11 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Params | None:
             return gather(leaf, dimensions[name], model.compute_dtype)
         return leaf.astype(model.compute_dtype) if name in model.matrices else leaf
 
-    return {name: made(name, leaf) for name, leaf in params.items()}
+    gathered: Weights = {name: made(name, leaf) for name, leaf in params.items()}
+    return model.prequantize(gathered) if model.accumulates else gathered
 
 
-def variables(model: ModelFunctions, params: Params, gathered: Params | None) -> Params:
+def variables(model: ModelFunctions, params: Params, gathered: Weights | None) -> Params:
     """What to differentiate with respect to.
 
     Without accumulation they are the local parameters. With it, each device accumulates gradients
@@ -58,7 +63,7 @@ def variables(model: ModelFunctions, params: Params, gathered: Params | None) ->
     """
     if not model.accumulates:
         return params
-    own = gathered if gathered is not None and model.zero < 2 else params
+    own = arrays_of(gathered) if gathered is not None and model.zero < 2 else params
     return {name: as_varying(leaf, BATCH_AXES) for name, leaf in own.items()}
 
 
