@@ -9,14 +9,18 @@ transforms summands, up to a sharded or a replicated result, becomes one region 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup, Scheduled, in_order
 from collective_matmul.rewrite.explicit_sums import summands
-from collective_matmul.rewrite.explicit_weights import ExplicitWeight, gathered_once, weight_of
+from collective_matmul.rewrite.explicit_weights import (
+    ExplicitWeight,
+    gathered_once,
+    weight_of,
+    with_weights,
+)
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.manual_regions import (
     ManualRegion,
@@ -29,7 +33,6 @@ from collective_matmul.rewrite.placements import (
     dot_placement,
     explicit_axes,
     gathered_operand,
-    is_local,
     may_communicate,
     placement,
     sums,
@@ -160,32 +163,11 @@ class _Regions:
 
     def _accept_with_weights(self, region: ManualRegion) -> bool:
         """Replaces a region with the gathers of its weights, if its op executes all of them."""
-        (axis,) = region.axes
-        equations = self.graph.equations
-        if region.summed and placement(equations[region.equations[-1]].outvars[0], axis) is None:
-            return False  # Nothing of an all-reduce is divided into chunks.
-        dots = [i for i in region.equations if equations[i].primitive.name == "dot_general"]
-        found = [weight_of(self.graph, dot, axis) for dot in dots]
-        weights = {weight.shard: weight for weight in found if weight is not None}
-        axes = {weight.axis for weight in weights.values()}
-        if None in found or len(axes) != 1:
+        found = with_weights(self.graph, region)
+        if found is None or not self._dependencies.allows(self._group(found[0])):
             return False
-        (other,) = axes
-        whole = {equations[dot].invars[1] for dot in dots}
-        if not all(is_local(equations[index], other, whole) for index in region.equations):
-            return False
-        copied = frozenset(i for weight in weights.values() for i in weight.between)
-        gathered = {shard: (other, weight.dimension) for shard, weight in weights.items()}
-        whole_region = replace(
-            region,
-            axes=region.axes | axes,
-            equations=tuple(sorted(copied.union(region.equations))),
-            gathered={**region.gathered, **gathered},
-            copied=copied,
-        )
-        return self._dependencies.allows(self._group(whole_region)) and self._executed(
-            whole_region, region, other, sorted(weights.values(), key=lambda weight: weight.index)
-        )
+        whole_region, weights = found
+        return self._executed(whole_region, region, weights[0].axis, weights)
 
     def _executed(
         self,

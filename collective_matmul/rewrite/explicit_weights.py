@@ -7,17 +7,18 @@ region that holds the product gathers them itself, so that its op can do so in i
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, reshard
 
 from collective_matmul.rewrite.graph import Graph, type_of
-from collective_matmul.rewrite.manual_regions import commutes, other_axes_stay
+from collective_matmul.rewrite.manual_regions import ManualRegion, commutes, other_axes_stay
 from collective_matmul.rewrite.placements import (
     explicit_axes,
     gathered_operand,
+    is_local,
     may_communicate,
     placement,
     spec_of,
@@ -72,6 +73,48 @@ def weight_of(graph: Graph, dot: int, axis: str) -> ExplicitWeight | None:
             if other_axes_stay(before, after, other):
                 return _weight(before, other, index, tuple(reversed(between)))
     return None
+
+
+def with_weights(
+    graph: Graph, region: ManualRegion
+) -> tuple[ManualRegion, list[ExplicitWeight]] | None:
+    """A region with the gathers of the weights of all its dots, over one further axis.
+
+    Returns:
+      The region, and the weights in the order of the program; None if there are none such.
+    """
+    (axis,) = region.axes
+    equations = graph.equations
+    if region.summed and placement(equations[region.equations[-1]].outvars[0], axis) is None:
+        return None  # Nothing of an all-reduce is divided into chunks.
+    dots = [i for i in region.equations if equations[i].primitive.name == "dot_general"]
+    found = [weight_of(graph, dot, axis) for dot in dots]
+    weights = {weight.shard: weight for weight in found if weight is not None}
+    axes = {weight.axis for weight in weights.values()}
+    if None in found or len(axes) != 1:
+        return None
+    (other,) = axes
+    whole = {equations[dot].invars[1] for dot in dots}
+    copied = frozenset(i for weight in weights.values() for i in weight.between)
+    all_equations = tuple(sorted(copied.union(region.equations)))
+    gathers_alone = all(
+        atom not in region.gathered and gathered_operand(equations[index], other) == side
+        for index in all_equations
+        for side, atom in enumerate(equations[index].invars)
+        if isinstance(atom, Var) and atom in weights
+    )
+    local = all(is_local(equations[index], other, whole) for index in region.equations)
+    if not gathers_alone or not local:
+        return None
+    gathered = {shard: (other, weight.dimension) for shard, weight in weights.items()}
+    extended = replace(
+        region,
+        axes=region.axes | axes,
+        equations=all_equations,
+        gathered={**region.gathered, **gathered},
+        copied=copied,
+    )
+    return extended, sorted(weights.values(), key=lambda weight: weight.index)
 
 
 def gathered_once(graph: Graph) -> tuple[Graph, list[JaxprEqn]]:
