@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import configs, ops, sharded_stack, stack, step, tilings, train
+from benchmarks import configs, generation, ops, sharded_stack, stack, step, tilings, train
 from benchmarks.comparison import Comparison
 from benchmarks.settings import choose_platform
 
@@ -18,6 +18,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "sharded_stack": (sharded_stack.ShardedStack, sharded_stack.run),
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
+    "generation": (generation.Generation, generation.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         description="Times ops, layers and training steps beside baselines; tunes kernels.",
     )
     try:
-        if isinstance(settings, Comparison | step.Step):
+        if isinstance(settings, Comparison | step.Step | generation.Generation):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)
     except ValueError as error:

@@ -64,6 +64,8 @@ class Generate:
     """Folder with config.json, safetensors files and tokenizer.json."""
     prompt: tuple[str, ...]
     """One or several prompts. The answer to one is printed as it comes."""
+    chat: bool = False
+    """Prompts are messages of a user, written by the tokenizer's chat template."""
     max_new_tokens: int = 256
     """Largest number of tokens of an answer."""
     temperature: float = 0.0
@@ -175,6 +177,7 @@ def run_generate(command: Generate) -> None:
         folder,
         command.prompt,
         sys.stdout,
+        chat=command.chat,
         max_new_tokens=command.max_new_tokens,
         sampling=sampling,
         tokens_per_launch=command.tokens_per_launch,

@@ -125,11 +125,11 @@ class Generator:
         capacity = max(tokens.shape[1], int(lengths.max()) + 1 + launches * tokens_per_launch)
         settings = sampling, tuple(stop_tokens)
         with jax.set_mesh(self.mesh):
-            first, ends, caches = self._prefill(-(-capacity // unit) * unit, *settings)(
+            first, ends, caches = self.prefill(-(-capacity // unit) * unit, *settings)(
                 params, tokens, lengths
             )
             waiting = first[None]
-            launch = self._decode(tokens_per_launch, *settings)
+            launch = self.decode(tokens_per_launch, *settings)
             # The next launch runs while the host reads the tokens of the last one.
             for _ in range(launches):
                 if answers.all_ended:
@@ -158,7 +158,7 @@ class Generator:
         return nnx.merge(self._graph, nnx.from_flat_state(state))
 
     @functools.cache  # noqa: B019, a generator lives as long as its programs
-    def _prefill(self, capacity: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
+    def prefill(self, capacity: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
         """The program of prompts: parameters, tokens and lengths -> first tokens, ends, caches."""
 
         def local(params: Params, tokens: jax.Array, lengths: jax.Array):
@@ -169,7 +169,7 @@ class Generator:
         return self._jitted(local, (self._specs, P(), P()), (P(), P(), _CACHE_SPEC))
 
     @functools.cache  # noqa: B019
-    def _decode(self, count: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
+    def decode(self, count: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
         """The program of `count` tokens: parameters, ends and caches -> int32 [count, B], ends,
         caches."""
 

@@ -8,6 +8,7 @@ from typing import IO, Any
 import jax
 
 from models.generation.generator import Generator
+from models.hugging_face.chat_template import ChatTemplate
 from models.hugging_face.folder import ModelFolder
 
 
@@ -17,6 +18,8 @@ def answer(
     folder: ModelFolder,
     prompts: Sequence[str],
     output: IO[str] | None = None,
+    *,
+    chat: bool = False,
     **options: Any,
 ) -> list[str]:
     """The answers of a model to prompts.
@@ -28,20 +31,27 @@ def answer(
       prompts: the prompts.
       output: where answers are written: the one to a single prompt as it comes, several when all
         are there. None: nowhere.
+      chat: whether each prompt is a user's message, to be written by the chat template.
       **options: of the generator's call; tokens_per_launch is 1 where an answer is written as it
         comes.
 
     Raises:
-      ValueError: for a folder without a tokenizer, or prompts that do not fit the model.
+      ValueError: for a folder without a tokenizer or, for chat, without a template; or prompts that
+        do not fit the model.
     """
     tokenizer = folder.tokenizer()
+    texts = list(prompts)
+    if chat:
+        template = ChatTemplate(folder.path)
+        users = ([{"role": "user", "content": prompt}] for prompt in prompts)
+        texts = [template.render(messages, asks=True) for messages in users]
     stream = None
     if output is not None and len(prompts) == 1:
         stream = _Stream(tokenizer, output)
         options["tokens_per_launch"] = 1
     answers = generator(
         params,
-        [encode(tokenizer, prompt) for prompt in prompts],
+        [encode(tokenizer, text) for text in texts],
         stop_tokens=folder.stop_tokens,
         on_token=stream,
         **options,
@@ -49,7 +59,8 @@ def answer(
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
     if output is not None and stream is None:
         for prompt, text in zip(prompts, texts, strict=True):
-            output.write(f"{prompt}{text}\n\n")
+            between = "\n" if chat else ""
+            output.write(f"{prompt}{between}{text}\n\n")
     elif output is not None and stream is not None:
         # What is no whole letter at the end.
         output.write(texts[0].removeprefix(stream.written) + "\n")

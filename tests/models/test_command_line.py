@@ -61,6 +61,14 @@ def test_beginning_of_text_is_not_doubled(folder):
     assert encode(tokenizer, "Hi")[0] == 256
 
 
+def test_a_chat_is_written_by_the_template(folder):
+    made = Generator(folder.config, mesh=make_mesh(1), dtype="float32")
+    params = load(folder, made.abstract_params)
+    text = "<|begin_of_text|><|start|>user\nHi<|end|><|start|>assistant\n"
+    chat = answer(made, params, folder, ["Hi"], chat=True, max_new_tokens=5)
+    assert chat == answer(made, params, folder, [text], max_new_tokens=5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
