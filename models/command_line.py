@@ -140,7 +140,10 @@ def run_export(command: Export) -> None:
     check_empty(Path(command.directory).expanduser())
     saved = find_checkpoint(command.checkpoint)
     config = config_from_json(saved.configuration()["model"])
-    mesh = _mesh(config, command.devices, padded=config)
+    # A vocabulary that was saved cannot be padded any more.
+    if config.padded_vocabulary_size is None:
+        config = dataclasses.replace(config, padded_vocabulary_size=config.vocabulary_size)
+    mesh = _mesh(config, command.devices)
     model = Generator(config, mesh=mesh, dtype=saved.params_dtype())
     params = saved.restore_params(model.abstract_params)
     origin = saved.path.parent / ORIGIN
@@ -184,24 +187,16 @@ def run_generate(command: Generate) -> None:
     )
 
 
-def _mesh(
-    config: LlamaConfig, devices: Devices, *, padded: LlamaConfig | None = None
-) -> jax.sharding.Mesh:
-    """A mesh of the devices asked for, or of the most that the model can be sharded over.
-
-    `padded`: a saved model, whose vocabulary cannot be padded any more.
-    """
-    from models.generation.generator import make_mesh
+def _mesh(config: LlamaConfig, devices: Devices) -> jax.sharding.Mesh:
+    """A mesh of the devices asked for, or of the most that the model can be sharded over."""
+    from models.generation.generator import make_mesh, most_devices
 
     count = jax.device_count()
     if not 0 <= devices.tensor <= count:
         raise ValueError(
             f"devices.tensor={devices.tensor}: expected at most the {count} devices there are, or 0"
         )
-    if devices.tensor:
-        return make_mesh(devices.tensor)
-    fitting = (n for n in range(1, count + 1) if config.fits_tensor_axis(n))
-    return make_mesh(max(n for n in fitting if padded is None or padded.padded_for(n) == padded))
+    return make_mesh(devices.tensor or most_devices(config))
 
 
 def _simulate(devices: int) -> None:

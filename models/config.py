@@ -100,9 +100,10 @@ class LlamaConfig:
     def padded_for(self, size: int) -> LlamaConfig:
         """The same with a vocabulary that a tensor axis of this size divides, padded if need be.
 
-        Padded sizes are multiples of 128, so that other axes divide them too.
+        Padded sizes are multiples of 128, so that other axes divide them too. A size that is set
+        stays.
         """
-        if self.vocabulary_rows % size == 0:
+        if self.padded_vocabulary_size is not None or self.vocabulary_size % size == 0:
             return self
         multiple = math.lcm(size, _VOCABULARY_MULTIPLE)
         rows = -(-self.vocabulary_size // multiple) * multiple

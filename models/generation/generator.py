@@ -42,7 +42,8 @@ class Generator:
 
     Args:
       config: shape of the model.
-      mesh: a mesh whose only axis is "tensor"; None: all devices.
+      mesh: a mesh whose only axis is "tensor"; None: of as many devices as the model can be sharded
+        over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
 
@@ -58,7 +59,7 @@ class Generator:
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
     ):
-        self.mesh = make_mesh(jax.device_count()) if mesh is None else mesh
+        self.mesh = make_mesh(most_devices(config)) if mesh is None else mesh
         size = self.mesh.shape[AXIS]
         self.config = config.padded_for(size)
         self.config.check_tensor_axis(size)
@@ -241,6 +242,11 @@ def make_mesh(devices: int) -> Mesh:
     return jax.make_mesh(
         (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
     )
+
+
+def most_devices(config: LlamaConfig) -> int:
+    """The largest number of this machine's devices that a model can be sharded over."""
+    return max(filter(config.fits_tensor_axis, range(1, jax.device_count() + 1)))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: LlamaConfig) -> None:
