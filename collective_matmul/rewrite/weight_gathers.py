@@ -49,7 +49,11 @@ def weights_of(
     shardings = {weight.sharding for weight in weights}
     alike = len(weights) == len(found) and len(shardings) == 1
     own = match.collective.axis_name
-    return weights if alike and weights[0].sharding.axis_name != own else ()
+    if not alike or weights[0].sharding.axis_name == own:
+        return ()
+    # What is gathered may be multiplied by itself. Then it is needed whole.
+    gathered = [graph.equations[index].outvars[0] for each in weights for index in each.chain]
+    return () if any(matmul.x is var for matmul in matmuls for var in gathered) else weights
 
 
 def _weight_gather(

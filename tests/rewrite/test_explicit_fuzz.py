@@ -118,5 +118,5 @@ MISTAKES = [
 @pytest.mark.parametrize("plant", MISTAKES)
 def test_a_mistake_is_found(plant: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    result = search(range(4 * BLOCK), stop=1)
+    result = search(range(16 * BLOCK), stop=1)
     assert result.findings

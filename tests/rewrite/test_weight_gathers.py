@@ -73,6 +73,13 @@ def _in_pieces(x, up, down):
     return scatter(y[..., :6] @ gather(down, 1))
 
 
+def _by_itself(x, up, down):
+    """A weight is multiplied by itself, so it is x too."""
+    whole = gather(up, 0)
+    y = x + jnp.sum(scatter(gather(x, 1, AXIS) @ gather(up, 0) @ gather(down, 1)))
+    return y + scatter((whole @ whole.T)[None]).reshape(2, 2, 8)
+
+
 #: Bodies, with the number of weights that ops gather, and of others.
 BODIES: dict[str, tuple[Callable, int, int]] = {
     "gated": (_gated, 3, 0),
@@ -82,6 +89,7 @@ BODIES: dict[str, tuple[Callable, int, int]] = {
     "differentiated": (_differentiated, 3, 0),
     "used elsewhere": (_used_elsewhere, 1, 1),
     "in pieces": (_in_pieces, 1, 1),
+    "by itself": (_by_itself, 2, 1),
 }
 
 

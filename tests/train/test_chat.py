@@ -128,7 +128,8 @@ def test_a_model_learns_a_format_and_is_evaluated_on_its_answers(tmp_path, forma
         assert f"weights from {saved[1]}/step_120" in output and "perplexity" in output
         # Four letters and the end of each of 200 answers.
         assert "800 tokens" in output
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    # A loss this small is a difference of numbers of order one.
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
     assert found[0] < 0.3
     assert sorted(path.name for path in (tmp_path / "saved").glob("step_*")) == ["step_120"]
 
