@@ -6,7 +6,7 @@ Legend of local shapes: B is batch, S sequence, N query heads, K key and value h
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,17 @@ def _attend(
 ) -> jax.Array:
     """Attention by XLA, with all scores in memory."""
     mask = None if documents is None else documents.mask
+    return _attend_by("xla", query, key, value, mask, window)
+
+
+def _attend_by(
+    implementation: Literal["xla", "cudnn"],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
     before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
@@ -76,7 +87,7 @@ def _attend(
         mask=mask,
         is_causal=True,
         local_window_size=before,
-        implementation="xla",
+        implementation=implementation,
     )
 
 
@@ -93,16 +104,7 @@ def _attend_by_cudnn(
         if hopper and window is None:
             return _attend_in_packs(query, key, value, documents.packs)
         mask = documents.mask
-    before = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=True,
-        local_window_size=before,
-        implementation="cudnn",
-    )
+    return _attend_by("cudnn", query, key, value, mask, window)
 
 
 def _attend_in_packs(
