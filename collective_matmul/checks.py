@@ -62,9 +62,11 @@ def implementation(value: Implementation) -> tuple[str, ...] | None:
 
 
 def weight_shards(
-    weight_axis_name: str | None, weight_dimension: int, axis_name: str
+    weight_axis_name: str | None, weight_dimension: int, axis_name: str | None = None
 ) -> WeightShards | None:
     """How the weights of an op are sharded over a second mesh axis; None if they are whole.
+
+    `axis_name` is the op's own axis, or None where there is no op yet.
 
     Raises:
       ValueError, TypeError: for an axis that is the op's own, or another dimension than 0 and 1.
@@ -84,7 +86,7 @@ def weight_shards(
 
 
 def weight_sharding(
-    weight_axis_name: str, weight_dimension: int, axis_name: str, dimensions: str
+    weight_axis_name: str, weight_dimension: int, axis_name: str | None, dimensions: str
 ) -> None:
     """Raises ValueError for an axis that is `axis_name`, or another dimension than 0 and 1.
 

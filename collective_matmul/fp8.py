@@ -34,6 +34,7 @@ products that they are part of are NaN, and all others keep their precision.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from collective_matmul._compat import axis_index
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -98,6 +101,9 @@ RECIPES: dict[str, Recipe] = {
 class ScaledMatrix:
     """A weight [K, N] in 8 bits, with its scales.
 
+    Of a weight that a mesh axis shards, it may have the values of a shard, and the scales of the
+    whole; see `gathered`.
+
     Attributes:
       values: [N, K], contracted along the last dimension as Hopper's tensor cores want it.
       scales: float32, one of each column [N], or of each block [ceil(N / 128), ceil(K / 128)].
@@ -144,7 +150,8 @@ def quantize_weights(
     recipe: Recipe,
     operand_dtype: Any = None,
     *,
-    shard_axis_name: str | None = None,
+    axis_name: str | None = None,
+    dimension: int = 0,
 ) -> tuple[ScaledMatrix, ...]:
     """Weights, each [K_i, N], by columns or blocks.
 
@@ -154,12 +161,16 @@ def quantize_weights(
       ws: the weights, or shards of them.
       recipe: says which numbers have a scale in common.
       operand_dtype: dtype of the messages to multiply them with; by default the recipe's.
-      shard_axis_name: a mesh axis that shards what has a scale in common, over which the devices
-        agree on it.
+      axis_name: a mesh axis that shards the weights, or None. Its devices agree on the scales,
+        which are those that the whole weights would have.
+      dimension: the dimension that it shards, 0 or 1.
+
+    Returns:
+      Of shards: their values, and the scales of the whole.
     """
     operand_dtype = recipe.dtype if operand_dtype is None else jnp.dtype(operand_dtype)
     if recipe.name == "blockwise":
-        blocks = (_quantized_blocks(w.T, recipe.dtype) for w in ws)
+        blocks = (_quantized_blocks(w.T, recipe.dtype, axis_name, 1 - dimension) for w in ws)
         return tuple(
             ScaledMatrix(values, scales, operand_dtype, w.dtype)
             for (values, scales), w in zip(blocks, ws, strict=True)
@@ -167,15 +178,24 @@ def quantize_weights(
     axes = (0, 1) if recipe.name == "tensorwise" else (0,)
     largest = [_largest_magnitude(w, axes) for w in ws]
     common = functools.reduce(jnp.maximum, largest)
-    if shard_axis_name is not None:
-        common = lax.pmax(common, shard_axis_name)
+    divides_columns = axis_name is not None and dimension == 1
+    if axis_name is not None and (recipe.name == "tensorwise" or not divides_columns):
+        common = lax.pmax(common, axis_name)
     scale = _scale(common, recipe.dtype)
     columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
+    if divides_columns:
+        columns = [lax.all_gather(each, axis_name, tiled=True) for each in columns]
     values = [_divided(w, scale, recipe.dtype).T for w in ws]
     return tuple(
         ScaledMatrix(each, scales, operand_dtype, w.dtype)
         for each, scales, w in zip(values, columns, ws, strict=True)
     )
+
+
+def gathered(shard: ScaledMatrix, axis_name: str, dimension: int) -> ScaledMatrix:
+    """The whole weight [K, N] of a shard along a dimension, which `axis_name` shards."""
+    values = lax.all_gather(shard.values, axis_name, axis=1 - dimension, tiled=True)
+    return dataclasses.replace(shard, values=values)
 
 
 def message(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -283,27 +303,62 @@ def _quantized_blocks_of_rows(x: Array, dtype: jnp.dtype) -> jax.Array:
     return message(lax.slice_in_dim(values, 0, columns, axis=-1), scale[..., 0])
 
 
-def _quantized_blocks(w: Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The values of a matrix [N, K], and the scales of its blocks of 128 × 128."""
-    blocks = _in_blocks(_in_blocks(w, 0), 2)  # [N / 128, 128, K / 128, 128]
-    scale = _scale(_largest_magnitude(blocks, (1, 3)), dtype)
-    values = _divided(blocks, scale, dtype)
+def _quantized_blocks(
+    w: Array, dtype: jnp.dtype, axis_name: str | None, dimension: int
+) -> tuple[jax.Array, jax.Array]:
+    """The values of a matrix [N, K], and the scales of its blocks of 128 × 128.
+
+    If an axis shards a dimension, the scales are those of the whole matrix. A shard may begin and
+    end inside a block: it is divided into parts that are inside of one block each.
+    """
+    rows, columns = (
+        math.gcd(size, BLOCK) if axis_name is not None and place == dimension else BLOCK
+        for place, size in enumerate(w.shape)
+    )
+    parts = _in_blocks(_in_blocks(w, 0, rows), 2, columns)  # [N / rows, rows, K / columns, columns]
+    scale = _scale(_largest_magnitude(parts, (1, 3)), dtype)
+    scales = scale[:, 0, :, 0]
+    if axis_name is not None:
+        own, scales = _scales_of_blocks(
+            scales, BLOCK // (rows, columns)[dimension], axis_name, dimension
+        )
+        scale = own[:, None, :, None]
+    values = _divided(parts, scale, dtype)
     values = values.reshape(math.prod(values.shape[:2]), -1)[: w.shape[0], : w.shape[1]]
-    return values, scale[:, 0, :, 0]
+    return values, scales
 
 
-def _in_blocks(x: Array, dimension: int) -> jax.Array:
-    """Divides a dimension into blocks of 128, the last one filled up with zeros."""
+def _scales_of_blocks(
+    scales: jax.Array, parts: int, axis_name: str, dimension: int
+) -> tuple[jax.Array, jax.Array]:
+    """Scales of this shard's parts, those of their blocks; and of all blocks of the whole matrix.
+
+    Args:
+      scales: what the parts would have for scales of their own, float32 [n, k].
+      parts: the number of parts of a block, in the dimension that the axis shards.
+      axis_name: the axis.
+      dimension: the dimension.
+    """
+    whole = lax.all_gather(scales, axis_name, axis=dimension, tiled=True)
+    blocks = jnp.max(_in_blocks(whole, dimension, parts), axis=dimension + 1)
+    size = scales.shape[dimension]
+    of_parts = _spread(blocks, whole.shape[dimension], dimension, parts)
+    first = axis_index(axis_name) * size
+    return lax.dynamic_slice_in_dim(of_parts, first, size, dimension), blocks
+
+
+def _in_blocks(x: Array, dimension: int, block: int = BLOCK) -> jax.Array:
+    """Divides a dimension into blocks, the last one filled up with zeros."""
     dimension %= x.ndim
     padding = [(0, 0)] * x.ndim
-    padding[dimension] = (0, -x.shape[dimension] % BLOCK)
+    padding[dimension] = (0, -x.shape[dimension] % block)
     filled = jnp.pad(x, padding) if any(padding[dimension]) else jnp.asarray(x)
-    return filled.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])
+    return filled.reshape(*x.shape[:dimension], -1, block, *x.shape[dimension + 1 :])
 
 
-def _spread(scales: jax.Array, size: int, dimension: int) -> jax.Array:
+def _spread(scales: jax.Array, size: int, dimension: int, block: int = BLOCK) -> jax.Array:
     """The scale of each of `size` numbers, from those of their blocks."""
-    return lax.slice_in_dim(jnp.repeat(scales, BLOCK, dimension), 0, size, axis=dimension)
+    return lax.slice_in_dim(jnp.repeat(scales, block, dimension), 0, size, axis=dimension)
 
 
 def _largest_magnitude(w: Array, axes: tuple[int, ...]) -> jax.Array:

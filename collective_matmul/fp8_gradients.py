@@ -38,12 +38,11 @@ from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, with_auto_axes
 from collective_matmul.fp8 import (
-    BLOCK,
     RECIPES,
     Recipe,
     ScaledMatrix,
+    gathered,
     quantize_rows,
-    quantize_weights,
     weight_gradient,
 )
 from collective_matmul.gradients import (
@@ -53,7 +52,7 @@ from collective_matmul.gradients import (
     keeping_op,
     tie_with_barrier,
 )
-from collective_matmul.quantized_weights import Copies
+from collective_matmul.quantized_weights import Copies, copies_of, sharded_dimension
 from collective_matmul.site import Op
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
@@ -139,7 +138,7 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     recipe, dimension = _recipe(call), call.shard_dimension
     attributes = {"keep_gathered": True, "direction": "backward"}
     if call.weight_shards is not None:
-        ws, dy = lax.optimization_barrier((ws, dy))
+        (ws, copies), dy = lax.optimization_barrier(((ws, copies), dy))
     chosen = _chosen(call, "all_gather_matmul", (dy,) * len(ws), ws, **attributes)
     (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
     dxs, gathered = chosen.all_gather_matmul(
@@ -224,6 +223,7 @@ def _chosen(
     """The backend for one pass. It gets whole weights; `attributes` are those of its `Site`."""
     if call.weight_shards is not None:
         ws = ShardedWeights(tuple(ws), call.weight_shards, ws[0].dtype).whole
+        attributes["gathered_shards"] = call.weight_shards
         call = dataclasses.replace(call, weight_shards=None)
     return call.choose(op, xs, ws, **attributes)
 
@@ -252,40 +252,22 @@ def _weights(
 ) -> tuple[ScaledMatrix, ...]:
     """The quantized weights [K, N], or [N, K] if `transposed`, of whole weights or of shards.
 
-    Shards are quantized, and then gathered. Those that divide blocks are gathered first.
+    Shards are quantized, unless they were before, and then gathered.
     """
     recipe, shards = _recipe(call), call.weight_shards
-    operand_dtype = recipe.gradient_dtype if transposed else recipe.dtype
-    if copies is not None:
+    if copies is None:
+        cast = [w.astype(dtype) for w in ws]
+        scaled = copies_of(cast, recipe, shards, transposed=transposed)
+    else:  # The forward of a weight may be the backward of its transpose.
+        operand_dtype = recipe.gradient_dtype if transposed else recipe.dtype
         quantized_before = (pair[transposed] for pair in copies)
-        return tuple(
+        scaled = tuple(
             dataclasses.replace(copy, operand_dtype=operand_dtype) for copy in quantized_before
         )
-
-    def quantized(ws: Sequence[jax.Array], **options: Any) -> tuple[ScaledMatrix, ...]:
-        oriented = [w.T for w in ws] if transposed else ws
-        return quantize_weights(oriented, recipe, operand_dtype, **options)
-
-    ws = [w.astype(dtype) for w in ws]
     if shards is None:
-        return quantized(ws)
-    axis_name, divided = shards.axis_name, [w.shape[shards.dimension] for w in ws]
-    if recipe.name == "blockwise" and any(size % BLOCK for size in divided):
-        ws = [lax.all_gather(w, axis_name, axis=shards.dimension, tiled=True) for w in ws]
-        return quantized(ws)
-    contracts_shards = (shards.dimension == 1) == transposed
-    shared = contracts_shards or recipe.name == "tensorwise"
-    scaled = quantized(ws, shard_axis_name=axis_name if shared else None)
-    return tuple(_gathered(w, axis_name, 1 if contracts_shards else 0) for w in scaled)
-
-
-def _gathered(shard: ScaledMatrix, axis_name: str, dimension: int) -> ScaledMatrix:
-    """The whole of shards along a dimension of their values [N, K]."""
-    gather = functools.partial(lax.all_gather, axis_name=axis_name, tiled=True)
-    scales = shard.scales
-    if shard.in_blocks or dimension == 0:
-        scales = gather(scales, axis=dimension)
-    return dataclasses.replace(shard, values=gather(shard.values, axis=dimension), scales=scales)
+        return scaled
+    dimension = sharded_dimension(shards, transposed)
+    return tuple(gathered(each, shards.axis_name, dimension) for each in scaled)
 
 
 def _shard_of_gradient(call: OpParams, dw: jax.Array, w: jax.Array) -> jax.Array:

@@ -32,9 +32,10 @@ rounded results of matmuls, which travel in x's dtype in rings, and in w's with 
 With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.fp8`: "tensorwise",
 "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed
 between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
-"tensorwise". Weights that `weight_axis_name` shards are quantized and then gathered by XLA, not in
-the op's own loop. A weight may be a `QuantizedWeight`, which `prequantize` made before: the op then
-multiplies with its copies, and the gradient is that of its array.
+"tensorwise". Shards of weights are quantized, with the scales of the whole weights, and then
+gathered by XLA, not in the op's own loop. A weight or its shard may be a `QuantizedWeight`, which
+`prequantize` made before: the op then multiplies with its copies, and the gradient is that of its
+array.
 
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
@@ -132,7 +133,7 @@ def all_gather_matmul(
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    ws, copies = unwrapped(tuple(w) if isinstance(w, Sequence) else (w,), recipe, shards)
+    ws, copies = unwrapped(tuple(w) if isinstance(w, Sequence) else (w,), recipe, shards, x)
     checks.operands(x, ws, shards)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
@@ -197,7 +198,7 @@ def matmul_reduce_scatter(
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    (w,), copies = unwrapped((w,), recipe, shards)
+    (w,), copies = unwrapped((w,), recipe, shards, x)
     checks.operands(x, (w,), shards)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
@@ -257,7 +258,7 @@ def matmul_all_reduce(
     checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    (w,), copies = unwrapped((w,), recipe, shards)
+    (w,), copies = unwrapped((w,), recipe, shards, x)
     checks.operands(x, (w,), shards)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:

@@ -85,6 +85,8 @@ class Site:
       source: where the user called it.
       replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
       fp8_refused: why operands keep their dtype although a recipe was asked for; or None.
+      gathered_shards: how weights are sharded that XLA gathers, in 8 bits, before the op has them
+        whole; or None.
     """
 
     op: Op
@@ -105,6 +107,7 @@ class Site:
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
     fp8_refused: str | None = field(default=None, compare=False)
+    gathered_shards: WeightShards | None = field(default=None, compare=False)
 
     @property
     def flat(self) -> Site:

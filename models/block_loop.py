@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from models.parameter_use import ParameterUse, Tree, as_float32, as_varying
+from models.parameter_use import ParameterUse, Tree, arrays_of, as_float32, as_varying
 from models.split_pullback import split_pullback
 
 #: Parameters, and the weights of them that were gathered before, or None.
@@ -178,6 +178,7 @@ def apply_blocks(
     x: jax.Array,
     *others: Tree,
     last: Tree | None = None,
+    gathered_last: Tree | None = None,
 ) -> tuple[jax.Array, Tree]:
     """Applies ``x = fun(use.weights(own parameters), x, *others)`` for each block.
 
@@ -190,6 +191,7 @@ def apply_blocks(
       x: the input of the first block.
       *others: not differentiated.
       last: parameters of what follows the blocks, if anything does.
+      gathered_last: its weights that were gathered before, or None. Not differentiated.
 
     Returns:
       The result of the last block, and the whole weights of `last`. In an unrolled loop they are
@@ -197,26 +199,26 @@ def apply_blocks(
     """
 
     @jax.custom_vjp
-    def apply(parameters: Any, x: jax.Array, last: Tree, gathered: Any, others: Tree) -> tuple:
-        blocks = _Blocks(use, loop, parameters, gathered)
+    def apply(parameters: Any, x: jax.Array, last: Tree, gathered: tuple, others: Tree) -> tuple:
+        blocks = _Blocks(use, loop, parameters, gathered[0])
 
         def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, tuple]:
             return fun(weights, x, *others), ()
 
-        y, last, _, _ = _forward(blocks, block, blocks.weights(0), x, last)
+        y, last, _, _ = _forward(blocks, block, blocks.weights(0), x, (last, gathered[1]))
         return y, last
 
     def forward(
-        parameters: Any, x: jax.Array, last: Tree, gathered: Any, others: Tree
+        parameters: Any, x: jax.Array, last: Tree, gathered: tuple, others: Tree
     ) -> tuple[tuple, Partial]:
-        blocks = _Blocks(use, loop, parameters, gathered)
+        blocks = _Blocks(use, loop, parameters, gathered[0])
         weights = blocks.weights(0)
         split = split_pullback(fun, weights, x, *others)
 
         def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
             return split.forward(weights, x, *others)
 
-        y, last, weights, kept = _forward(blocks, block, weights, x, last)
+        y, last, weights, kept = _forward(blocks, block, weights, x, (last, gathered[1]))
 
         def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: jax.Array, d_last: Tree) -> tuple:
             d_last = None if d_last is None else use.gradients(d_last, whole=True)
@@ -229,7 +231,7 @@ def apply_blocks(
         return pull(*gradients)
 
     apply.defvjp(forward, backward)
-    return apply(parameters, x, last, gathered, others)
+    return apply(parameters, x, last, (gathered, gathered_last), others)
 
 
 @functools.partial(
@@ -272,8 +274,8 @@ def _begin(
     parameters, gathered = source
     if use.gathers != "blocks":
         return x, use.weights(parameters, gathered), ()
-    x, parameters = _tied(x, _typed_as(weights, parameters))
-    return x, weights, use.weights(parameters, gathered)
+    x, source = _tied_source(x, (_typed_as(weights, parameters), gathered))
+    return x, weights, use.weights(*source)
 
 
 def _forward(
@@ -281,7 +283,7 @@ def _forward(
     block: Callable[[Tree, jax.Array], tuple[jax.Array, Any]],
     weights: Tree,
     x: jax.Array,
-    last: Tree | None,
+    last: Source | tuple[None, None],
 ) -> tuple[jax.Array, Tree, Tree, Any]:
     """The result of the last block, the weights of `last` and of the last block, and what is
     kept."""
@@ -298,14 +300,13 @@ def _forward(
         x, weights = carry
         source = blocks.source(number, 1)
         if source is None:
-            x, last = _tied(x, last)
+            x, last = _tied_source(x, last)
         return compute(x, weights, source)
 
     carry = x, (weights if use.gathers == "blocks" else ())
     (y, weights), kept = blocks.loop.run(step, carry)
-    if last is not None:
-        last = use.weights(last, None, whole=True)
-    return y, last, weights, kept
+    following = None if last[0] is None else use.weights(*last, whole=True)
+    return y, following, weights, kept
 
 
 def _backward(
@@ -337,7 +338,15 @@ def _typed_as(weights: Tree, parameters: Tree) -> Tree:
     def typed(weight: jax.Array, parameter: jax.Array) -> jax.Array:
         return as_varying(parameter, jax.typeof(weight).manual_axis_type.varying)
 
-    return jax.tree.map(typed, weights, parameters)
+    return jax.tree.map(typed, arrays_of(weights), parameters)
+
+
+def _tied_source(x: jax.Array, source: Source) -> tuple[jax.Array, Source]:
+    """The same, where x and what weights are made of wait for each other."""
+    parameters, gathered = source
+    # Copies have no gradients, whose types would have to stay.
+    axes = jax.typeof(x).manual_axis_type.varying
+    return _tied(x, (parameters, jax.tree.map(lambda leaf: as_varying(leaf, axes), gathered)))
 
 
 def _tied(x: jax.Array, tree: Tree) -> tuple[jax.Array, Tree]:

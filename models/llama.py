@@ -328,9 +328,12 @@ class Llama(nnx.Module):
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.scan_layers or use is not None:
-            waiting = last if gathers_blocks else None
+            waiting: dict[str, Any] = {}
+            if gathers_blocks:
+                before = None if gathered is None else _select(gathered, *names)
+                waiting = {"last": last, "gathered_last": before}
             use = use or Unchanged()
-            x, weights = apply_blocks(apply, use, loop, own, others, x, documents, last=waiting)
+            x, weights = apply_blocks(apply, use, loop, own, others, x, documents, **waiting)
             if gathers_blocks:
                 return x, weights
         else:

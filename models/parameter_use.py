@@ -36,8 +36,8 @@ class ParameterUse(Protocol):
 
         Args:
           parameters: its parameters, local, which may be typed as varying over any axes.
-          gathered: the same with weights that were gathered before, or None. Some may be
-            `QuantizedWeight`, as in the result.
+          gathered: the same with weights that were made before, or None. Some may be
+            `QuantizedWeight`, as in the result; also of shards, which are still to be gathered.
           whole: the part does not gather weights itself, as linear layers can.
         """
         ...

@@ -20,7 +20,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
+from collective_matmul import (
+    OVERLAP_OPTIONS,
+    all_gather_matmul,
+    explain,
+    matmul_reduce_scatter,
+)
 from collective_matmul.fp8 import RECIPES
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS
@@ -142,11 +147,9 @@ def converts(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("fp8", RECIPES)
-@pytest.mark.parametrize(("contracted", "in_fp8"), [(256, True), (136, False)])
-def test_weights_are_gathered_in_8_bits(
-    fp8: Any, contracted: int, in_fp8: bool, make_mesh: MeshFactory
-) -> None:
-    """But for shards that divide blocks, which are gathered before they are quantized."""
+@pytest.mark.parametrize("contracted", [256, 136])
+def test_weights_are_gathered_in_8_bits(fp8: Any, contracted: int, make_mesh: MeshFactory) -> None:
+    """Also shards that divide blocks."""
     weights = {"weight_axis_name": "fsdp", "fp8": fp8, "implementation": "ring"}
 
     def results(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
@@ -164,8 +167,19 @@ def test_weights_are_gathered_in_8_bits(
     shard = rf"({contracted // 2}x\d+|\d+x{contracted // 2})x(\w+)"  # Scales are smaller.
     gathers = Program(fun, *arguments).operations("all_gather")
     found = [re.fullmatch(shard, tensor(each.operands[0])) for each in gathers]
-    gathered = {each.group(2) for each in found if each}
-    assert gathered == {E4M3 if in_fp8 or fp8 != "blockwise" else "bf16"}
+    assert {each.group(2) for each in found if each} == {E4M3}
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) -> None:
+    def gather(x: jax.Array, w: jax.Array) -> jax.Array:
+        return all_gather_matmul(x, w, AXIS, fp8=fp8, weight_axis_name="fsdp", weight_dimension=1)
+
+    mesh = make_mesh({"fsdp": 2, AXIS: 2})
+    specs = P(("fsdp", AXIS)), P(None, (AXIS, "fsdp"))
+    fun = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=P("fsdp", AXIS))
+    table = explain(fun)(jnp.ones((8, 136), "bfloat16"), jnp.ones((136, 64))).table(1000)
+    assert "gathers N of w over fsdp=2 before, in float8_e4m3fn" in table
 
 
 needs_cuda_build = pytest.mark.skipif(

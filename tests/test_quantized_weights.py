@@ -22,6 +22,7 @@ from collective_matmul import (
 )
 from collective_matmul.layers import (
     AttentionProjection,
+    ColumnParallelLinear,
     GatedFeedForward,
     RowParallelLinear,
     prequantize_kernels,
@@ -48,13 +49,14 @@ def arrays() -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     return drawn(2, 16, K, seed=2), ws, drawn(*BACK, seed=3)
 
 
-def results(x: jax.Array, ws: Any, back: Any, fp8: Any) -> tuple[jax.Array, ...]:
+def results(x: jax.Array, ws: Any, back: Any, fp8: Any, **options: Any) -> tuple[jax.Array, ...]:
     """The results of all three ops, with two weights that share a gather."""
-    y, z = all_gather_matmul(x, ws, AXIS, gather_dimension=1, fp8=fp8, implementation="ring")
+    options |= {"fp8": fp8}
+    ring: Any = {"implementation": "ring", **options}
+    y, z = all_gather_matmul(x, ws, AXIS, gather_dimension=1, **ring)
     h = y * jnp.tile(z.reshape(*z.shape[:2], -1), 2)
-    keywords: Any = {"fp8": fp8, "implementation": "ring"}
-    scattered = matmul_reduce_scatter(h, back, AXIS, scatter_dimension=1, **keywords)
-    return scattered, matmul_all_reduce(h, back, AXIS, fp8=fp8)
+    scattered = matmul_reduce_scatter(h, back, AXIS, scatter_dimension=1, **ring)
+    return scattered, matmul_all_reduce(h, back, AXIS, **options)
 
 
 def outcome(prepare: Callable[..., Weights], fp8: str, make_mesh: MeshFactory, vma: bool) -> Any:
@@ -99,6 +101,72 @@ def test_results_and_gradients_are_those_of_arrays(
     expected = outcome(lambda *arrays: arrays, fp8, make_mesh, vma)
     actual = outcome(quantized, fp8, make_mesh, vma)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+#: How the second axis shards kernels of the gather and of the scatter, and x, by the dimension.
+SHARDED = {
+    0: (P("fsdp", AXIS), P((AXIS, "fsdp"))),
+    1: (P(None, (AXIS, "fsdp")), P(AXIS, "fsdp")),
+}
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("fp8", ["rowwise", "tensorwise", "blockwise"])
+def test_shards_have_the_copies_of_the_whole(
+    fp8: Any, dimension: Any, make_mesh: MeshFactory
+) -> None:
+    """Bit for bit. Blocks of 128 divide no shard: one has parts of two blocks."""
+    ws = [drawn(4 * 68, 4 * 36, seed=0), drawn(4 * 68, 4 * 9, 2, seed=1) * 8]
+    spec = P("fsdp") if dimension == 0 else P(None, "fsdp")
+
+    def of_shards(ws: Any) -> Any:
+        options: Any = {"weight_axis_name": "fsdp", "weight_dimension": dimension}
+        whole = [w.gathered(dimension) for w in prequantize(ws, fp8, **options)]
+        assert [w.shape for w in whole] == [(4 * 68, 4 * 36), (4 * 68, 4 * 9, 2)]
+        return [(w.forward, w.backward) for w in whole]
+
+    mesh = make_mesh({"fsdp": 4})
+    fun = jax.shard_map(of_shards, mesh=mesh, in_specs=(spec,), out_specs=P(), check_vma=False)
+    expected = [(w.forward, w.backward) for w in jax.jit(lambda ws: prequantize(ws, fp8))(ws)]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(fun)(ws), expected)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "dimension", "vma"),
+    [("rowwise", 0, True), ("tensorwise", 1, True), ("blockwise", 0, False)],
+)
+def test_shards_have_the_results_and_gradients_of_arrays(
+    fp8: Any, dimension: Any, vma: bool, make_mesh: MeshFactory
+) -> None:
+    """Bit for bit, and gradients of float32 shards have that dtype."""
+    options: Any = {"weight_axis_name": "fsdp", "weight_dimension": dimension}
+    up, down = SHARDED[dimension]
+    x, ws, back = arrays()
+    wide = jax.tree.map(lambda w: w.astype("float32"), (ws, back))
+
+    def both(x: jax.Array, ws: Any, back: Any) -> Any:
+        cast = jax.tree.map(lambda w: w.astype("bfloat16"), (ws, back))
+        quantized = [prequantize(w, fp8, **options) for w in cast]
+
+        def outcome(before: Any) -> Any:
+            def differentiated(x: jax.Array, ws: Any, back: Any) -> Any:
+                ws, back = jax.tree.map(with_array, (ws, back), before)
+                return results(x, ws, back, fp8, **options)
+
+            ys, transpose = jax.vjp(differentiated, x, ws, back)
+            return ys, transpose(jax.tree.map(jnp.cos, ys))
+
+        return outcome((ws, back)), outcome(tuple(quantized))
+
+    specs = P("fsdp", AXIS), (up, up), down
+    outcome = (P("fsdp", AXIS), P("fsdp")), specs
+    mesh = make_mesh({"fsdp": 2, AXIS: 2})
+    fun = jax.shard_map(
+        both, mesh=mesh, in_specs=specs, out_specs=(outcome, outcome), check_vma=vma
+    )
+    expected, actual = jax.jit(fun)(x, *wide)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert {dw.dtype for dw in jax.tree.leaves(actual[1][1:])} == {jnp.dtype("float32")}
 
 
 def test_the_copies_are_multiplied_and_the_array_is_not_read(make_mesh: MeshFactory) -> None:
@@ -163,7 +231,16 @@ def test_copies_that_do_not_fit_are_refused(make_mesh: MeshFactory) -> None:
     message = refuse(lambda ws: prequantize(ws[0].astype("float32"), "rowwise").astype("bfloat16"))
     assert "its copies are of float32" in message
     message = refuse(lambda ws: prequantize(ws[0], "rowwise"), weight_axis_name="fsdp")
-    assert "weight_axis_name='fsdp': expected arrays" in message
+    assert "as whole weights, and the op has shards, K of w over fsdp=2; expected" in message
+    shard: Any = functools.partial(prequantize, fp8="rowwise", weight_axis_name="fsdp")
+    assert "as shards, K of w over fsdp=2, and the op has whole" in refuse(lambda ws: shard(ws[0]))
+    message = refuse(lambda ws: shard(ws[0]), weight_axis_name="fsdp", weight_dimension=1)
+    assert "shards, K of w over fsdp=2, and the op has shards, N of w over fsdp=2" in message
+    message = refuse(lambda ws: shard(ws[0].astype("float32")), weight_axis_name="fsdp")
+    assert "w: bfloat16 (136, 32), and its copies are of float32" in message
+    assert "expected a shard to gather" in refuse(
+        lambda ws: prequantize(ws[0], "rowwise").gathered(0)
+    )
     assert "quantized together with 1 others" in refuse(lambda ws: prequantize(ws, "rowwise")[0].T)
 
 
@@ -228,6 +305,43 @@ def test_kernels_of_layers_that_share_a_gather_are_quantized_together(
     )
     expected, actual = jax.jit(fun)(state, drawn(2, 8, 16, seed=0))
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        (("fsdp", "tensor", None), (8, 4, 8)),
+        ((None, ("tensor", "fsdp"), None), (16, 2, 8)),
+        ((None, "tensor", "fsdp"), None),
+        ((None, "tensor", None), (16, 4, 8)),
+    ],
+)
+def test_kernels_are_shards_as_their_metadata_says(
+    axes: Any, shape: tuple[int, ...] | None, make_mesh: MeshFactory
+) -> None:
+    """A shard of the first features is one of the matrix; that of others is not quantized."""
+    layer = ColumnParallelLinear(16, (8, 8), fp8="rowwise", rngs=nnx.Rngs(0))
+    layer.kernel.set_metadata(out_sharding=axes)
+    graph, state = nnx.split(layer)
+
+    def quantized(state: nnx.State) -> None:
+        own: Any = prequantize_kernels(nnx.merge(graph, state), weight_axis_name="fsdp")
+        kernel: Any = own["kernel"].get_value()
+        assert isinstance(kernel, QuantizedWeight) == (shape is not None)
+        if shape is None:
+            return
+        assert kernel.shape == shape
+        assert kernel.forward.shape == (shape[0], shape[1] * shape[2])
+        place = next((i for i, names in enumerate(axes) if "fsdp" in (names or ())), None)
+        assert (kernel.shards and kernel.shards.dimension) == place
+        if place is not None:
+            assert kernel.gathered(place - 3).shape == (16, 4, 8)
+
+    mesh = make_mesh({"fsdp": 2, "tensor": 2})
+    fun = jax.shard_map(
+        quantized, mesh=mesh, in_specs=(nnx.get_partition_spec(state),), out_specs=P()
+    )
+    jax.eval_shape(fun, state)
 
 
 def test_layers_refuse_kernels_that_were_quantized_otherwise(make_mesh: MeshFactory) -> None:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import QuantizedWeight
 from models.parameter_use import Gathers, arrays_of, as_varying
 from train.mesh import BATCH_AXES
 
@@ -71,7 +72,8 @@ class ZeroUse:
     """A `models.parameter_use.ParameterUse`: what ZeRO does where a block uses its parameters.
 
     Attributes:
-      compute_dtype: dtype of gathered weights. A shard is cast before it travels.
+      compute_dtype: dtype of gathered weights. A shard is cast before it travels, unless it has
+        copies in 8 bits, which then travel.
       gradient_dtype: dtype in which gradients travel and are summed.
       gathers: "blocks", weights are gathered for each block; "matmuls", linear layers gather
         their weights themselves, and scatter their gradients; None, they were made before.
@@ -86,17 +88,32 @@ class ZeroUse:
 
     @jax.named_scope("weights")
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
-        """Local parameters -> weights, typed as varying over the axes of the batch."""
-        if gathered is not None:
-            return jax.tree.map(lambda leaf: as_varying(leaf, BATCH_AXES), gathered)
-        leaves, structure = jax.tree.flatten(parameters)
-        for place, dimension in enumerate(_dimensions(parameters)):
-            if dimension is not None:
-                if whole or self.gathers != "matmuls":
-                    leaves[place] = gather(leaves[place], dimension, self.compute_dtype)
-                elif self.gradient_dtype != "float32":
-                    leaves[place] = leaves[place].astype(self.gradient_dtype)
-        return jax.tree.unflatten(structure, [as_varying(leaf, BATCH_AXES) for leaf in leaves])
+        """Local parameters -> weights, typed as varying over the axes of the batch.
+
+        If weights are gathered here or by layers, `gathered` only has their shards in 8 bits.
+        """
+        if gathered is None or self.gathers is not None:
+            leaves, structure = jax.tree.flatten(parameters)
+            before = leaves if gathered is None else structure.flatten_up_to(gathered)
+            sources = zip(leaves, before, _dimensions(parameters), strict=True)
+            gathered = structure.unflatten(self._weight(*each, whole) for each in sources)
+        return jax.tree.map(lambda leaf: as_varying(leaf, BATCH_AXES), gathered)
+
+    def _weight(
+        self,
+        parameter: jax.Array,
+        before: jax.Array | QuantizedWeight,
+        dimension: int | None,
+        whole: bool,
+    ) -> jax.Array | QuantizedWeight:
+        """The weight of a parameter; `before` has its copies in 8 bits, if there are any."""
+        if dimension is not None and (whole or self.gathers != "matmuls"):
+            if isinstance(before, QuantizedWeight):
+                return before.gathered(dimension)
+            return gather(parameter, dimension, self.compute_dtype)
+        if dimension is not None and self.gradient_dtype != "float32":
+            parameter = parameter.astype(self.gradient_dtype)
+        return before.with_array(parameter) if isinstance(before, QuantizedWeight) else parameter
 
     @jax.named_scope("weights")
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:

@@ -57,6 +57,7 @@ class ModelFunctions:
       stacks_layers: whether the parameters of layers are stacked.
       compute_dtype: dtype of gathered weights.
       gradient_dtype: dtype in which gradients are summed over data and fsdp.
+      fp8: the recipe by which layers quantize their operands to 8 bits, or None.
 
     Args:
       config: the configuration.
@@ -77,6 +78,7 @@ class ModelFunctions:
 
         self._config, self._sizes = config, sizes
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
+        self.fp8 = config.fp8
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
         self.zero = config.zero if sizes.fsdp > 1 else 0
@@ -172,11 +174,15 @@ class ModelFunctions:
         model = self._build(config)
         return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
-    def prequantize(self, weights: Weights) -> Weights:
-        """Local weights, of which those that layers multiply in 8 bits are quantized."""
-        if self._config.fp8 is None:
-            return weights
-        state = prequantized_state(self.merge(weights))
+    def prequantize(self, weights: Params | Weights) -> Weights:
+        """Local weights, of which those that layers multiply in 8 bits are quantized.
+
+        With level 3 they are shards.
+        """
+        if self.fp8 is None:
+            return {**weights}
+        shard_axis_name = "fsdp" if self.zero == 3 else None
+        state = prequantized_state(self.merge(weights), weight_axis_name=shard_axis_name)
         return {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
     def merge(self, params: Params | Weights) -> Llama:

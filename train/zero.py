@@ -33,10 +33,11 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     if each use makes its weights.
 
     With accumulation, weights that layers multiply in 8 bits are `QuantizedWeight`: quantized
-    once, for all microbatches.
+    once, for all microbatches. With level 3 they always are, and of shards: each use gathers the
+    copy that it needs, in 8 bits. Other parameters are as they were.
     """
     if model.zero == 3:
-        return None
+        return model.prequantize(params) if model.fp8 is not None else None
     dimensions = model.sharded_dimensions
 
     def made(name: str, leaf: jax.Array) -> jax.Array:
@@ -108,7 +109,10 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
         how = "block by block, one block ahead"
         if model.gathers == "matmuls":
             how = "in the loops of their matmuls"
-        lines.append(f"weights are gathered {how}, in {model.compute_dtype}")
+        dtypes = model.compute_dtype
+        if model.fp8 is not None:
+            dtypes += ", those of layers with fp8 in 8 bits"
+        lines.append(f"weights are gathered {how}, in {dtypes}")
     if whole := model.whole_matrices:
         lines.append(
             f"mesh.fsdp={sizes.fsdp} does not divide {sum(whole.values())} matrices, which stay"

@@ -79,9 +79,11 @@ def _dtypes(decision: Decision) -> str:
     site = decision.site
     multiplied = decision.multiplied_dtypes or site.operand_dtypes
     text = f"travels {' and '.join(site.communicated_dtypes)}, multiplies {_product(multiplied)}"
-    if site.weight_gradient_dtypes is None:
-        return text
-    return f"{text}; weight gradient {_product(site.weight_gradient_dtypes)}"
+    if site.weight_gradient_dtypes is not None:
+        text += f"; weight gradient {_product(site.weight_gradient_dtypes)}"
+    if site.gathered_shards is not None:
+        text += f"; gathers {site.gathered_shards} before, in {site.operand_dtypes[1]}"
+    return text
 
 
 def _product(dtypes: tuple[str, str]) -> str:

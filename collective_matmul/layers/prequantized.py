@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -15,7 +17,7 @@ from collective_matmul.quantized_weights import prequantize
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def prequantize_kernels(model: nnx.Module) -> nnx.State:
+def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = None) -> nnx.State:
     """The state of a model, with kernels that layers multiply in 8 bits as `QuantizedWeight`.
 
     For use inside `jax.shard_map` over the axis of the layers, where parameters are local shards.
@@ -25,21 +27,37 @@ def prequantize_kernels(model: nnx.Module) -> nnx.State:
 
     Kernels are quantized in `dtype` of their layer, or in their own if it has none. Layers of
     `AttentionProjection` and `GatedFeedForward` that share a gather are quantized together. Kernels
-    stay arrays in layers without `fp8`, in column-parallel layers that do not gather, and in layers
-    with `weight_axis_name`.
+    stay arrays in layers without `fp8`, and in column-parallel layers that do not gather.
+
+    In layers with `weight_axis_name`, kernels are shards, and so are their copies: each call
+    gathers one of the two. With the argument of that name, so are kernels of other layers that the
+    axis shards by their metadata. Their layers take them when they are whole: see
+    `QuantizedWeight.gathered`. They stay arrays where the axis shards neither the first of the
+    input features nor the first of the output features.
 
     Args:
       model: a module with `ColumnParallelLinear` or `RowParallelLinear` layers inside. It is not
         changed. If it calls `shared_gather` itself, the result raises ValueError where it is used.
+      weight_axis_name: an axis of the `shard_map` that shards kernels of layers which do not know
+        of it; or None.
     """
     model = nnx.clone(model)
     for layers in _gathers(model):
         first = layers[0]
         gathers = not isinstance(first, ColumnParallelLinear) or first.gather_dimension is not None
-        if first.fp8 is None or not gathers or first.weight_axis_name is not None:
+        if first.fp8 is None or not gathers:
+            continue
+        sharding = _sharding(first, weight_axis_name)
+        if sharding is None or any(_sharding(e, weight_axis_name) != sharding for e in layers):
             continue
         parameters: list[Any] = [layer.kernel for layer in layers]
-        quantized = prequantize([_matrix(layer) for layer in layers], first.fp8)
+        axis_name, dimension = sharding
+        quantized = prequantize(
+            [_matrix(layer) for layer in layers],
+            first.fp8,
+            weight_axis_name=axis_name,
+            weight_dimension=dimension,
+        )
         for parameter, each in zip(parameters, quantized, strict=True):
             parameter.set_value(each.with_array(parameter.get_value()))
     return nnx.state(model)
@@ -61,6 +79,33 @@ def _gathers(model: nnx.Module) -> Iterator[list[Linear]]:
     for module in modules:
         if isinstance(module, Linear) and id(module) not in shared:
             yield [module]
+
+
+def _sharding(layer: Linear, weight_axis_name: str | None) -> tuple[str | None, int] | None:
+    """The axis that shards the kernel of a layer as a matrix [K, *N], and the dimension.
+
+    The axis is None if the kernel is whole. Neither is known if the shards are none of the matrix.
+    """
+    if layer.weight_axis_name is not None:
+        own = LocalShards(layer.axis_name).weight_shards(layer.weight_sharding)
+        return (None, 0) if own is None else (own.axis_name, own.dimension)
+    (spec,) = jax.tree.leaves(
+        nnx.get_partition_spec(nnx.State({"kernel": layer.kernel})),
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
+    # Counted from the end, as a kernel of stacked layers has a dimension more in front.
+    sharded = [
+        place - len(spec)
+        for place, names in enumerate(spec)
+        if weight_axis_name in (names if isinstance(names, tuple) else (names,))
+    ]
+    if weight_axis_name is None or not sharded:
+        return None, 0
+    inputs, outputs = map(len, layer.kernel_shape)
+    computes_all = not isinstance(layer, ColumnParallelLinear) or layer.copies == 1
+    if sharded[0] == -outputs and computes_all:
+        return weight_axis_name, 1
+    return (weight_axis_name, 0) if sharded[0] == -inputs - outputs else None
 
 
 def _matrix(layer: Linear) -> Any:

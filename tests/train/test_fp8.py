@@ -96,20 +96,44 @@ def accumulating(changes: dict[str, Any]) -> tuple[Config, MeshSizes]:
     return dataclasses.replace(config, model=model), mesh
 
 
-def conversions(jaxpr: Any, in_loop: bool = False) -> Iterator[tuple[bool, tuple[int, ...]]]:
-    """Conversions to 8 bits: whether each is in a loop, and its shape but for sizes of 1."""
+def results_of(primitive: str, jaxpr: Any, in_loop: bool = False) -> Iterator[tuple[bool, Any]]:
+    """The results of all operations of a name, and whether each is in a loop."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "convert_element_type":
-            (result,) = equation.outvars
-            if result.aval.dtype.itemsize == 1:
-                yield in_loop, tuple(size for size in result.aval.shape if size > 1)
+        if equation.primitive.name == primitive:
+            yield from ((in_loop, result.aval) for result in equation.outvars)
         for inner in jaxprs_in_params(equation.params):
-            yield from conversions(inner, in_loop or equation.primitive.name == "scan")
+            yield from results_of(primitive, inner, in_loop or equation.primitive.name == "scan")
+
+
+def conversions(jaxpr: Any) -> dict[bool, Counter]:
+    """The shapes of conversions to 8 bits, but for sizes of 1: of those in loops, and of others."""
+    found = {True: Counter(), False: Counter()}
+    for in_loop, array in results_of("convert_element_type", jaxpr):
+        if array.dtype.itemsize == 1:
+            found[in_loop][tuple(size for size in array.shape if size > 1)] += 1
+    return found
+
+
+def step_of(config: Config, sizes: MeshSizes) -> Any:
+    """The program of a step."""
+    model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    step = sharded_step(config, model, optimizer, mesh)
+    batch = abstract_batch(config, config.batch_size)
+    return jax.make_jaxpr(step)(abstract_state(model, optimizer), batch).jaxpr
+
+
+def both_ways(kernels: Counter) -> Counter:
+    """Shapes for the forward, and those transposed for the backward."""
+    return kernels + Counter({shape[::-1]: count for shape, count in kernels.items()})
 
 
 #: The kernels of a device, [contracted, columns]: query; key and value; output; gate and up; down.
 KERNELS = Counter({(128, 64): 1, (128, 32): 2, (64, 128): 1, (128, 192): 2, (192, 128): 1})
 HEAD = Counter({(128, 128): 1})
+#: Their shards of two devices, where blocks gather them, and where their matmuls do.
+OF_BLOCKS = Counter({(64, 64): 2, (64, 32): 2, (64, 192): 2, (192, 64): 1})
+OF_MATMULS = Counter({(128, 32): 1, (128, 16): 2, (64, 64): 1, (128, 96): 2, (192, 64): 1})
 
 
 @pytest.mark.parametrize(
@@ -126,19 +150,38 @@ def test_microbatches_use_weights_that_were_quantized_before(
 ) -> None:
     """Each is quantized for the forward and, transposed, for the backward. XLA moves nothing into
     loops."""
-    config, sizes = accumulating(changes)
-    model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes)
-    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    step = sharded_step(config, model, optimizer, mesh)
-    batch = abstract_batch(config, config.batch_size)
-    closed = jax.make_jaxpr(step)(abstract_state(model, optimizer), batch)
-    found = {True: Counter(), False: Counter()}
-    for in_loop, shape in conversions(closed.jaxpr):
-        found[in_loop][shape] += 1
-    both = weights + Counter({shape[::-1]: count for shape, count in weights.items()})
+    found, both = conversions(step_of(*accumulating(changes))), both_ways(weights)
     assert found[False] == both
     assert found[True]  # What the weights are multiplied with.
     assert not found[True].keys() & both.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards", "head"),
+    [
+        ({"weight_gather": "blocks", "fp8_layers": "*"}, OF_BLOCKS, {(64, 128): 1}),
+        ({"weight_gather": "matmuls"}, OF_MATMULS, {}),
+    ],
+    ids=str,
+)
+def test_shards_are_quantized_once_and_gathered_in_8_bits(
+    changes: dict[str, Any], shards: Counter, head: dict
+) -> None:
+    """With ZeRO 3, before the loop over microbatches. A block gathers what it needs in that pass;
+    the last one keeps its weights in between, which the program of a single layer shows."""
+    jaxpr = step_of(*accumulating({"fp8": "rowwise", "zero": 3, "fsdp": 2, **changes}))
+    both = both_ways(shards + Counter(head))
+    found = conversions(jaxpr)
+    assert found[False] == both
+    assert not found[True].keys() & both.keys()
+    gathers = [*results_of("all_gather", jaxpr)]
+    gathered = [array for in_loop, array in gathers if in_loop and array.dtype.itemsize == 1]
+    whole = both_ways(KERNELS + (HEAD if head else Counter()))
+    assert Counter(array.shape for array in gathered) == whole
+    wider = {array.shape for _, array in gathers if array.dtype == "bfloat16"}
+    assert not wider & whole.keys() - HEAD.keys()  # The embedding has the shape of the head.
+    # What is quantized at one time agrees on scales first, which are few.
+    assert all(array.ndim == 1 for in_loop, array in gathers if not in_loop)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +194,22 @@ def test_microbatches_use_weights_that_were_quantized_before(
         ),
         pytest.param(
             {"fp8": "blockwise", "fp8_layers": "*", "tied_head": True, "remat": "dots"},
+            marks=pytest.mark.exhaustive,
+        ),
+        {"fp8": "rowwise", "zero": 3, "fsdp": 2, "weight_gather": "matmuls"},
+        {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
+        pytest.param(
+            {
+                "fp8": "tensorwise",
+                "zero": 3,
+                "fsdp": 2,
+                "scan_layers": 1,
+                "gradient_dtype": "bfloat16",
+            },
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            {"fp8": "blockwise", "zero": 3, "fsdp": 2, "tied_head": True, "remat": "full"},
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -166,7 +225,11 @@ def test_steps_are_those_of_microbatches_that_quantize(changes: dict[str, Any]) 
         return curve, jax.device_get(trainer.state)
 
     once = trained()
-    with mock.patch.object(ModelFunctions, "prequantize", lambda _, weights: weights):
+
+    def unchanged(model: ModelFunctions, weights: Any) -> Any:
+        return None if model.zero == 3 else weights
+
+    with mock.patch.object(ModelFunctions, "prequantize", unchanged):
         each = trained()
     assert once[0]["loss"][2] < once[0]["loss"][1]
     jax.tree.map(np.testing.assert_array_equal, once, each)
