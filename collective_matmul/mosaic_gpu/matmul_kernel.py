@@ -226,18 +226,12 @@ class PersistentGemm(TileScheduler):
                 read_x = reader(xs[p], x, indices, tile.batch, pl.ds(tile.row, self.x_rows))
                 read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
                 loads = [Load(read_x, x_stages, x_axis), Load(read_w, stages.w, w_axis)]
-                loads += self.other_loads(indices, tile, p)
                 load = functools.partial(self.load_k_blocks, first, steps, loads, stages)
                 count = self.contracted_planes * steps
                 load(0, count) if in_parts is None else in_parts(load, count)
                 first += count
 
         self.on_result(tile.cluster_n, load_terms)
-
-    def other_loads(self, indices: Ref, tile: TileCoord, term: int) -> list[Load]:
-        """Returns what else every step of a term loads."""
-        del indices, tile, term
-        return []
 
     def load_k_blocks(
         self,

@@ -24,7 +24,6 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul._compat import load_in_layout
 from collective_matmul.fp8 import BLOCK
 from collective_matmul.mosaic_gpu.kernel_types import (
-    Load,
     Operands,
     Ref,
     Scalar,
@@ -45,7 +44,8 @@ class ScaledGemm(PersistentGemm):
     An MMA warpgroup's part of a tile is 64 rows high. The references to the scales are attributes,
     set in `run`, all of float32:
 
-    - `x_scales`: [planes, rows], or [planes, steps, rows] in blocks, with the planes of the xs.
+    - `x_scales`: [planes, rows, any], with the planes of the xs. From column `first_scale` on, a
+      row has its scale, or the scales of all its k-blocks.
     - `w_scales`: of each result [columns], or [ceil(columns / 128), steps] in blocks.
 
     Scales of rows and columns are the same for all terms. They are as many as tiles have.
@@ -60,16 +60,16 @@ class ScaledGemm(PersistentGemm):
         tiling: Tiling,
         *,
         in_blocks: bool,
+        first_scale: int,
     ):
         """Describes the kernel for operands and results of these shapes."""
         super().__init__(xs, ws, outs, batch, 1, tiling)
         assert tiling.warpgroup_tile[0] == 64
         assert not in_blocks or tiling.tile_n == tiling.tile_k == BLOCK
-        self.in_blocks = in_blocks
+        self.in_blocks, self.first_scale = in_blocks, first_scale
         self.dtypes = xs[0].array.dtype, ws[0][0].array.dtype, outs[0].dtype
         self.x_scales: Ref = None
         self.w_scales: Sequence[Ref] = ()
-        self.scale_stages: Ref = None
 
     def run(self, indices: Ref, *refs: Ref) -> None:
         """Executes one warpgroup; refs are the xs, the ws of each x, their scales, the results."""
@@ -82,11 +82,10 @@ class ScaledGemm(PersistentGemm):
 
         @functools.partial(pl.run_scoped, **self.scratch(None), collective_axes="warpgroup")
         def _(**scratch: Ref) -> None:
-            self.scale_stages = scratch.get("scale_stages")
             self.run_warpgroup(Operands(indices, xs, ws), outs, scratch)
 
     def shared_memory(self, dtype: Any) -> dict[str, Any]:
-        """Returns the stages, those of the scales of blocks, and the epilogue tiles."""
+        """Returns the stages and the epilogue tiles, swizzled for wgmma and TMA."""
         del dtype
         tiling, (x_dtype, w_dtype, out_dtype) = self.tiling, self.dtypes
         stages, width = tiling.max_concurrent_steps, tiling.epilogue_tile_n
@@ -98,34 +97,11 @@ class ScaledGemm(PersistentGemm):
             )
             return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-        memory = {
+        return {
             "x_stages": swizzled(x_dtype, stages, tiling.tile_m, tiling.tile_k),
             "w_stages": swizzled(w_dtype, stages, tiling.tile_n, tiling.tile_k),
             "store_tiles": swizzled(out_dtype, 2, tiling.epilogue_stages, 64, width),
         }
-        if self.in_blocks:
-            memory["scale_stages"] = plgpu.SMEM((stages, tiling.tile_m), jnp.float32)
-        return memory
-
-    def barriers(self) -> dict[str, Any]:
-        """Returns the barriers of the stages. With blocks, scales arrive too."""
-        barriers, stages = super().barriers(), self.tiling.max_concurrent_steps
-        if self.in_blocks:
-            barriers["full"] = plgpu.Barrier(num_arrivals=3, num_barriers=stages)
-        return barriers
-
-    def other_loads(self, indices: Ref, tile: TileCoord, term: int) -> list[Load]:
-        """Returns the scales of a k-block of x, if it has any of its own."""
-        if not self.in_blocks:
-            return []
-        plane, first = self.x_plane(indices, tile.batch), sum(self.plane_steps[:term])
-        rows = pl.ds(tile.row, self.x_rows)
-
-        def read(contracted_plane: Scalar, k_range: Any) -> Ref:
-            del contracted_plane
-            return self.x_scales.at[plane, first + lax.div(k_range.start, BLOCK), rows]
-
-        return [Load(read, self.scale_stages.at[:, pl.ds(0, self.x_rows)])]
 
     def x_plane(self, indices: Ref, batch: Scalar) -> Scalar:
         """Returns the plane of the xs, and of their scales, that a batch reads."""
@@ -149,75 +125,80 @@ class ScaledGemm(PersistentGemm):
         self.for_each_tile(visit)
         plgpu.wait_smem_to_gmem(0)
 
+    def read_x_scales(
+        self, indices: Ref, tile: TileCoord, row_offset: Scalar, step: Scalar
+    ) -> jax.Array:
+        """Returns the scales [64] of a step's k-block of x, or of whole rows for step 0."""
+        plane, rows = self.x_plane(indices, tile.batch), pl.ds(tile.row + row_offset, 64)
+        scales = self.x_scales.at[plane, rows, self.first_scale + step]
+        return load_in_layout(scales, plgpu.Layout.WGMMA.reduce(1))
+
     def multiply_rows(
         self, indices: Ref, tile: TileCoord, row_offset: Scalar, stages: Stages, store: Any
     ) -> None:
         """Multiplies, scales rows and columns of the sums, and stores them."""
-        columns, layout = self.tiling.tile_n, plgpu.Layout.WGMMA
-        rows = pl.ds(tile.row + row_offset, 64)
+        columns = self.tiling.tile_n
 
-        @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((64, columns), jnp.float32))
-        def _(accumulator: Ref) -> None:
-            x_scales = self.x_scales.at[self.x_plane(indices, tile.batch), rows]
-            x_scales = load_in_layout(x_scales, layout.reduce(1))
-            parts = pl.ds(row_offset, 64), pl.ds(0, columns)
-            self.mma(accumulator, tile.tile_idx, *parts, stages)
-            product = accumulator[...]
-            plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
+        def multiply(q: int, column: Scalar) -> None:
+            # Read before k-blocks are multiplied: afterwards, the tensor cores would wait for them.
+            x_scales = self.read_x_scales(indices, tile, row_offset, 0)
+            w_scales = self.w_scales[q].at[pl.ds(column, columns)]
+            w_scales = load_in_layout(w_scales, plgpu.Layout.WGMMA.reduce(0))
 
-            def scale(q: int, column: Scalar) -> None:
-                w_scales = self.w_scales[q].at[pl.ds(column, columns)]
-                w_scales = load_in_layout(w_scales, layout.reduce(0))
+            @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((64, columns), jnp.float32))
+            def _(accumulator: Ref) -> None:
+                parts = pl.ds(row_offset, 64), pl.ds(0, columns)
+                self.mma(accumulator, tile.tile_idx, *parts, stages)
+                product = accumulator[...]
+                plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
                 scaled = product * lax.broadcast_in_dim(x_scales, product.shape, (0,))
                 store(q, column, scaled * lax.broadcast_in_dim(w_scales, product.shape, (1,)))
 
-            self.on_result(tile.cluster_n, scale)
+        self.on_result(tile.cluster_n, multiply)
 
     def multiply_blocks(
         self, indices: Ref, tile: TileCoord, row_offset: Scalar, stages: Stages, store: Any
     ) -> None:
         """Multiplies k-block by k-block, scales each product, and stores their sums."""
-        del indices
 
         def multiply(q: int, column: Scalar) -> None:
             # Tiles beyond the last column exist; what they compute is not stored.
             last_block = self.w_scales[q].shape[0] - 1
             block = jnp.minimum(lax.div(column, BLOCK), last_block)
 
-            def w_scale(step: Scalar) -> Scalar:
-                return self.w_scales[q][block, jnp.minimum(step, self.steps - 1)]
+            def read_scales(step: Scalar) -> tuple[jax.Array, Scalar]:
+                step = jnp.minimum(step, self.steps - 1)
+                x_scales = self.read_x_scales(indices, tile, row_offset, step)
+                return x_scales, self.w_scales[q][block, step]
 
-            def add(step: Scalar, carry: tuple[jax.Array, Scalar]) -> tuple[jax.Array, Scalar]:
-                total, scale = carry
-                # Read a step ahead: it takes long.
-                following = w_scale(step + 1)
-                product, scales = self.multiply_block(tile, step, row_offset, stages)
-                scales = lax.broadcast_in_dim(scales * scale, product.shape, (0,))
-                return total + product * scales, following
+            def add(step: Scalar, carry: Any) -> Any:
+                total, stage, (x_scales, w_scale) = carry
+                # The next step's scales are read now, as that takes long, and after the last use of
+                # this step's: so they get the same registers. Copying them from others would wait.
+                scales = x_scales * w_scale
+                following = read_scales(step + 1)
+                product = self.multiply_block(stage, row_offset, stages)
+                total += product * lax.broadcast_in_dim(scales, product.shape, (0,))
+                # Cheaper than a remainder.
+                last = stage == self.tiling.max_concurrent_steps - 1
+                return total, jnp.where(last, 0, stage + 1), following
 
             zeros = jnp.zeros((64, BLOCK), jnp.float32)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            total, _ = lax.fori_loop(0, self.steps, add, (zeros, w_scale(0)))
+            carry = zeros, self.stage(tile.tile_idx, 0), read_scales(0)
+            total, *_ = lax.fori_loop(0, self.steps, add, carry)
             store(q, column, total)
 
         self.on_result(tile.cluster_n, multiply)
 
-    def multiply_block(
-        self, tile: TileCoord, step: Scalar, row_offset: Scalar, stages: Stages
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the product of k-blocks [64, 128], and x's scales [64], and frees the stage."""
-        stage, rows = self.stage(tile.tile_idx, step), pl.ds(row_offset, 64)
+    def multiply_block(self, stage: Scalar, row_offset: Scalar, stages: Stages) -> jax.Array:
+        """Returns the product [64, 128] of a stage's k-blocks, and frees the stage."""
         plgpu.barrier_wait(stages.full.at[stage])
-        scale_stage = self.scale_stages.at[stage, rows]
+        x, w = stages.x.at[stage, pl.ds(row_offset, 64), :], stages.w.at[stage]
 
-        def multiply(accumulator: Ref) -> tuple[jax.Array, jax.Array]:
-            w = stages.w.at[stage].transpose((1, 0))
-            plgpu.wgmma(accumulator, stages.x.at[stage, rows, :], w)
-            # While tensor cores multiply.
-            scales = load_in_layout(scale_stage, plgpu.Layout.WGMMA.reduce(1))
-            # TMA may overwrite the stage only after this read.
-            plgpu.commit_smem()
-            return accumulator[...], scales
+        def multiply(accumulator: Ref) -> jax.Array:
+            plgpu.wgmma(accumulator, x, w.transpose((1, 0)))
+            return accumulator[...]
 
         product = pl.run_scoped(multiply, plgpu.ACC((64, BLOCK), jnp.float32))
         plgpu.barrier_arrive(stages.empty.at[stage])

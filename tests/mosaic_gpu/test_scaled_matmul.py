@@ -135,6 +135,9 @@ def _interpreted(_without_races: None, monkeypatch: pytest.MonkeyPatch) -> None:
             Products("blockwise", 72, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
         ),
         Products("rowwise", 8, (768,), (64,), chunks=2),
+        # Whole tiles, whose scales are read from the message.
+        Products("rowwise", 256, (128,), (64,), chunks=2),
+        Products("blockwise", 128, (256,), (64,), chunks=2),
     ],
     ids=str,
 )
