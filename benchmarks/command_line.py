@@ -8,7 +8,17 @@ from typing import Any
 
 import tyro
 
-from benchmarks import configs, generation, ops, sharded_stack, stack, step, tilings, train
+from benchmarks import (
+    configs,
+    fp8_matmuls,
+    generation,
+    ops,
+    sharded_stack,
+    stack,
+    step,
+    tilings,
+    train,
+)
 from benchmarks.comparison import Comparison
 from benchmarks.settings import choose_platform
 
@@ -19,6 +29,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
+    "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }
@@ -33,7 +44,9 @@ def main(arguments: Sequence[str]) -> None:
         description="Times ops, layers and training steps beside baselines; tunes kernels.",
     )
     try:
-        if isinstance(settings, Comparison | step.Step | generation.Generation):
+        if isinstance(
+            settings, Comparison | step.Step | generation.Generation | fp8_matmuls.Fp8Matmuls
+        ):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)
     except ValueError as error:

@@ -157,6 +157,8 @@ def test_what_hangs_has_no_times() -> None:
         ("tilings --output t.jsonl --models 8B", "models: '8B' is unknown; expected llama3-8b, "),
         ("tilings --output nowhere/t.jsonl", "output=nowhere/t.jsonl: there is no folder nowhere"),
         ("tilings --output t.jsonl", "the kernel runs on Hopper GPUs; run this on one"),
+        ("fp8_matmuls --layers gate", "layers: 'gate' is unknown; expected gate and up, down, "),
+        ("fp8_matmuls --platform cpu", "the kernel runs on Hopper GPUs; run this on one"),
     ],
 )
 def test_settings_that_nothing_can_be_measured_with(
