@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -20,7 +20,7 @@ from benchmarks.communication import (
     PlainJax,
     Rewritten,
 )
-from benchmarks.internals import BACKENDS, COMPUTE_ONLY
+from benchmarks.internals import BACKENDS, COMPUTE_ONLY, RecipeName
 from collective_matmul import overlap_jit
 
 #: The library's own choice, and its choice where kernels that address peer memory are allowed.
@@ -55,10 +55,25 @@ def layer_names() -> tuple[str, ...]:
     return tuple(name for name in names() if name != "mosaic_example")
 
 
+def with_fp8(chosen: Sequence[str], recipes: Sequence[RecipeName]) -> tuple[str, ...]:
+    """The candidates, and after them those of the library with each recipe: "auto_fp8_rowwise"."""
+    library = (*BACKENDS, *AUTO, "rewrite")
+    added = (f"{name}_fp8_{recipe}" for recipe in recipes for name in chosen if name in library)
+    return (*chosen, *added)
+
+
 def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
-    """The candidate of a name of `names`, with all of its option sets, or the first one only."""
+    """The candidate of a name, with all of its option sets, or the first one only.
+
+    Args:
+      name: one of `names`, or of `with_fp8`.
+      mesh: the mesh of its programs.
+      try_options: whether it has all of its option sets.
+    """
     tried = None if try_options else 1
-    match name:
+    base, _, recipe = name.partition("_fp8_")
+    fp8 = next((known for known in get_args(RecipeName) if known == recipe), None)
+    match base:
         case "baseline":
             return Candidate(name, PlainJax(), "jit", known(BASELINE, tried))
         case "windowed_einsum":
@@ -66,10 +81,10 @@ def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
         case "mosaic_example":
             return Candidate(name, MosaicExample(), "jit")
         case "rewrite":
-            return Candidate(name, Rewritten(), "overlap_jit")
+            return Candidate(name, Rewritten(fp8), "overlap_jit")
         case _ if name == COMPUTE_ONLY:
             return Candidate(name, NoCommunication(), "jit")
-    communication = CollectiveMatmul(None if name in AUTO else name)
-    if name == "auto_fused" or (name in BACKENDS and BACKENDS[name].uses_peer_kernels):
+    communication = CollectiveMatmul(None if base in AUTO else base, fp8)
+    if base == "auto_fused" or (base in BACKENDS and BACKENDS[base].uses_peer_kernels):
         return Candidate(name, communication, "overlap_jit(peer_kernels=True)")
     return Candidate(name, communication, "overlap_jit")

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import mosaic_example
+from benchmarks.internals import RecipeName
 from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 #: The name of the mesh axis of every benchmark.
@@ -106,23 +107,27 @@ class Partitioned(Communication):
 
 
 class Rewritten(PlainJax):
-    """The same, in programs that `collective_matmul.overlap` rewrites."""
+    """The same, in programs that `collective_matmul.overlap` rewrites, with its `fp8`."""
+
+    def __init__(self, fp8: RecipeName | None = None):
+        self.fp8: RecipeName | None = fp8
 
 
 class CollectiveMatmul(Communication):
-    """The ops of `collective_matmul`."""
+    """The ops of `collective_matmul`, with their `implementation` and `fp8`."""
 
-    def __init__(self, implementation: str | None):
-        self.implementation = implementation
+    def __init__(self, implementation: str | None, fp8: RecipeName | None = None):
+        self.implementation, self.fp8 = implementation, fp8
+        self._options: Any = {"implementation": implementation, "fp8": fp8}
 
     def all_gather_matmul(self, rows, ws):
-        return all_gather_matmul(rows, tuple(ws), AXIS, implementation=self.implementation)
+        return all_gather_matmul(rows, tuple(ws), AXIS, **self._options)
 
     def matmul_reduce_scatter(self, x, w):
-        return matmul_reduce_scatter(x, w, AXIS, implementation=self.implementation)
+        return matmul_reduce_scatter(x, w, AXIS, **self._options)
 
     def matmul_all_reduce(self, x, w):
-        return matmul_all_reduce(x, w, AXIS, implementation=self.implementation)
+        return matmul_all_reduce(x, w, AXIS, **self._options)
 
 
 class MosaicExample(Communication):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from benchmarks import candidates
 from benchmarks.candidates import Candidate
 from benchmarks.compiling import Compiled, compile_cases
-from benchmarks.internals import REFERENCE
+from benchmarks.internals import REFERENCE, RecipeName
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
@@ -35,6 +36,19 @@ class Comparison(Settings):
     """Time xla twice in that many cases: two times of one program show the noise."""
     profile: Path | None = None
     """A folder for a profile of every candidate in every case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Comparison(Comparison):
+    """Settings of comparisons whose matmuls may have operands in 8 bits."""
+
+    fp8: tuple[RecipeName, ...] = ()
+    """Recipes of operands in 8 bits: tensorwise, rowwise, blockwise. Each of the library's own
+    candidates takes part once more with each of them, as in auto_fp8_rowwise."""
+
+    def with_fp8(self) -> Self:
+        """The settings with these candidates among those that were chosen."""
+        return dataclasses.replace(self, candidates=candidates.with_fp8(self.candidates, self.fp8))
 
 
 class ComparedCase(Protocol):

@@ -15,7 +15,13 @@ from collective_matmul.backends.base import Backend, Configuration
 from collective_matmul.data import MeasuredData, Record, shipped
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights, scaled_matmul
+from collective_matmul.fp8 import (
+    RECIPES,
+    RecipeName,
+    quantize_rows,
+    quantize_weights,
+    scaled_matmul,
+)
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.scaled_chunks import multiply as multiply_in_place

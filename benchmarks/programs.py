@@ -46,5 +46,5 @@ def make_program(
         mesh = jax.tree.leaves(arguments)[0].sharding.mesh
         fun = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     if isinstance(communication, Rewritten):
-        fun = overlap(fun)
+        fun = overlap(fun, fp8=communication.fp8)
     return Program(fun, arguments)

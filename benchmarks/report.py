@@ -150,6 +150,7 @@ def _of_candidates(content: dict[str, Any]) -> list[Section]:
             tables.times,
             tables.training_steps,
             tables.over_compute_only,
+            tables.over_pytorch,
             tables.memory,
             tables.profiles,
             tables.decisions,

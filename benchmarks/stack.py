@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from benchmarks import candidates, comparison
+from benchmarks import candidates, comparison, pytorch
 from benchmarks.candidates import Candidate
 from benchmarks.communication import COLUMNS, ROWS
-from benchmarks.comparison import Comparison
+from benchmarks.comparison import Fp8Comparison
+from benchmarks.internals import RecipeName
 from benchmarks.operands import Operands
 from benchmarks.programs import Direction, Program, make_program
 from benchmarks.pytorch import runner
@@ -51,6 +52,7 @@ class StackCase:
     shape: FeedForward
     direction: Direction
     layers: int
+    fp8: tuple[RecipeName, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +70,10 @@ class StackCase:
         """See `benchmarks.pytorch.runner.PytorchCase`."""
         sizes = asdict(self.shape)
         del sizes["name"]
-        return {"direction": self.direction, "layers": self.layers, **sizes}
+        recipes = [recipe for recipe in self.fp8 if recipe in pytorch.FLOAT8_RECIPES]
+        names = [f"{name}_fp8_{recipe}" for recipe in recipes for name in pytorch.NAMES]
+        described = {"direction": self.direction, "layers": self.layers, **sizes}
+        return described | ({"candidates": [*pytorch.NAMES, *names]} if names else {})
 
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """The program of a candidate.
@@ -107,7 +112,7 @@ class StackCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack(Comparison):
+class Stack(Fp8Comparison):
     """A stack of feed-forward layers."""
 
     shapes: tuple[str, ...] = ("70B", "8B", "small")
@@ -119,7 +124,7 @@ class Stack(Comparison):
     """Rows to try each shape with, instead of its own."""
     pytorch: bool = False
     """Afterwards time PyTorch on the same cases, in processes of its own; it needs 20 GB of each
-    GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7."""
+    GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7. With --fp8 also torchao's float8."""
 
     def cases(self) -> list[StackCase]:
         """Every shape × rows × direction."""
@@ -131,7 +136,7 @@ class Stack(Comparison):
                 for rows in self.sweep_m
             ]
         return [
-            StackCase(shape, direction, self.layers or LAYERS[direction])
+            StackCase(shape, direction, self.layers or LAYERS[direction], self.fp8)
             for direction in self.directions
             for shape in shapes
         ]
@@ -144,8 +149,8 @@ def run(settings: Stack) -> Report:
       ValueError: for settings that do not fit together or to the devices.
     """
     check_names("shapes", settings.shapes, list(SHAPES))
-    cases = settings.cases()
-    report = comparison.run("stack", settings, cases, candidates.layer_names())
+    cases, names = settings.cases(), candidates.with_fp8(candidates.layer_names(), settings.fp8)
+    report = comparison.run("stack", settings.with_fp8(), cases, names)
     if settings.pytorch:
         runner.add_times(report, settings, cases)
     return report

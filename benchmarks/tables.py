@@ -131,6 +131,25 @@ def over_compute_only(content: Content) -> str:
     )
 
 
+def over_pytorch(content: Content) -> str:
+    """How many times as fast as each of PyTorch's candidates the others are."""
+    theirs = [name for name in candidate_names(content) if name.startswith("torch")]
+    rows = []
+    for case in content["cases"]:
+        for over in theirs:
+            ratios = {
+                name: ratio
+                for name in case["candidates"]
+                if name not in (*theirs, COMPUTE_ONLY)
+                and (ratio := speed_up(case, name, over)) is not None
+            }
+            cells = [f"{name} {ratio:.2f}×" for name, ratio in ratios.items()]
+            if cells:
+                rows.append([case["name"], over, ", ".join(cells)])
+    about = "## Over PyTorch\n\nTimes of PyTorch's candidates over those of the others.\n\n"
+    return about + table(["", "over", "speed-up"], rows) if rows else ""
+
+
 def memory(content: Content) -> str:
     """Temporary memory, and by how many chunks it is more than xla's."""
 
@@ -188,12 +207,26 @@ def options_tried(content: Content) -> str:
 
 
 def decisions(content: Content) -> str:
-    """The choices of auto and their reasons."""
-    lines = []
+    """The choices of auto and their reasons, and the operators that PyTorch's compiler fused."""
+    chosen, fused = [], []
     for case in content["cases"]:
-        for text, count in case["candidates"].get("auto", {}).get("decisions", {}).items():
-            lines.append(f"- {case['name']}: {count} × {text}")
-    return "## What auto chose\n\n" + "\n".join(lines) if lines else ""
+        for name, result in case["candidates"].items():
+            if name.startswith("torch"):
+                fused += _counted(f"{case['name']}, {name}", result)
+            elif name == "auto" or name.startswith("auto_fp8"):
+                chosen += _counted(f"{case['name']}, {name}", result)
+    sections = []
+    if chosen:
+        sections.append("## What auto chose\n\n" + "\n".join(chosen))
+    if fused:
+        about = "Number of operators in the compiled layer, gradients included."
+        sections.append("\n\n".join(["## What PyTorch fused", about, "\n".join(fused)]))
+    return "\n\n".join(sections)
+
+
+def _counted(subject: str, result: Content) -> list[str]:
+    decided = result.get("decisions") or {}
+    return [f"- {subject}: {count} × {text}" for text, count in decided.items()]
 
 
 def failures(content: Content) -> str:

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from benchmarks import candidates, comparison, tables
 from benchmarks.candidates import Candidate
 from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
-from benchmarks.comparison import Comparison
-from benchmarks.internals import COMPUTE_ONLY, REFERENCE
+from benchmarks.comparison import Fp8Comparison
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE, RecipeName
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
 from benchmarks.pytorch import TRAINING_NAMES, runner
@@ -60,8 +60,10 @@ class TrainCase:
         name += f" ZeRO {self.zero}" if self.zero else ""
         return name + (f" remat {self.remat}" if self.remat != "none" else "")
 
-    def config(self, overlap: str = "auto", dtype: str = "bfloat16") -> Config:
-        """The trainer's configuration."""
+    def config(
+        self, overlap: str = "auto", dtype: str = "bfloat16", fp8: RecipeName | None = None
+    ) -> Config:
+        """The trainer's configuration; without `fp8` that of the trainer's flags."""
         preset = tyro.cli(Config, default=PRESETS[self.preset](), args=shlex.split(self.trainer))
         return dataclasses.replace(
             preset,
@@ -72,6 +74,7 @@ class TrainCase:
             remat=self.remat,
             overlap=overlap,
             compute_dtype=dtype,
+            fp8=fp8 or preset.fp8,
         )
 
     def mesh_sizes(self, devices: int) -> MeshSizes:
@@ -119,7 +122,9 @@ class TrainCase:
 
     def build(self, operands: Operands, candidate: Candidate) -> Program:
         """``(state, batch) -> (state, metrics)``."""
-        config = self.config(_overlap_of(candidate.communication), operands.dtype.name)
+        communication = candidate.communication
+        fp8 = getattr(communication, "fp8", None)
+        config = self.config(_overlap_of(communication), operands.dtype.name, fp8)
         sizes = self.mesh_sizes(operands.mesh.devices.size)
         mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
         optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
@@ -177,7 +182,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Comparison):
+class Train(Fp8Comparison):
     """A whole training step."""
 
     preset: str = "llama3-8b"
@@ -196,7 +201,7 @@ class Train(Comparison):
     """Other flags of the trainer, such as --trainer="--gradient-accumulation-steps 2"."""
     baselines: tuple[str, ...] = ()
     """Before, time PyTorch in processes of its own: torch_fsdp for ZeRO 3, and for 0 torch_tp,
-    torch_async_tp, torch_tp_bf16, torch_async_tp_bf16."""
+    torch_async_tp, both with _bf16, or with _fp8_tensorwise or _fp8_rowwise by torchao."""
     group_seconds: float = 0.5
 
     def cases(self) -> list[TrainCase]:
@@ -219,12 +224,13 @@ def run(settings: Train) -> Report:
     check_names("preset", (settings.preset,), list(PRESETS))
     check_names("baselines", settings.baselines, sum(TRAINING_NAMES.values(), ()))
     check_names("candidates", settings.candidates, CANDIDATES)
+    settings, names = settings.with_fp8(), candidates.with_fp8(CANDIDATES, settings.fp8)
     cases, found = settings.cases(), {}
     if settings.baselines:
         check_least(settings, 2, "devices")
         comparison.check_divisible(cases, settings.devices)
         found = runner.results_of(settings, cases, settings.devices, settings.limit_seconds)
-    report = comparison.run("train", settings, cases, CANDIDATES)
+    report = comparison.run("train", settings, cases, names)
     for (case, name), result in found.items():
         report.add_result(case, name, result)
     print(tables.training_steps(report.content))

@@ -9,9 +9,15 @@ from __future__ import annotations
 #: "torch" communicates with NCCL; "torch_async_tp" with the fused operators of PyTorch's async
 #: tensor parallelism.
 NAMES = ("torch", "torch_async_tp")
-#: Whole training steps, by ZeRO level. Masters are float32 or, with "_bf16", nothing is.
+#: The recipes of float8 that torchao has, in words of our own `fp8`.
+FLOAT8_RECIPES = ("tensorwise", "rowwise")
+#: Whole training steps, by ZeRO level. Masters are float32 or, with "_bf16", nothing is. With
+#: "_fp8_RECIPE", the blocks' matmuls have operands in float8.
 TRAINING_NAMES: dict[int, tuple[str, ...]] = {
-    0: ("torch_tp", "torch_async_tp", "torch_tp_bf16", "torch_async_tp_bf16"),
+    0: (
+        *("torch_tp", "torch_async_tp", "torch_tp_bf16", "torch_async_tp_bf16"),
+        *(f"torch_{tp}_fp8_{recipe}" for recipe in FLOAT8_RECIPES for tp in ("tp", "async_tp")),
+    ),
     3: ("torch_fsdp",),
 }
 #: The losses of so many first steps are kept.
@@ -25,3 +31,8 @@ MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+
+
+def float8_recipe(name: str) -> str | None:
+    """The recipe at the end of a candidate's name, or None."""
+    return name.partition("_fp8_")[2] or None

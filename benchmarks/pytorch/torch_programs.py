@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.pytorch.torch_communication import TorchCommunication
+
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,22 @@ class TorchProgram(ABC):
     Attributes:
       case: the case.
       overlaps: whether anything may run beside a reduce-scatter.
+      tolerance: largest relative error of a right result.
     """
 
     overlaps = False
+    # Relative to the reference's norm. Rounding to bfloat16 between operators leaves about 0.005; a
+    # chunk that is missing or out of place, at least 0.1.
+    tolerance = 0.02
 
     def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
         self.case: Any = case
         self.place, self.dtype, self.seed = place, dtype, seed
+
+    @property
+    def operators(self) -> Counter[str]:
+        """The number of each fused operator in the programs that were compiled."""
+        return Counter()
 
     @abstractmethod
     def arguments(self, layers: int) -> tuple[Any, ...]:
@@ -58,6 +72,10 @@ class TorchProgram(ABC):
     @abstractmethod
     def run(self, communication: TorchCommunication, *arguments: Any) -> list[Tensor]:
         """All results."""
+
+    def bind(self, communication: TorchCommunication, layers: int) -> Run:
+        """A function without arguments that computes all results of this number of layers."""
+        return functools.partial(self.run, communication, *self.arguments(layers))
 
     @abstractmethod
     def reference(self, layers: int) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.attention import SDPBackend
 
+from benchmarks.pytorch import float8_recipe, torch_float8
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel
 from benchmarks.pytorch.torch_llama import TorchLlama
 from benchmarks.pytorch.torch_programs import Place
@@ -40,6 +41,7 @@ class TorchTraining:
     ):
         self.settings, self.compute_loss = step["optimizer"], _loss
         self.losses: list[Tensor] = []
+        self.fused = torch_float8.FusedOperators()
         torch.manual_seed(step["seed"])
         config = LlamaConfig(**step["model"])
         with place.device:
@@ -51,16 +53,22 @@ class TorchTraining:
         is_sharded, is_narrow = name == "torch_fsdp", name.endswith("_bf16")
         self.autocast = not (is_sharded or is_narrow) and dtype != torch.float32
         model.to(dtype if is_narrow else torch.float32)
+        recipe = float8_recipe(name)
+        if recipe is not None:
+            # The head keeps its dtype, as in torchtitan and in our own recipes.
+            torch_float8.convert(model.layers, recipe, emulate=place.device.type != "cuda")
         mesh = init_device_mesh(place.device.type, (place.devices,)) if place.devices > 1 else None
         if mesh and not is_sharded:
-            _shard_tensors(model, mesh)
-            if "async" in name:
-                AsyncTensorParallel(place.device)
-            torch._inductor.config._micro_pipeline_tp = "async" in name
+            _shard_tensors(model, mesh, torch_float8.styles(recipe))
+        is_async = mesh is not None and "async" in name
+        if is_async:
+            AsyncTensorParallel(place.device)
         for number, block in enumerate(model.layers):
             model.layers[number] = block = _rematerialized(block, step["remat"])
             if compiler:
-                block.compile(backend=compiler, fullgraph=True)
+                block.compile(
+                    backend=compiler, fullgraph=True, options=self.fused.options(is_async)
+                )
         if mesh and is_sharded:
             _shard_weights(model, mesh)
             batch = batch.chunk(place.devices, dim=1)[place.rank]
@@ -112,10 +120,10 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _shard_tensors(model: TorchLlama, mesh: DeviceMesh) -> None:
+def _shard_tensors(model: TorchLlama, mesh: DeviceMesh, style: torch_float8.Styles) -> None:
     """Tensor and sequence parallelism; logits stay sharded."""
-    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(0))
-    whole = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    columns, rows = style.column(), style.row(output_layouts=Shard(0))
+    whole = style.module_input(input_layouts=Shard(0), desired_input_layouts=Replicate())
     norm, inner = tp.SequenceParallel(sequence_dim=0), ("query", "key", "value")
     plan = {"attention": whole, **{f"attention.{name}": columns for name in inner}}
     plan |= {"feed_forward": whole, "feed_forward.gate": columns, "feed_forward.up": columns}

@@ -31,25 +31,21 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.pytorch import FIRST_STEPS, MULTICAST_OFF, NAMES, VARIANTS
+from benchmarks.pytorch import FIRST_STEPS, MULTICAST_OFF, NAMES, VARIANTS, float8_recipe
 from benchmarks.pytorch.torch_communication import (
     AsyncTensorParallel,
     Collectives,
     TorchCommunication,
 )
+from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
 from benchmarks.pytorch.torch_layers import TorchLayers
 from benchmarks.pytorch.torch_ops import TorchOps
-from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram, relative_error
+from benchmarks.pytorch.torch_programs import Place, Run, TorchCase, TorchProgram, relative_error
 from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
-
-Run = Callable[[], Any]
 
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.
 CHECKED_LAYERS = 2
-#: Relative to the reference's norm. Rounding to bfloat16 between operators leaves about 0.005; a
-#: chunk that is missing or out of place, at least 0.1.
-TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -72,10 +68,23 @@ class Failure(Exception):
     """A step failed on some device; the message is the first one's."""
 
 
-def program_of(case: dict[str, Any], *arguments: Any) -> TorchProgram:
-    """A device's part of a case; `arguments` as `TorchProgram` takes them."""
-    program = TorchOps if "op" in case else TorchLayers
-    return program(TorchCase(**case), *arguments)
+def program_of(
+    name: str, case: dict[str, Any], *arguments: Any, compiler: str | None = None
+) -> TorchProgram:
+    """A device's part of a case, as a candidate runs it.
+
+    Args:
+      name: the candidate.
+      case: the case, as `time_pytorch` takes it.
+      *arguments: the others of `TorchProgram`.
+      compiler: backend of `torch.compile` for candidates that are compiled; None: run eagerly.
+    """
+    described = TorchCase(**{key: case[key] for key in case if key != "candidates"})
+    recipe = float8_recipe(name)
+    if recipe is not None:
+        return TorchFloat8Layers(described, *arguments, recipe=recipe, compiler=compiler)
+    program = TorchOps if described.op else TorchLayers
+    return program(described, *arguments)
 
 
 class Worker:
@@ -89,6 +98,7 @@ class Worker:
         if on_gpu:
             torch.cuda.set_device(device)
         self.place = Place(rank, job.devices, device)
+        self.compiler = "inductor" if on_gpu else None
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             init_method=f"tcp://127.0.0.1:{job.port}",
@@ -112,15 +122,16 @@ class Worker:
         dist.destroy_process_group()
 
     def measure_case(self, case: dict[str, Any]) -> None:
-        dtype = getattr(torch, self.job.dtype)
-        program = program_of(case, self.place, dtype, self.job.seed)
+        arguments = self.place, getattr(torch, self.job.dtype), self.job.seed
         fastest: dict[str, Run] = {}
         described: dict[str, dict[str, Any]] = {}
-        for name in NAMES:
+        for name in case.get("candidates", NAMES):
+            program = program_of(name, case, *arguments, compiler=self.compiler)
             described[name] = {"candidate": name, **case, "devices": self.job.devices}
             try:
                 described[name]["relative_error"] = self.check(name, program)
                 fastest[name] = self.fastest_variant(name, program, described[name])
+                described[name]["decisions"] = dict(program.operators)
             except Failure as failure:
                 described[name]["failure"] = str(failure)
         for name, samples in self.measure(fastest, self.job.groups).items():
@@ -145,24 +156,28 @@ class Worker:
 
     def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
         """The result of a candidate; raises Failure if it cannot run."""
-        compiler = "inductor" if self.job.platform == "gpu" else None
         dtype = getattr(torch, self.job.dtype)
-        build = functools.partial(TorchTraining, case, name, self.place, dtype, compiler)
+        build = functools.partial(TorchTraining, case, name, self.place, dtype, self.compiler)
         with sdpa_kernel(ATTENTION, set_priority=True):
             training = self.together(build)
             self.together(training.step)  # Compiles, and makes the optimizer's state.
-            if compiler:
+            if self.compiler:
                 torch.cuda.reset_peak_memory_stats()
             self.together(training.step)
             samples = self.measure({name: training.step}, self.job.groups)[name]
         losses = torch.stack(training.losses[:FIRST_STEPS]).double().cpu()
         dist.all_reduce(losses, group=self.control)
         means, peak = (losses / self.job.devices).tolist(), torch.cuda.max_memory_allocated()
-        return {"samples": samples, "losses": means, "peak_bytes": int(self.largest(peak))}
+        return {
+            "samples": samples,
+            "losses": means,
+            "peak_bytes": int(self.largest(peak)),
+            "decisions": dict(training.fused.found),
+        }
 
     def communications(self, name: str, program: TorchProgram) -> dict[str, TorchCommunication]:
         """The ways to communicate that are tried, by what distinguishes them."""
-        if name == "torch_async_tp":
+        if "async" in name:
             return {"": AsyncTensorParallel(self.place.device)}
         if program.overlaps:
             return {"": Collectives(), "overlapped": Collectives(overlap=True)}
@@ -174,27 +189,25 @@ class Worker:
         def errors() -> float:
             checked = min(program.case.layers, CHECKED_LAYERS)
             expected = program.reference(checked)
-            arguments = program.arguments(checked)
             return max(
-                relative_error(program.run(communication, *arguments), expected)
+                relative_error(program.bind(communication, checked)(), expected)
                 for communication in self.communications(name, program).values()
             )
 
         error = self.largest(self.together(errors))
-        if not error < TOLERANCE:
+        if not error < program.tolerance:
             raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
         return error
 
     def fastest_variant(self, name: str, program: TorchProgram, result: dict[str, Any]) -> Run:
         """Tries all variants; raises Failure if none runs."""
         communications = self.together(lambda: self.communications(name, program))
-        arguments = self.together(lambda: program.arguments(program.case.layers))
         runs: dict[str, Run] = {}
         failures = {}
         for way, communication in communications.items():
             for variant in VARIANTS:
                 tried = ", ".join(filter(None, (variant, way)))
-                build = functools.partial(self.build, variant, program, communication, arguments)
+                build = functools.partial(self.build, variant, program, communication)
                 try:
                     runs[tried] = self.together(build)
                 except Failure as failure:
@@ -207,15 +220,9 @@ class Worker:
         result["options"] = min(result["tried"], key=result["tried"].__getitem__)
         return runs[result["options"]]
 
-    def build(
-        self,
-        variant: str,
-        program: TorchProgram,
-        communication: TorchCommunication,
-        arguments: tuple,
-    ) -> Run:
+    def build(self, variant: str, program: TorchProgram, communication: TorchCommunication) -> Run:
         """A warm function without arguments."""
-        run = functools.partial(program.run, communication, *arguments)
+        run = program.bind(communication, program.case.layers)
         run()
         self.synchronize()
         return captured(run) if variant == "CUDA graph" else run

@@ -20,13 +20,18 @@ SIZES = {"rows": 16, "features": 64, "hidden_features": 128, "layers": 3}
 CASES: list[dict[str, Any]] = [
     *(
         {"name": case.name, **case.for_pytorch()}
-        for case in Stack(shapes=("tiny",), layers=2).cases()
+        for case in Stack(shapes=("tiny",), layers=2, fp8=("tensorwise", "rowwise")).cases()
     ),
     *(
         {"name": op, "op": op, **SIZES}
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     ),
 ]
+#: The candidates beside `NAMES` in the cases of layers.
+FLOAT8 = (
+    *("torch_fp8_tensorwise", "torch_async_tp_fp8_tensorwise"),
+    *("torch_fp8_rowwise", "torch_async_tp_fp8_rowwise"),
+)
 SETTINGS: dict[str, Any] = {
     "devices": 2,
     "platform": "cpu",
@@ -99,12 +104,17 @@ def test_processes_that_hang_are_ended_with_all_that_they_started(tmp_path: Path
     os.close(reader)
 
 
-def test_pytorch_is_timed_and_checked() -> None:
+@pytest.fixture(scope="module")
+def by_name() -> dict[tuple[str, str], Any]:
+    """The results of all cases, by candidate and case."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     results, reason = time_pytorch(CASES, **{**SETTINGS, "limit_seconds": 90.0})
     assert reason is None
-    by_name = {(result["candidate"], result["name"]): result for result in results}
-    assert len(by_name) == 2 * len(CASES)
+    return {(result["candidate"], result["name"]): result for result in results}
+
+
+def test_pytorch_is_timed_and_checked(by_name: dict[tuple[str, str], Any]) -> None:
+    assert len(by_name) == 2 * len(CASES) + 2 * len(FLOAT8)
     for case in CASES:
         result = by_name["torch", case["name"]]
         assert len(result["samples"]) == 2
@@ -119,3 +129,17 @@ def test_pytorch_is_timed_and_checked() -> None:
         if any("overlapped" in variant for variant in found.get("tried", {}))
     ]
     assert overlapped == ["tiny forward_backward"]
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_layers_in_float8_compute_what_others_do(
+    name: str, by_name: dict[tuple[str, str], Any]
+) -> None:
+    for direction in ("forward", "forward_backward"):
+        result = by_name[name, f"tiny {direction}"]
+        if importlib.util.find_spec("torchao") is None:
+            assert "pip install torchao" in result["failure"]
+            continue
+        assert len(result["samples"]) == 2
+        # Rounding to float8, which bfloat16 would be far from.
+        assert 0.02 < result["relative_error"] < 0.15

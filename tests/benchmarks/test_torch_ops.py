@@ -12,7 +12,7 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from benchmarks.pytorch.torch_ops import TorchOps  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place, relative_error  # noqa: E402
-from benchmarks.pytorch.torch_worker import TOLERANCE, program_of  # noqa: E402
+from benchmarks.pytorch.torch_worker import program_of  # noqa: E402
 
 DEVICES, LAYERS = 4, 2
 SIZES = {"rows": 8, "features": 32, "hidden_features": 64}
@@ -41,7 +41,9 @@ class Alone:
 def programs_of(op: str, dtype: Any = None) -> list[Any]:
     case = {"name": op, "layers": LAYERS, "op": op, **SIZES}
     return [
-        program_of(case, Place(rank, DEVICES, torch.device("cpu")), dtype or torch.float32, 5)
+        program_of(
+            "torch", case, Place(rank, DEVICES, torch.device("cpu")), dtype or torch.float32, 5
+        )
         for rank in range(DEVICES)
     ]
 
@@ -75,7 +77,7 @@ def test_each_weight_has_its_result(op: Op) -> None:
         results = [
             program.run(Alone(programs, rank, layer), x, [w])[0] for layer, w in enumerate(weights)
         ]
-        assert 0 < relative_error(results, expected) < TOLERANCE
+        assert 0 < relative_error(results, expected) < program.tolerance
         # The other layer's, and another device's: far beyond rounding.
         assert relative_error(results[::-1], expected) > 0.1
         other = programs[rank - 1].reference(LAYERS)
@@ -102,5 +104,7 @@ def test_ops_and_layers_are_told_apart() -> None:
     description = {"name": "", "layers": 1, **SIZES}
     place = Place(0, DEVICES, torch.device("cpu"))
     for direction, overlaps in (("forward", False), ("forward_backward", True)):
-        layers = program_of({**description, "direction": direction}, place, torch.float32, 5)
+        layers = program_of(
+            "torch", {**description, "direction": direction}, place, torch.float32, 5
+        )
         assert layers.overlaps == overlaps

@@ -129,6 +129,23 @@ def test_baselines_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, s
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["auto_fp8_rowwise", "ring", "ring_fp8_tensorwise"])
+def test_a_candidates_recipe_is_the_trainers(make_mesh, monkeypatch, name):
+    seen = []
+
+    def sharded_step(config, *arguments):
+        seen.append((config.overlap, config.fp8))
+        return lambda state, batch: None
+
+    monkeypatch.setattr(train, "sharded_step", sharded_step)
+    operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
+    flags = "--fp8 blockwise"
+    case = train.TrainCase("debug", 1, 16, 1, "none", trainer=flags)
+    case.build(operands, candidates.make(name, operands.mesh))
+    overlap, _, recipe = name.partition("_fp8_")
+    assert seen == [(overlap, recipe or "blockwise")]
+
+
 def test_flags_of_the_trainer_reach_both():
     flags = "--gradient-accumulation-steps 2 --optimizer.b1 0.5"
     case = train.TrainCase("debug", 1, 16, 4, "dots", 3, flags, ("torch_fsdp", "torch_tp"))
