@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import packed_attention
 from models.documents import DOCUMENTS_OF_ONE_PACK, Documents, Pack
@@ -32,6 +34,8 @@ def causal_attention(
     by cuDNN without one on Hopper and newer GPUs, where only the blocks that are needed are
     computed.
 
+    Arrays are local, or global over mesh axes of type Explicit, which may shard B, N and K.
+
     Args:
       query: [B, S, N, H].
       key: [B, S, K, H].
@@ -44,6 +48,42 @@ def causal_attention(
     """
     if window is not None and window >= query.shape[1]:
         window = None
+    sharding = jax.typeof(query).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return _attend_locally(sharding.spec, query, key, value, documents, window)
+    return _causal_attention(query, key, value, documents, window)
+
+
+def _attend_locally(
+    spec: P,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
+) -> jax.Array:
+    """Attention over Explicit mesh axes: each device attends with its own sequences and heads.
+
+    The types of queries, keys and values are sharded as `spec` says, documents as its first entry.
+    """
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None
+    ) -> jax.Array:
+        return _causal_attention(query, key, value, documents, window)
+
+    specs = spec, spec, spec, P(spec[0])
+    return jax.shard_map(attend, in_specs=specs, out_specs=spec)(query, key, value, documents)
+
+
+def _causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | None,
+    window: int | None,
+) -> jax.Array:
+    """The same for local arrays."""
     half = query.dtype in (jnp.bfloat16, jnp.float16)
     head_size = query.shape[-1]
     if not half or head_size % 8 or head_size > 128 or not _for_gpus():

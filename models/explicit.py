@@ -1,120 +1,136 @@
 """The loss of `models.llama.Llama` over global arrays, on a mesh whose axes are of type Explicit.
 
-It calls neither `jax.shard_map` nor a collective. The types of arrays say how they are sharded, and
-`collective_matmul.overlap` finds from them which matmuls communicate. Legend of global shapes: B is
-batch, S sequence, N query heads, K key and value heads, H head size, V vocabulary.
+It calls no collective. The types of arrays say how they are sharded, and from them
+`collective_matmul.overlap` finds which matmuls communicate. The code of the blocks is that of
+`models.llama`, with layers over global arrays. Attention and the search for documents are local to
+a device, for kernels that take local arrays: only these are in a `jax.shard_map`. Legend of global
+shapes: B is batch, S sequence, M the largest number of documents in a sequence, V the rows of the
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from models import rotary
+from models import explicit_layers
 from models.config import LlamaConfig
+from models.documents import Documents, locate_documents
+from models.explicit_layers import batch_axes
 from models.llama import Block, Llama, rematerialize
-from models.plain import CHECKPOINT_NAME
+from models.stacked_blocks import Keys
 
 #: Sites in the program of a loss and its gradients: of the block, as all blocks are calls of one
 #: function, and of the head. As many backward as forward, and gradients of weights that are summed
 #: over the batch: those of weights whose matmul is after a gather.
 SITES = (4 + 4 + 5) + (1 + 1 + 1)
 
+#: A block as a function of its parameters.
+ApplyBlock = Callable[[Any, jax.Array, Documents | None], jax.Array]
+
 
 def loss(
-    model: Llama, config: LlamaConfig, tokens: jax.Array, targets: jax.Array, batch_axis: str
+    model: Llama,
+    config: LlamaConfig,
+    tokens: jax.Array,
+    targets: jax.Array,
+    document_lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Cross-entropy of each target in nats.
 
     Args:
-      model: a model without stacked layers, its parameters global, float32, sharded over
-        `model.axis_name` as its metadata say.
+      model: a model whose parameters are global, float32, sharded over `model.axis_name` as its
+        metadata say. Its own layers are not called.
       config: shape of the model.
-      tokens: int32 [B, S], sharded over `batch_axis`.
-      targets: int32 [B, S], sharded over `batch_axis`.
-      batch_axis: the mesh axis of the batch.
+      tokens: int32 [B, S], sharded over the axes of the batch.
+      targets: int32 [B, S], sharded as `tokens`.
+      document_lengths: int32 [B, M], sharded as `tokens`: see `Llama`.
 
     Returns:
-      float32 [B, S], sharded over `batch_axis`.
+      float32 [B, S], sharded as `tokens`.
     """
-    specs = _Specs(batch_axis, model.axis_name)
+    documents = None
+    if document_lengths is not None:
+        documents = _documents(document_lengths, tokens.shape[1])
+    batch = batch_axes(tokens)
     table = model.embedding[...].astype(model.dtype)
     with jax.named_scope("embedding"):
-        x = table.at[tokens].get(out_sharding=specs.rows)
-
-    def apply(block: Block, x: jax.Array) -> jax.Array:
-        return _block(block, x, config, model.dtype, specs)
-
-    # All blocks have the same graph, so one function is traced once for all of them.
-    apply_block = jax.jit(rematerialize(apply, model.remat))
-    layers: Any = model.layers
-    for number in range(config.num_layers):
-        x = apply_block(layers[number], x)
+        x = table.at[tokens].get(out_sharding=P(batch, model.axis_name))
+    x = _apply_blocks(model, config, x, documents)
     head = table.T if model.head is None else model.head.kernel[...].astype(model.dtype)
     with jax.named_scope("head"):
-        logits = reshard(model.norm(x), specs.whole) @ head
+        logits = reshard(model.norm(x), P(batch)) @ head
+        logits = _without_padding(logits, config.vocabulary_size)
     return _cross_entropy(logits, targets)
 
 
-class _Specs:
-    """How activations are sharded.
-
-    Attributes:
-      rows: [B, S, features], the sequence over the tensor axis.
-      whole: the same with the whole sequence.
-      heads: [B, S, N, H], heads over the tensor axis.
-      groups: [B, S, K, N / K, H], heads of keys and values over it.
-    """
-
-    def __init__(self, batch_axis: str, tensor_axis: str):
-        self.rows, self.whole = P(batch_axis, tensor_axis), P(batch_axis)
-        self.heads = P(batch_axis, None, tensor_axis)
-        self.groups = P(batch_axis, None, tensor_axis, None, None)
-
-
-def _block(block: Block, x: jax.Array, config: LlamaConfig, dtype: Any, specs: _Specs) -> jax.Array:
-    """[B, S, features] -> the same shape, as `models.llama.Block`."""
-    x = x + _attention(block.attention, block.attention_norm(x), config, dtype, specs)
-    whole = reshard(block.feed_forward_norm(x), specs.whole)
-    layers: Any = block.feed_forward
-    gate, up, down = (
-        layer.kernel[...].astype(dtype) for layer in (layers.gate, layers.up, layers.down)
-    )
-    with jax.named_scope("feed_forward"):
-        gated = jax.nn.silu(_named(whole @ gate)) * _named(whole @ up)
-        return x + _named(jnp.dot(gated, down, out_sharding=specs.rows))
-
-
-def _attention(
-    layers: Any, x: jax.Array, config: LlamaConfig, dtype: Any, specs: _Specs
+def _apply_blocks(
+    model: Llama, config: LlamaConfig, x: jax.Array, documents: Documents | None
 ) -> jax.Array:
-    """[B, S, features] -> the same shape. Causal, with grouped heads."""
-    whole, frequencies = reshard(x, specs.whole), rotary.frequencies(config)
-    projections: Any = layers.projection
-    query, key, value = (
-        _named(jnp.einsum("bsd,dnh->bsnh", whole, layer.kernel[...].astype(dtype)))
-        for layer in (projections.query, projections.key, projections.value)
-    )
-    query, key = (rotary.rotate(heads, frequencies) for heads in (query, key))
-    with jax.named_scope("attention"):
-        batch, length, heads, size = query.shape
-        groups = (batch, length, key.shape[2], heads // key.shape[2], size)
-        query = query.reshape(groups, out_sharding=specs.groups)
-        scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key, preferred_element_type=jnp.float32)
-        causal = jnp.tril(jnp.ones((length, length), bool))[None, None, None]
-        scores = jnp.where(causal, scores * size**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores).astype(dtype)
-        attended = jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
-        attended = attended.reshape((batch, length, heads, size), out_sharding=specs.heads)
-    with jax.named_scope("attention_output"):
-        kernel = layers.output.kernel[...].astype(dtype)
-        return _named(jnp.einsum("bsnh,nhd->bsd", attended, kernel, out_sharding=specs.rows))
+    """[B, S, features] -> the same shape, by all blocks."""
+    # All blocks have the same graph, so one function is traced once for all of them.
+    apply_block = jax.jit(rematerialize(_block(model, config), model.remat))
+    layers: Any = model.layers
+    if not model.scan_layers:
+        for number in range(model.num_layers):
+            x = apply_block(nnx.state(layers[number]), x, documents)
+        return x
+
+    def step(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        return apply_block(weights, x, documents), None
+
+    return lax.scan(step, x, nnx.state(layers), unroll=model.scan_layers)[0]
+
+
+def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
+    """`models.llama.Block` with layers over global arrays, as a function."""
+
+    def build() -> Block:
+        return Block(
+            config,
+            explicit_layers,
+            key_value_copies=config.key_value_copies(_size(model.axis_name)),
+            axis_name=model.axis_name,
+            dtype=model.dtype,
+            kernel_init=nnx.initializers.zeros,
+            rngs=Keys(jax.random.key(0)),
+        )
+
+    graph = nnx.graphdef(nnx.eval_shape(build))
+
+    def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
+        return nnx.merge(graph, weights)(x, documents)
+
+    return apply
+
+
+def _size(axis_name: str) -> int:
+    return jax.sharding.get_abstract_mesh().shape[axis_name]
+
+
+def _documents(lengths: jax.Array, sequence_length: int) -> Documents:
+    """`locate_documents`, by each device for its own sequences."""
+
+    def locate(lengths: jax.Array) -> Documents:
+        return locate_documents(lengths, sequence_length)
+
+    spec = P(batch_axes(lengths))
+    return jax.shard_map(locate, in_specs=spec, out_specs=spec)(lengths)
+
+
+def _without_padding(logits: jax.Array, size: int) -> jax.Array:
+    """[B, S, V] -> the same; columns that stand for no token have no probability."""
+    if logits.shape[-1] == size:
+        return logits
+    is_token = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) < size
+    return jnp.where(is_token, logits, jnp.finfo(logits.dtype).min)
 
 
 @jax.named_scope("loss")
@@ -124,7 +140,3 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     vocabulary = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
     found = jnp.sum(jnp.where(vocabulary == targets[..., None], wide, 0), axis=-1)
     return jax.nn.logsumexp(wide, axis=-1) - found
-
-
-def _named(y: jax.Array) -> jax.Array:
-    return checkpoint_name(y, CHECKPOINT_NAME)

@@ -59,7 +59,8 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = nnx.data(None)
         if options.get("use_bias"):
             names = (axis_name, *[None] * (len(columns) - 1))
-            zeros = jnp.zeros(columns, jnp.float32)
+            # A key, so that the layers after it begin with the same weights as in the library.
+            zeros = nnx.initializers.zeros(options["rngs"].params(), columns, jnp.float32)
             self.bias = nnx.Param(zeros, out_sharding=names, eager_sharding=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -106,6 +107,8 @@ class RowParallelLinear(nnx.Module):
 class AttentionProjection(nnx.Module):
     """Queries, keys and values; one gather feeds all three."""
 
+    columns = ColumnParallelLinear
+
     def __init__(
         self,
         features: int,
@@ -117,27 +120,35 @@ class AttentionProjection(nnx.Module):
         **options: Unpack[ColumnOptions],
     ):
         heads, others = (num_key_value_heads, head_dim), {**options, "copies": key_value_copies}
-        self.query = ColumnParallelLinear(features, (num_heads, head_dim), **options)
-        self.key = ColumnParallelLinear(features, heads, **others)
-        self.value = ColumnParallelLinear(features, heads, **others)
+        self.query = self.columns(features, (num_heads, head_dim), **options)
+        self.key = self.columns(features, heads, **others)
+        self.value = self.columns(features, heads, **others)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, s, features] -> three of [B, S, heads/D, head_dim]."""
-        x = lax.all_gather(x, self.query.axis_name, axis=1, tiled=True)
+        return self.of_gathered(lax.all_gather(x, self.query.axis_name, axis=1, tiled=True))
+
+    def of_gathered(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, S, features] -> three of [B, S, heads/D, head_dim]."""
         return self.query.of_gathered(x), self.key.of_gathered(x), self.value.of_gathered(x)
 
 
 class GatedFeedForward(nnx.Module):
     """``down(silu(gate(x)) * up(x))``; one gather feeds gate and up."""
 
+    columns, rows = ColumnParallelLinear, RowParallelLinear
+
     def __init__(self, features: int, hidden_features: int, **options: Unpack[Options]):
-        self.gate = ColumnParallelLinear(features, hidden_features, **options)
-        self.up = ColumnParallelLinear(features, hidden_features, **options)
-        self.down = RowParallelLinear(hidden_features, features, **options)
+        self.gate = self.columns(features, hidden_features, **options)
+        self.up = self.columns(features, hidden_features, **options)
+        self.down = self.rows(hidden_features, features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, s, features] -> [B, s, features]."""
-        x = lax.all_gather(x, self.gate.axis_name, axis=1, tiled=True)
+        return self.of_gathered(lax.all_gather(x, self.gate.axis_name, axis=1, tiled=True))
+
+    def of_gathered(self, x: jax.Array) -> jax.Array:
+        """[B, S, features] -> [B, s, features]."""
         return self.down(jax.nn.silu(self.gate.of_gathered(x)) * self.up.of_gathered(x))
 
 

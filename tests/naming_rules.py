@@ -119,4 +119,13 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
     ("repeated_names", "collective_matmul/backends/", "backend"): (
         "each folder below backends/ keeps its backend there"
     ),
+    **{
+        ("repeated_names", "models/", name): "a block takes either module of layers by their names"
+        for name in (
+            "AttentionProjection",
+            "ColumnParallelLinear",
+            "GatedFeedForward",
+            "RowParallelLinear",
+        )
+    },
 }

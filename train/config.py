@@ -319,20 +319,10 @@ def _check_overlap(value: str) -> None:
 
 def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
     """Raises ValueError for what the model over Explicit axes does not do."""
-    copies = config.model.key_value_copies(sizes.tensor)
     for name, value, expected in (
         ("mesh.fsdp", sizes.fsdp, 1),
         ("zero", config.zero, 0),
-        ("gradient_accumulation_steps", config.gradient_accumulation_steps, 1),
-        ("scan_layers", config.scan_layers, 0),
-        ("separate_documents", config.separate_documents, False),
-        ("chat", config.chat, False),
         ("fp8", config.fp8, None),
-        ("model.projection_bias", config.model.projection_bias, False),
-        ("model.query_key_norm", config.model.query_key_norm, False),
-        ("model.sliding_window", config.model.sliding_window, None),
-        ("model.padded_vocabulary_size", config.model.padded_vocabulary_size, None),
-        ("devices of one key-value head", copies, 1),
     ):
         if value != expected:
             raise ValueError(

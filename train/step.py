@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from models import explicit
 from train.config import Config
+from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
 from train.mesh import BATCH_AXES
 from train.state import (
     ModelFunctions,
@@ -33,7 +33,6 @@ from train.state import (
 )
 from train.zero import gathered_weights, summed_gradients, variables
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 BATCH_SPEC = P(BATCH_AXES, None)
@@ -80,7 +79,7 @@ def sharded_step(
     """
     specs = state_specs(model, optimizer)
     by_types = config.overlap == "rewrite-jit"
-    loss_and_grads = _explicit_loss_and_grads if by_types else _loss_and_grads
+    loss_and_grads = explicit_loss_and_grads if by_types else _loss_and_grads
     schedule = make_schedule(config.optimizer, config.steps)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -98,7 +97,7 @@ def sharded_step(
         return new_state, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
     if by_types:
-        typed = _with_explicit_axes(step, specs, mesh)
+        typed = with_explicit_axes(step, specs, mesh)
         return overlap(typed, require=explicit.SITES) if rewrite else typed
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
@@ -106,36 +105,6 @@ def sharded_step(
     if rewrite and config.overlap == "rewrite":
         return overlap(sharded, require=_SITES)
     return sharded
-
-
-def _with_explicit_axes(
-    step: Callable, specs: TrainState, mesh: Mesh | AbstractMesh
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """A step of global arrays whose types say how they are sharded. Axes of the mesh are Auto."""
-
-    def typed(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        with jax.sharding.use_abstract_mesh(abstract):
-            shardings = specs, jax.tree.map(lambda _: P("data"), batch)
-            explicit_step: Any = jax.sharding.explicit_axes(step, in_sharding=shardings)
-            new_state, metrics = explicit_step(state, batch)
-            return lax.with_sharding_constraint((new_state, metrics), (specs, P()))
-
-    return typed
-
-
-def _explicit_loss_and_grads(
-    config: Config, model: ModelFunctions, params: Params, batch: Batch
-) -> tuple[jax.Array, Params]:
-    """Mean loss of the whole batch, and its gradient with respect to the global parameters."""
-    tokens = config.batch_size * config.sequence_length
-
-    def loss(params: Params) -> jax.Array:
-        llama = model.merge(params)
-        inputs, targets = batch["inputs"], batch["targets"]
-        return jnp.sum(explicit.loss(llama, config.model, inputs, targets, "data")) / tokens
-
-    return jax.value_and_grad(loss)(params)
 
 
 def make_parameter_norm(model: ModelFunctions, mesh: Mesh) -> Callable[[Params], jax.Array]:

@@ -39,7 +39,8 @@ TOLERANCE: dict[str, Any] = dict(rtol=2e-4, atol=2e-5)
 
 
 def model_functions(**changes) -> tuple[LlamaConfig, ModelFunctions]:
-    model = dataclasses.replace(SMALL, tied_head=changes.pop("tied_head", False))
+    of_model = {f.name for f in dataclasses.fields(SMALL)} & changes.keys()
+    model = dataclasses.replace(SMALL, **{name: changes.pop(name) for name in of_model})
     return model, ModelFunctions(Config(model=model, compute_dtype="float32", **changes))
 
 
@@ -115,10 +116,10 @@ def test_loss_and_gradients_equal_those_of_the_unsharded_model(make_mesh, sizes,
         np.testing.assert_allclose(grad, expected_grads[name], **TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("tied_head", [False, True])
-def test_plain_layers_have_the_parameters_of_the_collective_ones(tied_head):
-    _, plain = model_functions(overlap="rewrite", tied_head=tied_head)
-    _, collective = model_functions(overlap="ring", tied_head=tied_head)
+@pytest.mark.parametrize("changes", [{}, {"tied_head": True}, {"projection_bias": True}], ids=str)
+def test_plain_layers_have_the_parameters_of_the_collective_ones(changes):
+    _, plain = model_functions(overlap="rewrite", **changes)
+    _, collective = model_functions(overlap="ring", **changes)
     assert plain.abstract_params == collective.abstract_params
     assert plain.specs == collective.specs
     initial, expected = jax.jit(plain.init)(), jax.jit(collective.init)()

@@ -256,21 +256,22 @@ def test_a_step_with_a_site_that_is_not_replaced_is_refused(monkeypatch):
 
 
 def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch):
-    dot = functools.partial(jax.numpy.dot, precision="highest")
-    monkeypatch.setattr(jax.numpy, "dot", dot)
+    tensordot = functools.partial(jax.numpy.tensordot, precision="highest")
+    monkeypatch.setattr(jax.numpy, "tensordot", tensordot)
     step, *arguments = traced(dataclasses.replace(SHORT, overlap="rewrite-jit"))
     with pytest.raises(ValueError, match=r"require=16: only \d+ ") as error:
         jax.eval_shape(step, *arguments)
     table = " ".join(str(error.value).split())
-    assert re.search(r"explicit\.py:\d+ in _block .*? asks for precision", table)
+    assert re.search(
+        r"explicit_layers\.py:\d+ in RowParallelLinear.__call__ .*? asks for precision", table
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"zero": 1}, r"zero=1: expected 0 with overlap='rewrite-jit'"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: expected 1"),
-        ({"scan_layers": 1}, "scan_layers=1: expected 0"),
+        ({"fp8": "rowwise"}, "fp8='rowwise': expected None with overlap='rewrite-jit'"),
     ],
 )
 def test_what_the_model_over_explicit_axes_does_not_do_is_refused(changes, message):
