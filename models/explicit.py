@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -27,10 +27,34 @@ from models.explicit_layers import batch_axes
 from models.llama import Block, Llama, rematerialize
 from models.stacked_blocks import Keys
 
-#: Sites in the program of a loss and its gradients: of the block, as all blocks are calls of one
-#: function, and of the head. As many backward as forward, and gradients of weights that are summed
-#: over the batch: those of weights whose matmul is after a gather.
-SITES = (4 + 4 + 5) + (1 + 1 + 1)
+#: The layers of a block, and the head: their names in the parameters of `Llama`. Those of the first
+#: group multiply after a gather, those of the second before a reduce-scatter.
+_AFTER_GATHERS = (
+    *(f"layers.attention.projection.{name}" for name in ("query", "key", "value")),
+    *(f"layers.feed_forward.{name}" for name in ("gate", "up")),
+    "head",
+)
+_BEFORE_SCATTERS = "layers.attention.output", "layers.feed_forward.down"
+
+
+def count_sites(batch_axes: Collection[str], gathered: Collection[str] = ()) -> int:
+    """The minimum number of sites in the program of a loss and its gradients.
+
+    All blocks are calls of one function, whose sites count once: four gathers and scatters forward,
+    as many backward. The head has one of each. The gradients of weights are summed over the batch,
+    which is a site if one axis shards it: of weights whose matmul is after a gather, and of those
+    that are sharded over that axis. These are gathered forward and backward.
+
+    Args:
+      batch_axes: the mesh axes that shard the batch.
+      gathered: names of the parameters that `loss` gathers over one of them; of layers, without
+        their numbers, as "layers.feed_forward.up.kernel".
+    """
+    kernels = {name.removesuffix(".kernel") for name in gathered if name.endswith(".kernel")}
+    kernels &= {*_AFTER_GATHERS, *_BEFORE_SCATTERS}
+    sums = len(kernels.union(_AFTER_GATHERS)) if len(batch_axes) == 1 else 0
+    return (4 + 4) + (1 + 1) + sums + 2 * len(kernels)
+
 
 #: A block as a function of its parameters.
 ApplyBlock = Callable[[Any, jax.Array, Documents | None], jax.Array]
@@ -60,11 +84,13 @@ def loss(
     if document_lengths is not None:
         documents = _documents(document_lengths, tokens.shape[1])
     batch = batch_axes(tokens)
-    table = model.embedding[...].astype(model.dtype)
+    table = whole(model.embedding[...], model.axis_name, model.dtype).astype(model.dtype)
     with jax.named_scope("embedding"):
         x = table.at[tokens].get(out_sharding=P(batch, model.axis_name))
     x = _apply_blocks(model, config, x, documents)
-    head = table.T if model.head is None else model.head.kernel[...].astype(model.dtype)
+    head = table.T
+    if model.head is not None:
+        head = whole(model.head.kernel[...], model.axis_name, model.dtype).astype(model.dtype)
     with jax.named_scope("head"):
         logits = reshard(model.norm(x), P(batch)) @ head
         logits = _without_padding(logits, config.vocabulary_size)
@@ -75,8 +101,12 @@ def _apply_blocks(
     model: Llama, config: LlamaConfig, x: jax.Array, documents: Documents | None
 ) -> jax.Array:
     """[B, S, features] -> the same shape, by all blocks."""
+    block = _block(model, config)
+    if model.remat == "none" and _gathers(model):
+        # Else whole weights would be kept for the backward.
+        block = jax.checkpoint(block, policy=_is_not_gathered)
     # All blocks have the same graph, so one function is traced once for all of them.
-    apply_block = jax.jit(rematerialize(_block(model, config), model.remat))
+    apply_block = jax.jit(rematerialize(block, model.remat))
     layers: Any = model.layers
     if not model.scan_layers:
         for number in range(model.num_layers):
@@ -105,10 +135,42 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
 
     graph = nnx.graphdef(nnx.eval_shape(build))
 
+    def gathered(parameter: jax.Array) -> jax.Array:
+        return whole(parameter, model.axis_name, model.dtype)
+
     def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-        return nnx.merge(graph, weights)(x, documents)
+        return nnx.merge(graph, jax.tree.map(gathered, weights))(x, documents)
 
     return apply
+
+
+def whole(parameter: jax.Array, axis_name: str, dtype: Any) -> jax.Array:
+    """The weight of a parameter, which may be sharded over further axes than `axis_name`.
+
+    Returns:
+      The weight in `dtype`, sharded over `axis_name` alone; a parameter that no other axis shards,
+      as it is.
+    """
+    spec = jax.typeof(parameter).sharding.spec
+    own = _only(spec, axis_name)
+    return parameter if own == spec else reshard(parameter.astype(dtype), own)
+
+
+def _only(spec: P, axis_name: str) -> P:
+    """A spec that names no other axis."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return P(*(axis_name if axis_name in names else None for names in entries))
+
+
+def _gathers(model: Llama) -> bool:
+    """Whether blocks gather weights: further axes shard their parameters."""
+    specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(nnx.state(model.layers))]
+    return any(_only(spec, model.axis_name) != spec for spec in specs)
+
+
+def _is_not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: arrays are gathered again, and all else is kept."""
+    return primitive.name != "reshard"
 
 
 def _size(axis_name: str) -> int:

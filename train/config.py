@@ -276,7 +276,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
         )
     _check_overlap(config.overlap)
     if config.overlap == "rewrite-jit":
-        _check_rewrite_jit(config, sizes)
+        _check_rewrite_jit(config)
     _check_fp8(config)
     check_optimizer(config.optimizer)
     config.model.check_tensor_axis(sizes.tensor)
@@ -317,18 +317,23 @@ def _check_overlap(value: str) -> None:
         ) from None
 
 
-def _check_rewrite_jit(config: Config, sizes: MeshSizes) -> None:
+def _check_rewrite_jit(config: Config) -> None:
     """Raises ValueError for what the model over Explicit axes does not do."""
-    for name, value, expected in (
-        ("mesh.fsdp", sizes.fsdp, 1),
-        ("zero", config.zero, 0),
-        ("fp8", config.fp8, None),
+    for name, expected, reason in (
+        ("fp8", None, "whose layers have no fp8"),
+        ("weight_gather", "auto", "where overlap decides how each matmul gathers its weight"),
     ):
-        if value != expected:
+        if (value := getattr(config, name)) != expected:
             raise ValueError(
-                f"{name}={value!r}: expected {expected!r} with overlap='rewrite-jit', whose model"
-                " does no more; choose another --overlap, such as rewrite"
+                f"{name}={value!r}: expected {expected!r} with overlap='rewrite-jit', {reason};"
+                " choose another --overlap, such as auto"
             )
+    if config.gradient_dtype != "float32" and config.compute_dtype == "float32":
+        raise ValueError(
+            f"gradient_dtype={config.gradient_dtype!r}: with overlap='rewrite-jit' gradients travel"
+            " in compute_dtype='float32'; leave out --gradient-dtype, or choose another"
+            " --compute-dtype or --overlap"
+        )
 
 
 def _check_fp8(config: Config) -> None:

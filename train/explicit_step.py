@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
 from models import explicit
@@ -36,8 +37,7 @@ def with_explicit_axes(
       specs: the specs of the state.
       mesh: the mesh, whose axes are Auto. May be abstract.
     """
-    # An axis of one device would be one more to sum gradients over.
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1) or BATCH_AXES[0]
+    axes = _batch_axes(mesh)
 
     def typed(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
@@ -50,34 +50,82 @@ def with_explicit_axes(
     return typed
 
 
+def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes that shard the batch. One of one device would be one more to sum gradients over."""
+    return tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1) or BATCH_AXES[:1]
+
+
+def required_sites(model: ModelFunctions, mesh: Mesh | AbstractMesh) -> int:
+    """The number of sites that `overlap` has to find in a step."""
+    gathered = {re.sub(r"^layers\.\d+\.", "layers.", name) for name in model.sharded_dimensions}
+    if model.zero != 3:
+        # Weights gathered once per step meet the matmul of the head, unless it is in a loop.
+        gathered &= set() if model.accumulates else {"head.kernel"}
+    return explicit.count_sites(_batch_axes(mesh), gathered)
+
+
 def explicit_loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
 ) -> tuple[jax.Array, Params]:
     """Mean loss of the whole batch, and its gradient with respect to the global parameters."""
+    weights = _weights(model, params)
     tokens: jax.Array | int = config.batch_size * config.sequence_length
     if "answers" in batch:
         tokens = jnp.maximum(jnp.sum(batch["answers"]), 1)
 
-    def loss(params: Params, microbatch: Batch) -> jax.Array:
+    def loss(weights: Params, microbatch: Batch) -> jax.Array:
         inputs, targets = microbatch["inputs"], microbatch["targets"]
         documents = microbatch.get("document_lengths")
-        each = explicit.loss(model.merge(params), config.model, inputs, targets, documents)
+        each = explicit.loss(model.merge(weights), config.model, inputs, targets, documents)
         if "answers" in microbatch:
             each *= microbatch["answers"]
         return jnp.sum(each) / tokens
 
-    loss_and_grads = jax.value_and_grad(loss)
-    if config.gradient_accumulation_steps == 1:
-        return loss_and_grads(params, batch)
+    def loss_and_grads(microbatch: Batch) -> tuple[jax.Array, Params]:
+        total, grads = jax.value_and_grad(loss)(weights, microbatch)
+        return total, grads if model.zero == 1 else _typed_as(params, grads)
+
+    if not model.accumulates:
+        total, grads = loss_and_grads(batch)
+        return total, _typed_as(params, grads)
 
     def add(total: tuple[jax.Array, Params], microbatch: Batch) -> tuple[Any, None]:
-        one = loss_and_grads(params, microbatch)
+        one = loss_and_grads(microbatch)
         with jax.named_scope("gradient_accumulation"):
             return jax.tree.map(jnp.add, total, one), None
 
     cut = functools.partial(_microbatches, config.gradient_accumulation_steps)
-    nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-    return lax.scan(add, nothing, jax.tree.map(cut, batch))[0]
+    whole = weights if model.zero == 1 else params
+    no_grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), whole)
+    nothing = jnp.zeros((), jnp.float32), no_grads
+    (total, grads), _ = lax.scan(add, nothing, jax.tree.map(cut, batch))
+    return total, _typed_as(params, grads)
+
+
+@jax.named_scope("weights")
+def _weights(model: ModelFunctions, params: Params) -> Params:
+    """What to differentiate with respect to: with ZeRO levels 1 and 2, the weights that are
+    gathered once per step, in compute dtype; else the parameters, which level 3 gathers where they
+    are used."""
+    if model.zero not in (1, 2):
+        return params
+    return {
+        name: explicit.whole(leaf, "tensor", model.compute_dtype) for name, leaf in params.items()
+    }
+
+
+@jax.named_scope("weights")
+def _typed_as(params: Params, gradients: Params) -> Params:
+    """Gradients with the dtypes and shardings of parameters."""
+
+    def typed(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
+        gradient = gradient.astype(parameter.dtype)
+        sharding = jax.typeof(parameter).sharding
+        return (
+            gradient if jax.typeof(gradient).sharding == sharding else reshard(gradient, sharding)
+        )
+
+    return jax.tree.map(typed, params, gradients)
 
 
 def _microbatches(count: int, array: jax.Array) -> jax.Array:

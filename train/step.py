@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
-from models import explicit
 from train.config import Config
-from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
+from train.explicit_step import Batch, explicit_loss_and_grads, required_sites, with_explicit_axes
 from train.mesh import BATCH_AXES
 from train.state import (
     ModelFunctions,
@@ -82,8 +81,7 @@ def sharded_step(
     loss_and_grads = explicit_loss_and_grads if by_types else _loss_and_grads
     schedule = make_schedule(config.optimizer, config.steps)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, grads = loss_and_grads(config, model, state["params"], batch)
+    def update(state: TrainState, grads: Params) -> tuple[TrainState, Metrics]:
         with jax.named_scope("gradient_norm"):
             grad_norm = _global_norm(grads)
         if math.isfinite(config.optimizer.clip_norm):  # Else no update waits for all gradients.
@@ -94,11 +92,19 @@ def sharded_step(
             params = optax.apply_updates(state["params"], updates)
         new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
         learning_rate = jnp.asarray(schedule(state["step"]), jnp.float32)
-        return new_state, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        return new_state, {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, grads = loss_and_grads(config, model, state["params"], batch)
+        new_state, metrics = update_state(state, grads)
+        return new_state, {"loss": loss, **metrics}
+
+    update_state = update
     if by_types:
+        # Optimizers are of local shards.
+        update_state = jax.shard_map(update, in_specs=(specs, model.specs), out_specs=(specs, P()))
         typed = with_explicit_axes(step, specs, mesh)
-        return overlap(typed, require=explicit.SITES) if rewrite else typed
+        return overlap(typed, require=required_sites(model, mesh)) if rewrite else typed
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
     )

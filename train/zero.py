@@ -107,7 +107,7 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     lines = [f"zero={model.zero}: {what} are sharded over fsdp={sizes.fsdp}"]
     if model.zero == 3:
         how = "block by block, one block ahead"
-        if model.gathers == "matmuls":
+        if model.gathers == "matmuls" or config.overlap == "rewrite-jit":
             how = "in the loops of their matmuls"
         dtypes = model.compute_dtype
         if model.fp8 is not None:

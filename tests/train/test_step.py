@@ -270,7 +270,8 @@ def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero": 1}, r"zero=1: expected 0 with overlap='rewrite-jit'"),
+        ({"weight_gather": "blocks"}, "weight_gather='blocks': expected 'auto' with overlap="),
+        ({"gradient_dtype": "bfloat16"}, "gradients travel in compute_dtype='float32'"),
         ({"fp8": "rowwise"}, "fp8='rowwise': expected None with overlap='rewrite-jit'"),
     ],
 )
