@@ -79,7 +79,9 @@ class ManualRegion:
     def manual(self, graph: Graph, mesh: Any) -> frozenset[str] | str:
         """The axes that become manual, or why they cannot.
 
-        With an axis, all that shard a dimension together with it do.
+        With an axis, all that shard a dimension together with it do; and all over which the
+        equations are local, as that of the batch. The compiler would gather what these shard for
+        collectives over the others.
         """
         equations = [graph.equations[index] for index in self.equations]
         atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
@@ -97,7 +99,26 @@ class ManualRegion:
         orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
         if not local or any(pair[::-1] in orders for pair in orders):
             return _SHARED
-        return self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
+        manual = self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
+        return manual | self._local_axes(graph, mesh, manual)
+
+    def _local_axes(self, graph: Graph, mesh: Any, manual: frozenset[str]) -> frozenset[str]:
+        """Further axes that can become manual, as nothing communicates over them."""
+        equations = [graph.equations[index] for index in self.equations]
+        atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
+        found = {
+            axis
+            for axis in mesh.explicit_axes
+            if axis not in manual and all(is_local(equation, axis) for equation in equations)
+        }
+        groups = {sharing(atom, axis) for atom in atoms for axis in mesh.explicit_axes}
+        for _ in mesh.axis_names:
+            for group in groups:
+                if not manual.union(found).issuperset(group):
+                    found -= set(group)
+        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
+        unordered = {axis for pair in orders if pair[::-1] in orders for axis in pair}
+        return frozenset() if found & unordered else frozenset(found)
 
 
 def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:

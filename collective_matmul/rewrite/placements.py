@@ -138,11 +138,15 @@ def is_local(equation: JaxprEqn, axis: str, whole: Set[Atom] = frozenset()) -> b
       axis: the mesh axis.
       whole: operands that have been gathered over it.
     """
-    places = [None if atom in whole else placement(atom, axis) for atom in equation.invars]
+    arrays = [atom for atom in equation.invars if type_of(atom).ndim]
+    places = [None if atom in whole else placement(atom, axis) for atom in arrays]
     after = placement(equation.outvars[0], axis)
+    if equation.primitive.name == "dot_general":
+        return dot_placement(equation, *places) == after
     if equation.primitive.name == "reshard":
         return places == [after]
-    return equation.primitive.name != "dot_general" or dot_placement(equation, *places) == after
+    # A sum of a sharded array and one that is not.
+    return len(places) < 2 or set(places) == {after}
 
 
 def sums(equation: JaxprEqn, axis: str) -> bool:

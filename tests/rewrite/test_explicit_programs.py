@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
 from collective_matmul.rewrite import find_sites
@@ -146,6 +147,26 @@ def test_a_program_with_both_shard_map_and_explicit_axes(mesh: Mesh) -> None:
     assert [site.replaced for site in sites(both, *arguments)] == [True] * 3
     expected, actual = jax.jit(lambda *args: [both(*args), ring(both)(*args)])(*arguments)
     assert_same(actual, expected)
+
+
+def test_the_batch_stays_on_its_devices(mesh: Mesh) -> None:
+    """The compiler would gather it for rings in a shard_map that leaves its axis to it."""
+    text = jax.jit(ring(mlp)).lower(*FORMS["mlp"].arguments(mesh)).compile().as_text()
+    assert text is not None and "collective-permute" in text
+    assert "all-gather" not in text
+
+
+def test_terms_of_a_sum_may_differ_over_another_axis(mesh: Mesh) -> None:
+    whole, rows = P(None, "tensor"), P("data", "tensor")
+
+    def added(h: jax.Array, other: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.dot(h, w, out_sharding=rows) + jnp.dot(other, w, out_sharding=whole)
+
+    numbers = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
+    arguments = [
+        jax.device_put(numbers, NamedSharding(mesh, spec)) for spec in (rows, whole, P("tensor"))
+    ]
+    assert_same(jax.jit(ring(added))(*arguments), jax.jit(added)(*arguments))
 
 
 def test_types_name_the_mesh() -> None:
