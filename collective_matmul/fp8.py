@@ -255,11 +255,14 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
 def weight_gradient(
     message: jax.Array, y: jax.Array, dtypes: tuple[Any, Any], *, transposed: bool = False
 ) -> jax.Array:
-    """``xᵀ y`` [K, N] in float32, contracted over all rows, in 8 bits.
+    """``xᵀ y`` [K, N] in y's dtype, contracted over all rows, in 8 bits.
 
     Rows of the message may have different scales. They multiply the rows of y before y is
     quantized, with one scale: the sum over rows then needs no scales, and the shards of a gathered
     message need not agree on one.
+
+    That scale is a power of two. It multiplies a rounded bfloat16 sum without another rounding, so
+    the matmul itself writes bfloat16: float32 would be twice the bytes, and one more pass.
 
     Args:
       message: of x, [..., K + bytes], with one scale for each row.
@@ -270,12 +273,15 @@ def weight_gradient(
     columns = message.shape[-1] - message_scale_bytes(1)
     values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
     scaled = y.astype(jnp.float32) * message_scales(message, columns, 1)
-    scale = _scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtypes[1]))
+    scale = _next_power_of_two(_scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtypes[1])))
     left, right = values, _divided(scaled, scale, dtypes[1])
     if transposed:
         left, right = right, left
     dimensions = ((rows, rows), ((), ()))
-    return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32) * scale
+    # float16 has no room for sums that are not scaled yet.
+    sums = y.dtype if y.dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+    product = lax.dot_general(left, right, dimensions, preferred_element_type=sums)
+    return (product * scale.astype(sums)).astype(y.dtype)
 
 
 def dequantized(w: ScaledMatrix) -> jax.Array:
@@ -386,6 +392,13 @@ def _magnitude(x: Array) -> jax.Array:
 def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The scale by which the largest magnitude becomes the largest finite number of `dtype`."""
     return jnp.maximum(largest * (1.0 / float(jnp.finfo(dtype).max)), _LEAST_SCALE)
+
+
+def _next_power_of_two(scale: jax.Array) -> jax.Array:
+    """The least power of two that is not below a positive normal float32."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    mantissa = np.uint32(2**23 - 1)
+    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
 
 
 def _divided(x: Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:

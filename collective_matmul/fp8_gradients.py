@@ -90,7 +90,7 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     )
     if recipe.weight_gradient_in_fp8:
         whole, dtypes = whole_of(gathered, dimension), (recipe.dtype, recipe.gradient_dtype)
-        dws = tuple(weight_gradient(whole, dy, dtypes).astype(x.dtype) for dy in dys)
+        dws = tuple(weight_gradient(whole, dy, dtypes) for dy in dys)
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)
@@ -151,7 +151,7 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     )
     if recipe.weight_gradient_in_fp8:
         whole, dtypes = whole_of(gathered, dimension), (recipe.gradient_dtype, recipe.dtype)
-        dws = [weight_gradient(whole, x, dtypes, transposed=True).astype(x.dtype) for x in xs]
+        dws = [weight_gradient(whole, x, dtypes, transposed=True) for x in xs]
     else:
         dws = [gradients.weight_gradient(x, gathered, dimension, transpose_w=False) for x in xs]
     dxs, dws = tie_with_barrier(gathered, tuple(dxs), dws)
@@ -190,7 +190,7 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     dxs = [matmul(quantized, w) for w in scaled]
     if recipe.weight_gradient_in_fp8:
         dtypes = recipe.gradient_dtype, recipe.dtype
-        dws = [weight_gradient(quantized, x, dtypes, transposed=True).astype(x.dtype) for x in xs]
+        dws = [weight_gradient(quantized, x, dtypes, transposed=True) for x in xs]
     else:
         dws = [contract_rows(x, dy) for x in xs]
     return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))

@@ -131,6 +131,8 @@ def _scaled_operands(message: jax.Array, other: jax.Array, columns: int, dtypes:
     """The message's values, `other` in 8 bits with its scales, and the scale of that."""
     scaled = jnp.asarray(other, jnp.float32) * message_scales(message, columns, 1)
     scale = jnp.maximum(jnp.max(abs(scaled)) * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126)
+    mantissa, exponent = jnp.frexp(scale)
+    scale = jnp.ldexp(jnp.where(mantissa > 0.5, 1.0, 0.5), exponent)  # A power of two.
     quantized = (scaled * (1.0 / scale)).astype(dtypes[1])
     values = message_values(message, columns, dtypes[0])
     return values.astype(jnp.float32), quantized.astype(jnp.float32), scale
