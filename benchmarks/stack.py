@@ -2,7 +2,7 @@
 
 A layer is all-gather → matmul → gelu → matmul → reduce-scatter, added to the residual. Legend of
 global shapes: M rows, sharded between layers; K features; F hidden features, sharded within one.
-The gradient of the gelu is computed from its operand, by all candidates, as compilers of PyTorch do.
+All candidates compute the gradient of the gelu from its operand, as PyTorch's compiler does.
 """
 
 from __future__ import annotations
