@@ -146,6 +146,8 @@ class MatmulProblem:
 # Microseconds in which one multiprocessor multiplies a 128 × 128 tile's k-block of 64, when all
 # multiprocessors are busy. Other sizes count by their area.
 _STEP_MICROSECONDS = 0.365
+# Tiles of 128 × 128 take this much longer for their area: they load more for each product.
+_SMALL_TILE_SLOWDOWN = 1.05
 _TILE_MICROSECONDS = 1.5
 _LAUNCH_MICROSECONDS = 4.0
 _MEMORY_BYTES_PER_MICROSECOND = 3.5e6
@@ -171,6 +173,8 @@ def predicted_microseconds(
     waves = math.ceil(problem.batch * grid_m * grid_n / clusters)
     steps = problem.contracted_planes * sum(math.ceil(k / tiling.tile_k) for k in problem.k)
     area = tiling.tile_m * tiling.tile_n * tiling.tile_k / (128 * 128 * 64)
+    if tiling.tile_m * tiling.tile_n <= 128 * 128:
+        area *= _SMALL_TILE_SLOWDOWN
     return _LAUNCH_MICROSECONDS + waves * (steps * area * _STEP_MICROSECONDS + _TILE_MICROSECONDS)
 
 
