@@ -230,6 +230,11 @@ def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], scales, 4), jnp.float32)
 
 
+def largest_magnitude(message: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """The largest finite magnitude in what a message of one scale a row was made of."""
+    return jnp.max(message_scales(message, columns, 1)) * float(jnp.finfo(dtype).max)
+
+
 def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
     """The product [..., N] of a message [..., K + bytes] and a weight, in `w.product_dtype`.
 
@@ -253,7 +258,12 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
 
 
 def weight_gradient(
-    message: jax.Array, y: jax.Array, dtypes: tuple[Any, Any], *, transposed: bool = False
+    message: jax.Array,
+    y: jax.Array,
+    dtypes: tuple[Any, Any],
+    *,
+    largest: jax.Array | None = None,
+    transposed: bool = False,
 ) -> jax.Array:
     """``xᵀ y`` [K, N] in y's dtype, contracted over all rows, in 8 bits.
 
@@ -268,13 +278,18 @@ def weight_gradient(
       message: of x, [..., K + bytes], with one scale for each row.
       y: [..., N].
       dtypes: of the message's values, and of the quantized y.
+      largest: a bound of y's magnitudes, if it is known.
       transposed: whether the result is ``yᵀ x`` [N, K].
     """
     columns = message.shape[-1] - message_scale_bytes(1)
     values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
-    scaled = y.astype(jnp.float32) * message_scales(message, columns, 1)
-    scale = _next_power_of_two(_scale(jnp.max(_magnitude(scaled)), jnp.dtype(dtypes[1])))
-    left, right = values, _divided(scaled, scale, dtypes[1])
+    scales = message_scales(message, columns, 1)
+    if largest is None:
+        largest = jnp.max(_magnitude(y))
+    # The scales are of devices: their largest bounds all products, without a pass over y.
+    bound = largest * jnp.max(scales)
+    scale = _next_power_of_two(_scale(bound, jnp.dtype(dtypes[1])))
+    left, right = values, _divided(y.astype(jnp.float32) * scales, scale, dtypes[1])
     if transposed:
         left, right = right, left
     dimensions = ((rows, rows), ((), ()))

@@ -42,6 +42,7 @@ from collective_matmul.fp8 import (
     Recipe,
     ScaledMatrix,
     gathered,
+    largest_magnitude,
     quantize_rows,
     weight_gradient,
 )
@@ -76,13 +77,15 @@ def gather_matmul(
 def _gather_matmul_gradients(call: OpParams, operands, dys):
     x, ws, copies = operands
     recipe, dimension = _recipe(call), call.shard_dimension
+    # Before the barrier, what computes dys can also find their largest magnitudes.
+    sent = quantize_rows(dys, recipe, recipe.gradient_dtype)
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
-    x, dys = lax.optimization_barrier((x, tuple(dys)))
+    x, dys, sent = lax.optimization_barrier((x, tuple(dys), sent))
     attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
     chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, **attributes)
     co_gathered = quantize_rows([x], recipe)[0] if recipe.weight_gradient_in_fp8 else x
     dx, gathered = chosen.matmul_reduce_scatter(
-        quantize_rows(dys, recipe, recipe.gradient_dtype),
+        sent,
         _weights(call, ws, x.dtype, copies, transposed=True),
         call.axis_name,
         dimension=dimension,
@@ -90,7 +93,12 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     )
     if recipe.weight_gradient_in_fp8:
         whole, dtypes = whole_of(gathered, dimension), (recipe.dtype, recipe.gradient_dtype)
-        dws = tuple(weight_gradient(whole, dy, dtypes) for dy in dys)
+        dws = tuple(
+            weight_gradient(
+                whole, dy, dtypes, largest=largest_magnitude(own, dy.shape[-1], dtypes[1])
+            )
+            for dy, own in zip(dys, sent, strict=True)
+        )
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)

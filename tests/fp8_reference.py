@@ -94,7 +94,8 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
                 dx = dx + wide(rows) @ wide(dequantized(back[i]))
                 whole = _join(message, case)
                 dtypes = recipe.dtype, recipe.gradient_dtype
-                dws[i].append(_weight_gradient(x, whole, dy[i], recipe, dtypes, wide))
+                largest = max(abs(_wide(each)).max() for each in dy)  # They have a scale in common.
+                dws[i].append(_weight_gradient(x, whole, dy[i], recipe, dtypes, wide, largest))
         joined = [np.concatenate(y, -1) for y in ys]
         return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
     parts, rows_of_w = np.split(x, case.devices, -1), np.split(ws[0], case.devices, 0)
@@ -111,26 +112,40 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
         y = y + wide(rows) @ wide(dequantized(forward[1]))
         dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
         whole = _join(message, case)
-        dw.append(_weight_gradient(dys[0], whole, part, recipe, dtypes, wide).T)
+        largest = abs(_wide(part)).max()
+        dw.append(_weight_gradient(dys[0], whole, part, recipe, dtypes, wide, largest).T)
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
 def _weight_gradient(
-    plain: np.ndarray, message: jax.Array, other: np.ndarray, recipe: Recipe, dtypes: Any, wide: Any
+    plain: np.ndarray,
+    message: jax.Array,
+    other: np.ndarray,
+    recipe: Recipe,
+    dtypes: Any,
+    wide: Any,
+    largest: float,
 ) -> np.ndarray:
     """``messageᵀ other``: of the arrays, or of 8 bits with scales folded into `other`."""
     columns = plain.shape[-1]
     if not recipe.weight_gradient_in_fp8:
         return _contract_rows(wide(plain), wide(other))
-    values, quantized, scale = _scaled_operands(message, other, columns, dtypes)
+    values, quantized, scale = _scaled_operands(
+        message, other, columns, dtypes, np.float32(largest)
+    )
     return _contract_rows(wide(values), wide(quantized)) * float(scale)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _scaled_operands(message: jax.Array, other: jax.Array, columns: int, dtypes: Any) -> tuple:
+def _scaled_operands(
+    message: jax.Array, other: jax.Array, columns: int, dtypes: Any, largest: jax.Array
+) -> tuple:
     """The message's values, `other` in 8 bits with its scales, and the scale of that."""
-    scaled = jnp.asarray(other, jnp.float32) * message_scales(message, columns, 1)
-    scale = jnp.maximum(jnp.max(abs(scaled)) * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126)
+    scales = message_scales(message, columns, 1)
+    scaled = jnp.asarray(other, jnp.float32) * scales
+    scale = jnp.maximum(
+        largest * jnp.max(scales) * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126
+    )
     mantissa, exponent = jnp.frexp(scale)
     scale = jnp.ldexp(jnp.where(mantissa > 0.5, 1.0, 0.5), exponent)  # A power of two.
     quantized = (scaled * (1.0 / scale)).astype(dtypes[1])

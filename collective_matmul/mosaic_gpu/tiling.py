@@ -234,7 +234,9 @@ class MeasuredTiling(NamedTuple):
     def record(self, problem: MatmulProblem) -> data.Record:
         """The record of the shipped table."""
         microseconds = {"kernel": self.microseconds, "xla": self.xla_microseconds}
-        return data.Record(asdict(problem), microseconds, asdict(self.tiling))
+        fields = asdict(problem)
+        del fields["reads_block"], fields["writes_block"]  # Blocks have the tiling of the whole.
+        return data.Record(fields, microseconds, asdict(self.tiling))
 
     @classmethod
     def from_record(cls, record: data.Record) -> MeasuredTiling:
