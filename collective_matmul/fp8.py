@@ -1,4 +1,4 @@
-"""Arrays in 8-bit floating point: how they are scaled, and the message that a device sends.
+"""Arrays in 8-bit floating point: how they are scaled, quantized and multiplied.
 
 Legend: M rows, K contracted, N columns. "Scale" is what a stored value is multiplied by to get the
 number it stands for, in float32.
@@ -19,15 +19,6 @@ DeepSeek-V3 (arXiv:2412.19437, section 3.3), but for the weight gradient.
 A weight gradient in 8 bits contracts rows, so its operands' rows must have one scale: see
 `weight_gradient`.
 
-A *message* is an array of bytes, the quantized numbers and their scales, so that one transfer moves
-both::
-
-    uint8 [..., M, K + bytes of scales]    the row's K values, and then the bytes of its scales
-
-So a message can be divided into chunks along every dimension but the last, and gathered like any
-other array. It is an array of bytes because compilers may replace one NaN by another, and bytes of
-a scale can look like one.
-
 Numbers that are not finite are not counted for a scale. They become NaN in float8_e4m3fn, so the
 products that they are part of are NaN, and all others keep their precision.
 """
@@ -47,6 +38,12 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
+from collective_matmul.fp8_messages import (
+    message,
+    message_scale_bytes,
+    message_scales,
+    message_values,
+)
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -56,8 +53,6 @@ RecipeName = Literal["tensorwise", "rowwise", "blockwise"]
 
 #: Numbers of a row, and rows and columns of a weight, that have a scale in common: "blockwise".
 BLOCK = 128
-#: The scales of a row take a multiple of this: so rows are whole tiles, as our kernels read them.
-_MESSAGE_ALIGNMENT = 128
 #: The least scale. Smaller ones would be flushed to zero, by which nothing can be divided.
 _LEAST_SCALE = 2.0**-126
 
@@ -196,43 +191,6 @@ def gathered(shard: ScaledMatrix, axis_name: str, dimension: int) -> ScaledMatri
     """The whole weight [K, N] of a shard along a dimension, which `axis_name` shards."""
     values = lax.all_gather(shard.values, axis_name, axis=1 - dimension, tiled=True)
     return dataclasses.replace(shard, values=values)
-
-
-def message(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """The message of values [..., K] and scales [..., S], float32.
-
-    If a row has one scale, copies fill the bytes behind it; else zeros do.
-    """
-    own, filled = scales.shape[-1], message_scale_bytes(scales.shape[-1]) // scales.itemsize
-    if own == 1:
-        # Unlike padding, XLA writes copies in the kernel that computes the values.
-        scales = jnp.broadcast_to(scales, (*scales.shape[:-1], filled))
-    else:
-        scales = jnp.pad(scales, [*[(0, 0)] * (scales.ndim - 1), (0, filled - own)])
-    raw = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*scales.shape[:-1], -1)
-    values = lax.bitcast_convert_type(values, jnp.uint8)
-    return lax.concatenate([values, raw], values.ndim - 1)
-
-
-def message_scale_bytes(scales: int) -> int:
-    """The bytes at the end of each row of a message that has this number of scales in a row."""
-    return -(-4 * scales // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
-
-
-def message_values(message: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """The values [..., K] of a message, which have this dtype; K is `columns`."""
-    return lax.bitcast_convert_type(lax.slice_in_dim(message, 0, columns, axis=-1), dtype)
-
-
-def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
-    """The scales [..., S] of a message, float32; S is `scales`, K is `columns`."""
-    raw = lax.slice_in_dim(message, columns, columns + 4 * scales, axis=-1)
-    return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], scales, 4), jnp.float32)
-
-
-def largest_magnitude(message: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """The largest finite magnitude in what a message of one scale a row was made of."""
-    return jnp.max(message_scales(message, columns, 1)) * float(jnp.finfo(dtype).max)
 
 
 def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:

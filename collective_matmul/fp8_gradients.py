@@ -42,10 +42,10 @@ from collective_matmul.fp8 import (
     Recipe,
     ScaledMatrix,
     gathered,
-    largest_magnitude,
     quantize_rows,
     weight_gradient,
 )
+from collective_matmul.fp8_messages import largest_magnitude
 from collective_matmul.gradients import (
     OpParams,
     ReverseMode,

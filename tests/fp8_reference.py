@@ -16,7 +16,8 @@ import numpy as np
 
 import collective_matmul
 from collective_matmul import fp8 as library
-from collective_matmul.fp8 import RECIPES, Recipe, message_scales, message_values
+from collective_matmul.fp8 import RECIPES, Recipe
+from collective_matmul.fp8_messages import message_scales, message_values
 from tests.reference import AXIS, Case, Comparison, Outcome
 
 # Compiled once for all shards of a shape; operation by operation they take most of a test's time.

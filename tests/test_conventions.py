@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "equation",
         "explicit_axes",
         "fp8",
+        "fp8_messages",
         "hardware",
         "log",
         "peer_access",

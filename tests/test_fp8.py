@@ -18,13 +18,11 @@ from collective_matmul.fp8 import (
     Recipe,
     dequantized,
     dequantized_rows,
-    message,
-    message_scales,
-    message_values,
     quantize_rows,
     quantize_weights,
     scaled_matmul,
 )
+from collective_matmul.fp8_messages import message, message_scales, message_values
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 

@@ -19,7 +19,8 @@ from collective_matmul._compat import (
     vary_over,
     varying_axes,
 )
-from collective_matmul.fp8 import BLOCK, ScaledMatrix, message_scales
+from collective_matmul.fp8 import BLOCK, ScaledMatrix
+from collective_matmul.fp8_messages import message_scales
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, chunk_count, chunk_index, planes_of
 from collective_matmul.mosaic_gpu.operands import Operand

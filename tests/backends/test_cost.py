@@ -377,7 +377,7 @@ def test_what_is_more_work_takes_longer(predicted) -> None:
 def test_rings_of_8_bits_gain_about_what_was_measured(
     features: int, hidden: int, gained: float, fp8: Any
 ) -> None:
-    """Stacks of 8192 rows on 2 H100, forward: microseconds of a layer that rings gained over XLA."""
+    """Stacks of 8192 rows on 2 H100, forward: the microseconds of a layer that rings gained."""
     sites = [
         replace(site_of("all_gather_matmul", 8192, features, hidden, devices=2), fp8=fp8),
         replace(site_of("matmul_reduce_scatter", 8192, hidden, features, devices=2), fp8=fp8),
