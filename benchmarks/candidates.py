@@ -14,11 +14,13 @@ from benchmarks.baseline_xla_options import BASELINE, DEFAULT, WINDOWED_EINSUM, 
 from benchmarks.communication import (
     CollectiveMatmul,
     Communication,
+    ExplicitAxes,
     MosaicExample,
     NoCommunication,
     Partitioned,
     PlainJax,
     Rewritten,
+    RewrittenJit,
 )
 from benchmarks.internals import BACKENDS, COMPUTE_ONLY, RecipeName
 from collective_matmul import overlap_jit
@@ -52,12 +54,13 @@ def names() -> tuple[str, ...]:
 
 def layer_names() -> tuple[str, ...]:
     """The candidates that can execute whole layers and their gradients."""
-    return tuple(name for name in names() if name != "mosaic_example")
+    *others, bound = (name for name in names() if name != "mosaic_example")
+    return (*others, "explicit", "rewrite_jit", bound)
 
 
 def with_fp8(chosen: Sequence[str], recipes: Sequence[RecipeName]) -> tuple[str, ...]:
     """The candidates, and after them those of the library with each recipe: "auto_fp8_rowwise"."""
-    library = (*BACKENDS, *AUTO, "rewrite")
+    library = (*BACKENDS, *AUTO, "rewrite", "rewrite_jit")
     added = (f"{name}_fp8_{recipe}" for recipe in recipes for name in chosen if name in library)
     return (*chosen, *added)
 
@@ -82,6 +85,10 @@ def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
             return Candidate(name, MosaicExample(), "jit")
         case "rewrite":
             return Candidate(name, Rewritten(fp8), "overlap_jit")
+        case "explicit":
+            return Candidate(name, ExplicitAxes(), "jit", known(BASELINE, tried))
+        case "rewrite_jit":
+            return Candidate(name, RewrittenJit(fp8), "overlap_jit")
         case _ if name == COMPUTE_ONLY:
             return Candidate(name, NoCommunication(), "jit")
     communication = CollectiveMatmul(None if base in AUTO else base, fp8)

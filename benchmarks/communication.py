@@ -15,17 +15,23 @@ Rows and what was scattered are shards [m, K], except for `NoCommunication`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import mosaic_example
 from benchmarks.internals import RecipeName
-from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    overlap,
+)
 
 #: The name of the mesh axis of every benchmark.
 AXIS = "tensor"
@@ -41,10 +47,12 @@ class Communication:
 
     Attributes:
       inside_shard_map: whether a program runs inside `shard_map`. Otherwise all arrays are global.
+      has_explicit_axes: whether the axes of the mesh are Explicit.
       all_reduce_spec: how the result of `matmul_all_reduce` is sharded.
     """
 
     inside_shard_map = True
+    has_explicit_axes = False
     all_reduce_spec = REPLICATED
 
     def rows(self, shard: Any, whole: Any) -> Rows:
@@ -69,6 +77,15 @@ class Communication:
 
     def add(self, rows: Rows, scattered: Any) -> Rows:
         return rows + scattered
+
+    def overlapped(self, fun: Callable, sites: int) -> Callable:
+        """The function to differentiate, which is `fun` or computes the same.
+
+        Args:
+          fun: a function that calls the methods above.
+          sites: how many gathers and sums over devices it has.
+        """
+        return fun
 
 
 class PlainJax(Communication):
@@ -111,6 +128,31 @@ class Rewritten(PlainJax):
 
     def __init__(self, fp8: RecipeName | None = None):
         self.fp8: RecipeName | None = fp8
+
+
+class ExplicitAxes(Communication):
+    """`jax.jit` over a mesh of Explicit axes: types say how arrays are sharded, without
+    `shard_map` and without this library."""
+
+    inside_shard_map = False
+    has_explicit_axes = True
+
+    def all_gather_matmul(self, rows, ws):
+        gathered = reshard(rows, REPLICATED)
+        return tuple(gathered @ w for w in ws)
+
+    def matmul_reduce_scatter(self, x, w):
+        return jnp.dot(x, w, out_sharding=ROWS)
+
+
+class RewrittenJit(ExplicitAxes):
+    """The same, of which `collective_matmul.overlap` rewrites what is differentiated."""
+
+    def __init__(self, fp8: RecipeName | None = None):
+        self.fp8: RecipeName | None = fp8
+
+    def overlapped(self, fun: Callable, sites: int) -> Callable:
+        return overlap(fun, require=sites, fp8=self.fp8)
 
 
 class CollectiveMatmul(Communication):

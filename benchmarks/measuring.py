@@ -41,7 +41,10 @@ class Result:
     peak_bytes: int | None = None
     """Per device, arguments and results too; for PyTorch, the most that was allocated in a step."""
     losses: tuple[float, ...] = ()
-    """Of the first training steps; all candidates of JAX take turns with one state."""
+    """Of the first training steps; all candidates of JAX take turns with one state after the first
+    step, which each takes from the same parameters."""
+    gradient_norm: float | None = None
+    """Of the first training step."""
     trace_seconds: float | None = None
     compile_seconds: float | None = None
     decisions: dict[str, int] = field(default_factory=dict)
@@ -96,7 +99,10 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
             result = results[program.candidate.name]
             result.samples, result.profile = timings[executable.candidate].samples, profile
             result.tried = tried[executable]
-            result.losses = tuple(map(float, getattr(made, "losses", ())[:FIRST_STEPS]))
+            if (first := getattr(made, "first_metrics", {}).get(executable.compiled)) is not None:
+                losses = [first["loss"], *getattr(made, "losses", ())]
+                result.losses = tuple(map(float, losses[:FIRST_STEPS]))
+                result.gradient_norm = float(first["grad_norm"])
     if again in runs:
         results[again] = replace(
             results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.communication import ROWS
@@ -41,6 +41,12 @@ class Operands:
 
     def __init__(self, mesh: Mesh, dtype: np.dtype):
         self.mesh, self.dtype = mesh, dtype
+
+    def with_explicit_axes(self) -> Operands:
+        """The same, on a mesh whose axes are Explicit."""
+        names = self.mesh.axis_names
+        types = (AxisType.Explicit,) * len(names)
+        return Operands(Mesh(self.mesh.devices, names, axis_types=types), self.dtype)
 
     def weight(self, spec: P, rows: int, columns: int, seed: int) -> RandomArray:
         """[rows, columns], scaled so that products have the scale of what it multiplies."""

@@ -86,6 +86,8 @@ class StackCase:
         """
         communication, shape = candidate.communication, self.shape
         m, k, f = shape.rows, shape.features, shape.hidden_features
+        if communication.has_explicit_axes:
+            operands = operands.with_explicit_axes()
 
         def through_layers(x, weights):
             for up, down in weights:
@@ -94,11 +96,13 @@ class StackCase:
                 x = communication.add(x, scattered)
             return x
 
+        overlapped = communication.overlapped(through_layers, sites=2 * self.layers)
+
         def forward(x, weights):
-            return communication.shard(through_layers(x, weights))
+            return communication.shard(overlapped(x, weights))
 
         def forward_backward(x, weights, cotangent):
-            result, vjp = jax.vjp(through_layers, x, weights)
+            result, vjp = jax.vjp(overlapped, x, weights)
             dx, dweights = vjp(cotangent)
             return communication.shard(result), communication.shard(dx), dweights
 

@@ -108,11 +108,15 @@ def training_steps(content: Content) -> str:
             times = [f"{1e3 * result[key]:.1f}" for key in ("median", "low", "high")]
             row = [case["name"], name, *times, f"{rate:,.0f}", f"{share:.1%}", case["remat"]]
             losses = " → ".join(f"{loss:.4f}" for loss in result["losses"][::7])
-            rows.append([*row, f"{(result['peak_bytes'] or 0) / _GIB:.1f}", losses])
+            norm = result.get("gradient_norm")
+            row += [f"{(result['peak_bytes'] or 0) / _GIB:.1f}", losses]
+            rows.append([*row, "" if norm is None else f"{norm:.4f}"])
     header = ["", "candidate", "ms", "least", "most", "tokens/s", "MFU", "remat", "GiB", "loss"]
+    header.append("gradient norm")
     about = (
         "## Training steps\n\nTokens per second and device, peak memory of a device, loss of the"
-        " first step and the eighth. PyTorch runs before JAX, one candidate after the other.\n\n"
+        " first step and the eighth, gradient norm of the first. Candidates of JAX take that step"
+        " from the same parameters. PyTorch runs before JAX, one candidate after the other.\n\n"
     )
     return about + table(header, rows) if rows else ""
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks import candidates, comparison, tables
 from benchmarks.candidates import Candidate
-from benchmarks.communication import CollectiveMatmul, Communication, Rewritten
+from benchmarks.communication import CollectiveMatmul, Communication, ExplicitAxes, Rewritten
 from benchmarks.comparison import Fp8Comparison
 from benchmarks.internals import COMPUTE_ONLY, REFERENCE, RecipeName
 from benchmarks.operands import Operands
@@ -142,8 +142,10 @@ class TrainCase:
             }
             return Training(init_state(model, optimizer, mesh), batch)
 
+        # XLA's own programs are those that `jax.jit` compiles.
+        rewrite = candidate.compiler != "jit"
         return Program(
-            sharded_step(config, model, optimizer, mesh),
+            sharded_step(config, model, optimizer, mesh, rewrite=rewrite),
             (state_on_mesh(model, optimizer, mesh), {"inputs": tokens, "targets": tokens}),
             donated=(0,),
             make=make,
@@ -154,6 +156,8 @@ def _overlap_of(communication: Communication) -> str:
     """The name in the trainer's configuration; the trainer rewrites its steps by itself."""
     if isinstance(communication, CollectiveMatmul):
         return communication.implementation or "auto"
+    if isinstance(communication, ExplicitAxes):
+        return "rewrite-jit"
     return "rewrite" if isinstance(communication, Rewritten) else REFERENCE.name
 
 
@@ -165,20 +169,48 @@ def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Arr
 
 
 class Training:
-    """One state, which every step replaces."""
+    """One state, which every step replaces.
+
+    The first step of each program is the first of a schedule, whose learning rate is 0 unless there
+    is no warm-up. So it finds the same parameters and leaves them: loss and gradient norm of all
+    programs can be compared.
+
+    Attributes:
+      state: the train state.
+      batch: of every step.
+      first_metrics: of the first step of each program.
+      losses: of all other steps.
+    """
 
     def __init__(self, state: Any, batch: dict[str, jax.Array]):
         self.state, self.batch = state, batch
+        self.first_metrics: dict[Callable, dict[str, jax.Array]] = {}
         self.losses: list[jax.Array] = []
+        self._counts = [jax.device_get(leaf) for leaf in jax.tree.leaves(state) if not leaf.ndim]
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         """A function that takes one step with a compiled program and returns its metrics."""
         return functools.partial(self._step, compiled)
 
     def _step(self, compiled: Callable) -> Any:
+        is_first = compiled not in self.first_metrics
+        if is_first:
+            self._begin_again()
         self.state, metrics = compiled(self.state, self.batch)
-        self.losses.append(metrics["loss"])
+        if is_first:
+            self.first_metrics[compiled] = metrics
+        else:
+            self.losses.append(metrics["loss"])
         return metrics
+
+    def _begin_again(self) -> None:
+        """Sets all counts of steps to those of the first state."""
+        counts = iter(self._counts)
+
+        def first(leaf: jax.Array) -> jax.Array:
+            return leaf if leaf.ndim else jax.device_put(next(counts), leaf.sharding)
+
+        self.state = jax.tree.map(first, self.state)
 
 
 @dataclass(frozen=True, kw_only=True)

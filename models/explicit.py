@@ -27,33 +27,26 @@ from models.explicit_layers import batch_axes
 from models.llama import Block, Llama, rematerialize
 from models.stacked_blocks import Keys
 
-#: The layers of a block, and the head: their names in the parameters of `Llama`. Those of the first
-#: group multiply after a gather, those of the second before a reduce-scatter.
-_AFTER_GATHERS = (
+#: The linear layers of a block, and the head: their names in the parameters of `Llama`.
+_LINEAR = (
     *(f"layers.attention.projection.{name}" for name in ("query", "key", "value")),
-    *(f"layers.feed_forward.{name}" for name in ("gate", "up")),
+    *(f"layers.feed_forward.{name}" for name in ("gate", "up", "down")),
+    "layers.attention.output",
     "head",
 )
-_BEFORE_SCATTERS = "layers.attention.output", "layers.feed_forward.down"
 
 
-def count_sites(batch_axes: Collection[str], gathered: Collection[str] = ()) -> int:
-    """The minimum number of sites in the program of a loss and its gradients.
+def count_sites(gathered: Collection[str] = ()) -> int:
+    """The minimum number of sites in the program of a loss.
 
-    All blocks are calls of one function, whose sites count once: four gathers and scatters forward,
-    as many backward. The head has one of each. The gradients of weights are summed over the batch,
-    which is a site if one axis shards it: of weights whose matmul is after a gather, and of those
-    that are sharded over that axis. These are gathered forward and backward.
+    All blocks are calls of one function, whose sites count once: two gathers and two scatters. The
+    head has a gather. So has each weight that is sharded over an axis of the batch.
 
     Args:
-      batch_axes: the mesh axes that shard the batch.
-      gathered: names of the parameters that `loss` gathers over one of them; of layers, without
-        their numbers, as "layers.feed_forward.up.kernel".
+      gathered: names of the parameters that `loss` gathers over one of these axes; of layers,
+        without their numbers, as "layers.feed_forward.up.kernel".
     """
-    kernels = {name.removesuffix(".kernel") for name in gathered if name.endswith(".kernel")}
-    kernels &= {*_AFTER_GATHERS, *_BEFORE_SCATTERS}
-    sums = len(kernels.union(_AFTER_GATHERS)) if len(batch_axes) == 1 else 0
-    return (4 + 4) + (1 + 1) + sums + 2 * len(kernels)
+    return (2 + 2) + 1 + len({f"{name}.kernel" for name in _LINEAR}.intersection(gathered))
 
 
 #: A block as a function of its parameters.

@@ -142,8 +142,8 @@ class Config:
     """Backend of the collective matmuls: auto chooses one for each shape; a name, such as ring or
     xla, requires that backend; several names separated by commas take the first that can; rewrite
     trains a model of JAX's own collectives, with its whole step passed to
-    collective_matmul.overlap; rewrite-jit does so with a model under jax.jit without collectives,
-    over mesh axes of type Explicit."""
+    collective_matmul.overlap; rewrite-jit trains one under jax.jit without collectives, over mesh
+    axes of type Explicit, with its loss passed to it."""
     fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None
     """Recipe by which operands of the matmuls are quantized to 8 bits; default: they are not."""
     fp8_layers: str = ",".join(DEFAULT_FP8_LAYERS)

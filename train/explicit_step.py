@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import overlap
 from models import explicit
 from train.config import Config
 from train.mesh import BATCH_AXES
@@ -55,19 +56,22 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1) or BATCH_AXES[:1]
 
 
-def required_sites(model: ModelFunctions, mesh: Mesh | AbstractMesh) -> int:
-    """The number of sites that `overlap` has to find in a step."""
-    gathered = {re.sub(r"^layers\.\d+\.", "layers.", name) for name in model.sharded_dimensions}
-    if model.zero != 3:
-        # Weights gathered once per step meet the matmul of the head, unless it is in a loop.
-        gathered &= set() if model.accumulates else {"head.kernel"}
-    return explicit.count_sites(_batch_axes(mesh), gathered)
+def required_sites(model: ModelFunctions) -> int:
+    """The number of sites that `overlap` has to find in the loss of a step."""
+    if model.zero != 3:  # Weights are gathered once per step, before.
+        return explicit.count_sites()
+    names = (re.sub(r"^layers\.\d+\.", "layers.", name) for name in model.sharded_dimensions)
+    return explicit.count_sites({*names})
 
 
 def explicit_loss_and_grads(
-    config: Config, model: ModelFunctions, params: Params, batch: Batch
+    config: Config, model: ModelFunctions, params: Params, batch: Batch, *, rewrite: bool
 ) -> tuple[jax.Array, Params]:
-    """Mean loss of the whole batch, and its gradient with respect to the global parameters."""
+    """Mean loss of the whole batch, and its gradient with respect to the global parameters.
+
+    With `rewrite` the loss is passed to `overlap` before it is differentiated: the gradients are
+    those of the library's ops, as with its layers.
+    """
     weights = _weights(model, params)
     tokens: jax.Array | int = config.batch_size * config.sequence_length
     if "answers" in batch:
@@ -81,8 +85,10 @@ def explicit_loss_and_grads(
             each *= microbatch["answers"]
         return jnp.sum(each) / tokens
 
+    overlapped = overlap(loss, require=required_sites(model)) if rewrite else loss
+
     def loss_and_grads(microbatch: Batch) -> tuple[jax.Array, Params]:
-        total, grads = jax.value_and_grad(loss)(weights, microbatch)
+        total, grads = jax.value_and_grad(overlapped)(weights, microbatch)
         return total, grads if model.zero == 1 else _typed_as(params, grads)
 
     if not model.accumulates:
@@ -104,14 +110,17 @@ def explicit_loss_and_grads(
 
 @jax.named_scope("weights")
 def _weights(model: ModelFunctions, params: Params) -> Params:
-    """What to differentiate with respect to: with ZeRO levels 1 and 2, the weights that are
-    gathered once per step, in compute dtype; else the parameters, which level 3 gathers where they
-    are used."""
-    if model.zero not in (1, 2):
+    """What to differentiate with respect to: the parameters, with matrices as they are used. These
+    are cast and gathered once per step, or by ZeRO level 3 where they are used."""
+    if model.zero == 3:
         return params
-    return {
-        name: explicit.whole(leaf, "tensor", model.compute_dtype) for name, leaf in params.items()
-    }
+    dtype = model.compute_dtype
+
+    def made(name: str, leaf: jax.Array) -> jax.Array:
+        leaf = explicit.whole(leaf, "tensor", dtype)
+        return leaf.astype(dtype) if name in model.matrices else leaf
+
+    return {name: made(name, leaf) for name, leaf in params.items()}
 
 
 @jax.named_scope("weights")

@@ -8,6 +8,7 @@ parameters that are replicated over the tensor axis. Over the other axes `train.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
 from train.config import Config
-from train.explicit_step import Batch, explicit_loss_and_grads, required_sites, with_explicit_axes
+from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
 from train.mesh import BATCH_AXES
 from train.state import (
     ModelFunctions,
@@ -70,15 +71,16 @@ def sharded_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step before compilation. The mesh may be abstract.
 
-    With overlap "rewrite" or "rewrite-jit" it is passed to `collective_matmul.overlap`, unless
-    `rewrite` is False. With "rewrite-jit" there is no `shard_map`: the program is of global arrays.
+    With overlap "rewrite" it is passed to `collective_matmul.overlap`, with "rewrite-jit" its loss
+    is, unless `rewrite` is False. With "rewrite-jit" there is no `shard_map`: the program is of
+    global arrays.
 
     Raises:
       ValueError: when traced with one of these, if a matmul that communicates is not replaced.
     """
     specs = state_specs(model, optimizer)
     by_types = config.overlap == "rewrite-jit"
-    loss_and_grads = explicit_loss_and_grads if by_types else _loss_and_grads
+    loss_and_grads = _loss_and_grads
     schedule = make_schedule(config.optimizer, config.steps)
 
     def update(state: TrainState, grads: Params) -> tuple[TrainState, Metrics]:
@@ -101,10 +103,10 @@ def sharded_step(
 
     update_state = update
     if by_types:
+        loss_and_grads = functools.partial(explicit_loss_and_grads, rewrite=rewrite)
         # Optimizers are of local shards.
         update_state = jax.shard_map(update, in_specs=(specs, model.specs), out_specs=(specs, P()))
-        typed = with_explicit_axes(step, specs, mesh)
-        return overlap(typed, require=required_sites(model, mesh)) if rewrite else typed
+        return with_explicit_axes(step, specs, mesh)
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
     )

@@ -41,7 +41,8 @@ def test_options_that_xla_refuses_are_left_out_with_a_note(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "sets"), [("baseline", BASELINE), ("windowed_einsum", WINDOWED_EINSUM)]
+    ("name", "sets"),
+    [("baseline", BASELINE), ("explicit", BASELINE), ("windowed_einsum", WINDOWED_EINSUM)],
 )
 def test_xlas_own_programs_are_tried_with_every_set(mesh, name, sets):
     tried = candidates.make(name, mesh).option_sets
@@ -51,7 +52,7 @@ def test_xlas_own_programs_are_tried_with_every_set(mesh, name, sets):
     assert candidates.make(name, mesh, try_options=False).option_sets == dict([first])
 
 
-@pytest.mark.parametrize("name", ["xla", "ring", "auto", "rewrite", "compute_only"])
+@pytest.mark.parametrize("name", ["xla", "ring", "auto", "rewrite", "rewrite_jit", "compute_only"])
 def test_other_programs_are_compiled_once(mesh, name):
     assert candidates.make(name, mesh).option_sets == DEFAULT
 

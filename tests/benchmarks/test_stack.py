@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import command_line, settings, stack
+from benchmarks import command_line, communication, settings, stack
 from benchmarks.pytorch import runner
+from collective_matmul import overlap
 from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
@@ -39,14 +43,18 @@ def reference(x, weights, cotangent):
     return result, *vjp(cotangent)
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("name", [*COMPUTING, "explicit", "rewrite_jit"])
 def test_every_candidate_computes_the_stack_and_its_gradients(mesh, name):
     run, arguments = compiled(building("forward_backward"), mesh, name)
     jax.tree.map(assert_close, jax.device_get(run(*arguments)), reference(*arguments))
 
 
 @pytest.mark.parametrize(
-    "name", ["ring_fp8_tensorwise", "auto_fp8_rowwise", "xla_fp8_blockwise", "rewrite_fp8_rowwise"]
+    "name",
+    [
+        *("ring_fp8_tensorwise", "auto_fp8_rowwise", "xla_fp8_blockwise"),
+        *("rewrite_fp8_rowwise", "rewrite_jit_fp8_rowwise"),
+    ],
 )
 def test_candidates_in_8_bits_compute_nearly_the_same(mesh, name):
     run, arguments = compiled(building("forward_backward"), mesh, name)
@@ -56,6 +64,27 @@ def test_candidates_in_8_bits_compute_nearly_the_same(mesh, name):
         # Numbers of 3 bits are off by 0.026, those of 2 by 0.05, in each of several products;
         # those of float32 by less than 0.001.
         assert 0.001 < error < 0.15
+
+
+def test_a_program_over_explicit_axes_is_rewritten_to_that_of_the_ops(mesh, monkeypatch):
+    with_rings = functools.partial(overlap, implementation="ring")
+    monkeypatch.setattr(communication, "overlap", with_rings)
+    found = []
+    for name in ("ring", "rewrite_jit"):
+        run, _ = compiled(building("forward_backward"), mesh, name)
+        found.append(
+            Counter(re.findall(r" (dot|copy|transpose|all-\w+|[\w-]+permute)\(", run.as_text()))
+        )
+    assert found[0] == found[1]
+    assert found[0]["collective-permute"] and not found[0]["all-gather"]
+
+
+def test_a_program_over_explicit_axes_whose_sites_are_not_replaced_is_refused(mesh):
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(ValueError, match="require=4: only 0 "),
+    ):
+        compiled(building("forward_backward"), mesh, "rewrite_jit")
 
 
 def test_the_bound_keeps_every_matmul_whole_and_communicates_nothing(mesh):

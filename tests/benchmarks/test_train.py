@@ -12,7 +12,7 @@ from benchmarks import candidates, command_line, comparison, train
 from benchmarks.compiling import compile_cases, trace
 from benchmarks.measuring import Timed, measure_case
 from benchmarks.operands import Operands
-from benchmarks.pytorch import runner
+from benchmarks.pytorch import FIRST_STEPS, runner
 from collective_matmul.rewrite import transform
 
 
@@ -20,8 +20,8 @@ def test_candidates_take_turns_with_one_state(make_mesh):
     mesh = make_mesh({"tensor": 2})
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(mesh, np.dtype("float32"))
-    names = ("xla", "rewrite")
-    taking_part = [candidates.make(name, mesh) for name in names]
+    names = ("xla", "rewrite", "explicit", "rewrite_jit")
+    taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
     made = []
 
     def build(candidate):
@@ -35,8 +35,16 @@ def test_candidates_take_turns_with_one_state(make_mesh):
     assert {name: result.failure for name, result in results.items()} == dict.fromkeys(names)
     (training,) = made
     # Each warms up three times and counts calls once, then runs once in each group.
-    steps = int(training.state["step"])
+    steps = len(training.first_metrics) + len(training.losses)
     assert steps % len(names) == 0 and steps >= len(names) * (2 + 2)
+    # All take a step from the first parameters, which it leaves as they are; then turns.
+    assert int(training.state["step"]) == 1 + len(training.losses)
+    assert {float(first["learning_rate"]) for first in training.first_metrics.values()} == {0}
+    for result in results.values():
+        # float32 sums in another order.
+        assert result.losses[0] == pytest.approx(results["xla"].losses[0], rel=1e-6)
+        assert result.gradient_norm == pytest.approx(results["xla"].gradient_norm, rel=1e-5)
+        assert len(result.losses) == FIRST_STEPS and result.losses[7] < result.losses[0] - 0.01
     assert all(np.isfinite(leaf).all() for leaf in training.state["params"].values())
 
 
@@ -51,7 +59,8 @@ def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     monkeypatch.setattr(transform, "Rewriter", counted)
     case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
-    for name, times in (("xla", 0), ("auto", 0), ("rewrite", 1)):
+    rewritten = {"xla": 0, "auto": 0, "rewrite": 1, "explicit": 0, "rewrite_jit": 1}
+    for name, times in rewritten.items():
         made.clear()
         candidate = candidates.make(name, operands.mesh)
         trace(candidate, case.build(operands, candidate))
@@ -109,7 +118,7 @@ def test_pytorch_is_timed_before_jax_and_joins_its_cases(tmp_path, monkeypatch, 
     np.testing.assert_allclose(first, other, rtol=1e-2)
     table = capsys.readouterr().out.partition("## Training steps")[2].splitlines()
     # 32 tokens in the median of half a second, by each of two devices.
-    cells = "torch_fsdp | 500.0 | 250.0 | 1000.0 | 32 | 0.0% | full | 1.5 | 5.5000 → 3.7500 |"
+    cells = "torch_fsdp | 500.0 | 250.0 | 1000.0 | 32 | 0.0% | full | 1.5 | 5.5000 → 3.7500 |  |"
     assert table[-1] == f"| {sharded['name']} | {cells}"
     assert [line.split(" | ")[1] for line in table[-3:]] == ["xla", "xla", "torch_fsdp"]
 
@@ -133,7 +142,7 @@ def test_baselines_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, s
 def test_a_candidates_recipe_is_the_trainers(make_mesh, monkeypatch, name):
     seen = []
 
-    def sharded_step(config, *arguments):
+    def sharded_step(config, *arguments, rewrite):
         seen.append((config.overlap, config.fp8))
         return lambda state, batch: None
 

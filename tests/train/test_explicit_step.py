@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +18,8 @@ from jax.sharding import NamedSharding
 from collective_matmul import overlap
 from tests.rewrite.programs import sites
 from train import config as configs
-from train import step as steps
+from train import explicit_step
 from train.config import Config, MeshSizes
-from train.explicit_step import required_sites
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
 from train.step import BATCH_SPEC, Batch, make_step, sharded_step
@@ -60,14 +61,19 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
     return batch
 
 
-def losses(config: Config, sizes: MeshSizes) -> dict[str, list[float]]:
-    """The losses and gradient norms of three steps with one batch."""
+def step_of(config: Config, sizes: MeshSizes) -> tuple[Any, Any, Batch]:
+    """The compiled step, its first state and a batch."""
     configs.check(config, sizes)
     mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     step = make_step(config, model, optimizer, mesh)
-    state = init_state(model, optimizer, mesh)
     batch: Batch = jax.device_put(batch_of(config), NamedSharding(mesh, BATCH_SPEC))
+    return step, init_state(model, optimizer, mesh), batch
+
+
+def losses(config: Config, sizes: MeshSizes) -> dict[str, list[float]]:
+    """The losses and gradient norms of three steps with one batch."""
+    step, state, batch = step_of(config, sizes)
     history = []
     for _ in range(3):
         state, metrics = step(state, batch)
@@ -75,21 +81,19 @@ def losses(config: Config, sizes: MeshSizes) -> dict[str, list[float]]:
     return {name: [each[name] for each in history] for name in ("loss", "grad_norm")}
 
 
-def found_sites(config: Config, sizes: MeshSizes) -> tuple[int, int]:
-    """The sites of the model that are replaced, and those that are left alone."""
+def jaxpr_of(config: Config, sizes: MeshSizes, **options: Any) -> Any:
+    """The program of a step."""
     model = ModelFunctions(config, sizes)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    step: Any = sharded_step(config, model, optimizer, make_abstract_mesh(sizes), rewrite=False)
-    found = sites(step, abstract_state(model, optimizer), batch_of(config))
-    found = [site for site in found if site.source and "models/" in site.source.file]
-    replaced = sum(site.replaced for site in found)
-    return replaced, len(found) - replaced
+    step: Any = sharded_step(config, model, optimizer, make_abstract_mesh(sizes), **options)
+    return jax.make_jaxpr(step)(abstract_state(model, optimizer), batch_of(config)).jaxpr
 
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewrites the step with rings, which are not chosen on CPUs."""
-    monkeypatch.setattr(steps, "overlap", functools.partial(overlap, implementation="ring"))
+    """Rewrites the loss with rings, which are not chosen on CPUs."""
+    with_rings = functools.partial(overlap, implementation="ring")
+    monkeypatch.setattr(explicit_step, "overlap", with_rings)
 
 
 MUON = dataclasses.replace(SHORT.optimizer, kind="muon")
@@ -141,6 +145,34 @@ def test_shards_of_weights_do_not_change_the_losses(
     assert_same(losses(config_of(changes, {}), MeshSizes(*sizes)), of_rings)
 
 
+@pytest.mark.usefixtures("rings")
+def test_a_step_compiles_to_the_matmuls_permutes_and_gathers_of_the_layers() -> None:
+    """So its backward gathers and scatters as theirs does, in the loops of matmuls."""
+    found = []
+    for way in ("rewrite-jit", "ring"):
+        config = config_of({"overlap": way}, {})
+        step, state, batch = step_of(config, MeshSizes(tensor=4))
+        text = step.lower(state, batch).compile().as_text()
+        found.append(Counter(re.findall(r" (dot|collective-permute|all-gather)\(", text)))
+    assert found[0] == found[1] and found[0].total() > 100
+
+
+def test_matrices_are_cast_once() -> None:
+    """Not again by the backward, which recomputes blocks."""
+    changes = {"compute_dtype": "bfloat16", "remat": "full", "scan_layers": 0}
+    config, sizes = config_of(changes, {}), MeshSizes(tensor=4)
+    model = ModelFunctions(config, sizes)
+    shapes = {model.abstract_params[name].shape for name in model.matrices}
+    casts = [
+        equation
+        for equation in equations(jaxpr_of(config, sizes))
+        if equation.primitive.name == "convert_element_type"
+        and equation.outvars[0].aval.dtype == "bfloat16"
+        and equation.invars[0].aval.shape in shapes
+    ]
+    assert len(casts) == len(model.matrices)
+
+
 @pytest.mark.exhaustive
 def test_muon_updates_the_same() -> None:
     config = config_of({"zero": 1, "optimizer": MUON}, {})
@@ -148,13 +180,13 @@ def test_muon_updates_the_same() -> None:
     assert_same(found, losses(dataclasses.replace(config, overlap="xla"), MeshSizes(2, 2, 2)))
 
 
-def test_level_3_keeps_no_whole_weights_for_the_backward() -> None:
+@pytest.mark.usefixtures("rings")
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_level_3_keeps_no_whole_weights_for_the_backward(rewrite: bool) -> None:
     config, sizes = config_of({"zero": 3, "scan_layers": 1}, {}), MeshSizes(1, 2, 4)
-    model = ModelFunctions(config, sizes)
-    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    step: Any = sharded_step(config, model, optimizer, make_abstract_mesh(sizes), rewrite=False)
-    jaxpr = jax.make_jaxpr(step)(abstract_state(model, optimizer), batch_of(config)).jaxpr
-    stacked = {leaf.shape for name, leaf in model.abstract_params.items() if "kernel" in name}
+    jaxpr = jaxpr_of(config, sizes, rewrite=rewrite)
+    abstract = ModelFunctions(config, sizes).abstract_params
+    stacked = {leaf.shape for name, leaf in abstract.items() if "kernel" in name}
     results = [
         var.aval
         for equation in equations(jaxpr)
@@ -184,29 +216,44 @@ def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "changes", "model", "more", "alone"),
+    ("sizes", "changes", "model", "number", "alone"),
     [
-        (MESH, {"gradient_accumulation_steps": 2}, {}, 0, 0),
-        (MESH, {"scan_layers": 1}, {}, 0, 0),
-        # What the backward recomputes: a block's gathers and its first scatter.
-        (MESH, {"scan_layers": 2, "remat": "full"}, {}, 3, 0),
-        (MESH, {"chat": True}, FAMILY, 0, 0),
-        # The kernels of keys and values are repeated, and their gradients gathered for the sum.
-        (MESH, {}, UNEVEN, 0, 2),
-        (MESH, {}, {"tied_head": True}, 0, 0),
-        ((1, 1, 8), {}, {}, 0, 0),
-        ((1, 2, 4), {}, {}, 0, 0),
-        ((1, 2, 4), {"zero": 3}, {}, 0, 3),
-        ((1, 2, 4), {"zero": 3, "scan_layers": 1}, {"tied_head": True}, 0, 3),
-        ((2, 2, 2), {"zero": 3, "scan_layers": 1}, {}, 0, 19),
-        ((2, 2, 2), {"zero": 2, "gradient_accumulation_steps": 2}, {}, 0, 28),
-        ((1, 2, 4), {"zero": 1, "compute_dtype": "bfloat16"}, {}, 0, 15),
+        (MESH, {"gradient_accumulation_steps": 2}, {}, 5, 0),
+        (MESH, {"scan_layers": 1}, {}, 5, 0),
+        (MESH, {"scan_layers": 2, "remat": "full"}, {}, 5, 0),
+        (MESH, {"chat": True}, FAMILY, 5, 0),
+        (MESH, {}, UNEVEN, 5, 0),
+        (MESH, {}, {"tied_head": True}, 5, 0),
+        ((1, 1, 8), {}, {}, 5, 0),
+        # The gather of the embedding has no matmul.
+        ((1, 2, 4), {"zero": 3}, {}, 5 + 8, 1),
+        ((1, 2, 4), {"zero": 3, "scan_layers": 1}, {"tied_head": True}, 5 + 7, 1),
+        ((2, 2, 2), {"zero": 3, "scan_layers": 1}, {}, 5 + 8, 1),
+        ((2, 2, 2), {"zero": 2, "gradient_accumulation_steps": 2}, {}, 5, 0),
+        ((1, 2, 4), {"zero": 1, "compute_dtype": "bfloat16"}, {}, 5, 0),
     ],
     ids=str,
 )
 def test_every_matmul_that_communicates_is_a_site(
-    sizes: tuple, changes: dict, model: dict, more: int, alone: int
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple,
+    changes: dict,
+    model: dict,
+    number: int,
+    alone: int,
 ) -> None:
-    config, sizes = config_of(changes, model), MeshSizes(*sizes)
-    required = required_sites(ModelFunctions(config, sizes), make_abstract_mesh(sizes))
-    assert found_sites(config, sizes) == (required + more, alone)
+    found, required = [], []
+
+    def looked_at(loss: Any, require: int) -> Any:
+        def call(*arguments: Any) -> jax.Array:
+            required.append(require)
+            found.extend(sites(loss, *arguments))
+            return loss(*arguments)
+
+        return call
+
+    monkeypatch.setattr(explicit_step, "overlap", looked_at)
+    jaxpr_of(config_of(changes, model), MeshSizes(*sizes))
+    assert required == [number]
+    replaced = sum(site.replaced for site in found)
+    assert (replaced, len(found) - replaced) == (number, alone)
