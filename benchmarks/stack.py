@@ -123,8 +123,9 @@ class Stack(Fp8Comparison):
     sweep_m: tuple[int, ...] = ()
     """Rows to try each shape with, instead of its own."""
     pytorch: bool = False
-    """Afterwards time PyTorch on the same cases, in processes of its own; it needs 20 GB of each
-    GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7. With --fp8 also torchao's float8."""
+    """Afterwards time PyTorch on the same cases, in processes of its own; it needs 40 GB of each
+    GPU left: XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 with 141 GB, 0.35 with 80 GB. With --fp8 also
+    torchao's float8."""
 
     def cases(self) -> list[StackCase]:
         """Every shape × rows × direction."""

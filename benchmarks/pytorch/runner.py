@@ -84,7 +84,7 @@ def time_pytorch(
     """Times stacks of layers or of single ops, or training steps, in a process for each device.
 
     The GPUs are shared with this process, which must not use them meanwhile and must have left
-    PyTorch some 20 GB of their memory.
+    PyTorch some 40 GB of their memory.
 
     Args:
       cases: each with name; rows, features and hidden_features, global, which the devices divide;

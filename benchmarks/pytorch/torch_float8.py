@@ -149,7 +149,10 @@ class TorchFloat8Layers(TorchLayers):
         if self.compiler:
             options = self.fused.options(is_async)
             for module in modules:
-                module.compile(backend=self.compiler, fullgraph=True, options=options)
+                # Sizes that differ from those of another case must not become variables.
+                module.compile(
+                    backend=self.compiler, fullgraph=True, dynamic=False, options=options
+                )
         run = functools.partial(_run, nn.Sequential(*modules), state, cotangent)
         run()
         if self.compiler and is_async and self.place.devices > 1 and not self.operators:
@@ -171,9 +174,11 @@ class TorchFloat8Layers(TorchLayers):
             "down": style.row(output_layouts=Shard(0)),
         }
         tp.parallelize_module(layer, mesh, plan)
-        layer.to_empty(device=self.place.device)
         for linear, shard in ((layer.up, up), (layer.down, down)):
-            _local(linear.weight.data).copy_(shard)
+            # The shard itself: all programs of a case share their weights.
+            placements = linear.weight.placements
+            weight = DTensor.from_local(shard, mesh, placements, run_check=False)
+            linear.weight = nn.Parameter(weight)
         return layer
 
 

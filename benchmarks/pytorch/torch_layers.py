@@ -13,22 +13,23 @@ Legend: D devices, M rows, K features, F hidden features; all shapes are of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.pytorch.torch_communication import TorchCommunication
-from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram
+from benchmarks.pytorch.torch_programs import TorchProgram
 
 
 class TorchLayers(TorchProgram):
     """Layer after layer, each with its own weights."""
 
-    def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
-        super().__init__(case, place, dtype, seed)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         # The weight's gradient does not need what is scattered in a backward.
-        self.overlaps = case.direction != "forward"
+        self.overlaps = self.case.direction != "forward"
 
     def state(self, rank: int) -> Tensor:
         return self.normal(0, rank, self.case.rows // self.place.devices, self.case.features)
@@ -38,9 +39,9 @@ class TorchLayers(TorchProgram):
 
     def weights(self, layer: int, rank: int) -> tuple[Tensor, Tensor]:
         k, f = self.case.features, self.case.hidden_features
-        up = self.normal(2 + 2 * layer, rank, f // self.place.devices, k) * k**-0.5
-        down = self.normal(3 + 2 * layer, rank, k, f // self.place.devices) * f**-0.5
-        return up, down
+        shard = f // self.place.devices
+        up = self.normal(2 + 2 * layer, rank, shard, k, scale=k**-0.5)
+        return up, self.normal(3 + 2 * layer, rank, k, shard, scale=f**-0.5)
 
     def arguments(self, layers: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
         """This device's state, weights, and cotangent if there is to be a backward."""
@@ -79,7 +80,7 @@ class TorchLayers(TorchProgram):
         mine: list[Tensor] = []
         # Rows depend on no other rows: device by device, less is held at a time.
         for rank in ranks:
-            state = self.state(rank).float().requires_grad_()
+            state = self.state(rank).float().detach().requires_grad_()
             result = _unsharded(state, whole)
             result.backward(self.cotangent(rank).float())
             if rank == self.place.rank:

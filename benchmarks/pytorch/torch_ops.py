@@ -16,12 +16,13 @@ Weights are [out, in], as in torch.nn.Linear.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.pytorch.torch_communication import TorchCommunication
-from benchmarks.pytorch.torch_programs import Place, TorchCase, TorchProgram
+from benchmarks.pytorch.torch_programs import TorchProgram
 
 
 def all_gather_matmul(communication: TorchCommunication, x: Tensor, w: Tensor) -> Tensor:
@@ -44,10 +45,10 @@ OPS = {op.__name__: op for op in (all_gather_matmul, matmul_reduce_scatter, matm
 class TorchOps(TorchProgram):
     """The same op over and over: the next starts when the last has ended."""
 
-    def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
-        super().__init__(case, place, dtype, seed)
-        self.op = OPS[case.op]
-        self.gathers = case.op == "all_gather_matmul"
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.op = OPS[self.case.op]
+        self.gathers = self.case.op == "all_gather_matmul"
 
     def x(self, rank: int) -> Tensor:
         rows, devices = self.case.rows, self.place.devices
@@ -60,7 +61,7 @@ class TorchOps(TorchProgram):
         k, f = self.case.features, self.case.hidden_features
         shard = f // self.place.devices
         size, contracted = ((shard, k), k) if self.gathers else ((k, shard), f)
-        return self.normal(1 + layer, rank, *size) * contracted**-0.5
+        return self.normal(1 + layer, rank, *size, scale=contracted**-0.5)
 
     def arguments(self, layers: int) -> tuple[Tensor, list[Tensor]]:
         rank = self.place.rank

@@ -18,6 +18,8 @@ from torch import Tensor
 from benchmarks.pytorch.torch_communication import TorchCommunication
 
 Run = Callable[[], Any]
+#: Arrays of a case by their numbers.
+Arrays = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class TorchProgram(ABC):
 
     Attributes:
       case: the case.
+      arrays: this device's arrays that were drawn, which programs of one case share.
       overlaps: whether anything may run beside a reduce-scatter.
       tolerance: largest relative error of a right result.
     """
@@ -56,9 +59,17 @@ class TorchProgram(ABC):
     # chunk that is missing or out of place, at least 0.1.
     tolerance = 0.02
 
-    def __init__(self, case: TorchCase, place: Place, dtype: torch.dtype, seed: int):
+    def __init__(
+        self,
+        case: TorchCase,
+        place: Place,
+        dtype: torch.dtype,
+        seed: int,
+        arrays: Arrays | None = None,
+    ):
         self.case: Any = case
         self.place, self.dtype, self.seed = place, dtype, seed
+        self.arrays = {} if arrays is None else arrays
 
     @property
     def operators(self) -> Counter[str]:
@@ -81,11 +92,17 @@ class TorchProgram(ABC):
     def reference(self, layers: int) -> list[Tensor]:
         """The expected result of `run` on this device, from the whole arrays in float32."""
 
-    def normal(self, number: int, rank: int, *size: int) -> Tensor:
-        """A standard normal array: a device's shard of one of the case's arrays."""
-        generator = torch.Generator(self.place.device)
+    def normal(self, number: int, rank: int, *size: int, scale: float = 1.0) -> Tensor:
+        """A normal array: a device's shard of one of the case's arrays. It must not be changed."""
+        if number in self.arrays and rank == self.place.rank:
+            return self.arrays[number]
+        device = self.place.device
+        generator = torch.Generator(device)
         generator.manual_seed((self.seed * 1000 + number) * 1000 + rank)
-        return torch.randn(size, generator=generator, dtype=self.dtype, device=self.place.device)
+        array = torch.randn(size, generator=generator, dtype=self.dtype, device=device).mul_(scale)
+        if rank == self.place.rank:
+            self.arrays[number] = array
+        return array
 
 
 def relative_error(values: list[Tensor], expected: list[Tensor]) -> float:

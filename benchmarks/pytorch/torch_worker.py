@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.attention import sdpa_kernel
 
@@ -38,6 +38,7 @@ from benchmarks.pytorch.torch_communication import (
     TorchCommunication,
 )
 from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
+from benchmarks.pytorch.torch_graphs import GraphPool
 from benchmarks.pytorch.torch_layers import TorchLayers
 from benchmarks.pytorch.torch_ops import TorchOps
 from benchmarks.pytorch.torch_programs import Place, Run, TorchCase, TorchProgram, relative_error
@@ -46,6 +47,8 @@ from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.
 CHECKED_LAYERS = 2
+#: Programs of one function; PyTorch's own limits are for programs that grow without an end.
+MOST_PROGRAMS = 2**16
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Worker:
     def __init__(self, job: Job, rank: int):
         self.job = job
         self.started = time.monotonic()
+        allow_recompilation()
         on_gpu = job.platform == "gpu"
         device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
@@ -118,11 +122,12 @@ class Worker:
                 self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
             (self.measure_training if "model" in case else self.measure_case)(case)
+            self.free()
         dist.barrier(self.control)
         dist.destroy_process_group()
 
     def measure_case(self, case: dict[str, Any]) -> None:
-        arguments = self.place, getattr(torch, self.job.dtype), self.job.seed
+        arguments = self.place, getattr(torch, self.job.dtype), self.job.seed, {}
         fastest: dict[str, Run] = {}
         described: dict[str, dict[str, Any]] = {}
         for name in case.get("candidates", NAMES):
@@ -149,10 +154,8 @@ class Worker:
                 result |= self.measure_steps(name, case)
             except Failure as failure:
                 result["failure"] = str(failure)
+            self.free()
             self.add(result)
-            torch.compiler.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
         """The result of a candidate; raises Failure if it cannot run."""
@@ -225,7 +228,7 @@ class Worker:
         run = program.bind(communication, program.case.layers)
         run()
         self.synchronize()
-        return captured(run) if variant == "CUDA graph" else run
+        return self.graphs.captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
         """Seconds per call, each run once in every group, as `benchmarks.internals.measure`.
@@ -283,6 +286,18 @@ class Worker:
                 raise Failure(f"{text} (device {rank})")
         return value
 
+    @functools.cached_property
+    def graphs(self) -> GraphPool:
+        """The graphs of a case."""
+        return GraphPool()
+
+    def free(self) -> None:
+        """Gives back the memory of programs that are gone, and forgets what was compiled."""
+        vars(self).pop("graphs", None)
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def add(self, result: dict[str, Any]) -> None:
         self.results.append(result)
         if self.place.rank == 0:
@@ -303,24 +318,10 @@ class Worker:
             print(f"{now} {time.monotonic() - self.started:6.1f} s  {line}", flush=True)
 
 
-def captured(run: Run) -> Run:
-    """The same as one CUDA graph; results are overwritten by every call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events from a thread of its own, which other modes forbid.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = run()
-
-    def replay(kept: Run = run) -> list[Tensor]:
-        del kept  # It keeps the arguments alive, which the graph reads.
-        graph.replay()
-        return results
-
-    return replay
+def allow_recompilation() -> None:
+    """Lets programs of one function be many: PyTorch compiles the layers of each candidate."""
+    torch._dynamo.config.recompile_limit = MOST_PROGRAMS
+    torch._dynamo.config.accumulated_recompile_limit = MOST_PROGRAMS
 
 
 def work(rank: int, job: Job) -> None:

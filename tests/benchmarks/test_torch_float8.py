@@ -17,12 +17,15 @@ from benchmarks.train import TrainCase
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from benchmarks.pytorch import torch_float8  # noqa: E402
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel, Collectives  # noqa: E402
 from benchmarks.pytorch.torch_float8 import FusedOperators, TorchFloat8Layers  # noqa: E402
+from benchmarks.pytorch.torch_layers import TorchLayers  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place, TorchCase  # noqa: E402
 from benchmarks.pytorch.torch_training import TorchTraining  # noqa: E402
+from benchmarks.pytorch.torch_worker import allow_recompilation  # noqa: E402
 
 DEVICES = 2
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -66,6 +69,8 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch_float8, "convert", convert_for_gpus)
     monkeypatch.setattr(FusedOperators, "count", count_and_stop)
+    # PyTorch for CPUs alone has no NCCL, without which the passes do nothing.
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     yield
     torch.compiler.reset()
 
@@ -131,6 +136,36 @@ def test_blocks_of_a_training_step_are_fused_as_layers_are(
     with pytest.raises(Exception, match="Counted"):
         training.step()
     assert training.fused.found == dict.fromkeys(fused, 2)
+
+
+@needs_torchao
+def test_programs_of_a_case_share_their_weights(place: Place) -> None:
+    case, arrays = TorchCase("", 2, 64, 128, 256, direction="forward_backward"), {}
+    settings = place, torch.bfloat16, 5, arrays
+    drawn = {w.data_ptr() for pair in TorchLayers(case, *settings).arguments(2)[1] for w in pair}
+    program = TorchFloat8Layers(case, *settings, recipe="rowwise")
+    mesh = init_device_mesh("cpu", (DEVICES,))
+    modules = [program.module(up, down, mesh) for up, down in program.arguments(2)[1]]
+    used = {w.to_local().data_ptr() for module in modules for w in module.parameters()}
+    assert used == drawn and len(drawn) == 4
+    program.weights(0, rank=1)  # Another device's weights are drawn for the reference and freed.
+    assert len(arrays) == 4 + 2  # With the rows and the cotangent.
+
+
+def test_a_function_has_as_many_programs_as_there_are_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, name, 1)
+    allow_recompilation()
+
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    for size in (3, 4, 5):
+        # Otherwise PyTorch runs what it cannot compile.
+        options = {"backend": "eager", "fullgraph": True, "dynamic": False}
+        torch.compile(double, **options)(torch.ones(size))
 
 
 def test_without_torchao_a_sentence_says_how_to_install_it(
