@@ -1,32 +1,48 @@
 """``python -m benchmarks generation``: prefill and decoding of a model with random weights.
 
 Decoding reads all weights but the embedding for each token, and the keys and values so far; the
-floor is the time that takes. Candidates are backends of the collective matmuls, in turns.
+floor is the time that takes. Candidates are backends of the collective matmuls, in turns, and
+before them PyTorch's tensor parallelism, in processes of its own. Each draws the same number of
+tokens from the end of the prompts on, over and over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import budget, environment
+from benchmarks import budget, environment, generation_tables
 from benchmarks.internals import measure
+from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
-from benchmarks.tables import table
+from models import rotary
+from models.config import LlamaConfig
 from models.families import PRESETS
 from models.generation import Generator, Sampling
 
 #: Tokens of a launch.
 _LAUNCH = 16
+#: Tokens that the cache has place for after the prompt. All of the cache is read.
+_ROOM = 512
+#: Prompts whose first tokens are compared, at least; and the share of them that must agree.
+#: Rounding chooses another token where two logits are close, as those of random weights often are.
+#: A wrong program has no token in common with a right one.
+_CHECKED, _AGREE = 16, 0.25
+#: Candidates that others are compared with: the first of these that takes part.
+_REFERENCES = ("baseline", "xla")
+
+Run = Callable[[], jax.Array]
+Times = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,33 +57,46 @@ class Generation(Settings):
     """Tokens of each prompt."""
     batches: tuple[int, ...] = (1, 8, 64)
     """Numbers of prompts."""
-    candidates: tuple[str, ...] = ("auto", "xla")
-    """Backends; xla is JAX's own collectives."""
+    prefill_limit: int = 64
+    """Prefill is timed for up to this many prompts; decoding for all `batches`."""
+    candidates: tuple[str, ...] = ("auto", "xla", "baseline")
+    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
+    pytorch: bool = False
+    """Before, time PyTorch in processes of its own, which have ended when JAX takes the memory.
+    Needs --devices."""
     group_seconds: float = 0.3
 
 
+@dataclass
+class Measured:
+    """What is known of one batch."""
+
+    times: Times = field(default_factory=lambda: {"prefill": {}, "decode": {}})
+    """Seconds of a prefill and of a decoded token, in each group, by candidate."""
+    options: dict[str, str] = field(default_factory=dict)
+    """How a candidate of PyTorch runs fastest."""
+    tried: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds of what it tried."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a candidate has no times."""
+
+
 def run(settings: Generation) -> Report:
-    """Times prefill and decoding; writes the table.
+    """Times prefill and decoding; writes the tables.
 
     Raises:
       ValueError: for settings that do not fit.
     """
     check(settings)
-    check_least(settings, 1, "prompt")
+    check_least(settings, 1, "prompt", *(["devices"] if settings.pytorch else []))
     check_names("preset", (settings.preset,), list(PRESETS))
-    mesh = make_mesh(settings)
     config = PRESETS[settings.preset]()
     config = dataclasses.replace(config, num_layers=settings.layers or config.num_layers)
-    generators = {
-        name: Generator(
-            config,
-            mesh=mesh,
-            implementation=None if name == "auto" else name,
-            dtype=settings.array_dtype,
-        )
-        for name in settings.candidates
-    }
-    report = Report("generation", settings, sections=[rows])
+    # Before JAX looks for devices, of which it takes the memory.
+    found = _of_pytorch(settings, config) if settings.pytorch else {}
+    mesh = make_mesh(settings)
+    generators = {name: _generator(name, config, mesh, settings) for name in settings.candidates}
+    report = Report("generation", settings, sections=generation_tables.SECTIONS)
     first = next(iter(generators.values()))
     params = _random(first)
     report.log("made the weights")
@@ -75,15 +104,30 @@ def run(settings: Generation) -> Report:
     for batch in settings.batches:
         if report.out_of_time():
             break
+        measured = found.get(batch, Measured())
         with jax.set_mesh(mesh):
-            times = _times(generators, params, batch, settings)
+            _add_times(measured, generators, params, batch, settings)
         floor = _bytes(first, batch, settings.prompt) / mesh.size / _bandwidth(mesh)
-        case = {"batch": batch, "prompt": settings.prompt, "floor": floor, "times": times}
-        cases.append({**case, "gpus": environment.gpu_state()})
+        case = {"batch": batch, "prompt": settings.prompt, "floor": floor}
+        case |= {**dataclasses.asdict(measured), "gpus": environment.gpu_state()}
+        cases.append(case)
         report.write_cases(cases)
         report.log(f"batch {batch}")
-    print(rows(report.content))
+    print("\n\n".join(section(report.content) for section in generation_tables.SECTIONS))
     return report
+
+
+def _generator(
+    name: str, config: LlamaConfig, mesh: jax.sharding.Mesh, settings: Generation
+) -> Generator:
+    is_baseline = name == "baseline"
+    return Generator(
+        config,
+        mesh=mesh,
+        implementation=None if name == "auto" else "xla" if is_baseline else name,
+        dtype=settings.array_dtype,
+        **({"jit": jax.jit} if is_baseline else {}),
+    )
 
 
 def _random(generator: Generator) -> dict[str, jax.Array]:
@@ -100,39 +144,154 @@ def _random(generator: Generator) -> dict[str, jax.Array]:
     }
 
 
-def _times(
-    generators: dict[str, Generator], params: Any, batch: int, settings: Generation
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a prefill and of a decoded token, in each group, by candidate."""
-    tokens = np.zeros((batch, settings.prompt), np.int32)
+def _of_pytorch(settings: Generation, config: LlamaConfig) -> dict[int, Measured]:
+    """PyTorch's candidates, by batch."""
+    unlike = ("tied_head", "projection_bias", "query_key_norm", "sliding_window")
+    if other := [name for name in unlike if getattr(config, name)]:
+        raise ValueError(
+            f"preset={settings.preset!r}: PyTorch's model has no {other[0]}; choose llama3-8b, or"
+            " leave out --pytorch"
+        )
+    for name, size in config.sharded_sizes.items():
+        if size % settings.devices:
+            raise ValueError(
+                f"devices={settings.devices}: PyTorch's model needs a divisor of {name}={size}"
+            )
+    case = {
+        "candidates": GENERATION_NAMES,
+        "model": dataclasses.asdict(config),
+        "frequencies": rotary.frequencies(config).tolist(),
+        "prompt": settings.prompt,
+        "capacity": settings.prompt + _ROOM,
+        "launch": _LAUNCH,
+        "seed": 0,
+    }
+    results, reason = runner.time_pytorch(
+        [
+            {**case, "name": str(batch), "batch": batch, "prefill": batch <= settings.prefill_limit}
+            for batch in settings.batches
+        ],
+        devices=settings.devices,
+        platform=settings.platform,
+        dtype=settings.dtype,
+        groups=settings.groups,
+        group_seconds=settings.group_seconds,
+        limit_seconds=min(settings.limit_seconds, runner.LIMIT_SECONDS),
+    )
+    by_name = {(result["name"], result["candidate"]): result for result in results}
+    missing = {"failure": reason or "the time was over before its turn"}
+    found = {batch: Measured() for batch in settings.batches}
+    for batch, measured in found.items():
+        for name in GENERATION_NAMES:
+            result = by_name.get((str(batch), name), missing)
+            if "failure" in result:
+                measured.failures[name] = result["failure"]
+                continue
+            measured.times["decode"][name] = result["samples"]
+            measured.options[name], measured.tried[name] = result["options"], result["tried"]
+            if "prefill" in result:
+                measured.times["prefill"][name] = result["prefill"]
+    return found
+
+
+def _add_times(
+    measured: Measured,
+    generators: dict[str, Generator],
+    params: Any,
+    batch: int,
+    settings: Generation,
+) -> None:
+    """Adds the times of JAX's candidates, whose first tokens agree."""
+    vocabulary = next(iter(generators.values())).config.vocabulary_size
+    size = -(-_CHECKED // batch), batch, settings.prompt
+    prompts = np.random.default_rng(0).integers(vocabulary, size=size, dtype=np.int32)
     lengths = np.full(batch, settings.prompt, np.int32)
-    capacity = settings.prompt + 512
-    times: dict[str, dict[str, list[float]]] = {}
-    for part, runs in (("prefill", {}), ("decode", {})):
-        for name, generator in generators.items():
-            program = generator.prefill(capacity, Sampling(), ())
-            if part == "prefill":
-                runs[name] = lambda program=program: program(params, tokens, lengths)[0]
-            else:
-                runs[name] = _launches(generator, params, program(params, tokens, lengths))
-        measured = measure(runs, groups=settings.groups, seconds_per_group=settings.group_seconds)
+    tokens = {}
+    for name, generator in generators.items():
+        with _failing_alone(name, measured):
+            tokens[name] = _first_tokens(generator, params, prompts, lengths)
+    measured.failures |= _disagreements(tokens)
+    right = {name: generators[name] for name in tokens if name not in measured.failures}
+    for part, make in (("prefill", _prefill), ("decode", _launch)):
+        runs = {}
+        for name, generator in right.items():
+            if part == "decode" or batch <= settings.prefill_limit:
+                with _failing_alone(name, measured):
+                    runs[name] = make(generator, params, prompts[0], lengths)
+        timings = measure(runs, groups=settings.groups, seconds_per_group=settings.group_seconds)
         scale = 1 if part == "prefill" else _LAUNCH
-        times[part] = {
-            name: [seconds / scale for seconds in timing.samples]
-            for name, timing in measured.items()
-        }
-    return times
+        for name, timing in timings.items():
+            measured.times[part][name] = [seconds / scale for seconds in timing.samples]
 
 
-def _launches(generator: Generator, params: Any, started: Any) -> Callable[[], jax.Array]:
-    """A function that decodes, each time from where it was."""
-    program, (_, *state) = generator.decode(_LAUNCH, Sampling(), ()), started
+@contextlib.contextmanager
+def _failing_alone(name: str, measured: Measured) -> Iterator[None]:
+    """Whatever goes wrong with one candidate, the others still count."""
+    try:
+        yield
+    except Exception as error:
+        measured.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _programs(generator: Generator, prompt: int) -> tuple[Any, Any]:
+    """Prefill, and decoding of a launch."""
+    prefill = generator.prefill(prompt + _ROOM, Sampling(), ())
+    return prefill, generator.decode(_LAUNCH, Sampling(), ())
+
+
+def _first_tokens(
+    generator: Generator, params: Any, prompts: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """The first two tokens after each of the prompts [times, B, S]: int32 [2, times * B]."""
+    found = []
+    prefill, decode = _programs(generator, prompts.shape[2])
+    for tokens in prompts:
+        # No cache is kept while the next one is made.
+        first, *state = prefill(params, tokens, lengths)
+        after = decode(params, *state)[0]
+        del state
+        found.append(np.stack([first, after[0]]))
+    return np.concatenate(found, axis=1)
+
+
+def _prefill(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+    """A function that computes the tokens after prompts."""
+    prefill, _ = _programs(generator, tokens.shape[1])
+    return lambda: prefill(params, tokens, lengths)[0]
+
+
+def _launch(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+    """A function that decodes the tokens after prompts, from their end at each call."""
+    prefill, decode = _programs(generator, tokens.shape[1])
+    _, ends, caches = prefill(params, tokens, lengths)
 
     def launch() -> jax.Array:
-        tokens, *state[:] = program(params, *state)
+        nonlocal caches
+        tokens, _, caches = decode(params, ends, caches)
         return tokens
 
     return launch
+
+
+def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
+    """Why candidates are wrong whose tokens [2, prompts] are not those of the reference.
+
+    The second tokens are compared where the first ones agree.
+    """
+    reference = next((name for name in _REFERENCES if name in tokens), None)
+    wrong: dict[str, str] = {}
+    for name, (first, second) in tokens.items() if reference is not None else ():
+        same = first == tokens[str(reference)][0]
+        for place, agree in (
+            ("first", same),
+            ("second", second[same] == tokens[str(reference)][1][same]),
+        ):
+            if agree.sum() < _AGREE * len(agree):
+                wrong[name] = (
+                    f"wrong: {agree.sum()} of {len(agree)} {place} tokens are those of {reference}"
+                )
+                break
+    return wrong
 
 
 def _bytes(generator: Generator, batch: int, prompt: int) -> int:
@@ -151,27 +310,3 @@ def _bandwidth(mesh: jax.sharding.Mesh) -> float:
     """Bytes per second of a device's memory; of an H200 where it is not known."""
     kind = mesh.devices.flat[0].device_kind
     return budget.RATES.get(kind, budget.RATES["NVIDIA H200"]).memory
-
-
-def rows(content: dict[str, Any]) -> str:
-    """The table of all cases."""
-    header = ["batch", "", "prefill tokens/s", "decode tokens/s", "ms", "spread", "of floor"]
-    lines = []
-    for case in content["cases"]:
-        for name in case["times"]["decode"]:
-            prefill, decode = (
-                np.array(case["times"][part][name]) for part in ("prefill", "decode")
-            )
-            one = float(np.median(decode))
-            lines.append(
-                [
-                    str(case["batch"]),
-                    name,
-                    f"{case['batch'] * case['prompt'] / np.median(prefill):,.0f}",
-                    f"{case['batch'] / one:,.0f}",
-                    f"{1e3 * one:.3f}",
-                    f"{(decode.max() - decode.min()) / one:.1%}",
-                    f"{one / case['floor']:.2f}",
-                ]
-            )
-    return f"Greedy tokens. The floor reads weights and cache.\n\n{table(header, lines)}"

@@ -20,6 +20,8 @@ TRAINING_NAMES: dict[int, tuple[str, ...]] = {
     ),
     3: ("torch_fsdp",),
 }
+#: Decoders: NCCL's sums, eager and compiled; and compiled with PyTorch's sums in symmetric memory.
+GENERATION_NAMES = ("torch", "torch_compiled", "torch_symm_mem")
 #: The losses of so many first steps are kept.
 FIRST_STEPS = 8
 #: The ways to run each of `NAMES`; the fastest counts.

@@ -23,7 +23,7 @@ from benchmarks.settings import Settings
 #: To start PyTorch and NCCL, and to end a case that has begun.
 _GRACE_SECONDS = 60.0
 #: What PyTorch gets at most, where the benchmark has no limit.
-_LIMIT_SECONDS = 600.0
+LIMIT_SECONDS = 600.0
 
 
 class PytorchCase(Protocol):
@@ -64,7 +64,7 @@ def results_of(
         dtype=settings.dtype,
         groups=settings.groups,
         group_seconds=settings.group_seconds,
-        limit_seconds=min(limit_seconds, _LIMIT_SECONDS),
+        limit_seconds=min(limit_seconds, LIMIT_SECONDS),
     )
     fields = {field.name for field in dataclasses.fields(Result)}
     found = {
@@ -81,14 +81,15 @@ def results_of(
 def time_pytorch(
     cases: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Times stacks of layers or of single ops, or training steps, in a process for each device.
+    """Times stacks of layers, single ops, training steps or decoding, in a process per device.
 
     The GPUs are shared with this process, which must not use them meanwhile and must have left
     PyTorch some 40 GB of their memory.
 
     Args:
       cases: each with name; rows, features and hidden_features, global, which the devices divide;
-        layers, their number; and op, or direction for whole layers; or what `Train` describes.
+        layers, their number; and op, or direction for whole layers; or what `Train` describes, or
+        what `torch_generation.TorchGeneration` takes.
       settings: the fields of `torch_worker.Job` below.
       devices: processes, each with its own GPU, or CPU cores.
       platform: cpu shows that it runs; its times mean nothing, and async TP cannot run there.

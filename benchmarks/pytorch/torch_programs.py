@@ -22,6 +22,10 @@ Run = Callable[[], Any]
 Arrays = dict[int, Tensor]
 
 
+class Failure(Exception):
+    """A step failed on some device; the message is the first one's."""
+
+
 @dataclass(frozen=True)
 class TorchCase:
     """Layers in a direction, or as many single ops; sizes are global."""

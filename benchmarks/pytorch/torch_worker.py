@@ -38,10 +38,18 @@ from benchmarks.pytorch.torch_communication import (
     TorchCommunication,
 )
 from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
+from benchmarks.pytorch.torch_generation import TorchGeneration
 from benchmarks.pytorch.torch_graphs import GraphPool
 from benchmarks.pytorch.torch_layers import TorchLayers
 from benchmarks.pytorch.torch_ops import TorchOps
-from benchmarks.pytorch.torch_programs import Place, Run, TorchCase, TorchProgram, relative_error
+from benchmarks.pytorch.torch_programs import (
+    Failure,
+    Place,
+    Run,
+    TorchCase,
+    TorchProgram,
+    relative_error,
+)
 from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
 
 PILOT_GROUPS = 3
@@ -65,10 +73,6 @@ class Job:
     output: str
     port: int = 0
     seed: int = 0
-
-
-class Failure(Exception):
-    """A step failed on some device; the message is the first one's."""
 
 
 def program_of(
@@ -109,11 +113,13 @@ class Worker:
             world_size=job.devices,
             rank=rank,
             device_id=device if on_gpu else None,
-            timeout=datetime.timedelta(seconds=60),
+            # One may compile for long while another waits for its part of a sum.
+            timeout=datetime.timedelta(seconds=120),
         )
         # What processes tell each other must not depend on the GPUs, which a failure may stop.
         self.control: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=120))
         self.results: list[dict[str, Any]] = []
+        self.graphs: GraphPool | None = None
 
     def run(self) -> None:
         """Measures all cases; writes the results after each."""
@@ -121,7 +127,8 @@ class Worker:
             if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
                 self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
-            (self.measure_training if "model" in case else self.measure_case)(case)
+            measure = self.measure_training if "model" in case else self.measure_case
+            (self.measure_generation if "prompt" in case else measure)(case)
             self.free()
         dist.barrier(self.control)
         dist.destroy_process_group()
@@ -155,6 +162,12 @@ class Worker:
             except Failure as failure:
                 result["failure"] = str(failure)
             self.free()
+            self.add(result)
+
+    def measure_generation(self, case: dict[str, Any]) -> None:
+        """Measures prefill and decoding of one batch."""
+        case = {**case, "groups": self.job.groups}
+        for result in TorchGeneration(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
 
     def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +241,7 @@ class Worker:
         run = program.bind(communication, program.case.layers)
         run()
         self.synchronize()
-        return self.graphs.captured(run) if variant == "CUDA graph" else run
+        return self.captured(run) if variant == "CUDA graph" else run
 
     def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]:
         """Seconds per call, each run once in every group, as `benchmarks.internals.measure`.
@@ -286,14 +299,14 @@ class Worker:
                 raise Failure(f"{text} (device {rank})")
         return value
 
-    @functools.cached_property
-    def graphs(self) -> GraphPool:
-        """The graphs of a case."""
-        return GraphPool()
+    def captured(self, run: Run) -> Run:
+        """As one CUDA graph, which shares memory with the others of the case."""
+        self.graphs = self.graphs or GraphPool()
+        return self.graphs.captured(run)
 
     def free(self) -> None:
         """Gives back the memory of programs that are gone, and forgets what was compiled."""
-        vars(self).pop("graphs", None)
+        self.graphs = None
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()

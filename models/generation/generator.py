@@ -46,6 +46,7 @@ class Generator:
         over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
+      jit: what compiles the programs. Plain `jax.jit` is for comparisons.
 
     Raises:
       ValueError: for a model that the axis does not fit.
@@ -58,7 +59,9 @@ class Generator:
         mesh: Mesh | None = None,
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        jit: Callable = overlap_jit,
     ):
+        self._jit = jit
         self.mesh = make_mesh(most_devices(config)) if mesh is None else mesh
         size = self.mesh.shape[AXIS]
         self.config = config.padded_for(size)
@@ -197,7 +200,7 @@ class Generator:
 
     def _jitted(self, local: Callable, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        return overlap_jit(mapped, **options)
+        return self._jit(mapped, **options)
 
 
 class _Answers:
