@@ -32,6 +32,9 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 # refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
 
+# 0.10.2 to 0.12: `jax.set_mesh` also types arrays that are made while it is set.
+from jax._src.sharding_impls import _internal_use_concrete_mesh
+
 # 0.10.2 to 0.12: equations that are traced in place of others keep the source lines of these.
 from jax._src.source_info_util import user_context
 from jax.core import ShapedArray
@@ -46,6 +49,20 @@ MULTIPLIES_MIXED_FP8 = jax.__version_info__ >= (0, 11)
 def traced_as(source_info: Any) -> Any:
     """A context in which traced equations have the source lines and name scope of another."""
     return user_context(source_info.traceback, name_stack=source_info.name_stack)
+
+
+def knowing_devices_of(arguments: Any) -> contextlib.AbstractContextManager:
+    """A context that knows the devices of the mesh over which the first argument is sharded.
+
+    Without it or `jax.set_mesh`, a `shard_map` in a program over Explicit axes knows no devices: it
+    has its mesh from the types of arrays.
+    """
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    named = (s for s in shardings if isinstance(s, jax.sharding.NamedSharding))
+    mesh = next((s.mesh for s in named if s.mesh.explicit_axes), None)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return contextlib.nullcontext()
+    return _internal_use_concrete_mesh(mesh)
 
 
 def calls_run_programs() -> bool:

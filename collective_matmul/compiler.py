@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from collective_matmul._compat import ShardingTypeError, calls_run_programs
+from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
 from collective_matmul.deciding_function import WrongVariantError, deciding, deciding_function
 from collective_matmul.graph_functions import (
     SHARDINGS,
@@ -176,6 +176,10 @@ class _Variant:
         """Whether kernels may address peers."""
         return self.allowed is True
 
+    def devices_of(self, arguments: Any) -> contextlib.AbstractContextManager:
+        """A context that knows the devices of the arguments, if kernels need to know them."""
+        return knowing_devices_of(arguments) if self.has_peer_kernels else contextlib.nullcontext()
+
     @functools.cached_property
     def jitted(self) -> Any:
         return self._jit(compiler_options=self._compiler_options())
@@ -225,7 +229,7 @@ class OverlapJit:
 
         What is traced meanwhile knows how it will be compiled.
         """
-        with peer_kernels_allowed(variant.allowed):
+        with peer_kernels_allowed(variant.allowed), variant.devices_of(arguments):
             if not self._is_graph_function:
                 try:
                     return use(variant.jitted)
@@ -270,7 +274,12 @@ class OverlapJit:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
         traced = self.trace(*args, **kwargs)
-        with _explaining_errors(), peer_kernels_allowed(self._default.allowed):
+        variant = self._default
+        with (
+            _explaining_errors(),
+            peer_kernels_allowed(variant.allowed),
+            variant.devices_of((args, kwargs)),
+        ):
             return traced.lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:

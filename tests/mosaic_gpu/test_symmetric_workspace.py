@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
@@ -262,6 +262,22 @@ def test_without_devices_there_are_no_addresses(platform: str) -> None:
     traced = jax.jit(sharded(mesh)).trace(jax.ShapeDtypeStruct((16,), np.int32))
     with pytest.raises(ValueError, match=r"^a program for AbstractMesh.* without devices: .*;"):
         traced.lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_devices_of_explicit_axes_are_those_of_the_arguments(seed: int) -> None:
+    """Such a program has its mesh from the types of its arguments, without devices."""
+    devices = mesh_of((4,), seed).devices
+    mesh = Mesh(devices, ("a",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(ZEROS, NamedSharding(mesh, P("a")))
+
+    def fun(x: jax.Array) -> jax.Array:
+        return sharded(jax.typeof(x).sharding.mesh)(x)
+
+    overlapped = overlap_jit(fun, peer_kernels=True)
+    for run in (overlapped, overlapped.lower(x).compile(), overlapped):
+        rows = np.asarray(run(x)).reshape(4, 4)
+        assert [list(row) for row in rows] == [list(identities(devices))] * 4
 
 
 def test_an_exported_program_has_no_addresses() -> None:
