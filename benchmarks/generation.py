@@ -2,7 +2,7 @@
 
 Decoding reads all weights but the embedding for each token, and the keys and values so far; the
 floor is the time that takes. Candidates are backends of the collective matmuls, in turns, and
-before them PyTorch's tensor parallelism, in processes of its own. Each draws the same number of
+after them PyTorch's tensor parallelism, in processes of its own. Each draws the same number of
 tokens from the end of the prompts on, over and over.
 """
 
@@ -62,8 +62,8 @@ class Generation(Settings):
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
     """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
     pytorch: bool = False
-    """Before, time PyTorch in processes of its own, which have ended when JAX takes the memory.
-    Needs --devices."""
+    """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""
     group_seconds: float = 0.3
 
 
@@ -88,31 +88,35 @@ def run(settings: Generation) -> Report:
       ValueError: for settings that do not fit.
     """
     check(settings)
-    check_least(settings, 1, "prompt", *(["devices"] if settings.pytorch else []))
+    check_least(settings, 1, "prompt")
     check_names("preset", (settings.preset,), list(PRESETS))
     config = PRESETS[settings.preset]()
     config = dataclasses.replace(config, num_layers=settings.layers or config.num_layers)
-    # Before JAX looks for devices, of which it takes the memory.
-    found = _of_pytorch(settings, config) if settings.pytorch else {}
     mesh = make_mesh(settings)
+    if settings.pytorch:
+        _check_pytorch(settings.preset, config, mesh.size)
     generators = {name: _generator(name, config, mesh, settings) for name in settings.candidates}
     report = Report("generation", settings, sections=generation_tables.SECTIONS)
     first = next(iter(generators.values()))
     params = _random(first)
     report.log("made the weights")
+    found: dict[int, Measured] = {}
     cases: list[dict[str, Any]] = []
     for batch in settings.batches:
         if report.out_of_time():
             break
-        measured = found.get(batch, Measured())
         with jax.set_mesh(mesh):
-            _add_times(measured, generators, params, batch, settings)
+            found[batch] = _measured(generators, params, batch, settings)
         floor = _bytes(first, batch, settings.prompt) / mesh.size / _bandwidth(mesh)
-        case = {"batch": batch, "prompt": settings.prompt, "floor": floor}
-        case |= {**dataclasses.asdict(measured), "gpus": environment.gpu_state()}
-        cases.append(case)
+        cases.append({"batch": batch, "prompt": settings.prompt, "floor": floor})
+        cases[-1] |= {**dataclasses.asdict(found[batch]), "gpus": environment.gpu_state()}
         report.write_cases(cases)
         report.log(f"batch {batch}")
+    if settings.pytorch and not report.out_of_time():
+        _add_pytorch(found, settings, config, mesh.size, report.seconds_left)
+        for case in cases:
+            case |= dataclasses.asdict(found[case["batch"]])
+        report.write_cases(cases)
     print("\n\n".join(section(report.content) for section in generation_tables.SECTIONS))
     return report
 
@@ -144,19 +148,27 @@ def _random(generator: Generator) -> dict[str, jax.Array]:
     }
 
 
-def _of_pytorch(settings: Generation, config: LlamaConfig) -> dict[int, Measured]:
-    """PyTorch's candidates, by batch."""
+def _check_pytorch(preset: str, config: LlamaConfig, devices: int) -> None:
+    """Raises ValueError for a model that PyTorch's candidates cannot run."""
     unlike = ("tied_head", "projection_bias", "query_key_norm", "sliding_window")
     if other := [name for name in unlike if getattr(config, name)]:
         raise ValueError(
-            f"preset={settings.preset!r}: PyTorch's model has no {other[0]}; choose llama3-8b, or"
-            " leave out --pytorch"
+            f"preset={preset!r}: PyTorch's model has no {other[0]}; choose llama3-8b, or leave out"
+            " --pytorch"
         )
     for name, size in config.sharded_sizes.items():
-        if size % settings.devices:
-            raise ValueError(
-                f"devices={settings.devices}: PyTorch's model needs a divisor of {name}={size}"
-            )
+        if size % devices:
+            raise ValueError(f"devices={devices}: PyTorch's model needs a divisor of {name}={size}")
+
+
+def _add_pytorch(
+    found: dict[int, Measured],
+    settings: Generation,
+    config: LlamaConfig,
+    devices: int,
+    limit_seconds: float,
+) -> None:
+    """Adds PyTorch's candidates to what was measured, by batch."""
     case = {
         "candidates": GENERATION_NAMES,
         "model": dataclasses.asdict(config),
@@ -169,18 +181,17 @@ def _of_pytorch(settings: Generation, config: LlamaConfig) -> dict[int, Measured
     results, reason = runner.time_pytorch(
         [
             {**case, "name": str(batch), "batch": batch, "prefill": batch <= settings.prefill_limit}
-            for batch in settings.batches
+            for batch in found
         ],
-        devices=settings.devices,
+        devices=devices,
         platform=settings.platform,
         dtype=settings.dtype,
         groups=settings.groups,
         group_seconds=settings.group_seconds,
-        limit_seconds=min(settings.limit_seconds, runner.LIMIT_SECONDS),
+        limit_seconds=min(limit_seconds, runner.LIMIT_SECONDS),
     )
     by_name = {(result["name"], result["candidate"]): result for result in results}
     missing = {"failure": reason or "the time was over before its turn"}
-    found = {batch: Measured() for batch in settings.batches}
     for batch, measured in found.items():
         for name in GENERATION_NAMES:
             result = by_name.get((str(batch), name), missing)
@@ -191,17 +202,13 @@ def _of_pytorch(settings: Generation, config: LlamaConfig) -> dict[int, Measured
             measured.options[name], measured.tried[name] = result["options"], result["tried"]
             if "prefill" in result:
                 measured.times["prefill"][name] = result["prefill"]
-    return found
 
 
-def _add_times(
-    measured: Measured,
-    generators: dict[str, Generator],
-    params: Any,
-    batch: int,
-    settings: Generation,
-) -> None:
-    """Adds the times of JAX's candidates, whose first tokens agree."""
+def _measured(
+    generators: dict[str, Generator], params: Any, batch: int, settings: Generation
+) -> Measured:
+    """The times of JAX's candidates whose first tokens agree."""
+    measured = Measured()
     vocabulary = next(iter(generators.values())).config.vocabulary_size
     size = -(-_CHECKED // batch), batch, settings.prompt
     prompts = np.random.default_rng(0).integers(vocabulary, size=size, dtype=np.int32)
@@ -222,6 +229,7 @@ def _add_times(
         scale = 1 if part == "prefill" else _LAUNCH
         for name, timing in timings.items():
             measured.times[part][name] = [seconds / scale for seconds in timing.samples]
+    return measured
 
 
 @contextlib.contextmanager
