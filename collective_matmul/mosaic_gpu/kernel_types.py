@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 Ref = Any
 #: An int, or an int32 scalar of a warpgroup.
 Scalar = Any
+#: See `PersistentGemm.multiply`.
+InParts = Callable[[Callable[[Scalar, Scalar, Any], Any], Any], Any]
 
 
 class TileCoord(NamedTuple):
@@ -29,6 +31,18 @@ class TileCoord(NamedTuple):
     batch: Scalar
     row: Scalar
     cluster_n: Scalar
+
+
+class TilePart(NamedTuple):
+    """The part of every tile that one MMA warpgroup multiplies, as large as `warpgroup_tile`.
+
+    Attributes:
+      row_offset: rows of the tile above the part.
+      column_offset: columns of the tile before the part.
+    """
+
+    row_offset: Scalar
+    column_offset: Scalar
 
 
 class Stages(NamedTuple):

@@ -15,7 +15,8 @@ The algorithm:
    these have in common.
 
 Kernels that communicate are subclasses of `PersistentGemm`. They load operands that arrive later,
-from other arrays, or store tiles elsewhere.
+from other arrays, or store tiles elsewhere. `scaled_kernel` has the multiplication of operands in
+8 bits, which takes the place of `PersistentGemm.multiply` in any of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.mosaic_gpu.fences import wgmma_fence
-from collective_matmul.mosaic_gpu.kernel_types import Load, Operands, Ref, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.kernel_types import (
+    InParts,
+    Load,
+    Operands,
+    Ref,
+    Scalar,
+    Stages,
+    TileCoord,
+    TilePart,
+)
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES, TileScheduler
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE, ROW_MULTIPLE, Tiling
@@ -82,6 +92,7 @@ class PersistentGemm(TileScheduler):
         self.out_column_blocks = out_column_blocks
         self.planes_per_batch = outs[0].shape[0] // batch
         self.contracted_planes = contracted_planes
+        self.dtypes = xs[0].array.dtype, ws[0][0].array.dtype, outs[0].dtype
         # Rows of x beyond its end are not loaded: TMA takes longer for rows out of bounds. Blocks
         # that multicast x load equal parts of it, each of whole swizzles.
         self.x_rows = tiling.tile_m
@@ -111,7 +122,7 @@ class PersistentGemm(TileScheduler):
         ws = [list(itertools.islice(remaining, self.results)) for _ in self.xs]
         outs = list(remaining)
 
-        @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
+        @functools.partial(pl.run_scoped, **self.scratch(), collective_axes="warpgroup")
         def _(**scratch: Ref) -> None:
             self.run_warpgroup(Operands(indices, xs, ws), outs, scratch)
 
@@ -131,29 +142,29 @@ class PersistentGemm(TileScheduler):
             store_tiles = scratch["store_tiles"]
             self.run_mma_warpgroup(operands.indices, warpgroup, stages, store_tiles, outs)
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
+    def scratch(self) -> dict[str, Any]:
         """Returns the shared memory and the barriers of a block, by name."""
-        return {**self.shared_memory(dtype), **self.barriers()}
+        return {**self.shared_memory(), **self.barriers()}
 
-    def shared_memory(self, dtype: Any) -> dict[str, Any]:
+    def shared_memory(self) -> dict[str, Any]:
         """Returns the stages and the epilogue tiles, swizzled for wgmma and TMA."""
-        tiling = self.tiling
+        tiling, (x_dtype, w_dtype, out_dtype) = self.tiling, self.dtypes
 
-        def swizzled(swizzle: int, *shape: int) -> Any:
-            transform = plgpu.TilingTransform((8, swizzle // ITEMSIZE))
+        def swizzled(swizzle: int, dtype: Any, *shape: int) -> Any:
+            transform = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
             return plgpu.SMEM(shape, dtype, transforms=(transform, plgpu.SwizzleTransform(swizzle)))
 
-        def stages(operand: Operand, free: int) -> Any:
+        def stages(operand: Operand, dtype: Any, free: int) -> Any:
             sizes = (tiling.tile_k, free)
             shape = sizes if operand.contracted == 1 else sizes[::-1]
-            return swizzled(tiling.swizzle, tiling.max_concurrent_steps, *shape)
+            return swizzled(tiling.swizzle, dtype, tiling.max_concurrent_steps, *shape)
 
         epilogue_tile = (tiling.warpgroup_tile[0], tiling.epilogue_tile_n)
         store_tiles = CONSUMERS, tiling.epilogue_stages, *epilogue_tile
         return {
-            "x_stages": stages(self.xs[0], tiling.tile_m),
-            "w_stages": stages(self.ws[0][0], tiling.tile_n),
-            "store_tiles": swizzled(self.epilogue_swizzle, *store_tiles),
+            "x_stages": stages(self.xs[0], x_dtype, tiling.tile_m),
+            "w_stages": stages(self.ws[0][0], w_dtype, tiling.tile_n),
+            "store_tiles": swizzled(self.epilogue_swizzle, out_dtype, *store_tiles),
         }
 
     @property
@@ -278,30 +289,27 @@ class PersistentGemm(TileScheduler):
         self, indices: Ref, consumer: Scalar, stages: Stages, store_tiles: Ref, outs: Any
     ) -> None:
         """Executes one MMA warpgroup: multiplies its part of each tile and stores it."""
-        rows, columns = self.tiling.warpgroup_tile
-        row_offset = consumer * rows if self.tiling.wg_dimension == "m" else 0
-        column_offset = consumer * columns if self.tiling.wg_dimension == "n" else 0
-        store_tiles = store_tiles.at[consumer]
+        part, store_tiles = self.part_of(consumer), store_tiles.at[consumer]
 
         def visit(tile: TileCoord) -> None:
-            @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
-            def _(accumulator: Ref) -> None:
-                x_part, w_part = pl.ds(row_offset, rows), pl.ds(column_offset, columns)
-                self.mma(accumulator, tile.tile_idx, x_part, w_part, stages)
-                # Reading the accumulator waits for the last wgmma, so the last stage is free too.
-                product = accumulator[...]
-                plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
+            product = self.multiply(tile, part, stages)
 
-                def store(q: int, column: Scalar) -> None:
-                    plane = outs[q].at[self.out_plane(indices, tile.batch)]
-                    row = tile.row + row_offset
-                    column += column_offset + self.out_first_column(indices, plane)
-                    self.store(product, plane, row, column, store_tiles)
+            def store(q: int, column: Scalar) -> None:
+                plane = outs[q].at[self.out_plane(indices, tile.batch)]
+                column += part.column_offset + self.out_first_column(indices, plane)
+                self.store(product, plane, tile.row + part.row_offset, column, store_tiles)
 
-                self.on_result(tile.cluster_n, store)
+            self.on_result(tile.cluster_n, store)
 
         self.for_each_tile(visit)
         plgpu.wait_smem_to_gmem(0)
+
+    def part_of(self, consumer: Scalar) -> TilePart:
+        """Returns the part of every tile that an MMA warpgroup multiplies."""
+        rows, columns = self.tiling.warpgroup_tile
+        if self.tiling.wg_dimension == "m":
+            return TilePart(consumer * rows, 0)
+        return TilePart(0, consumer * columns)
 
     def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
         """Returns the plane of each result that the tiles of a batch are stored in."""
@@ -312,26 +320,68 @@ class PersistentGemm(TileScheduler):
         blocks = self.out_column_blocks
         return 0 if blocks == 1 else indices[self.out_column_block] * (plane.shape[-1] // blocks)
 
+    def multiply(
+        self, tile: TileCoord, part: TilePart, stages: Stages, in_parts: InParts | None = None
+    ) -> jax.Array:
+        """Returns the product of a part of a tile, float32, and frees all its stages.
+
+        Args:
+          tile: the tile.
+          part: the part of this warpgroup.
+          stages: to read from.
+          in_parts: called as ``in_parts(mma, carry)`` instead of ``mma(0, self.steps, carry)``: it
+            calls ``carry = mma(start, stop, carry)`` for consecutive ranges of the steps.
+        """
+
+        def accumulate(accumulator: Ref) -> jax.Array:
+            self.accumulate(accumulator, tile, part, stages, in_parts)
+            return self.product_of(accumulator, tile, stages)
+
+        shape = self.tiling.warpgroup_tile
+        return pl.run_scoped(accumulate, accumulator=plgpu.ACC(shape, jnp.float32))
+
+    def accumulate(
+        self,
+        accumulator: Ref,
+        tile: TileCoord,
+        part: TilePart,
+        stages: Stages,
+        in_parts: InParts | None,
+    ) -> None:
+        """Adds the products of all k-blocks of a tile. Arguments: see `multiply`."""
+
+        def mma(start: Scalar, stop: Scalar, carry: None = None) -> None:
+            self.mma(accumulator, tile.tile_idx, part, stages, (start, stop))
+
+        mma(0, self.steps) if in_parts is None else in_parts(mma, None)
+
+    def product_of(self, accumulator: Ref, tile: TileCoord, stages: Stages) -> jax.Array:
+        """Returns the value of an accumulator to which all k-blocks of a tile were added."""
+        # Reading the accumulator waits for the last wgmma, so the last stage is free too.
+        product = accumulator[...]
+        plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
+        return product
+
     def mma(
         self,
         accumulator: Ref,
         tile_idx: Scalar,
-        x_part: Any,
-        w_part: Any,
+        part: TilePart,
         stages: Stages,
-        steps: tuple[Scalar, Scalar] | None = None,
+        steps: tuple[Scalar, Scalar],
     ) -> None:
         """Accumulates the products of a tile's k-blocks, and frees all stages but the last.
 
         Args:
           accumulator: to add to.
           tile_idx: number of the tile.
-          x_part: the range of the tile's rows.
-          w_part: the range of the tile's columns.
+          part: the part of this warpgroup.
           stages: to read from.
-          steps: a range of the tile's steps; None for all.
+          steps: a range of the tile's steps.
         """
-        start, stop = steps or (0, self.steps)
+        start, stop = steps
+        rows, columns = self.tiling.warpgroup_tile
+        x_part, w_part = pl.ds(part.row_offset, rows), pl.ds(part.column_offset, columns)
         x_contracted, w_contracted = self.xs[0].contracted, self.ws[0][0].contracted
 
         @pl.loop(start, stop)

@@ -137,7 +137,7 @@ def multiply_chunks(
         [lax.bitcast_convert_type(message, dtype) for message in messages],
         [[w.values[None] for w in term] for term in ws],
         row_scales,
-        [_column_scales([term[q] for term in ws], tiling) for q in range(len(outs))],
+        column_scales(ws, tiling),
         [planes_of(out, dimension) for out in outs],
         jax.tree.map(jnp.int32, (chunk_index(xs[0]), chunk_index(outs[0]))),
     )
@@ -192,11 +192,16 @@ def _row_scales(
     return _padded(scales, 1, rows), 0
 
 
-def _column_scales(terms: Sequence[ScaledMatrix], tiling: Tiling) -> jax.Array:
-    """The scales of the weights of one result."""
-    if terms[0].in_blocks:
-        return jnp.concatenate([w.scales for w in terms], 1)
-    return _padded(terms[0].scales, 0, tiling.tile_n * tiling.cluster[1])
+def column_scales(ws: Sequence[Sequence[ScaledMatrix]], tiling: Tiling) -> jax.Array:
+    """The scales of weights ws[p][q]: see `ScaledMultiplication.w_scales`."""
+    width = tiling.tile_n * tiling.cluster[1]
+
+    def of_result(*terms: ScaledMatrix) -> jax.Array:
+        if not terms[0].in_blocks:
+            return _padded(terms[0].scales, 0, width)
+        return _padded(jnp.concatenate([w.scales for w in terms], 1), 0, width // BLOCK)
+
+    return jnp.concatenate([of_result(*terms) for terms in zip(*ws, strict=True)])
 
 
 def _padded(scales: jax.Array, dimension: int, multiple: int) -> jax.Array:
@@ -232,6 +237,6 @@ def _shared_launch(
         # The planes of all operands and of the results, and then their blocks of columns.
         planes = [*[x_chunk] * len(xs), *[0] * (len(arrays) - len(xs)), out_chunk]
         indices = jnp.stack([*map(jnp.int32, planes), *[jnp.int32(0)] * len(planes)])
-        return kernel(indices, *arrays, x_scales, *w_scales)
+        return kernel(indices, x_scales, w_scales, *arrays)
 
     return jax.jit(launch)

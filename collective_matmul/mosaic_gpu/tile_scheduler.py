@@ -96,6 +96,11 @@ class TileScheduler:
             here = functools.partial(act, q, block_n * self.tiling.tile_n)
             here() if self.results == 1 else pl.when((cluster_n >= start) & (cluster_n < end))(here)
 
+    def first_column(self, tile: TileCoord) -> Scalar:
+        """Returns the first column of the block's tile, counted through the tiles of all results."""
+        block_n = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
+        return block_n * self.tiling.tile_n
+
     def first_step(self, tile_idx: Scalar) -> Scalar:
         """Returns the number of pipeline steps before those of a tile."""
         return tile_idx * self.steps

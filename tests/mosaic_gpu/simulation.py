@@ -279,6 +279,7 @@ class Simulation:
                 "axis_size": lambda axis: self.sizes[axis],
                 "div": lambda a, b: a // b,
                 "rem": lambda a, b: a % b,
+                "fori_loop": _fori_loop,
             },
             "jnp": {
                 "int32": int,
@@ -304,6 +305,10 @@ class Simulation:
 def _for_each(body: Callable, values: Sequence[Any]) -> None:
     for value in values:
         body(value)
+
+
+def _fori_loop(start: int, stop: int, body: Callable[[int, Any], Any], carry: Any) -> Any:
+    return functools.reduce(lambda carry, step: body(step, carry), range(start, stop), carry)
 
 
 def _arrive(barriers: Barriers, index: int) -> None:

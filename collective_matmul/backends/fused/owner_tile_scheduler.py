@@ -132,11 +132,6 @@ class OwnerTileScheduler(PersistentGemm):
         n_index = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
         return (tile.batch * self.config.row_tiles + m_index) * self.config.column_tiles + n_index
 
-    def first_column(self, tile: TileCoord) -> Scalar:
-        """Returns the first column of the block's tile."""
-        block_n = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
-        return block_n * self.tiling.tile_n
-
     @property
     def warpgroup_tile_spans_owners(self) -> bool:
         """Whether a consumer's part of a tile has the rows of several owners."""

@@ -66,7 +66,7 @@ from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
-from collective_matmul.mosaic_gpu.tiling import CONSUMERS
+from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
@@ -113,7 +113,7 @@ class GemmReduceScatter(OwnerTileScheduler):
             workspace_pointers, self.problem.devices, block, arrays, kernel
         )
 
-        @functools.partial(pl.run_scoped, **self.scratch(xs[0].dtype), collective_axes="warpgroup")
+        @functools.partial(pl.run_scoped, **self.scratch(), collective_axes="warpgroup")
         def _(**scratch: Any) -> None:
             scratch["x_stages"], *incoming = scratch["x_stages"]
             self.incoming = EpilogueTiles(*incoming)
@@ -121,11 +121,12 @@ class GemmReduceScatter(OwnerTileScheduler):
             self.peers_ready = scratch["peers_ready"]
             self.run_warpgroup(Operands(indices, (xs, arrays), ws), arrays, scratch)
 
-    def shared_memory(self, dtype: Any) -> dict[str, Any]:
+    def shared_memory(self) -> dict[str, Any]:
         """Returns that of a GEMM; stages and store tiles also have a raw view."""
-        memory, tiling = super().shared_memory(dtype), self.tiling
+        memory, tiling, dtype = super().shared_memory(), self.tiling, self.dtypes[2]
         epilogue_tile = tiling.tile_m, tiling.epilogue_tile_n
-        per_stage = tiling.tile_k // tiling.epilogue_tile_n
+        stage_columns = tiling.tile_k * jnp.dtype(self.dtypes[0]).itemsize // ITEMSIZE
+        per_stage = stage_columns // tiling.epilogue_tile_n
         incoming = tiling.max_concurrent_steps, per_stage, *epilogue_tile
         x_stages, store_tiles = memory["x_stages"], memory["store_tiles"]
 
@@ -246,38 +247,27 @@ class GemmReduceScatter(OwnerTileScheduler):
     ) -> None:
         """Executes one MMA warpgroup: multiplies its part of each tile, and sends or sums it."""
         del indices
-        config = self.config
-        rows, columns = self.tiling.warpgroup_tile
-        row_offset = consumer * rows if self.tiling.wg_dimension == "m" else 0
-        column_offset = consumer * columns if self.tiling.wg_dimension == "n" else 0
-        part = ConsumerPart(consumer, row_offset, column_offset, store_tiles.select(consumer), outs)
+        config, tile_part = self.config, self.part_of(consumer)
+        part = ConsumerPart(consumer, *tile_part, store_tiles.select(consumer), outs)
         sender = TileSender(self, part, self.race_delays)
-        ranges = pl.ds(row_offset, rows), pl.ds(column_offset, columns)
 
         def visit(tile: TileCoord) -> None:
-            tile_idx = tile.tile_idx
+            send_previous_tile = functools.partial(sender.send_previous_tile, tile.tile_idx)
+            product = self.multiply(tile, tile_part, stages, in_parts=send_previous_tile)
+            # Nothing is sent before this: the first tile sends nothing while it is multiplied.
+            pl.when(tile.tile_idx == 0)(functools.partial(plgpu.barrier_wait, self.peers_ready))
+            is_local = tile.tile_idx >= self.remote_tiles_of_block()
 
-            @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((rows, columns), jnp.float32))
-            def _(accumulator: Ref) -> None:
-                mma = functools.partial(self.mma, accumulator, tile_idx, *ranges, stages)
-                steps_done = sender.send_previous_tile(tile_idx, mma)
-                mma((steps_done, self.steps))
-                product = accumulator[...]
-                plgpu.barrier_arrive(stages.empty.at[self.stage(tile_idx, self.steps - 1)])
-                # Nothing is sent before this: the first tile sends nothing while it is multiplied.
-                pl.when(tile_idx == 0)(functools.partial(plgpu.barrier_wait, self.peers_ready))
-                is_local = tile_idx >= self.remote_tiles_of_block()
+            @pl.when(jnp.logical_not(is_local) | config.tiles_span_owners)
+            def _() -> None:
+                self.round_product(product, part)
 
-                @pl.when(jnp.logical_not(is_local) | config.tiles_span_owners)
-                def _() -> None:
-                    self.round_product(product, part)
-
-                @pl.when(is_local)
-                def _() -> None:
-                    if config.tiles_span_owners:
-                        # Before any wait for peers' partial products: theirs may wait for this.
-                        sender.send_tile(tile)
-                    self.add_partials(product, part, tile, stages)
+            @pl.when(is_local)
+            def _() -> None:
+                if config.tiles_span_owners:
+                    # Before any wait for peers' partial products: theirs may wait for this.
+                    sender.send_tile(tile)
+                self.add_partials(product, part, tile, stages)
 
         self.for_each_tile(visit)
         # The last tile has no next one during which it would be sent.

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
@@ -82,27 +83,28 @@ class TileSender:
         self.race_delays = race_delays
 
     def send_previous_tile(
-        self, tile_idx: Scalar, mma: Callable[[tuple[Scalar, Scalar]], None]
-    ) -> Scalar:
-        """Sends the tile before this one, if it is remote, while this one's first steps multiply.
+        self, tile_idx: Scalar, mma: Callable[[Scalar, Scalar, Any], Any], carry: Any
+    ) -> Any:
+        """Multiplies a tile. Meanwhile it sends the tile before this one, if that is remote.
 
-        Returns:
-          The number of steps that have been multiplied.
+        It is what `PersistentGemm.multiply` calls in_parts.
         """
+        steps = self.scheduler.steps
         if not self.config.remote_tiles:
-            return 0
+            return mma(0, steps, carry)
         count = self.tiling.epilogue_tiles_per_warpgroup
-        pace = min(self.scheduler.steps // (count + 2), _STEPS_PER_EPILOGUE_TILE)
+        pace = min(steps // (count + 2), _STEPS_PER_EPILOGUE_TILE)
 
-        @pl.loop(0, count)
-        def _(number: Scalar) -> None:
-            mma((number * pace, (number + 1) * pace))
+        def multiply_and_send(number: Scalar, carry: Any) -> Any:
+            carry = mma(number * pace, (number + 1) * pace, carry)
             send = functools.partial(self.send_epilogue_tile, number)
             self.on_remote_tile(tile_idx - 1, send)
+            return carry
 
-        mma((count * pace, (count + 1) * pace))
+        carry = lax.fori_loop(0, count, multiply_and_send, carry)
+        carry = mma(count * pace, (count + 1) * pace, carry)
         self.on_remote_tile(tile_idx - 1, self.signal_owners)
-        return (count + 1) * pace
+        return mma((count + 1) * pace, steps, carry)
 
     def on_remote_tile(self, tile_idx: Scalar, act: Callable[[TileCoord], None]) -> None:
         """Calls ``act(tile)`` with the block's tile of this number if it is there and remote."""

@@ -297,8 +297,8 @@ def test_a_tile_is_sent_in_epilogue_tiles_while_the_next_is_multiplied(
     stored = defaultdict(list)
     start = simulation.start
 
-    def mma(gemm, accumulator, tile_idx, x, w, stages, steps):
-        PersistentGemm.mma(gemm, accumulator, tile_idx, x, w, stages, steps)
+    def mma(gemm, accumulator, tile_idx, part, stages, steps):
+        PersistentGemm.mma(gemm, accumulator, tile_idx, part, stages, steps)
         multiplied[simulation.here()] += len(range(*steps))
 
     def note(*copy):
