@@ -231,18 +231,17 @@ class Site:
 
     @property
     def _bytes_of_gathered_row(self) -> int:
-        """Bytes of a row of x as it travels: a message, and x itself for a weight gradient."""
-        columns, itemsize = self.contracted, np.dtype(self.dtype).itemsize
+        """Bytes of a row of x, or of its message."""
         if self.recipe is None:
-            return columns * itemsize
-        itself = columns * itemsize if self._sends_x_itself else 0
-        return self.recipe.message_columns(columns) + itself
+            return self.contracted * np.dtype(self.dtype).itemsize
+        return self.recipe.message_columns(self.contracted)
 
     @property
     def _sends_x_itself(self) -> bool:
         """Whether a gather in 8 bits also sends x, for a weight gradient."""
-        in_fp8 = self.recipe is not None and self.recipe.weight_gradient_in_fp8
-        return self.keep_gathered and not in_fp8
+        if self.recipe is None or self.recipe.weight_gradient_in_fp8:
+            return False
+        return self.keep_gathered
 
     @property
     def weight_bytes(self) -> int:
@@ -262,10 +261,16 @@ class Site:
 
     @property
     def co_gathered_bytes(self) -> int:
-        """The part of `bytes_communicated` that belongs to the co-gathered array."""
-        if self.co_gathered is None:
+        """The part of `bytes_communicated` that belongs to an array gathered beside the operands.
+
+        That is the co-gathered array; or beside messages, x itself for a weight gradient.
+        """
+        if self.co_gathered is not None:
+            *rows, columns = self.co_gathered
+        elif self._sends_x_itself:
+            rows, columns = [self.rows], self.contracted
+        else:
             return 0
-        *rows, columns = self.co_gathered
         row = columns * np.dtype(self.dtype).itemsize
         if self.recipe is not None and self.recipe.weight_gradient_in_fp8:
             row = self.recipe.message_columns(columns)

@@ -27,7 +27,6 @@ from collective_matmul._compat import load_in_layout
 from collective_matmul.fp8 import BLOCK
 from collective_matmul.mosaic_gpu.kernel_types import (
     InParts,
-    Operands,
     Ref,
     Scalar,
     Stages,
@@ -199,7 +198,12 @@ class ScaledGemm(ScaledMultiplication):
 
     def read_x_scales(self, tile: TileCoord, part: TilePart, step: Scalar) -> jax.Array:
         """Returns the scales [64] of a step's k-block of x, or of whole rows for step 0."""
-        x, rows = self.xs[0], pl.ds(tile.row + part.row_offset, 64)
+        x, row = self.xs[0], tile.row + part.row_offset
         plane = self.indices[x.index] + tile.batch * x.per_batch
-        scales = self.x_scales.at[plane, rows, self.first_scale + step]
-        return load_in_layout(scales, plgpu.Layout.WGMMA.reduce(1))
+        return load_row_scales(self.x_scales, plane, row, self.first_scale + step)
+
+
+def load_row_scales(scales: Ref, plane: Scalar, row: Scalar, column: Scalar) -> jax.Array:
+    """Returns 64 rows of a column of float32 [planes, rows, columns], all of them there."""
+    column = scales.at[plane, pl.ds(row, 64), column]
+    return load_in_layout(column, plgpu.Layout.WGMMA.reduce(1))

@@ -97,7 +97,7 @@ class TileScheduler:
             here() if self.results == 1 else pl.when((cluster_n >= start) & (cluster_n < end))(here)
 
     def first_column(self, tile: TileCoord) -> Scalar:
-        """Returns the first column of the block's tile, counted through the tiles of all results."""
+        """Returns the first column of the block's tile, counted through the tiles of results."""
         block_n = self.tiling.cluster[1] * tile.cluster_n + lax.axis_index(BLOCK_AXES[1])
         return block_n * self.tiling.tile_n
 

@@ -18,7 +18,7 @@ from collective_matmul import data
 #: Consumer warpgroups of a block, which multiply. One more warpgroup, the producer, loads.
 CONSUMERS = 2
 #: Bytes of an element: bfloat16 or float16.
-ITEMSIZE = 2
+ITEMSIZE: Literal[2] = 2
 #: The rows of a plane are a multiple of this: the height of the tiles in which TMA sees memory.
 ROW_MULTIPLE = 8
 #: Bytes of shared memory of a Hopper block, without what barriers and alignment take.
@@ -82,11 +82,15 @@ class Tiling:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Bytes of all pipeline stages and epilogue stages."""
+        """Bytes of all pipeline stages and epilogue stages, in half precision."""
+        return self.shared_memory_bytes_of(ITEMSIZE)
+
+    def shared_memory_bytes_of(self, itemsize: int) -> int:
+        """The same for operands whose elements have this many bytes."""
         step = (self.tile_m + self.tile_n) * self.tile_k
         epilogue_tile = CONSUMERS * self.warpgroup_tile[0] * self.epilogue_tile_n
-        elements = self.max_concurrent_steps * step + self.epilogue_stages * epilogue_tile
-        return ITEMSIZE * elements
+        operands = itemsize * self.max_concurrent_steps * step
+        return operands + ITEMSIZE * self.epilogue_stages * epilogue_tile
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class MatmulProblem:
       reads_block: whether x is a block of the columns of a larger array, so that no k-block may
         reach beyond k.
       writes_block: the same for the results, so that no tile may reach beyond n.
+      itemsize: bytes of an element of the operands.
     """
 
     batch: int
@@ -115,6 +120,12 @@ class MatmulProblem:
     w_contracted_axis: Literal[1, 2] = 1
     reads_block: bool = False
     writes_block: bool = False
+    itemsize: Literal[1, 2] = ITEMSIZE
+
+    @property
+    def bytes_contracted(self) -> int:
+        """Bytes of a row of x that are contracted within a plane, of all terms together."""
+        return self.itemsize * sum(self.k)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> MatmulProblem:
@@ -135,7 +146,7 @@ class MatmulProblem:
             *((tiling.tile_k, *self.k) if self.x_contracted_axis == 2 else (self.m,)),
             *((tiling.tile_n, *self.n) if self.w_contracted_axis == 1 else self.k),
         ]
-        if any(size % (tiling.swizzle // ITEMSIZE) for size in last):
+        if any(size % (tiling.swizzle // self.itemsize) for size in last):
             return False
         if any(n % tiling.epilogue_tile_n for n in self.n):
             return False
@@ -143,8 +154,8 @@ class MatmulProblem:
 
 
 # The cost model, fitted to measurements on an H200.
-# Microseconds in which one multiprocessor multiplies a 128 × 128 tile's k-block of 64, when all
-# multiprocessors are busy. Other sizes count by their area.
+# Microseconds in which one multiprocessor multiplies a 128 × 128 tile's k-block of 128 bytes, when
+# all multiprocessors are busy. Other sizes count by their area.
 _STEP_MICROSECONDS = 0.365
 # Tiles of 128 × 128 take this much longer for their area: they load more for each product.
 _SMALL_TILE_SLOWDOWN = 1.05
@@ -172,7 +183,7 @@ def predicted_microseconds(
     clusters = multiprocessors // (cluster_m * cluster_n)
     waves = math.ceil(problem.batch * grid_m * grid_n / clusters)
     steps = problem.contracted_planes * sum(math.ceil(k / tiling.tile_k) for k in problem.k)
-    area = tiling.tile_m * tiling.tile_n * tiling.tile_k / (128 * 128 * 64)
+    area = tiling.tile_m * tiling.tile_n * problem.itemsize * tiling.tile_k / 128**3
     if tiling.tile_m * tiling.tile_n <= 128 * 128:
         area *= _SMALL_TILE_SLOWDOWN
     return _LAUNCH_MICROSECONDS + waves * (steps * area * _STEP_MICROSECONDS + _TILE_MICROSECONDS)

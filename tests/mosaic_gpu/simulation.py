@@ -302,6 +302,21 @@ class Simulation:
                 monkeypatch.setattr(module, name, played, raising=False)
 
 
+def play_scales(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Replaces what the multiplication in 8 bits needs beside the primitives of a simulation."""
+    layout = SimpleNamespace(WGMMA=SimpleNamespace(reduce=lambda dimension: None))
+    monkeypatch.setattr(module.plgpu, "Layout", layout, raising=False)
+    monkeypatch.setattr(module.plgpu, "layout_cast", lambda x, layout: x, raising=False)
+    monkeypatch.setattr(module.jnp, "zeros", np.zeros, raising=False)
+    monkeypatch.setattr(module, "load_in_layout", lambda ref, layout: ref.read())
+
+    def broadcast_in_dim(x: np.ndarray, shape: tuple[int, ...], dimensions: tuple[int]) -> Any:
+        assert len(x) == shape[dimensions[0]]
+        return x[:, None] if dimensions == (0,) else x[None]
+
+    monkeypatch.setattr(module.lax, "broadcast_in_dim", broadcast_in_dim, raising=False)
+
+
 def _for_each(body: Callable, values: Sequence[Any]) -> None:
     for value in values:
         body(value)

@@ -14,24 +14,37 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.backends.arithmetic import Weight, product_dtype
 from collective_matmul.backends.fused.all_gather_config import (
     AllGatherConfig,
     AllGatherProblem,
 )
-from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm
+from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm, ScaledAllGatherGemm
 from collective_matmul.backends.fused.all_gather_search import (
     candidate_all_gather_configs,
     choose_all_gather_config,
 )
 from collective_matmul.backends.fused.config_search import KernelCall
+from collective_matmul.backends.fused.weights import (
+    AnyWeight,
+    contracted_axis,
+    in_8_bits,
+    operands_reason,
+    scaled_parts,
+    sizes_of,
+    values_of,
+    values_shape,
+    wanted_sizes,
+)
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
+from collective_matmul.mosaic_gpu.requirements import Array
+from collective_matmul.mosaic_gpu.scaled_chunks import column_scales
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
 
 
 def all_gather_matmul(
     x: jax.Array,
-    ws: Sequence[jax.Array],
+    ws: Sequence[Weight],
     axis_name: str,
     *,
     dimension: int,
@@ -43,8 +56,9 @@ def all_gather_matmul(
     """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
 
     Args:
-      x: this device's shard, [..., m, ..., K]; bfloat16 or float16.
-      ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype.
+      x: this device's shard, [..., m, ..., K]; bfloat16, float16, or a message.
+      ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype. With a message, scaled
+        matrices.
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the gathered dimension of x, m.
       transpose_w: whether the ws are contracted along their last dimension.
@@ -70,8 +84,16 @@ def all_gather_matmul(
     planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
     shard = x.reshape(planes, rows, x.shape[-1])
     shard = jnp.pad(shard, ((0, 0), (0, config.problem.m - rows), (0, 0)))
-    launch = _shared_launch(config, axis_name, keep_gathered, race_delays, target)
-    *products, gathered = launch(shard, [w[None] for w in ws])
+    launch = _shared_launch(
+        config, axis_name, keep_gathered, race_delays, product_dtype(x, ws[0]), target
+    )
+    scales, matrices = [], in_8_bits(ws)
+    if matrices is not None:
+        # The bytes of scales, at the ends of rows, become numbers that are not multiplied.
+        shard = lax.bitcast_convert_type(shard, matrices[0].operand_dtype)
+        scales = [column_scales([matrices], config.tiling)]
+    *products, gathered = launch(shard, list(map(values_of, ws)), scales)
+    gathered = lax.bitcast_convert_type(gathered, x.dtype)
     whole = list(x.shape)
     whole[dimension] *= config.problem.devices
 
@@ -84,25 +106,23 @@ def all_gather_matmul(
 
 
 def all_gather_unsupported_reason(
-    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> str | None:
     """Why `all_gather_matmul` cannot do this on `devices` devices, in words; None if it can.
 
-    x and the ws may be arrays or `jax.ShapeDtypeStruct`s, all local.
+    x and the ws may be arrays or `jax.ShapeDtypeStruct`s, also in scaled matrices; all local.
     """
-    if reason := unsupported_reason(devices, x, *ws):
+    if reason := operands_reason(devices, [x] * len(ws), ws):
         return reason
     if _config(x, ws, devices, dimension, transpose_w) is None:
-        shapes = [w.shape for w in ws]
-        return (
-            f"x {x.shape} times {shapes}: the fused kernel wants K to be a multiple of 64 and"
-            " the columns of 32; pad them"
-        )
+        shapes = f"{values_shape(x, ws[0])} times {[w.shape for w in ws]}"
+        wanted = wanted_sizes(ws[0], "K to be a multiple of 64 and the columns of 32")
+        return f"x {shapes}: the fused kernel wants {wanted}; pad them"
     return None
 
 
 def all_gather_predicted_seconds(
-    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> float:
     """Predicted seconds of a supported `all_gather_matmul`."""
     config = _config(x, ws, devices, dimension, transpose_w)
@@ -112,16 +132,17 @@ def all_gather_predicted_seconds(
 
 
 def all_gather_call(
-    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> KernelCall:
     """The kernel call of an `all_gather_matmul`, which its configuration is looked up by."""
     problem = AllGatherProblem(
         devices=devices,
         planes=math.prod(x.shape[:dimension]),
         m=math.prod(x.shape[dimension:-1]),
-        k=x.shape[-1],
-        n=tuple(w.shape[0 if transpose_w else 1] for w in ws),
-        w_contracted_axis=2 if transpose_w else 1,
+        k=sizes_of(ws[0], transpose_w)[0],
+        n=tuple(sizes_of(w, transpose_w)[1] for w in ws),
+        w_contracted_axis=contracted_axis(ws[0], transpose_w),
+        scales=scaled_parts(ws[0]),
     )
     target = device.target()
     assert target is not None
@@ -129,7 +150,7 @@ def all_gather_call(
 
 
 def all_gather_configs(
-    x: Array, ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> tuple[AllGatherConfig, ...]:
     """All configurations for an `all_gather_matmul`, the likeliest to be fastest first."""
     call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
@@ -137,7 +158,7 @@ def all_gather_configs(
 
 
 def _config(
-    x: Array, ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+    x: Array, ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
 ) -> AllGatherConfig | None:
     call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return choose_all_gather_config(call.problem, call.multiprocessors)
@@ -149,27 +170,40 @@ def _shared_launch(
     axis_name: str,
     keep_gathered: bool,
     race_delays: bool,
+    dtype: jnp.dtype,
     target: device.Target,
 ) -> Any:
-    """A function that equal launches share, so that it is traced, lowered and compiled once."""
+    """A function that equal launches share, so that it is traced, lowered and compiled once.
+
+    Returns:
+      ``launch(shard, ws, scales) -> (*products, gathered)``. Products have the given dtype. For
+      operands in 8 bits, `scales` is one array, that of the weights; else it is empty.
+    """
 
     @sequential_vmap
-    def launch(shard: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def launch(
+        shard: jax.Array, ws: Sequence[jax.Array], scales: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
         matmul = config.matmul
-        axes = varying_axes(shard).union({axis_name}, *map(varying_axes, ws))
+        axes = varying_axes(shard).union({axis_name}, *map(varying_axes, (*ws, *scales)))
 
-        def empty(columns: int) -> jax.Array:
-            array = lax.empty((matmul.batch, matmul.m, columns), shard.dtype)
+        def empty(columns: int, dtype: Any) -> jax.Array:
+            array = lax.empty((matmul.batch, matmul.m, columns), dtype)
             return vary_over(array, axes)
 
-        def call(pointers: jax.Array, shard: jax.Array, ws: Any, outs: Sequence[jax.Array]) -> Any:
+        def call(
+            pointers: jax.Array, shard: jax.Array, ws: Any, scales: Any, outs: Sequence[jax.Array]
+        ) -> Any:
             *products, gathered = outs
-            gemm = AllGatherGemm(config, keep_gathered, race_delays, gathered, ws, products)
+            body = ScaledAllGatherGemm if scales else AllGatherGemm
+            gemm = body(config, keep_gathered, race_delays, gathered, ws, products)
             kernel = gemm.kernel(outs, "all_gather_matmul", target.multiprocessors)
-            return kernel(pointers, shard, *ws)
+            lines = [shard.reshape(len(shard), -1, config.sent_columns)] if scales else []
+            return kernel(pointers, *scales, *lines, shard, *ws)
 
-        outs = [empty(columns) for columns in (*matmul.n, config.problem.k)]
-        return _traced_apart(call, workspace_pointers(axis_name), shard, list(ws), outs)
+        outs = [*(empty(n, dtype) for n in matmul.n), empty(config.problem.columns, shard.dtype)]
+        operands = shard, list(ws), list(scales), outs
+        return _traced_apart(call, workspace_pointers(axis_name), *operands)
 
     return jax.jit(launch)
 

@@ -14,13 +14,19 @@ from collective_matmul.backends.fused.config_search import (
     LINK_BYTES_PER_MICROSECOND,
     SENT_BYTES_PER_MICROSECOND,
     compute_microseconds,
+    compute_slowdown,
 )
+from collective_matmul.fp8 import RECIPES
+from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, MatmulProblem, Tiling
 
 #: Bytes of shared memory in each block for the boxes in flight, at least two.
 BOXES_BYTES = 16_384
 #: Bytes of the largest boxes, by choice. A block takes about a microsecond to send any box.
 BOX_BYTES = (8_192, 4_096, 2_048)
+
+#: Bytes of the lines that messages are sent in.
+LINE_BYTES = 128
 
 # What a producer takes to check whether a slab has arrived.
 _POLL_MICROSECONDS = 0.2
@@ -44,6 +50,7 @@ class AllGatherProblem:
       k: the contracted size.
       n: the columns of each result.
       w_contracted_axis: the contracted axis of the weights, counted from 1.
+      scales: the parts of 8-bit operands that have scales, or None in half precision.
     """
 
     devices: int
@@ -52,18 +59,35 @@ class AllGatherProblem:
     k: int
     n: tuple[int, ...]
     w_contracted_axis: Literal[1, 2] = 1
+    scales: ScaledParts | None = None
+
+    @property
+    def itemsize(self) -> Literal[1, 2]:
+        """Bytes of a number of x."""
+        return ITEMSIZE if self.scales is None else 1
+
+    @property
+    def columns(self) -> int:
+        """Numbers in a row of x in memory: of a message, with the bytes of its scales."""
+        if self.scales is None:
+            return self.k
+        recipe = RECIPES["blockwise" if self.scales == "blocks" else "rowwise"]
+        return recipe.message_columns(self.k)
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of a device's shard of x."""
-        return ITEMSIZE * self.planes * self.m * self.k
+        return self.itemsize * self.planes * self.m * self.columns
 
     def matmul(self, tiles_span_shards: bool) -> MatmulProblem:
         """The matmul of all shards: each in planes of its own, or concatenated."""
         batch, m = self.planes * self.devices, self.m
         if tiles_span_shards:
             batch, m = self.planes, self.m * self.devices
-        return MatmulProblem(batch, m, (self.k,), self.n, w_contracted_axis=self.w_contracted_axis)
+        axis = self.w_contracted_axis
+        return MatmulProblem(
+            batch, m, (self.k,), self.n, w_contracted_axis=axis, itemsize=self.itemsize
+        )
 
 
 @dataclass(frozen=True)
@@ -77,8 +101,9 @@ class AllGatherConfig:
       rows_per_group: rows of a shard, in each plane, that are multiplied at about the same time.
         The last group of a plane may have fewer.
       slabs: equal ranges of K. The slabs of a group of rows are sent one after the other, and each
-        is multiplied once it has arrived.
-      box: rows and columns of a slab that are sent at once. Boxes fill the slab of every group.
+        is multiplied once it has arrived. Messages are one slab: their scales are at the end.
+      box: rows and columns of a slab that are sent at once. Boxes fill the slab of every group. Of
+        messages, lines and their bytes: see `lines_per_row`.
       boxes_per_message: consecutive boxes whose arrival is counted as one.
       peers_per_pass: how many peers get the shard in each pass over it, those that need it first in
         the first pass. The peers of one pass get every message at the same time.
@@ -94,21 +119,35 @@ class AllGatherConfig:
     peers_per_pass: tuple[int, ...]
 
     @property
+    def lines_per_row(self) -> int:
+        """The rows as which a row of x is sent: a message as lines of `LINE_BYTES`.
+
+        A row of a message may have a number of bytes that no large box divides. Of the lines of
+        several rows, which are contiguous, boxes may have any number.
+        """
+        return 1 if self.problem.scales is None else self.problem.columns // LINE_BYTES
+
+    @property
+    def sent_columns(self) -> int:
+        """Columns of the rows as which x is sent."""
+        return self.problem.columns // self.lines_per_row
+
+    @property
     def slab_columns(self) -> int:
         """Columns of x in a slab."""
-        return self.problem.k // self.slabs
+        return self.sent_columns // self.slabs
 
     @property
     def pieces(self) -> int:
         """Contiguous pieces of x that a box consists of."""
         rows, columns = self.box
-        return 1 if columns == self.problem.k else rows
+        return 1 if columns == self.sent_columns else rows
 
     @property
     def buffers(self) -> int:
         """Boxes of each block that are in flight from the shard to the peers."""
         rows, columns = self.box
-        return BOXES_BYTES // max(ITEMSIZE * rows * columns, min(BOX_BYTES))
+        return BOXES_BYTES // max(self.problem.itemsize * rows * columns, min(BOX_BYTES))
 
     @property
     def boxes_across(self) -> int:
@@ -122,7 +161,7 @@ class AllGatherConfig:
 
     def boxes_per_slab(self, rows: int) -> int:
         """Boxes that one slab of `rows` rows is sent in."""
-        return rows // self.box[0] * self.boxes_across
+        return rows * self.lines_per_row // self.box[0] * self.boxes_across
 
     @property
     def boxes_per_plane(self) -> int:
@@ -170,6 +209,7 @@ class AllGatherConfig:
         """Predicted microseconds of a launch, with what it waits for peers."""
         matmul, problem = self.matmul, self.problem
         compute = compute_microseconds(matmul, self.tiling, multiprocessors)
+        compute *= compute_slowdown(problem.scales)
         compute += matmul.batch * self.slabs * _POLL_MICROSECONDS
         compute *= 1 + _LATE / self.slabs
         receivers = problem.devices - (0 if self.tiles_span_shards else 1)

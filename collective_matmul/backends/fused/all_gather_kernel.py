@@ -42,6 +42,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -49,13 +50,21 @@ from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.all_gather_sender import Sender, boxes_in, semaphore_index
-from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.kernel_types import (
+    Operands,
+    Ref,
+    Scalar,
+    Stages,
+    TileCoord,
+    TilePart,
+)
 from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.operands import Operand, reader
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
+from collective_matmul.mosaic_gpu.row_scales import FLOAT32_BYTES, load_from_rows
+from collective_matmul.mosaic_gpu.scaled_kernel import ScaledMultiplication
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
-from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
@@ -110,7 +119,7 @@ class AllGatherGemm(PersistentGemm):
           ws: the weights.
           outs: the results.
         """
-        matmul = config.problem.matmul(config.tiles_span_shards)
+        matmul = config.matmul
         x = Operand(gathered, 2, per_batch=1)
         weights = [Operand(w, matmul.w_contracted_axis) for w in ws]
         super().__init__([x], [weights], outs, matmul.batch, 1, config.tiling)
@@ -118,8 +127,10 @@ class AllGatherGemm(PersistentGemm):
         self.devices = config.problem.devices
         self.keep_gathered = keep_gathered
         self.race_delays = race_delays
-        # Set in `run`.
+        # Set in `run`. What is sent is the shard, maybe in another shape.
         self.rendezvous: Any = None
+        self.x: Any = None
+        self.sent: Ref = None
 
     def run(self, workspace_pointers: Ref, shard: Ref, *refs: Ref) -> None:
         """Executes one warpgroup; refs are the weights, the results, and the gathered x."""
@@ -133,16 +144,18 @@ class AllGatherGemm(PersistentGemm):
         )
         # The weights have one plane, and planes of x are found from the batch alone.
         indices = [0] * (len(self.ws[0]) + 2)
-        operands = Operands(indices, GatheredOperand(shard, gathered, arrived), [list(ws)])
+        self.x = GatheredOperand(shard, gathered, arrived)
+        self.sent = shard if self.sent is None else self.sent
+        operands = Operands(indices, self.x, [list(ws)])
 
-        @functools.partial(pl.run_scoped, **self.scratch(shard.dtype), collective_axes="warpgroup")
+        @functools.partial(pl.run_scoped, **self.scratch(), collective_axes="warpgroup")
         def _(**scratch: Ref) -> None:
             self.run_warpgroup(operands, outs, scratch)
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
+    def scratch(self) -> dict[str, Any]:
         """Returns the shared memory and the barriers of a block, by name."""
-        return super().scratch(dtype) | {
-            "boxes": plgpu.SMEM((self.config.buffers, *self.config.box), dtype),
+        return super().scratch() | {
+            "boxes": plgpu.SMEM((self.config.buffers, *self.config.box), self.dtypes[0]),
             "loaded": plgpu.Barrier(
                 num_arrivals=self.config.pieces, num_barriers=self.config.buffers
             ),
@@ -161,9 +174,14 @@ class AllGatherGemm(PersistentGemm):
 
             @pl.when(warp == 1)
             def _() -> None:
-                shard, gathered, arrived = operands.xs
+                _, gathered, arrived = operands.xs
                 sender = Sender(self.config, self.keep_gathered, self.race_delays, self.rendezvous)
-                sender.send(shard, gathered, arrived, scratch["boxes"], scratch["loaded"])
+                boxes, loaded = scratch["boxes"], scratch["loaded"]
+                sender.send(self.sent, self.places(gathered), arrived, boxes, loaded)
+
+    def places(self, gathered: Ref) -> Ref:
+        """Returns the reference to gathered rows as the sender sees them."""
+        return gathered
 
     def out_plane(self, indices: Ref, batch: Scalar) -> Scalar:
         """Returns the plane of each result that the tiles of a batch are stored in."""
@@ -228,7 +246,7 @@ class AllGatherGemm(PersistentGemm):
     def prefetch(self, ws: list[list[Ref]], cluster_n: Scalar) -> None:
         """Prefetches the weights of a tile to the L2 cache, up to `_PREFETCHED_BYTES`."""
         tiling = self.tiling
-        k_block_bytes = ITEMSIZE * tiling.tile_k * tiling.tile_n
+        k_block_bytes = self.config.problem.itemsize * tiling.tile_k * tiling.tile_n
 
         def prefetch_k_blocks(q: int, column: Scalar) -> None:
             w = self.ws[0][q]
@@ -261,3 +279,44 @@ class AllGatherGemm(PersistentGemm):
             messages = lax.div(boxes, config.boxes_per_message)
             # Other blocks wait for the same slab, so the semaphore keeps its count.
             self.rendezvous.wait_for_count(semaphore, messages, "messages of x", WARP)
+
+
+class ScaledAllGatherGemm(ScaledMultiplication, AllGatherGemm):
+    """The same for operands in 8 bits. What is gathered are messages, with their scales."""
+
+    # The scales of a row arrive with it.
+    scales_arrive = True
+
+    def __init__(self, config: AllGatherConfig, *args: Any):
+        """Describes the kernel. Arguments: see `AllGatherGemm`."""
+        super().__init__(config, *args)
+        self.in_blocks = config.problem.scales == "blocks"
+
+    def run(self, workspace_pointers: Ref, w_scales: Ref, lines: Ref, *refs: Ref) -> None:
+        """Executes one warpgroup.
+
+        After the scales of the weights and the lines of the shard, refs are those of
+        `AllGatherGemm`.
+        """
+        self.w_scales, self.sent = w_scales, lines
+        super().run(workspace_pointers, *refs)
+
+    def places(self, gathered: Ref) -> Ref:
+        """Returns the reference to gathered messages as lines."""
+        planes, rows, _ = gathered.shape
+        config = self.config
+        return gathered.reshape(planes, rows * config.lines_per_row, config.sent_columns)
+
+    def read_x_scales(self, tile: TileCoord, part: TilePart, step: Scalar) -> jax.Array:
+        """Returns the scales [64] of a step's k-block of x, or of whole rows for step 0.
+
+        The barrier that the first k-block is here orders this after what the producer has waited
+        for: the whole rows.
+        """
+        column = self.config.problem.k + FLOAT32_BYTES * step
+        row, shard, gathered = tile.row + part.row_offset, self.x.shard, self.x.gathered
+        if self.config.tiles_span_shards:
+            return load_from_rows([gathered], 0, tile.batch, row, column)
+        is_own = tile.batch < self.config.problem.planes
+        plane = jnp.where(is_own, tile.batch, self.plane(tile.batch))
+        return load_from_rows([gathered, shard], jnp.int32(is_own), plane, row, column)

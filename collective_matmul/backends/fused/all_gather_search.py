@@ -21,7 +21,6 @@ from collective_matmul.backends.fused.config_search import (
     ranked,
 )
 from collective_matmul.mosaic_gpu.tiling import (
-    ITEMSIZE,
     ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     MatmulProblem,
@@ -89,11 +88,13 @@ def _configs(problem: AllGatherProblem, multiprocessors: int) -> list[AllGatherC
         return []
 
     def fits(matmul: MatmulProblem, tiling: Tiling) -> bool:
-        return tiling.shared_memory_bytes <= _TILE_BYTES and _can_swizzle(matmul, tiling)
+        shared_memory_bytes = tiling.shared_memory_bytes_of(problem.itemsize)
+        return shared_memory_bytes <= _TILE_BYTES and _can_swizzle(matmul, tiling)
 
     def in_order_of_arrival(spans: bool) -> list[Tiling]:
         """Tilings that multiply all tiles of some rows before those of the next rows."""
-        found = feasible_tilings(functools.partial(fits, problem.matmul(spans)))
+        matmul = problem.matmul(spans)
+        found = feasible_tilings(functools.partial(fits, matmul), problem.scales)
         return [replace(tiling, grid_minor_dim="n") for tiling in found]
 
     def best_slabbed(tiling: Tiling, spans: bool, passes: tuple[int, ...]) -> AllGatherConfig:
@@ -118,7 +119,7 @@ def _slabbed(
     """Configurations that differ in their number of slabs."""
     counts = (
         slabs
-        for slabs in _SLABS
+        for slabs in (_SLABS if problem.scales is None else (1,))
         if problem.k % (slabs * _COLUMN_MULTIPLE) == 0
         and (slabs == 1 or problem.k // slabs >= _SLAB_COLUMNS)
     )
@@ -170,7 +171,7 @@ def _sent_in(config: AllGatherConfig, box_bytes: int, multiprocessors: int) -> A
     """The same, in boxes of at most `box_bytes`, and as few messages as keep all blocks sending."""
     boxed = replace(config, box=_box(config, box_bytes), boxes_per_message=1)
     # No message has parts of two slabs.
-    boxes = boxed.boxes_per_slab(_rows_of_all_groups(config))
+    boxes = _rows_of_all_groups(boxed) // boxed.box[0] * boxed.boxes_across
     wanted = max(1, boxed.messages // (_MESSAGES_PER_BLOCK * multiprocessors))
     return replace(boxed, boxes_per_message=_largest_divisor(boxes, wanted))
 
@@ -178,13 +179,13 @@ def _sent_in(config: AllGatherConfig, box_bytes: int, multiprocessors: int) -> A
 def _can_swizzle(matmul: MatmulProblem, tiling: Tiling) -> bool:
     """Whether all k-blocks can be swizzled, and no warpgroup's tile ends within a swizzle."""
     columns = tiling.warpgroup_tile[1]
-    whole = tiling.wg_dimension == "m" or columns % (tiling.swizzle // ITEMSIZE) == 0
+    whole = tiling.wg_dimension == "m" or columns % (tiling.swizzle // matmul.itemsize) == 0
     return whole and matmul.can_swizzle(tiling)
 
 
 def _box(config: AllGatherConfig, most_bytes: int) -> tuple[int, int]:
     """The largest box that divides slabs evenly."""
-    columns, most = config.slab_columns, most_bytes // ITEMSIZE
+    columns, most = config.slab_columns, most_bytes // config.problem.itemsize
     if columns > most:
         parts = columns // _COLUMN_MULTIPLE
         return 1, _COLUMN_MULTIPLE * _largest_divisor(parts, most // _COLUMN_MULTIPLE)
@@ -192,8 +193,8 @@ def _box(config: AllGatherConfig, most_bytes: int) -> tuple[int, int]:
 
 
 def _rows_of_all_groups(config: AllGatherConfig) -> int:
-    """The greatest common divisor of the groups' rows, including a smaller last group."""
-    return math.gcd(config.problem.m, config.rows_per_group)
+    """The greatest common divisor of the groups' sent rows, including a smaller last group."""
+    return config.lines_per_row * math.gcd(config.problem.m, config.rows_per_group)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -99,6 +99,8 @@ class Sender:
     def send(self, shard: Ref, gathered: Ref, arrived: Ref, boxes: Ref, loaded: Ref) -> None:
         """Sends this block's messages to all receivers, and signals each when it has arrived.
 
+        Rows are those as which x is sent, see `AllGatherConfig.lines_per_row`.
+
         Args:
           shard: this device's rows of x.
           gathered: this device's array, in whose peer buffers the shard is stored.
@@ -189,7 +191,7 @@ class Sender:
         per_slab = boxes_in(config, group)
         slab, within = lax.div(within, per_slab), lax.rem(within, per_slab)
         box_m, box_n = (f(within, config.boxes_across) for f in (lax.div, lax.rem))
-        row = group * config.rows_per_group + box_m * height
+        row = group * config.rows_per_group * config.lines_per_row + box_m * height
         return BoxCoord(plane, group, slab, row, slab * config.slab_columns + box_n * width)
 
     def region(self, array: Ref, coord: BoxCoord, piece: Scalar) -> Ref:
@@ -217,7 +219,8 @@ class Sender:
         coord = self.coord(number)
         axis_index = self.rendezvous.axis_index
         if self.config.tiles_span_shards:
-            coord = coord._replace(row=coord.row + axis_index * self.config.problem.m)
+            rows = self.config.problem.m * self.config.lines_per_row
+            coord = coord._replace(row=coord.row + axis_index * rows)
         else:
             coord = coord._replace(plane=coord.plane * self.devices + axis_index)
 

@@ -16,6 +16,7 @@ from collective_matmul.backends.base import Backend, Configuration, GatherResidu
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
+from collective_matmul.backends.fused.weights import operands_of
 from collective_matmul.backends.matmul_cost import weight_gradient_seconds
 from collective_matmul.hardware import HOPPER, rates
 from collective_matmul.peer_access import no_peer_access_reason
@@ -24,6 +25,8 @@ from collective_matmul.site import Site
 #: Predictions err by a tenth, those of XLA with few rows by up to a fifth; sums of few rows are
 #: predicted up to 60 % too slow.
 ERROR = 0.15
+#: With operands in 8 bits, none of which were measured.
+FP8_ERROR = 0.25
 
 #: Inside a stack a kernel takes longer than its configuration predicts, which is measured alone on
 #: a cool GPU: by this factor, and by these seconds to begin.
@@ -54,17 +57,21 @@ class Fused(Backend):
         keep_gathered: bool = False,
         co_gathered: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """Multiplies tiles of x as they arrive; see `Backend`."""
-        assert co_gathered is None  # Only messages have one.
-        return all_gather.all_gather_matmul(
+        """Multiplies tiles of x as they arrive; see `Backend`.
+
+        `co_gathered` is gathered by a collective before the kernel.
+        """
+        x, whole = _gathered_before(x, co_gathered, axis_name, dimension)
+        ys, gathered = all_gather.all_gather_matmul(
             x,
-            _arrays(ws),
+            ws,
             axis_name,
             dimension=dimension,
             transpose_w=transpose_w,
             keep_gathered=keep_gathered,
             config=cast(AllGatherConfig | None, self.config),
         )
+        return ys, gathered if co_gathered is None else whole
 
     def matmul_reduce_scatter(
         self,
@@ -78,16 +85,12 @@ class Fused(Backend):
     ) -> tuple[jax.Array, GatherResidual]:
         """Sums tiles where they belong as they arrive; see `Backend`.
 
-        `co_gathered` is gathered by a collective before the kernel. Beside it, the collective would
-        hold multiprocessors here and wait for a device whose kernel holds all of them.
+        `co_gathered` is gathered by a collective before the kernel.
         """
-        gathered = None
-        if co_gathered is not None:
-            gathered = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
-            xs, gathered = lax.optimization_barrier((xs, gathered))
+        xs, gathered = _gathered_before(xs, co_gathered, axis_name, dimension)
         y = reduce_scatter.matmul_reduce_scatter(
             xs,
-            _arrays(ws),
+            ws,
             axis_name,
             dimension=dimension,
             transpose_w=transpose_w,
@@ -99,17 +102,19 @@ class Fused(Backend):
         self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
     ) -> jax.Array:
         """Sums tiles in one shot or two; see `Backend`. There is one x and one w."""
-        (x,), (w,) = xs, _arrays(ws)
+        (x,), (w,) = xs, ws
         return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self._reduce_config)
 
     @property
     def _reduce_config(self) -> ReduceScatterConfig | None:
         return cast(ReduceScatterConfig | None, self.config)
 
+    def multiplied_dtypes(self, site: Site) -> tuple[str, str]:
+        """The dtypes of the operands: what the kernels cannot multiply in 8 bits they refuse."""
+        return site.operand_dtypes
+
     def unsupported_reason(self, site: Site) -> str | None:
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
-        if site.fp8 is not None:
-            return "operands in fp8: these kernels multiply half precision"
         if site.op == "matmul_all_reduce" and len(site.operands) > 1:
             return "the kernel of an all-reduce executes one matmul, not several"
         reason = _of_op(
@@ -124,7 +129,8 @@ class Fused(Backend):
         """The prediction of the kernel's configuration, and what stacks add to it."""
         if rates() is None or site.einsum is not None or self.unsupported_reason(site):
             return None
-        return Prediction(_seconds(site), ERROR, HOPPER.basis)
+        error = ERROR if site.fp8 is None else FP8_ERROR
+        return Prediction(_seconds(site), error, HOPPER.basis)
 
     def configurations(self, site: Site) -> Sequence[Configuration]:
         """The feasible configurations of the op's kernel."""
@@ -153,9 +159,9 @@ class Fused(Backend):
 
 
 def _seconds(site: Site) -> float:
-    """Predicted seconds of a site. A co-gathered array is gathered by a collective first."""
+    """Predicted seconds of a site. A second array is gathered by a collective first."""
     co_gathering = 0.0
-    if site.co_gathered is not None:
+    if site.co_gathered_bytes:
         co_gathering = HOPPER.collective_seconds + site.co_gathered_bytes / HOPPER.link_bytes
     sending = (site.bytes_communicated - site.co_gathered_bytes) / HOPPER.link_bytes
     on_device = max(SLOWDOWN * _kernel_seconds(site), sending)
@@ -178,11 +184,7 @@ def _of_op(
     all_reduce: Callable[..., T],
 ) -> T:
     """The result of the function for the site's op, called with its local shapes."""
-    xs = [jax.ShapeDtypeStruct(x, site.dtype) for x, _ in site.operands]
-    ws = [
-        jax.ShapeDtypeStruct(w[::-1] if site.transpose_w else w, site.dtype)
-        for _, w in site.operands
-    ]
+    xs, ws = operands_of(site)
     if site.op == "matmul_all_reduce":
         return all_reduce(xs[0], ws[0], site.axis_size)
     assert site.dimension is not None
@@ -192,6 +194,15 @@ def _of_op(
     return reduce_scatter(xs, ws, site.axis_size, **layout)
 
 
-def _arrays(ws: Sequence[Weight]) -> Sequence[jax.Array]:
-    """The weights: `unsupported_reason` refuses those in 8 bits."""
-    return cast(Sequence[jax.Array], ws)
+def _gathered_before(
+    operands: T, co_gathered: jax.Array | None, axis_name: str, dimension: int
+) -> tuple[T, jax.Array | None]:
+    """The operands of a kernel; and `co_gathered` whole, gathered before the kernel begins.
+
+    Beside the kernel, the collective would hold multiprocessors here and wait for a device whose
+    kernel holds all of them.
+    """
+    if co_gathered is None:
+        return operands, None
+    whole = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
+    return lax.optimization_barrier((operands, whole))

@@ -51,9 +51,11 @@ class EpilogueTiles(NamedTuple):
 class OwnerTileScheduler(PersistentGemm):
     """A GEMM whose tiles have owners. Its batches are the planes of x."""
 
-    def __init__(self, config: ReduceScatterConfig, xs: Sequence[Any], ws: Sequence[Any]):
+    def __init__(
+        self, config: ReduceScatterConfig, xs: Sequence[Any], ws: Sequence[Any], dtype: Any
+    ):
         problem = config.problem
-        product = jax.ShapeDtypeStruct((problem.planes, problem.all_rows, problem.n), xs[0].dtype)
+        product = jax.ShapeDtypeStruct((problem.planes, problem.all_rows, problem.n), dtype)
         x_operands = [Operand(x, 2, per_batch=1) for x in xs]
         w_operands = [[Operand(w, problem.w_contracted_axis)] for w in ws]
         super().__init__(x_operands, w_operands, [product], problem.planes, 1, config.tiling)

@@ -17,26 +17,42 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.backends.arithmetic import Weight, product_dtype
 from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
     ReduceScatterProblem,
 )
-from collective_matmul.backends.fused.reduce_scatter_kernel import GemmReduceScatter
+from collective_matmul.backends.fused.reduce_scatter_kernel import (
+    GemmReduceScatter,
+    ScaledGemmReduceScatter,
+)
 from collective_matmul.backends.fused.reduce_scatter_search import (
     candidate_all_reduce_configs,
     candidate_reduce_scatter_configs,
     choose_reduce_scatter_config,
 )
+from collective_matmul.backends.fused.weights import (
+    AnyWeight,
+    contracted_axis,
+    in_8_bits,
+    operands_reason,
+    scaled_parts,
+    sizes_of,
+    values_of,
+    values_shape,
+    wanted_sizes,
+)
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array, unsupported_reason
+from collective_matmul.mosaic_gpu.requirements import Array
+from collective_matmul.mosaic_gpu.scaled_chunks import column_scales, row_scales
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, ROW_MULTIPLE
 
 
 def matmul_reduce_scatter(
     xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
+    ws: Sequence[Weight],
     axis_name: str,
     *,
     dimension: int,
@@ -46,12 +62,13 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """``reduce_scatter(sum over p of xs[p] @ ws[p])`` in one launch, inside `jax.shard_map`.
 
-    Products are sent in the operands' dtype. Each is rounded once, and added in float32 to the
+    Products are sent in the result's dtype. Each is rounded once, and added in float32 to the
     owner's own product, in the order of the devices after it: the same bits every time.
 
     Args:
-      xs: each [..., M, ..., K_p]; all bfloat16 or all float16.
-      ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype.
+      xs: each [..., M, ..., K_p]; all bfloat16 or all float16, or messages.
+      ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype. With messages, scaled
+        matrices.
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the scattered dimension of the xs, M, a multiple of D.
       transpose_w: whether the ws are contracted along their last dimension.
@@ -89,7 +106,7 @@ def matmul_reduce_scatter(
 
 def matmul_all_reduce(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     axis_name: str,
     *,
     race_delays: bool = False,
@@ -98,8 +115,8 @@ def matmul_all_reduce(
     """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
 
     Args:
-      x: [..., K]; bfloat16 or float16.
-      w: [K, N], of the same dtype.
+      x: [..., K]; bfloat16, float16, or a message.
+      w: [K, N], of the same dtype; with a message, a scaled matrix.
       axis_name: a mesh axis of D devices, all driven by this process.
       race_delays: as for `matmul_reduce_scatter`.
       config: one of `candidate_all_reduce_configs`; None chooses the best known.
@@ -124,7 +141,7 @@ def matmul_all_reduce(
 
 def reduce_scatter_unsupported_reason(
     xs: Sequence[Array],
-    ws: Sequence[Array],
+    ws: Sequence[AnyWeight],
     devices: int,
     *,
     dimension: int,
@@ -134,24 +151,24 @@ def reduce_scatter_unsupported_reason(
 
     The xs and ws may be arrays or `jax.ShapeDtypeStruct`s, all local.
     """
-    return unsupported_reason(devices, *xs, *ws) or _no_config_reason(
+    return operands_reason(devices, xs, ws) or _no_config_reason(
         _scatter_config(xs, ws, devices, dimension, transpose_w), xs, ws
     )
 
 
-def all_reduce_unsupported_reason(x: Array, w: Array, devices: int) -> str | None:
+def all_reduce_unsupported_reason(x: Array, w: AnyWeight, devices: int) -> str | None:
     """Why `matmul_all_reduce` cannot do this on `devices` devices, in words; None if it can.
 
     x and w may be arrays or `jax.ShapeDtypeStruct`s, both local.
     """
-    return unsupported_reason(devices, x, w) or _no_config_reason(
+    return operands_reason(devices, [x], [w]) or _no_config_reason(
         _all_reduce_config(x, w, devices), [x], [w]
     )
 
 
 def reduce_scatter_predicted_seconds(
     xs: Sequence[Array],
-    ws: Sequence[Array],
+    ws: Sequence[AnyWeight],
     devices: int,
     *,
     dimension: int,
@@ -162,7 +179,7 @@ def reduce_scatter_predicted_seconds(
     return _predicted_seconds(call)
 
 
-def all_reduce_predicted_seconds(x: Array, w: Array, devices: int) -> float:
+def all_reduce_predicted_seconds(x: Array, w: AnyWeight, devices: int) -> float:
     """Predicted seconds of a supported `matmul_all_reduce`."""
     return _predicted_seconds(all_reduce_call(x, w, devices))
 
@@ -174,16 +191,17 @@ def _predicted_seconds(call: KernelCall) -> float:
 
 
 def _no_config_reason(
-    config: ReduceScatterConfig | None, xs: Sequence[Array], ws: Sequence[Array]
+    config: ReduceScatterConfig | None, xs: Sequence[Array], ws: Sequence[AnyWeight]
 ) -> str | None:
     if config is not None:
         return None
-    terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
-    return f"{terms}: the fused kernel wants every K, and N, to be a multiple of 32; pad them"
+    terms = ", ".join(f"{values_shape(x, w)} times {w.shape}" for x, w in zip(xs, ws, strict=True))
+    wanted = wanted_sizes(ws[0], "every K, and N, to be a multiple of 32")
+    return f"{terms}: the fused kernel wants {wanted}; pad them"
 
 
 def reduce_scatter_call(
-    xs: Sequence[Array], ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> KernelCall:
     """The kernel call of a `matmul_reduce_scatter`, which its configuration is looked up by."""
     shape = xs[0].shape
@@ -192,42 +210,53 @@ def reduce_scatter_call(
         devices=devices,
         planes=math.prod(shape[:dimension]),
         m=math.prod(shape[dimension:-1]) // devices,
-        k=tuple(x.shape[-1] for x in xs),
-        n=ws[0].shape[0 if transpose_w else 1],
-        w_contracted_axis=2 if transpose_w else 1,
+        k=tuple(sizes_of(w, transpose_w)[0] for w in ws),
+        n=sizes_of(ws[0], transpose_w)[1],
+        w_contracted_axis=contracted_axis(ws[0], transpose_w),
+        scales=scaled_parts(ws[0]),
     )
     return KernelCall("matmul_reduce_scatter", problem, _multiprocessors())
 
 
-def all_reduce_call(x: Array, w: Array, devices: int) -> KernelCall:
+def all_reduce_call(x: Array, w: AnyWeight, devices: int) -> KernelCall:
     """The kernel call of a `matmul_all_reduce`, which its configuration is looked up by."""
     rows = math.prod(x.shape[:-1])
-    problem = ReduceScatterProblem("one_shot", devices, 1, rows, (x.shape[-1],), w.shape[1])
+    contracted, columns = sizes_of(w, transpose_w=False)
+    problem = ReduceScatterProblem(
+        kind="one_shot",
+        devices=devices,
+        planes=1,
+        m=rows,
+        k=(contracted,),
+        n=columns,
+        w_contracted_axis=contracted_axis(w, transpose_w=False),
+        scales=scaled_parts(w),
+    )
     return KernelCall("matmul_all_reduce", problem, _multiprocessors())
 
 
 def reduce_scatter_configs(
-    xs: Sequence[Array], ws: Sequence[Array], devices: int, *, dimension: int, transpose_w: bool
+    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> tuple[ReduceScatterConfig, ...]:
     """All configurations for a `matmul_reduce_scatter`, the likeliest to be fastest first."""
     call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return candidate_reduce_scatter_configs(call.problem, call.multiprocessors)
 
 
-def all_reduce_configs(x: Array, w: Array, devices: int) -> tuple[ReduceScatterConfig, ...]:
+def all_reduce_configs(x: Array, w: AnyWeight, devices: int) -> tuple[ReduceScatterConfig, ...]:
     """All configurations for a `matmul_all_reduce`, the likeliest to be fastest first."""
     call = all_reduce_call(x, w, devices)
     return candidate_all_reduce_configs(call.problem, call.multiprocessors)
 
 
 def _scatter_config(
-    xs: Sequence[Array], ws: Sequence[Array], devices: int, dimension: int, transpose_w: bool
+    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
 ) -> ReduceScatterConfig | None:
     call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return choose_reduce_scatter_config(call.problem, call.multiprocessors)
 
 
-def _all_reduce_config(x: Array, w: Array, devices: int) -> ReduceScatterConfig | None:
+def _all_reduce_config(x: Array, w: AnyWeight, devices: int) -> ReduceScatterConfig | None:
     call = all_reduce_call(x, w, devices)
     return choose_reduce_scatter_config(call.problem, call.multiprocessors)
 
@@ -243,32 +272,49 @@ def _launch(
     axis_name: str,
     race_delays: bool,
     xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
+    ws: Sequence[Weight],
 ) -> jax.Array:
-    launch = _shared_launch(config, axis_name, race_delays, device.target())
-    return launch(list(xs), [w[None] for w in ws])
+    scales, first_scale, matrices = [], 0, in_8_bits(ws)
+    dtype = product_dtype(xs[0], ws[0])
+    if matrices is not None:
+        problem, tiling = config.problem, config.tiling
+        in_blocks = problem.scales == "blocks"
+        x_scales, first_scale = row_scales(xs, problem.k, tiling, in_blocks=in_blocks)
+        scales = [x_scales, column_scales([[w] for w in matrices], config.tiling)]
+        # The bytes of scales, at the ends of rows, become numbers that are not multiplied.
+        xs = [lax.bitcast_convert_type(x, matrices[0].operand_dtype) for x in xs]
+    launch = _shared_launch(config, axis_name, race_delays, dtype, first_scale, device.target())
+    return launch(list(xs), list(map(values_of, ws)), scales)
 
 
 @functools.cache
 def _shared_launch(
-    config: ReduceScatterConfig, axis_name: str, race_delays: bool, target: Any
+    config: ReduceScatterConfig,
+    axis_name: str,
+    race_delays: bool,
+    dtype: jnp.dtype,
+    first_scale: int,
+    target: Any,
 ) -> Any:
     """A function that equal launches share, so that it is traced, lowered and compiled once.
 
     Returns:
-      ``launch(xs, ws) -> y``: xs [planes, all rows, K_p], ws [1, K_p, N] or [1, N, K_p], and y
-      [planes, owned rows, N], or for "two_shot" [planes * D, owned rows, N].
+      ``launch(xs, ws, scales) -> y``: xs [planes, all rows, K_p], ws [1, K_p, N] or [1, N, K_p],
+      and y [planes, owned rows, N], or for "two_shot" [planes * D, owned rows, N], of the given
+      dtype. For operands in 8 bits, `scales` are those of the xs and of the ws; else it is empty.
     """
     problem, width = config.problem, config.tiling.epilogue_tile_n
     blocked = problem.n // width, problem.m, width
 
     @sequential_vmap
-    def launch(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
-        axes = frozenset().union(*map(varying_axes, (*xs, *ws)))
+    def launch(
+        xs: Sequence[jax.Array], ws: Sequence[jax.Array], scales: Sequence[jax.Array]
+    ) -> jax.Array:
+        axes = frozenset().union(*map(varying_axes, (*xs, *ws, *scales)))
         replicated = axes - {axis_name}
 
         def empty(axes: frozenset[str], *shape: int) -> jax.Array:
-            return vary_over(lax.empty(shape, xs[0].dtype), axes)
+            return vary_over(lax.empty(shape, dtype), axes)
 
         if problem.kind == "two_shot":
             y = empty(replicated, problem.planes * problem.devices, *blocked)
@@ -276,9 +322,12 @@ def _shared_launch(
             y_axes = axes if problem.kind == "scatter" else replicated
             y = empty(y_axes, problem.planes, problem.m, problem.n)
         partials = empty(axes, problem.planes * config.sources, *blocked)
-        gemm = GemmReduceScatter(config, race_delays, xs, ws)
+        body = GemmReduceScatter
+        if scales:
+            body = functools.partial(ScaledGemmReduceScatter, first_scale=first_scale)
+        gemm = body(config, race_delays, xs, ws, dtype)
         kernel = gemm.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
-        y = kernel(workspace_pointers(axis_name), *xs, *ws)[0]
+        y = kernel(workspace_pointers(axis_name), *scales, *xs, *ws)[0]
         return in_rows(y, config.tiling.swizzle) if problem.kind == "two_shot" else y
 
     return jax.jit(launch)

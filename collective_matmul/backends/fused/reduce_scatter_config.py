@@ -11,7 +11,9 @@ from collective_matmul.backends.fused.config_search import (
     LINK_BYTES_PER_MICROSECOND,
     SENT_BYTES_PER_MICROSECOND,
     compute_microseconds,
+    compute_slowdown,
 )
+from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts
 from collective_matmul.mosaic_gpu.tiling import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
@@ -44,6 +46,7 @@ class ReduceScatterProblem:
       k: the local contracted size of each term.
       n: the columns.
       w_contracted_axis: the contracted axis of the weights, counted from 1.
+      scales: the parts of 8-bit operands that have scales, or None in half precision.
     """
 
     kind: ReductionKind
@@ -53,6 +56,7 @@ class ReduceScatterProblem:
     k: tuple[int, ...]
     n: int
     w_contracted_axis: Literal[1, 2] = 1
+    scales: ScaledParts | None = None
 
     @property
     def all_rows(self) -> int:
@@ -68,6 +72,7 @@ class ReduceScatterProblem:
             self.k,
             (self.n,),
             w_contracted_axis=self.w_contracted_axis,
+            itemsize=ITEMSIZE if self.scales is None else 1,
         )
 
 
@@ -188,11 +193,12 @@ class ReduceScatterConfig:
         if self.tiling.epilogue_tile_n * ITEMSIZE % self.tiling.swizzle:
             return False
         # It also fits into a k-block.
-        if self.tiling.tile_k % self.tiling.epilogue_tile_n:
+        matmul = self.problem.matmul
+        if matmul.itemsize * self.tiling.tile_k % (ITEMSIZE * self.tiling.epilogue_tile_n):
             return False
         return (
-            self.problem.matmul.can_swizzle(self.tiling)
-            and self.tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
+            matmul.can_swizzle(self.tiling)
+            and self.tiling.shared_memory_bytes_of(matmul.itemsize) <= SHARED_MEMORY_BYTES
         )
 
     def predicted_microseconds(self, multiprocessors: int = 132) -> float:
@@ -201,6 +207,7 @@ class ReduceScatterConfig:
         clusters = multiprocessors // math.prod(tiling.cluster)
         waves = math.ceil(problem.planes * self.grid_m * self.grid_n / clusters)
         compute = compute_microseconds(problem.matmul, tiling, multiprocessors)
+        compute *= compute_slowdown(problem.scales)
         if tiling.epilogue_tile_n < 64:
             compute *= _NARROW_EPILOGUE_TILES
         if tiling.cluster_dimension is not None:

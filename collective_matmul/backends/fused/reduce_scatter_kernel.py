@@ -61,10 +61,18 @@ from collective_matmul.backends.fused.reduce_scatter_sender import (
     ReducedArrays,
     TileSender,
 )
-from collective_matmul.mosaic_gpu.kernel_types import Operands, Ref, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.kernel_types import (
+    Operands,
+    Ref,
+    Scalar,
+    Stages,
+    TileCoord,
+    TilePart,
+)
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
+from collective_matmul.mosaic_gpu.scaled_kernel import ScaledMultiplication, load_row_scales
 from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE
 
@@ -81,6 +89,7 @@ class GemmReduceScatter(OwnerTileScheduler):
         race_delays: bool,
         xs: Sequence[Any],
         ws: Sequence[Any],
+        dtype: Any,
     ):
         """Describes the kernel.
 
@@ -89,8 +98,9 @@ class GemmReduceScatter(OwnerTileScheduler):
           race_delays: whether consumers wait for random times before they send. For tests.
           xs: each [planes, all rows, k_p].
           ws: each [1, k_p, n], or transposed.
+          dtype: of the result, and of the products that are summed.
         """
-        super().__init__(config, xs, ws)
+        super().__init__(config, xs, ws, dtype)
         self.race_delays = race_delays
         # Set in `run`: the barrier that tells the MMA warpgroups that all peers have entered the
         # launch, and the memory of the x stages seen as epilogue tiles. A partial product is loaded
@@ -350,3 +360,27 @@ class GemmReduceScatter(OwnerTileScheduler):
             ):
                 plgpu.copy_smem_to_gmem(region, place, has_it, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
+
+
+class ScaledGemmReduceScatter(ScaledMultiplication, GemmReduceScatter):
+    """The same for operands in 8 bits: messages, all of which are there from the start.
+
+    Products are scaled before they are rounded, so they are sent and summed as in half precision.
+    """
+
+    def __init__(self, config: ReduceScatterConfig, *args: Any, first_scale: int):
+        """Describes the kernel. Arguments: see `GemmReduceScatter` and `ScaledGemm`."""
+        super().__init__(config, *args)
+        self.in_blocks, self.first_scale = config.problem.scales == "blocks", first_scale
+        # Set in `run`.
+        self.x_scales: Ref = None
+
+    def run(self, workspace_pointers: Ref, x_scales: Ref, w_scales: Ref, *refs: Ref) -> None:
+        """Executes one warpgroup; after the scales, refs are those of `GemmReduceScatter`."""
+        self.x_scales, self.w_scales = x_scales, w_scales
+        super().run(workspace_pointers, *refs)
+
+    def read_x_scales(self, tile: TileCoord, part: TilePart, step: Scalar) -> jax.Array:
+        """Returns the scales [64] of a step's k-block of x, or of whole rows for step 0."""
+        row = tile.row + part.row_offset
+        return load_row_scales(self.x_scales, tile.batch, row, self.first_scale + step)

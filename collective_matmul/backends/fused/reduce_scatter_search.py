@@ -74,7 +74,9 @@ def _configs(problem: ReduceScatterProblem) -> list[ReduceScatterConfig]:
     return [
         ReduceScatterConfig(padded, tiling)
         for padded in (replace(problem, m=rows) for rows in heights)
-        for tiling in feasible_tilings(functools.partial(_fits, padded), all_epilogue_tiles=True)
+        for tiling in feasible_tilings(
+            functools.partial(_fits, padded), padded.scales, all_epilogue_tiles=True
+        )
     ]
 
 

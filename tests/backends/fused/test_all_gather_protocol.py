@@ -13,16 +13,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from collective_matmul.backends.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
-from collective_matmul.backends.fused.all_gather_kernel import AllGatherGemm, GatheredOperand
+from collective_matmul.backends.fused.all_gather_kernel import (
+    AllGatherGemm,
+    GatheredOperand,
+    ScaledAllGatherGemm,
+)
 from collective_matmul.backends.fused.all_gather_sender import Sender
-from collective_matmul.mosaic_gpu import matmul_kernel, tile_scheduler
+from collective_matmul.mosaic_gpu import matmul_kernel, tile_loader, tile_scheduler
 from collective_matmul.mosaic_gpu.kernel_types import Operands, TileCoord
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
@@ -30,7 +35,7 @@ from tests.mosaic_gpu.simulated_memory import Barriers, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
-MODULES = all_gather_kernel, all_gather_sender, matmul_kernel, tile_scheduler
+MODULES = all_gather_kernel, all_gather_sender, matmul_kernel, tile_loader, tile_scheduler
 NEVER = np.nan
 
 
@@ -42,15 +47,19 @@ class GatherSimulation(Simulation):
         clusters = blocks // math.prod(config.tiling.cluster)
         super().__init__(problem.devices, clusters, config.tiling, seed)
         self.config, self.keep = config, keep
-        shape = problem.planes, problem.devices, problem.m, problem.k
+        shape = problem.planes, problem.devices, problem.m, problem.columns
         whole = np.random.default_rng(seed).standard_normal(shape)
-        self.shards = [whole[:, d] for d in range(problem.devices)]
-        self.expected = whole.reshape(matmul.batch, matmul.m, problem.k)
-        self.gathered = self.allocate(NEVER, *self.expected.shape)
-        refs = [name for name in ("w", "y") for _ in matmul.n]
-        self.requested = requested_resources(
-            all_gather_kernel, self.gemm().run, ["shard", *refs, "gathered"]
-        )
+        self.shards = [whole[:, d].copy() for d in range(problem.devices)]
+        self.expected = whole.reshape(matmul.batch, matmul.m, problem.columns)
+        # The shards, and what is gathered, as the senders see them.
+        self.sent = [
+            shard.reshape(problem.planes, -1, config.sent_columns) for shard in self.shards
+        ]
+        lines = matmul.m * config.lines_per_row
+        self.gathered = self.allocate(NEVER, matmul.batch, lines, config.sent_columns)
+        refs = ["scales", "lines"] if problem.scales else []
+        refs += ["shard", *(name for name in ("w", "y") for _ in matmul.n), "gathered"]
+        self.requested = requested_resources(all_gather_kernel, self.gemm().run, refs)
         self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # What has been gathered when each kernel ends.
         self.kept: dict[int, np.ndarray] = {}
@@ -65,15 +74,18 @@ class GatherSimulation(Simulation):
 
     def gemm(self, rendezvous: SimulatedRendezvous | None = None) -> AllGatherGemm:
         matmul = self.config.problem.matmul(self.config.tiles_span_shards)
-        arrays = [SimpleNamespace(shape=(matmul.batch, matmul.m, n)) for n in matmul.n]
-        weights = [SimpleNamespace(shape=(1, *_weight(matmul, n))) for n in matmul.n]
-        gathered = SimpleNamespace(shape=(matmul.batch, matmul.m, *matmul.k))
-        gemm = AllGatherGemm(self.config, self.keep, False, gathered, weights, arrays)
-        gemm.rendezvous = rendezvous
+        arrays = [_Array((matmul.batch, matmul.m, n)) for n in matmul.n]
+        weights = [_Array((1, *_weight(matmul, n))) for n in matmul.n]
+        gathered = _Array(self.expected.shape)
+        body = ScaledAllGatherGemm if self.config.problem.scales else AllGatherGemm
+        gemm = body(self.config, self.keep, False, gathered, weights, arrays)
+        if rendezvous is not None:
+            gemm.rendezvous, gemm.x = rendezvous, self.x(rendezvous.axis_index)
         return gemm
 
     def x(self, device: int) -> GatheredOperand:
-        arrays = self.shards[device], self.gathered[device], self.semaphores[device]
+        gathered = self.gathered[device].reshape(self.expected.shape)
+        arrays = self.shards[device], gathered, self.semaphores[device]
         return GatheredOperand(*map(Reference.to, arrays))
 
     def sender(self, rendezvous: Any) -> Callable[[], None]:
@@ -82,7 +94,9 @@ class GatherSimulation(Simulation):
             boxes = Reference.to(np.full(scratch["boxes"].shape, NEVER))
             loaded = Barriers(len(boxes.array), scratch["loaded"].num_arrivals)
             sender = Sender(self.config, self.keep, False, rendezvous)
-            sender.send(*self.x(rendezvous.axis_index), boxes, loaded)
+            device = rendezvous.axis_index
+            shard, gathered = map(Reference.to, (self.sent[device], self.gathered[device]))
+            sender.send(shard, gathered, self.x(device).arrived, boxes, loaded)
             # Shared memory is another kernel's when this one has ended.
             assert not any(copy.destination.array is boxes.array for copy in self.copies)
             assert sum(loaded.arrivals) == loaded.num_arrivals * sum(loaded.waits.values())
@@ -123,7 +137,7 @@ class GatherSimulation(Simulation):
         return act
 
     def end(self, device: int) -> None:
-        self.kept[device] = self.gathered[device].copy()
+        self.kept[device] = self.gathered[device].reshape(self.expected.shape).copy()
         super().end(device)
 
     def receivers(self, actor: Actor) -> list[int]:
@@ -133,6 +147,11 @@ class GatherSimulation(Simulation):
             next(device for device, mine in enumerate(self.gathered) if mine is array)
             for array in stores
         ]
+
+
+class _Array(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any = jnp.bfloat16
 
 
 def _weight(matmul: MatmulProblem, columns: int) -> tuple[int, ...]:
@@ -150,6 +169,8 @@ LOW = Tiling(
     grid_tile_width=2,
 )
 HIGH = replace(LOW, tile_m=128, tile_n=128, wg_dimension="m", cluster_dimension="m")
+
+BYTES = replace(LOW, tile_m=128, tile_n=128, tile_k=128, wg_dimension="m", swizzle=128)
 
 CONFIGS = {
     "one tile to a shard": AllGatherConfig(
@@ -213,6 +234,15 @@ CONFIGS = {
     ),
     "tiles span shards, slabs": AllGatherConfig(
         AllGatherProblem(3, 2, 12, 192, (64,)), LOW, True, 12, 3, (4, 64), 1, (2,)
+    ),
+    "messages in 8 bits, in lines of several rows": AllGatherConfig(
+        AllGatherProblem(3, 1, 64, 384, (64,), 2, "rows"), BYTES, False, 64, 1, (8, 128), 2, (1, 1)
+    ),
+    "messages in 8 bits, a smaller last group": AllGatherConfig(
+        AllGatherProblem(2, 2, 24, 128, (64,), 2, "blocks"), BYTES, False, 16, 1, (4, 128), 1, (1,)
+    ),
+    "messages in 8 bits, tiles span shards": AllGatherConfig(
+        AllGatherProblem(3, 1, 24, 128, (64,), 2, "rows"), BYTES, True, 24, 1, (6, 128), 1, (2,)
     ),
     "tiles span shards, clusters": AllGatherConfig(
         AllGatherProblem(3, 1, 104, 64, (64,)), HIGH, True, 104, 1, (8, 64), 1, (2,)

@@ -25,22 +25,28 @@ from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
     ReduceScatterProblem,
 )
-from collective_matmul.backends.fused.reduce_scatter_kernel import GemmReduceScatter
+from collective_matmul.backends.fused.reduce_scatter_kernel import (
+    GemmReduceScatter,
+    ScaledGemmReduceScatter,
+)
 from collective_matmul.backends.fused.reduce_scatter_sender import ReducedArrays
-from collective_matmul.mosaic_gpu import matmul_kernel, tile_scheduler
+from collective_matmul.fp8 import BLOCK
+from collective_matmul.mosaic_gpu import matmul_kernel, scaled_kernel, tile_loader, tile_scheduler
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
 from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, RawReference, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
-from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
+from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation, play_scales
 
 MODULES = (
     reduce_scatter_kernel,
     reduce_scatter_sender,
     owner_tile_scheduler,
     matmul_kernel,
+    scaled_kernel,
+    tile_loader,
     tile_scheduler,
 )
 NEVER = np.nan
@@ -65,6 +71,7 @@ class ScatterSimulation(Simulation):
                 (1, lambda k: (k, problem.n)[:: 1 if problem.w_contracted_axis == 1 else -1]),
             )
         )
+        self.draw_scales(draw)
         width = config.tiling.epilogue_tile_n
         blocked = problem.n // width, problem.m, width
         if problem.kind == "two_shot":
@@ -74,9 +81,10 @@ class ScatterSimulation(Simulation):
         self.ys = self.allocate(NEVER, *results, dtype=np.float32)
         sources = problem.planes * config.sources
         self.partials = self.allocate(NEVER, sources, *blocked, dtype=np.float32)
-        terms = [name for name in ("x", "w") for _ in problem.k]
+        refs = ["x_scales", "w_scales"] if problem.scales else []
+        refs += [name for name in ("x", "w") for _ in problem.k]
         self.requested = requested_resources(
-            reduce_scatter_kernel, self.gemm(0).run, [*terms, "y", "partials"]
+            reduce_scatter_kernel, self.gemm(0).run, [*refs, "y", "partials"]
         )
         self.semaphores = self.allocate(0, *self.requested.arrived.shape, dtype=int)
         # The results, and what peers had stored, as they were when each kernel ended.
@@ -92,8 +100,45 @@ class ScatterSimulation(Simulation):
             rendezvous = SimulatedRendezvous(self, place, others, arrays, WARPGROUP)
             self.add_block(place, empty[place[AXIS], place["cluster"]], rendezvous)
 
+    def draw_scales(self, draw: Callable) -> None:
+        """Draws the scales of operands, as the kernel reads them: for all rows and columns."""
+        problem, config = self.config.problem, self.config
+        rows = config.grid_m * config.cluster_tile_m
+        steps = sum(problem.k) // BLOCK if problem.scales == "blocks" else 1
+        columns = config.column_tiles * config.tiling.tile_n
+        of_w = (columns // BLOCK, steps) if problem.scales == "blocks" else (columns,)
+        devices = range(problem.devices)
+        self.x_scales, self.w_scales = (
+            [draw(1, 4, shape).astype(np.float32) for _ in devices]
+            for shape in ((problem.planes, rows, steps), of_w)
+        )
+
     def gemm(self, device: int) -> GemmReduceScatter:
-        return GemmReduceScatter(self.config, False, self.xs[device], self.ws[device])
+        operands = self.xs[device], self.ws[device], np.dtype(np.float32)
+        if self.config.problem.scales is None:
+            return GemmReduceScatter(self.config, False, *operands)
+        gemm = ScaledGemmReduceScatter(self.config, False, *operands, first_scale=0)
+        # Set in `run`.
+        gemm.x_scales = Reference.to(self.x_scales[device])
+        gemm.w_scales = Reference.to(self.w_scales[device])
+        return gemm
+
+    def product(self, device: int) -> np.ndarray:
+        """The product of a device's operands, which are scaled if they have scales."""
+        problem, step = self.config.problem, 0
+        total = np.zeros((problem.planes, problem.all_rows, problem.n), np.float32)
+        for x, (w,) in zip(self.xs[device], self.ws[device], strict=True):
+            w = w.T if problem.w_contracted_axis == 2 else w
+            if problem.scales == "blocks":
+                steps = slice(step, step := step + x.shape[-1] // BLOCK)
+                x = x * np.repeat(self.x_scales[device][:, : x.shape[1], steps], BLOCK, -1)
+                of_w = np.repeat(self.w_scales[device][:, steps], BLOCK, 0)[: problem.n]
+                w = w * np.repeat(of_w, BLOCK, 1).T
+            total = total + x @ w
+        if problem.scales == "rows":
+            total = total * self.x_scales[device][:, : problem.all_rows]
+            total = total * self.w_scales[device][: problem.n]
+        return total
 
     def add_block(
         self, place: dict[str, int], empty: Barriers, rendezvous: SimulatedRendezvous
@@ -154,13 +199,7 @@ class ScatterSimulation(Simulation):
 
     def expected(self, device: int) -> np.ndarray:
         problem = self.config.problem
-        transpose = problem.w_contracted_axis == 2
-        products = [
-            x @ (w[0].T if transpose else w[0])
-            for xs, ws in zip(self.xs, self.ws, strict=True)
-            for x, w in zip(xs, ws, strict=True)
-        ]
-        product = np.sum(products, axis=0)
+        product = np.sum([self.product(d) for d in range(problem.devices)], axis=0)
         if problem.kind == "one_shot":
             return product
         by_owner = product.reshape(problem.planes, problem.devices, problem.m, problem.n)
@@ -248,6 +287,22 @@ CONFIGS = {
     "one-shot, several tiles, clusters": ReduceScatterConfig(
         ReduceScatterProblem("one_shot", 2, 1, 136, (64,), 128), replace(LOW, cluster_dimension="m")
     ),
+    "scales of rows": ReduceScatterConfig(
+        ReduceScatterProblem("scatter", 2, 1, 128, (640, 128), 192, 2, "rows"),
+        replace(WIDE, tile_k=128),
+    ),
+    "scales of rows, tiles span owners": ReduceScatterConfig(
+        ReduceScatterProblem("two_shot", 3, 1, 32, (128,), 192, 2, "rows"),
+        replace(LOW, tile_k=128),
+    ),
+    "scales of blocks": ReduceScatterConfig(
+        ReduceScatterProblem("scatter", 2, 2, 128, (640, 128), 192, 2, "blocks"),
+        replace(WIDE, tile_k=128),
+    ),
+    "scales of blocks, one-shot": ReduceScatterConfig(
+        ReduceScatterProblem("one_shot", 2, 1, 40, (256,), 192, 2, "blocks"),
+        replace(LOW, tile_k=128, tile_n=256, epilogue_stages=2),
+    ),
 }
 
 
@@ -261,6 +316,7 @@ def test_sums_are_right_in_any_order_of_threads(
     assert config.fits()
     simulation = ScatterSimulation(config, 2, seed)
     simulation.play(monkeypatch, MODULES)
+    play_scales(monkeypatch, scaled_kernel)
     simulation.run()
     for device in range(config.problem.devices):
         np.testing.assert_array_equal(simulation.kept[device], simulation.expected(device))
