@@ -12,17 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.fp8 import RECIPES
+from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
+from tests.conftest import skip_without
 from tests.fp8_reference import Fp8Case, quantized_outcome
 from tests.gpu.problems import described, mesh_of, size
 from tests.gpu.test_repeats import IN_FLIGHT, REPEATS, still_same
-from tests.reference import AXIS, OPS, Outcome
+from tests.reference import AXIS, OPS, PEER_KERNELS, Outcome
 
 pytestmark = pytest.mark.gpu
 
 GATHER, SCATTER, ALL_REDUCE = OPS
+#: Runs with random delays, each on other operands.
+DELAYED = 25
 #: Tensor cores add products of 8 bits with 13 bits behind the point of the largest. Relative to the
 #: sum of the magnitudes of a result's terms, errors of 6e-4 were seen; a missing chunk is half.
 ACCUMULATION = 2.0**-10
@@ -35,7 +40,10 @@ class Call:
     case: Fp8Case
 
     def __str__(self) -> str:
-        return f"{self.case.op}-{self.case.fp8}-{self.case.implementation}-{self.case.devices}"
+        rows = "x".join(map(str, self.case.leading))
+        return (
+            f"{self.case.op}-{self.case.fp8}-{self.case.implementation}-{self.case.devices}-{rows}"
+        )
 
     @property
     def devices(self) -> int:
@@ -47,7 +55,10 @@ class Call:
         return (self,)
 
     def compile(self) -> Any:
-        fun = self.case.sharded(self.mesh)
+        case, addresses_peers = self.case, self.case.implementation in PEER_KERNELS
+        if addresses_peers and jax.default_backend() != "gpu":
+            case = dataclasses.replace(case, implementation="xla")
+        fun = case.sharded(self.mesh)
 
         def results_and_gradients(x: Any, ws: Any, dys: Any) -> Outcome:
             ys, transpose = jax.vjp(fun, x, ws)
@@ -55,9 +66,8 @@ class Call:
 
         arrays = jax.tree.map(jnp.asarray, self.case.arrays(0))
         shapes = jax.eval_shape(lambda *arrays: arrays, *map(_as_tuple, arrays))
-        return (
-            overlap_jit(results_and_gradients).lower(*described(shapes, self.shardings)).compile()
-        )
+        program = overlap_jit(results_and_gradients, peer_kernels=addresses_peers)
+        return program.lower(*described(shapes, self.shardings)).compile()
 
     @property
     def mesh(self) -> Any:
@@ -73,15 +83,15 @@ def _as_tuple(arrays: Any) -> Any:
     return tuple(arrays) if isinstance(arrays, list) else arrays
 
 
-def call(op: str, fp8: str, implementation: str, devices: int) -> Call:
-    """A call on whole tiles of our kernel."""
+def call(op: str, fp8: str, implementation: str, devices: int, rows: int = 1024) -> Call:
+    """A call on whole tiles of our kernel, unless rows are others."""
     columns = ((size(2048),), (size(1024),)) if op == GATHER else ((size(1024),),)
     return Call(
         Fp8Case(
             op,
             implementation,
             devices,
-            (size(1024),),
+            (size(rows),),
             size(2048),
             columns,
             dimension=0,
@@ -97,9 +107,11 @@ CALLS = [
         for devices in (2, 4)
         for op in (GATHER, SCATTER)
         for fp8 in RECIPES
-        for name in ("xla", "ring", "ring_two_way", "ring_direct")
+        for name in ("xla", "ring", "ring_two_way", "ring_direct", "fused")
     ),
-    *(call(ALL_REDUCE, fp8, "ring", 2) for fp8 in RECIPES),
+    *(call(ALL_REDUCE, fp8, name, 2) for fp8 in RECIPES for name in ("ring", "fused")),
+    # Rows that are padded, and tiles with the rows of several devices or of none.
+    *(call(op, fp8, "fused", 2, rows) for op in OPS for fp8 in RECIPES for rows in (16, 2324)),
 ]
 
 
@@ -115,6 +127,38 @@ def test_values_and_repeats(programs: Any, call: Call) -> None:
         if i % IN_FLIGHT == 0:
             same.block_until_ready()
     assert same
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("op", (GATHER, SCATTER))
+@pytest.mark.parametrize("devices", (2, 4))
+def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_kernels: None) -> None:
+    """A scale, or a product, that is read before it has arrived is another launch's, or NaN."""
+    skip_without(devices)
+    case = call(op, fp8, "fused", devices).case
+    recipe = RECIPES[fp8]
+
+    def twice(x: jax.Array, ws: Any) -> jax.Array:
+        messages, scaled = quantize_rows([x], recipe), quantize_weights(ws[:1], recipe)
+
+        def product(messages: Any, race_delays: bool) -> jax.Array:
+            options: Any = {"dimension": 0, "race_delays": race_delays}
+            if op == GATHER:
+                return all_gather.all_gather_matmul(messages[0], scaled, AXIS, **options)[0][0]
+            return reduce_scatter.matmul_reduce_scatter(messages, scaled, AXIS, **options)
+
+        # The order of the launches is fixed: no device may begin with the other one.
+        first = product(messages, race_delays=False)
+        messages, first = jax.lax.optimization_barrier((messages, first))
+        return (first == product(messages, race_delays=True)).all()[None]
+
+    x_spec, w_specs, _ = case.specs
+    mesh = mesh_of((AXIS,), (devices,))
+    sharded = jax.shard_map(twice, mesh=mesh, in_specs=(x_spec, w_specs), out_specs=P(AXIS))
+    run = overlap_jit(sharded, peer_kernels=True)
+    for seed in range(DELAYED):
+        x, ws, _ = case.arrays(seed)
+        assert np.asarray(run(x, tuple(ws))).all()
 
 
 @functools.cache
