@@ -10,9 +10,11 @@ import pytest
 from jax import ShapeDtypeStruct
 
 from collective_matmul.backends import BACKENDS
+from collective_matmul.dispatch.assessment import assess
 from collective_matmul.fp8 import RECIPES
+from collective_matmul.peer_access import peer_kernels_allowed
 from tests.conftest import MeshFactory
-from tests.dispatch.sites import site_of
+from tests.dispatch.sites import H200, site_of, tracing_for
 from tests.fp8_reference import Fp8Case
 from tests.hopper import needs_kernels
 from tests.reference import AXIS, OPS
@@ -84,3 +86,12 @@ def test_it_says_what_it_cannot_do(op: Any, fp8: Any) -> None:
         wrong = replace(scaled, operands=(((*x[:-1], w[0]), w),))
         reason = FUSED.unsupported_reason(wrong)
         assert f"{(*x[:-1], w[0])} times" in reason and "128 and the columns of 64" in reason
+
+
+@needs_kernels
+def test_it_is_not_chosen_by_itself() -> None:
+    """No GPU has executed it: whatever is predicted is not believed."""
+    site = replace(site_of("all_gather_matmul", 64, 4096, 14336), fp8="rowwise")
+    with tracing_for(H200), peer_kernels_allowed(True):
+        found = assess(site).by_name["fused"]
+    assert found.comparison is not None and not found.comparison.is_believed
