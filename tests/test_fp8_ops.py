@@ -52,8 +52,7 @@ PRODUCT = [
         OPS,
         RECIPES,
         (None, *PORTABLE),
-        # Larger rings are tested without `fp8`: what is sent does not depend on their size.
-        (1, 2, 3, 4),
+        (1, 2, 3, 4, 5, 8),
         (0, 1),
         (
             {"dtype": dtype, "check_vma": vma}
