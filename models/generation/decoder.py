@@ -21,6 +21,11 @@ from models.llama import Block, Llama
 
 Caches = list[LayerCache]
 
+#: Rows of matmuls. XLA computes the product of one row and a weight that it takes for small, as of
+#: queries and of attention's output, without a matmul: products are rounded to the weight's dtype
+#: and written to memory, and other weights are transposed at each launch.
+_LEAST_ROWS = 2
+
 
 def prefill(
     model: Llama, tokens: jax.Array, lengths: jax.Array, capacity: int
@@ -69,20 +74,28 @@ def decode(
       [B, V/D], the logits of the next token; and the caches with these tokens.
     """
 
+    batch, rows = len(tokens), max(len(tokens), _LEAST_ROWS)
+
     @jax.jit
     def apply(block: Block, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         attention = block.attention
-        query, key, value = attention.heads(block.attention_norm(x), positions[:, None])
+        heads = attention.heads(block.attention_norm(x), positions[:, None])
+        query, key, value = (each[:batch] for each in heads)
         cache = appended(cache, key, value, positions)
         attended = attend(query, cache, positions, attention.config.sliding_window)
-        x = x + attention.output(attended)
+        x = x + attention.output(_with_rows(attended, rows))
         return x + block.feed_forward(block.feed_forward_norm(x)), cache
 
-    x, written = _embed(model, tokens[:, None]), []
+    x, written = _with_rows(_embed(model, tokens[:, None]), rows), []
     for block, cache in zip(_blocks(model), caches, strict=True):
         x, cache = apply(block, x, cache)
         written.append(cache)
-    return _logits(model, x), written
+    return _logits(model, x)[:batch], written
+
+
+def _with_rows(x: jax.Array, rows: int) -> jax.Array:
+    """[B, ...] -> [rows, ...], where rows is B, or B is 1 and its row is repeated."""
+    return jnp.broadcast_to(x, (rows, *x.shape[1:]))
 
 
 def _blocks(model: Llama) -> Any:
