@@ -28,6 +28,9 @@ Ends = tuple[jax.Array, jax.Array, jax.Array]
 AXIS = "tensor"
 LIKELIEST = Sampling()
 _CACHE_SPEC = P(None, AXIS)
+#: A token passes through no ring of chunks, for which `overlap_jit` keeps XLA from merging matmuls.
+#: Merged, queries, keys and values are one kernel, and gate and up another; no weight is copied.
+_DECODE_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": str(2**20)}
 #: Lengths of prompts are padded to this times a power of two, so that few programs are compiled.
 _SHORTEST = 128
 
@@ -46,7 +49,8 @@ class Generator:
         over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
-      jit: what compiles the programs. Plain `jax.jit` is for comparisons.
+      jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
+        comparisons.
 
     Raises:
       ValueError: for a model that the axis does not fit.
@@ -191,8 +195,9 @@ class Generator:
             (ends, caches), tokens = jax.lax.scan(step, (ends, caches), length=count)
             return tokens, ends, caches
 
-        specs = self._specs, P(), _CACHE_SPEC
-        return self._jitted(local, specs, (P(), P(), _CACHE_SPEC), donate_argnums=(2,))
+        in_specs, out_specs = (self._specs, P(), _CACHE_SPEC), (P(), P(), _CACHE_SPEC)
+        options = {"donate_argnums": (2,), "compiler_options": _DECODE_OPTIONS}
+        return self._jitted(local, in_specs, out_specs, **options)
 
     def _choose(self, logits: jax.Array, places: jax.Array, sampling: Sampling) -> jax.Array:
         size = self.config.vocabulary_size
