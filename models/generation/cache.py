@@ -46,7 +46,6 @@ def appended(
       positions: int32 [B], the place of each sequence's token.
     """
 
-
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = jnp.swapaxes(new, 1, 2)
         if len(positions) == 1:  # As a scatter, XLA would read what was there first.
