@@ -4,6 +4,10 @@ Decoding reads all weights but the embedding for each token, and the keys and va
 floor is the time that takes. Candidates are backends of the collective matmuls, in turns, and
 after them PyTorch's tensor parallelism, in processes of its own. Each draws the same number of
 tokens from the end of the prompts on, over and over.
+
+Most of the time goes to compiling: of each batch, a program of prefill and one of decoding for each
+candidate, with all layers. With --prefill-limit 0 one program of prefill serves all candidates, and
+with JAX_COMPILATION_CACHE_DIR, a folder, XLA finds the fastest matmuls once for all runs.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +46,8 @@ _CHECKED, _AGREE = 16, 0.25
 _REFERENCES = ("baseline", "xla")
 
 Run = Callable[[], jax.Array]
+#: Of prefill and of decoding.
+Programs = tuple[Callable, Callable]
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -58,7 +64,8 @@ class Generation(Settings):
     batches: tuple[int, ...] = (1, 8, 64)
     """Numbers of prompts."""
     prefill_limit: int = 64
-    """Prefill is timed for up to this many prompts; decoding for all `batches`."""
+    """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, one
+    candidate prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
     """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
     pytorch: bool = False
@@ -213,18 +220,23 @@ def _measured(
     size = -(-_CHECKED // batch), batch, settings.prompt
     prompts = np.random.default_rng(0).integers(vocabulary, size=size, dtype=np.int32)
     lengths = np.full(batch, settings.prompt, np.int32)
+    is_timed = {"prefill": batch <= settings.prefill_limit, "decode": True}
+    reference = generators[_reference(generators) or next(iter(generators))]
+    programs = {
+        name: _programs(generator if is_timed["prefill"] else reference, generator, settings.prompt)
+        for name, generator in generators.items()
+    }
     tokens = {}
-    for name, generator in generators.items():
+    for name, candidate in programs.items():
         with _failing_alone(name, measured):
-            tokens[name] = _first_tokens(generator, params, prompts, lengths)
+            tokens[name] = _first_tokens(candidate, params, prompts, lengths)
     measured.failures |= _disagreements(tokens)
-    right = {name: generators[name] for name in tokens if name not in measured.failures}
+    right = {name: programs[name] for name in tokens if name not in measured.failures}
     for part, make in (("prefill", _prefill), ("decode", _launch)):
         runs = {}
-        for name, generator in right.items():
-            if part == "decode" or batch <= settings.prefill_limit:
-                with _failing_alone(name, measured):
-                    runs[name] = make(generator, params, prompts[0], lengths)
+        for name, candidate in right.items() if is_timed[part] else ():
+            with _failing_alone(name, measured):
+                runs[name] = make(candidate, params, prompts[0], lengths)
         timings = measure(runs, groups=settings.groups, seconds_per_group=settings.group_seconds)
         scale = 1 if part == "prefill" else _LAUNCH
         for name, timing in timings.items():
@@ -241,18 +253,18 @@ def _failing_alone(name: str, measured: Measured) -> Iterator[None]:
         measured.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _programs(generator: Generator, prompt: int) -> tuple[Any, Any]:
-    """Prefill, and decoding of a launch."""
-    prefill = generator.prefill(prompt + _ROOM, Sampling(), ())
-    return prefill, generator.decode(_LAUNCH, Sampling(), ())
+def _programs(prefilling: Generator, decoding: Generator, prompt: int) -> Programs:
+    """Prefill by one candidate, and decoding of a launch by another or the same."""
+    prefill = prefilling.prefill(prompt + _ROOM, Sampling(), ())
+    return prefill, decoding.decode(_LAUNCH, Sampling(), ())
 
 
 def _first_tokens(
-    generator: Generator, params: Any, prompts: np.ndarray, lengths: np.ndarray
+    programs: Programs, params: Any, prompts: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """The first two tokens after each of the prompts [times, B, S]: int32 [2, times * B]."""
     found = []
-    prefill, decode = _programs(generator, prompts.shape[2])
+    prefill, decode = programs
     for tokens in prompts:
         # No cache is kept while the next one is made.
         first, *state = prefill(params, tokens, lengths)
@@ -262,15 +274,14 @@ def _first_tokens(
     return np.concatenate(found, axis=1)
 
 
-def _prefill(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+def _prefill(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
     """A function that computes the tokens after prompts."""
-    prefill, _ = _programs(generator, tokens.shape[1])
-    return lambda: prefill(params, tokens, lengths)[0]
+    return lambda: programs[0](params, tokens, lengths)[0]
 
 
-def _launch(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+def _launch(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
     """A function that decodes the tokens after prompts, from their end at each call."""
-    prefill, decode = _programs(generator, tokens.shape[1])
+    prefill, decode = programs
     _, ends, caches = prefill(params, tokens, lengths)
 
     def launch() -> jax.Array:
@@ -281,12 +292,17 @@ def _launch(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.n
     return launch
 
 
+def _reference(names: Container[str]) -> str | None:
+    """The candidate that others are compared with; None if it is not among them."""
+    return next((name for name in _REFERENCES if name in names), None)
+
+
 def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
     """Why candidates are wrong whose tokens [2, prompts] are not those of the reference.
 
     The second tokens are compared where the first ones agree.
     """
-    reference = next((name for name in _REFERENCES if name in tokens), None)
+    reference = _reference(tokens)
     wrong: dict[str, str] = {}
     for name, (first, second) in tokens.items() if reference is not None else ():
         same = first == tokens[str(reference)][0]
