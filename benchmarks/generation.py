@@ -4,10 +4,6 @@ Decoding reads all weights but the embedding for each token, and the keys and va
 floor is the time that takes. Candidates are backends of the collective matmuls, in turns, and
 after them PyTorch's tensor parallelism, in processes of its own. Each draws the same number of
 tokens from the end of the prompts on, over and over.
-
-Most of the time goes to compiling: of each batch, a program of prefill and one of decoding for each
-candidate, with all layers. With --prefill-limit 0 one program of prefill serves all candidates, and
-with JAX_COMPILATION_CACHE_DIR, a folder, XLA finds the fastest matmuls once for all runs.
 """
 
 from __future__ import annotations
@@ -57,7 +53,13 @@ Times = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Settings):
-    """Tokens per second of prefill and of decoding, beside the time to read the weights."""
+    """Tokens per second of prefill and of decoding, beside the time to read the weights.
+
+    Most of the time goes to compiling: for each batch and candidate, a program of prefill and one
+    of decoding, with all layers. With --prefill-limit 0 one program of prefill serves all
+    candidates. With the environment's JAX_COMPILATION_CACHE_DIR, a folder, XLA looks for the
+    fastest kernel of a matmul once for all runs.
+    """
 
     preset: str = "llama3-8b"
     """Which model: a name in models/families."""
