@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from benchmarks.internals import measure
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
+from collective_matmul import overlap_jit
 from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
@@ -41,13 +42,24 @@ _CHECKED, _AGREE = 16, 0.25
 #: Candidates that others are compared with: the first of these that takes part.
 _REFERENCES = ("baseline", "xla")
 
+#: Candidates whose backends are chosen for each shape.
+_AUTO = ("auto", "flash_decoding")
+
 Run = Callable[[], jax.Array]
+#: Of prefill and of decoding.
+Programs = tuple[Callable, Callable]
 Times = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Settings):
-    """Tokens per second of prefill and of decoding, beside the time to read the weights."""
+    """Tokens per second of prefill and of decoding, beside the time to read the weights.
+
+    Most of the time goes to compiling: for each batch and candidate, a program of prefill and one
+    of decoding, with all layers. With --prefill-limit 0 one program of prefill serves all
+    candidates. With the environment's JAX_COMPILATION_CACHE_DIR, a folder, XLA looks for the
+    fastest kernel of a matmul once for all runs.
+    """
 
     preset: str = "llama3-8b"
     """Which model: a name in models/families."""
@@ -58,9 +70,11 @@ class Generation(Settings):
     batches: tuple[int, ...] = (1, 8, 64)
     """Numbers of prompts."""
     prefill_limit: int = 64
-    """Prefill is timed for up to this many prompts; decoding for all `batches`."""
+    """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, one
+    candidate prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
-    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
+    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit.
+    flash_decoding is auto with kernels for attention that no GPU has run so far."""
     pytorch: bool = False
     """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""
@@ -128,9 +142,10 @@ def _generator(
     return Generator(
         config,
         mesh=mesh,
-        implementation=None if name == "auto" else "xla" if is_baseline else name,
+        implementation=None if name in _AUTO else "xla" if is_baseline else name,
         dtype=settings.array_dtype,
-        **({"jit": jax.jit} if is_baseline else {}),
+        attention="flash_decoding" if name == "flash_decoding" else "xla",
+        jit=jax.jit if is_baseline else overlap_jit,
     )
 
 
@@ -213,18 +228,23 @@ def _measured(
     size = -(-_CHECKED // batch), batch, settings.prompt
     prompts = np.random.default_rng(0).integers(vocabulary, size=size, dtype=np.int32)
     lengths = np.full(batch, settings.prompt, np.int32)
+    is_timed = {"prefill": batch <= settings.prefill_limit, "decode": True}
+    reference = generators[_reference(generators) or next(iter(generators))]
+    programs = {
+        name: _programs(generator if is_timed["prefill"] else reference, generator, settings.prompt)
+        for name, generator in generators.items()
+    }
     tokens = {}
-    for name, generator in generators.items():
+    for name, candidate in programs.items():
         with _failing_alone(name, measured):
-            tokens[name] = _first_tokens(generator, params, prompts, lengths)
+            tokens[name] = _first_tokens(candidate, params, prompts, lengths)
     measured.failures |= _disagreements(tokens)
-    right = {name: generators[name] for name in tokens if name not in measured.failures}
+    right = {name: programs[name] for name in tokens if name not in measured.failures}
     for part, make in (("prefill", _prefill), ("decode", _launch)):
         runs = {}
-        for name, generator in right.items():
-            if part == "decode" or batch <= settings.prefill_limit:
-                with _failing_alone(name, measured):
-                    runs[name] = make(generator, params, prompts[0], lengths)
+        for name, candidate in right.items() if is_timed[part] else ():
+            with _failing_alone(name, measured):
+                runs[name] = make(candidate, params, prompts[0], lengths)
         timings = measure(runs, groups=settings.groups, seconds_per_group=settings.group_seconds)
         scale = 1 if part == "prefill" else _LAUNCH
         for name, timing in timings.items():
@@ -241,18 +261,18 @@ def _failing_alone(name: str, measured: Measured) -> Iterator[None]:
         measured.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _programs(generator: Generator, prompt: int) -> tuple[Any, Any]:
-    """Prefill, and decoding of a launch."""
-    prefill = generator.prefill(prompt + _ROOM, Sampling(), ())
-    return prefill, generator.decode(_LAUNCH, Sampling(), ())
+def _programs(prefilling: Generator, decoding: Generator, prompt: int) -> Programs:
+    """Prefill by one candidate, and decoding of a launch by another or the same."""
+    prefill = prefilling.prefill(prompt + _ROOM, Sampling(), ())
+    return prefill, decoding.decode(_LAUNCH, Sampling(), ())
 
 
 def _first_tokens(
-    generator: Generator, params: Any, prompts: np.ndarray, lengths: np.ndarray
+    programs: Programs, params: Any, prompts: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """The first two tokens after each of the prompts [times, B, S]: int32 [2, times * B]."""
     found = []
-    prefill, decode = _programs(generator, prompts.shape[2])
+    prefill, decode = programs
     for tokens in prompts:
         # No cache is kept while the next one is made.
         first, *state = prefill(params, tokens, lengths)
@@ -262,15 +282,14 @@ def _first_tokens(
     return np.concatenate(found, axis=1)
 
 
-def _prefill(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+def _prefill(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
     """A function that computes the tokens after prompts."""
-    prefill, _ = _programs(generator, tokens.shape[1])
-    return lambda: prefill(params, tokens, lengths)[0]
+    return lambda: programs[0](params, tokens, lengths)[0]
 
 
-def _launch(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
+def _launch(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
     """A function that decodes the tokens after prompts, from their end at each call."""
-    prefill, decode = _programs(generator, tokens.shape[1])
+    prefill, decode = programs
     _, ends, caches = prefill(params, tokens, lengths)
 
     def launch() -> jax.Array:
@@ -281,12 +300,17 @@ def _launch(generator: Generator, params: Any, tokens: np.ndarray, lengths: np.n
     return launch
 
 
+def _reference(names: Container[str]) -> str | None:
+    """The candidate that others are compared with; None if it is not among them."""
+    return next((name for name in _REFERENCES if name in names), None)
+
+
 def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
     """Why candidates are wrong whose tokens [2, prompts] are not those of the reference.
 
     The second tokens are compared where the first ones agree.
     """
-    reference = next((name for name in _REFERENCES if name in tokens), None)
+    reference = _reference(tokens)
     wrong: dict[str, str] = {}
     for name, (first, second) in tokens.items() if reference is not None else ():
         same = first == tokens[str(reference)][0]

@@ -6,10 +6,12 @@ value heads of this device, H head size.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class LayerCache(NamedTuple):
@@ -44,11 +46,14 @@ def appended(
       positions: int32 [B], the place of each sequence's token.
     """
 
-    @jax.vmap
-    def write(old: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 0, 1), position, 1)
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.swapaxes(new, 1, 2)
+        if len(positions) == 1:  # As a scatter, XLA would read what was there first.
+            return lax.dynamic_update_slice_in_dim(old, new, positions[0], 2)
+        place = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+        return jax.vmap(place)(old, new, positions)
 
-    return LayerCache(write(cache.key, key, positions), write(cache.value, value, positions))
+    return LayerCache(write(cache.key, key), write(cache.value, value))
 
 
 def attend(

@@ -8,6 +8,7 @@ the size of the tensor axis, V the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,13 @@ from models.generation.cache import LayerCache, appended, attend, filled
 from models.llama import Block, Llama
 
 Caches = list[LayerCache]
+#: Maps queries, their cache, positions and window as `models.generation.cache.attend` does.
+Attend = Callable[[jax.Array, LayerCache, jax.Array, int | None], jax.Array]
+
+#: Rows of matmuls. XLA computes the product of one row and a weight that it takes for small, as of
+#: queries and of attention's output, without a matmul: products are rounded to the weight's dtype
+#: and written to memory, and other weights are transposed at each launch.
+_LEAST_ROWS = 2
 
 
 def prefill(
@@ -55,7 +63,7 @@ def prefill(
 
 
 def decode(
-    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches
+    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches, attend: Attend = attend
 ) -> tuple[jax.Array, Caches]:
     """Computes one token of each sequence.
 
@@ -64,25 +72,34 @@ def decode(
       tokens: int32 [B].
       positions: int32 [B], their places in the sequences.
       caches: the cache of each layer.
+      attend: how a token attends to its cache.
 
     Returns:
       [B, V/D], the logits of the next token; and the caches with these tokens.
     """
 
+    batch, rows = len(tokens), max(len(tokens), _LEAST_ROWS)
+
     @jax.jit
     def apply(block: Block, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         attention = block.attention
-        query, key, value = attention.heads(block.attention_norm(x), positions[:, None])
+        heads = attention.heads(block.attention_norm(x), positions[:, None])
+        query, key, value = (each[:batch] for each in heads)
         cache = appended(cache, key, value, positions)
         attended = attend(query, cache, positions, attention.config.sliding_window)
-        x = x + attention.output(attended)
+        x = x + attention.output(_with_rows(attended, rows))
         return x + block.feed_forward(block.feed_forward_norm(x)), cache
 
-    x, written = _embed(model, tokens[:, None]), []
+    x, written = _with_rows(_embed(model, tokens[:, None]), rows), []
     for block, cache in zip(_blocks(model), caches, strict=True):
         x, cache = apply(block, x, cache)
         written.append(cache)
-    return _logits(model, x), written
+    return _logits(model, x)[:batch], written
+
+
+def _with_rows(x: jax.Array, rows: int) -> jax.Array:
+    """[B, ...] -> [rows, ...], where rows is B, or B is 1 and its row is repeated."""
+    return jnp.broadcast_to(x, (rows, *x.shape[1:]))
 
 
 def _blocks(model: Llama) -> Any:

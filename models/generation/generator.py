@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
-from models.generation import decoder
+from models.generation import cache, decoder, flash_decoding
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
@@ -28,6 +28,10 @@ Ends = tuple[jax.Array, jax.Array, jax.Array]
 AXIS = "tensor"
 LIKELIEST = Sampling()
 _CACHE_SPEC = P(None, AXIS)
+_ATTENTION = {"xla": cache.attend, "flash_decoding": flash_decoding.attend}
+#: A token passes through no ring of chunks, for which `overlap_jit` keeps XLA from merging matmuls.
+#: Merged, queries, keys and values are one kernel, and gate and up another; no weight is copied.
+_DECODE_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": str(2**20)}
 #: Lengths of prompts are padded to this times a power of two, so that few programs are compiled.
 _SHORTEST = 128
 
@@ -46,10 +50,13 @@ class Generator:
         over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
-      jit: what compiles the programs. Plain `jax.jit` is for comparisons.
+      attention: how one token attends to its cache: "xla", or by the kernels of "flash_decoding",
+        which no GPU has run so far.
+      jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
+        comparisons.
 
     Raises:
-      ValueError: for a model that the axis does not fit.
+      ValueError: for a model that the axis does not fit, or another attention.
     """
 
     def __init__(
@@ -59,9 +66,12 @@ class Generator:
         mesh: Mesh | None = None,
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        attention: Literal["xla", "flash_decoding"] = "xla",
         jit: Callable = overlap_jit,
     ):
-        self._jit = jit
+        if attention not in _ATTENTION:
+            raise ValueError(f"attention={attention!r}: expected one of {', '.join(_ATTENTION)}")
+        self._jit, self._attend = jit, _ATTENTION[attention]
         self.mesh = make_mesh(most_devices(config)) if mesh is None else mesh
         size = self.mesh.shape[AXIS]
         self.config = config.padded_for(size)
@@ -182,7 +192,7 @@ class Generator:
 
             def step(carry: tuple[Ends, Caches], _: None):
                 (tokens, places, ended), caches = carry
-                logits, caches = decoder.decode(model, tokens, places, caches)
+                logits, caches = decoder.decode(model, tokens, places, caches, self._attend)
                 chosen = self._choose(logits, places + 1, sampling)
                 tokens = jnp.where(ended, tokens, chosen)
                 ended |= _is_any_of(tokens, stop)
@@ -191,8 +201,9 @@ class Generator:
             (ends, caches), tokens = jax.lax.scan(step, (ends, caches), length=count)
             return tokens, ends, caches
 
-        specs = self._specs, P(), _CACHE_SPEC
-        return self._jitted(local, specs, (P(), P(), _CACHE_SPEC), donate_argnums=(2,))
+        in_specs, out_specs = (self._specs, P(), _CACHE_SPEC), (P(), P(), _CACHE_SPEC)
+        options = {"donate_argnums": (2,), "compiler_options": _DECODE_OPTIONS}
+        return self._jitted(local, in_specs, out_specs, **options)
 
     def _choose(self, logits: jax.Array, places: jax.Array, sampling: Sampling) -> jax.Array:
         size = self.config.vocabulary_size

@@ -122,7 +122,8 @@ def all_reduce(x: jax.Array, axis_name: str, *, race_delays: bool = False) -> ja
       ValueError: if x is larger than `MOST_BYTES`.
     """
     y = _shared_launch("reduce", axis_name, race_delays, True)(_boxes(x))
-    return y.reshape(-1)[: x.size].reshape(x.shape)
+    # Else XLA computes what follows, such as a norm, in the shape of boxes, by more kernels.
+    return lax.optimization_barrier(y.reshape(-1)[: x.size].reshape(x.shape))
 
 
 def unsupported_reason(message: Array, devices: int) -> str | None:
