@@ -25,7 +25,6 @@ from benchmarks.internals import measure
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
-from collective_matmul import overlap_jit
 from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
@@ -41,9 +40,6 @@ _ROOM = 512
 _CHECKED, _AGREE = 16, 0.25
 #: Candidates that others are compared with: the first of these that takes part.
 _REFERENCES = ("baseline", "xla")
-
-#: Candidates whose backends are chosen for each shape.
-_AUTO = ("auto", "flash_decoding")
 
 Run = Callable[[], jax.Array]
 #: Of prefill and of decoding.
@@ -73,8 +69,7 @@ class Generation(Settings):
     """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, one
     candidate prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
-    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit.
-    flash_decoding is auto with kernels for attention that no GPU has run so far."""
+    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
     pytorch: bool = False
     """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""
@@ -142,10 +137,9 @@ def _generator(
     return Generator(
         config,
         mesh=mesh,
-        implementation=None if name in _AUTO else "xla" if is_baseline else name,
+        implementation=None if name == "auto" else "xla" if is_baseline else name,
         dtype=settings.array_dtype,
-        attention="flash_decoding" if name == "flash_decoding" else "xla",
-        jit=jax.jit if is_baseline else overlap_jit,
+        **({"jit": jax.jit} if is_baseline else {}),
     )
 
 

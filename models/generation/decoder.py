@@ -8,7 +8,6 @@ the size of the tensor axis, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +20,6 @@ from models.generation.cache import LayerCache, appended, attend, filled
 from models.llama import Block, Llama
 
 Caches = list[LayerCache]
-#: Maps queries, their cache, positions and window as `models.generation.cache.attend` does.
-Attend = Callable[[jax.Array, LayerCache, jax.Array, int | None], jax.Array]
 
 #: Rows of matmuls. XLA computes the product of one row and a weight that it takes for small, as of
 #: queries and of attention's output, without a matmul: products are rounded to the weight's dtype
@@ -63,7 +60,7 @@ def prefill(
 
 
 def decode(
-    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches, attend: Attend = attend
+    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches
 ) -> tuple[jax.Array, Caches]:
     """Computes one token of each sequence.
 
@@ -72,7 +69,6 @@ def decode(
       tokens: int32 [B].
       positions: int32 [B], their places in the sequences.
       caches: the cache of each layer.
-      attend: how a token attends to its cache.
 
     Returns:
       [B, V/D], the logits of the next token; and the caches with these tokens.

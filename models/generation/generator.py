@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
-from models.generation import cache, decoder, flash_decoding
+from models.generation import decoder
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
@@ -28,7 +28,6 @@ Ends = tuple[jax.Array, jax.Array, jax.Array]
 AXIS = "tensor"
 LIKELIEST = Sampling()
 _CACHE_SPEC = P(None, AXIS)
-_ATTENTION = {"xla": cache.attend, "flash_decoding": flash_decoding.attend}
 #: A token passes through no ring of chunks, for which `overlap_jit` keeps XLA from merging matmuls.
 #: Merged, queries, keys and values are one kernel, and gate and up another; no weight is copied.
 _DECODE_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": str(2**20)}
@@ -50,13 +49,11 @@ class Generator:
         over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
-      attention: how one token attends to its cache: "xla", or by the kernels of "flash_decoding",
-        which no GPU has run so far.
       jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
         comparisons.
 
     Raises:
-      ValueError: for a model that the axis does not fit, or another attention.
+      ValueError: for a model that the axis does not fit.
     """
 
     def __init__(
@@ -66,12 +63,9 @@ class Generator:
         mesh: Mesh | None = None,
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
-        attention: Literal["xla", "flash_decoding"] = "xla",
         jit: Callable = overlap_jit,
     ):
-        if attention not in _ATTENTION:
-            raise ValueError(f"attention={attention!r}: expected one of {', '.join(_ATTENTION)}")
-        self._jit, self._attend = jit, _ATTENTION[attention]
+        self._jit = jit
         self.mesh = make_mesh(most_devices(config)) if mesh is None else mesh
         size = self.mesh.shape[AXIS]
         self.config = config.padded_for(size)
@@ -192,7 +186,7 @@ class Generator:
 
             def step(carry: tuple[Ends, Caches], _: None):
                 (tokens, places, ended), caches = carry
-                logits, caches = decoder.decode(model, tokens, places, caches, self._attend)
+                logits, caches = decoder.decode(model, tokens, places, caches)
                 chosen = self._choose(logits, places + 1, sampling)
                 tokens = jnp.where(ended, tokens, chosen)
                 ended |= _is_any_of(tokens, stop)

@@ -41,7 +41,7 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def compiled(batch: int, attention: Any) -> str:
+def compiled(batch: int) -> str:
     """The program of two tokens, with XLA's own collectives: ours can be lowered on GPUs only."""
     with (
         # XLA asks which CUDA there is, and whether kernels may be launched as a graph.
@@ -54,7 +54,7 @@ def compiled(batch: int, attention: Any) -> str:
     ):
         mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Auto,))
         config = dataclasses.replace(PRESETS["llama3-8b"](), num_layers=LAYERS)
-        generator = Generator(config, mesh=mesh, implementation="xla", attention=attention)
+        generator = Generator(config, mesh=mesh, implementation="xla")
 
         def described(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -86,12 +86,10 @@ def kernels(text: str) -> Iterator[Kernel]:
 
 
 @needs_cuda_build
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("attention", ["xla", "flash_decoding"])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_four_kernels_read_the_weights_of_a_layer(batch: int, attention: str) -> None:
+def test_four_kernels_read_the_weights_of_a_layer(batch: int) -> None:
     """Queries, keys and values are one, as are gate and up. None of them is copied before."""
-    text = compiled(batch, attention)
+    text = compiled(batch)
     readers = [k for k in kernels(text) if set(k.reads) & set(WEIGHTS)]
     assert len(readers) == 4 * LAYERS, readers
     assert sum(sum(size in WEIGHTS for size in reader.reads) for reader in readers) == 7 * LAYERS
@@ -100,17 +98,13 @@ def test_four_kernels_read_the_weights_of_a_layer(batch: int, attention: str) ->
 
 
 @needs_cuda_build
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("attention", ["xla", "flash_decoding"])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_only_tokens_are_written_to_the_cache(batch: int, attention: str) -> None:
-    """Keys and values are updated in place and read once, by two kernels of XLA or one of ours. All
-    else that is written is small."""
+def test_only_tokens_are_written_to_the_cache(batch: int) -> None:
+    """Keys and values are updated in place and read once. All else that is written is small."""
     cache = batch * 4 * CAPACITY * 128
-    accesses = [kernel for kernel in kernels(compiled(batch, attention)) if cache in kernel.reads]
+    accesses = [kernel for kernel in kernels(compiled(batch)) if cache in kernel.reads]
     updates = [kernel for kernel in accesses if kernel.writes == [cache]]
-    readers = 2 if attention == "xla" else 1
-    assert (len(updates), len(accesses)) == (2 * LAYERS, (2 + readers) * LAYERS), accesses
+    assert (len(updates), len(accesses)) == (2 * LAYERS, 4 * LAYERS), accesses
     assert all(re.search("scatter|update", kernel.operation) for kernel in updates), updates
-    for kernel in kernels(compiled(batch, attention)):
+    for kernel in kernels(compiled(batch)):
         assert kernel in updates or max(kernel.writes, default=0) < min(WEIGHTS), kernel
