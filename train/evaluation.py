@@ -137,5 +137,5 @@ def _sharded_total_loss(
         out_specs=P(),
         check_vma=True,
     )
-    rewrites = config.overlap in ("rewrite", "rewrite-jit")
+    rewrites = config.overlap == "rewrite"
     return overlap(sharded, require=FORWARD_SITES) if rewrites else sharded

@@ -369,7 +369,7 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
         return config.weight_gather
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     possible = divides and not replicated and not narrower and within_process
-    return "matmuls" if possible and config.overlap == "auto" else "blocks"
+    return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
 
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
@@ -384,10 +384,13 @@ def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
 
 
 def _implementation(overlap: str) -> str | tuple[str, ...] | None:
-    """The `implementation` of `Llama` for a value of `Config.overlap`."""
-    if overlap == "auto":
+    """The `implementation` of `Llama` for a value of `Config.overlap`.
+
+    A step of "rewrite-jit" computes with the parameters of that model, in layers of its own.
+    """
+    if overlap in ("auto", "rewrite-jit"):
         return None
-    return "plain" if overlap in ("rewrite", "rewrite-jit") else tuple(overlap.split(","))
+    return "plain" if overlap == "rewrite" else tuple(overlap.split(","))
 
 
 def _name(path: tuple[Any, ...]) -> str:
