@@ -266,7 +266,9 @@ def test_every_matmul_that_communicates_is_a_site(
 ) -> None:
     found, required = [], []
 
-    def looked_at(loss: Any, require: int) -> Any:
+    def looked_at(loss: Any, require: int, fp8: None) -> Any:
+        del fp8
+
         def call(*arguments: Any) -> jax.Array:
             required.append(require)
             found.extend(sites(loss, *arguments))
