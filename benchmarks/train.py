@@ -125,11 +125,12 @@ class TrainCase:
         communication = candidate.communication
         fp8 = getattr(communication, "fp8", None)
         config = self.config(_overlap_of(communication), operands.dtype.name, fp8)
+        sizes = self.mesh_sizes(operands.mesh.devices.size)
+        check(config, sizes)
         # XLA's own programs are those that `jax.jit` compiles.
         rewrite = candidate.compiler != "jit"
         if not rewrite:  # It gathers rows of weights without transposes.
             config = dataclasses.replace(config, weight_gather="blocks")
-        sizes = self.mesh_sizes(operands.mesh.devices.size)
         mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
         optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
         tokens = jax.ShapeDtypeStruct(
