@@ -234,6 +234,35 @@ def test_rules_of_custom_gradients_are_rewritten_in_8_bits(make_mesh: MeshFactor
     assert ("matmul_reduce_scatter", "rowwise") in ops
 
 
+@pytest.mark.parametrize("implementation", ["ring", "xla"])
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_sharded_weights_are_gathered_as_by_the_ops(
+    fp8: Any, implementation: str, make_mesh: MeshFactory
+) -> None:
+    """In 8 bits, with the scales of the whole weight."""
+    keywords: Any = {"weight_axis_name": "data", "weight_dimension": 1, "fp8": fp8}
+    keywords["implementation"] = implementation
+
+    def plain(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        up, down = (lax.all_gather(w, "data", axis=1, tiled=True) for w in (up, down))
+        return mlp(x, up, down)
+
+    def ops(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = all_gather_matmul(x, up, AXIS, gather_dimension=1, **keywords)
+        return matmul_reduce_scatter(
+            jax.nn.gelu(hidden), down, AXIS, scatter_dimension=1, **keywords
+        )
+
+    mesh, arguments = make_mesh({"data": 2, AXIS: 2}), feed_forward(mlp, "float32").arguments()
+    rows = P("data", AXIS)
+    specs: Any = {"in_specs": (rows, P(None, (AXIS, "data")), P(AXIS, "data")), "out_specs": rows}
+    rewritten = in_fp8(jax.shard_map(plain, mesh=mesh, **specs), fp8, implementation)
+    expected = jax.jit(gradients_of(jax.shard_map(ops, mesh=mesh, **specs), 3))(*arguments)
+    assert_same(jax.jit(gradients_of(rewritten, 3))(*arguments), expected)
+    decisions = explain(rewritten)(*arguments).decisions
+    assert {decision.site.gathered_shards.axis_name for decision in decisions} == {"data"}
+
+
 def recipes_of(fun: Callable, *arguments: Any) -> list[tuple[str, Any]]:
     """The ops of the sites and their recipes, in the order of the program."""
     decisions = explain(fun)(*arguments).decisions
