@@ -77,17 +77,33 @@ def loss(
     if document_lengths is not None:
         documents = _documents(document_lengths, tokens.shape[1])
     batch = batch_axes(tokens)
-    table = whole(model.embedding[...], model.axis_name, model.dtype).astype(model.dtype)
-    with jax.named_scope("embedding"):
-        x = table.at[tokens].get(out_sharding=P(batch, model.axis_name))
+    x, head = _embed(model, tokens)
     x = _apply_blocks(model, config, x, documents)
-    head = table.T
-    if model.head is not None:
-        head = whole(model.head.kernel[...], model.axis_name, model.dtype).astype(model.dtype)
     with jax.named_scope("head"):
         logits = reshard(model.norm(x), P(batch)) @ head
         logits = _without_padding(logits, config.vocabulary_size)
     return _cross_entropy(logits, targets)
+
+
+@jax.named_scope("embedding")
+def _embed(model: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, S] -> [B, S, features], the sequence sharded; and the head's matrix, which may be the
+    table's transpose."""
+    batch, tensor, dtype = batch_axes(tokens), model.axis_name, model.dtype
+    table = model.embedding[...]
+    columns = jax.typeof(table).sharding.spec[1]
+    if model.head is None:
+        table = whole(table, tensor, dtype).astype(dtype)
+        return table.at[tokens].get(out_sharding=P(batch, tensor)), table.T
+    head = whole(model.head.kernel[...], tensor, dtype).astype(dtype)
+    if columns is None:
+        return table.astype(dtype).at[tokens].get(out_sharding=P(batch, tensor)), head
+    # Tokens and activations travel, and not the table. Gradients of more tokens are summed here
+    # than elsewhere, so not in `dtype`.
+    names = batch if isinstance(batch, tuple) else (batch,)
+    others = tuple(name for name in names if name != columns) or None
+    found = table.at[reshard(tokens, P(others))].get(out_sharding=P(others, tensor, columns))
+    return reshard(found.astype(dtype), P(batch, tensor)), head
 
 
 def _apply_blocks(
@@ -96,8 +112,9 @@ def _apply_blocks(
     """[B, S, features] -> the same shape, by all blocks."""
     block = _block(model, config)
     if model.remat == "none" and _gathers(model):
-        # Else whole weights would be kept for the backward.
-        block = jax.checkpoint(block, policy=_is_not_gathered)
+        # Else whole weights would be kept for the backward. XLA does not merge gathers, and may
+        # fuse again what is cheap.
+        block = jax.checkpoint(block, policy=_is_not_gathered, prevent_cse=False)
     # All blocks have the same graph, so one function is traced once for all of them.
     apply_block = jax.jit(rematerialize(block, model.remat))
     layers: Any = model.layers

@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-#: The linear layers by the names that patterns match, and those that are in 8 bits on request.
-FP8_LAYERS = (
-    "layers.attention.projection",
-    "layers.attention.output",
-    "layers.feed_forward",
-    "head",
-)
+#: The linear layers by the names that patterns match, and the `jax.named_scope` of each.
+FP8_LAYERS = {
+    "layers.attention.projection": "qkv",
+    "layers.attention.output": "attention_output",
+    "layers.feed_forward": "feed_forward",
+    "head": "head",
+}
+#: Those that are in 8 bits on request.
 DEFAULT_FP8_LAYERS = ("layers.*",)
 
 
@@ -24,6 +25,13 @@ def recipes(fp8: str, patterns: Sequence[str]) -> dict[str, str]:
                 f"fp8_layers={pattern!r}: matches none of the layers {', '.join(FP8_LAYERS)}"
             )
     return {name: fp8 for pattern in patterns for name in fnmatch.filter(FP8_LAYERS, pattern)}
+
+
+def scopes(fp8: str | None, patterns: Sequence[str]) -> Any:
+    """The same by scope, as `collective_matmul.overlap` takes it; None without a recipe."""
+    if fp8 is None:
+        return None
+    return {FP8_LAYERS[name]: recipe for name, recipe in recipes(fp8, patterns).items()}
 
 
 def of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:

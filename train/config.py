@@ -320,7 +320,6 @@ def _check_overlap(value: str) -> None:
 def _check_rewrite_jit(config: Config) -> None:
     """Raises ValueError for what the model over Explicit axes does not do."""
     for name, expected, reason in (
-        ("fp8", None, "whose layers have no fp8"),
         ("weight_gather", "auto", "where overlap decides how each matmul gathers its weight"),
     ):
         if (value := getattr(config, name)) != expected:
@@ -337,7 +336,7 @@ def _check_rewrite_jit(config: Config) -> None:
 
 
 def _check_fp8(config: Config) -> None:
-    """Raises ValueError for an unknown recipe, layers that do not exist, or layers without fp8."""
+    """Raises ValueError for an unknown recipe, layers that do not exist, or other gradients."""
     collective_matmul.layers.Column(fp8=config.fp8)
     for pattern in config.fp8_layers.split(","):
         if not fnmatch.filter(FP8_LAYERS, pattern):
@@ -350,10 +349,11 @@ def _check_fp8(config: Config) -> None:
         raise ValueError(
             f"fp8_layers={config.fp8_layers!r}: expected fp8 too; add --fp8, such as --fp8 rowwise"
         )
-    if config.fp8 is not None and config.overlap == "rewrite":
+    if config.fp8 == "tensorwise" and config.overlap == "rewrite":
         raise ValueError(
-            f"fp8={config.fp8!r}: overlap='rewrite' trains layers without fp8; choose another"
-            " --overlap"
+            "fp8='tensorwise': with overlap='rewrite', gradients are part of the program that is"
+            " rewritten, and would not be those of this recipe; choose rowwise or blockwise, or"
+            " --overlap rewrite-jit or auto"
         )
 
 

@@ -137,5 +137,6 @@ def _sharded_total_loss(
         out_specs=P(),
         check_vma=True,
     )
-    rewrites = config.overlap in ("rewrite", "rewrite-jit")
-    return overlap(sharded, require=FORWARD_SITES) if rewrites else sharded
+    if config.overlap != "rewrite":
+        return sharded
+    return overlap(sharded, require=FORWARD_SITES, fp8=model.fp8_scopes)

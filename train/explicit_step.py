@@ -85,7 +85,9 @@ def explicit_loss_and_grads(
             each *= microbatch["answers"]
         return jnp.sum(each) / tokens
 
-    overlapped = overlap(loss, require=required_sites(model)) if rewrite else loss
+    overlapped = loss
+    if rewrite:
+        overlapped = overlap(loss, require=required_sites(model), fp8=model.fp8_scopes)
 
     def loss_and_grads(microbatch: Batch) -> tuple[jax.Array, Params]:
         total, grads = jax.value_and_grad(overlapped)(weights, microbatch)

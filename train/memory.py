@@ -73,7 +73,7 @@ def memory_of(
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
     if config.overlap == "rewrite-jit":
-        config = dataclasses.replace(config, overlap="rewrite")
+        config = dataclasses.replace(config, overlap="auto")
     step = sharded_step(config, model, optimizer, mesh, rewrite=False)
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import QuantizedWeight
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
+from models.fp8_layers import scopes
 from models.llama import Llama
 from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.prequantized import prequantized_state
@@ -58,6 +59,7 @@ class ModelFunctions:
       compute_dtype: dtype of gathered weights.
       gradient_dtype: dtype in which gradients are summed over data and fsdp.
       fp8: the recipe by which layers quantize their operands to 8 bits, or None.
+      fp8_scopes: the `fp8` of `overlap` that quantizes those of the same layers.
 
     Args:
       config: the configuration.
@@ -78,7 +80,8 @@ class ModelFunctions:
 
         self._config, self._sizes = config, sizes
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
-        self.fp8 = config.fp8
+        self.fp8 = None if config.overlap == "rewrite" else config.fp8
+        self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
         self.zero = config.zero if sizes.fsdp > 1 else 0
@@ -145,7 +148,7 @@ class ModelFunctions:
         return Llama(
             config.model,
             implementation=_implementation(config.overlap),
-            fp8=config.fp8,
+            fp8=self.fp8,
             fp8_layers=tuple(config.fp8_layers.split(",")),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
@@ -369,7 +372,7 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
         return config.weight_gather
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     possible = divides and not replicated and not narrower and within_process
-    return "matmuls" if possible and config.overlap == "auto" else "blocks"
+    return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
 
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
@@ -384,10 +387,13 @@ def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
 
 
 def _implementation(overlap: str) -> str | tuple[str, ...] | None:
-    """The `implementation` of `Llama` for a value of `Config.overlap`."""
-    if overlap == "auto":
+    """The `implementation` of `Llama` for a value of `Config.overlap`.
+
+    A step of "rewrite-jit" computes with the parameters of that model, in layers of its own.
+    """
+    if overlap in ("auto", "rewrite-jit"):
         return None
-    return "plain" if overlap in ("rewrite", "rewrite-jit") else tuple(overlap.split(","))
+    return "plain" if overlap == "rewrite" else tuple(overlap.split(","))
 
 
 def _name(path: tuple[Any, ...]) -> str:

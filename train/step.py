@@ -111,7 +111,7 @@ def sharded_step(
         step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
     )
     if rewrite and config.overlap == "rewrite":
-        return overlap(sharded, require=_SITES)
+        return overlap(sharded, require=_SITES, fp8=model.fp8_scopes)
     return sharded
 
 

@@ -142,9 +142,10 @@ def _gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
     """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
     if call.weight_shards is not None:
-        return sharded_weights.gather_matmul(*_varying(call, x, ws), call)
+        x, ws = _varying(call, x, ws)
     if call.fp8 is None:
-        return gather_matmul(x, ws, call)
+        op = gather_matmul if call.weight_shards is None else sharded_weights.gather_matmul
+        return op(x, ws, call)
     if call.keep_gathered:
         return fp8_gradients.gather_and_keep(x, ws, call)
     return fp8_gradients.gather_matmul(x, ws, call), None
@@ -286,9 +287,10 @@ def sum_replacement(
         assert match.dimension is not None and match.path.dimension is not None
         ws = _matrices(placed, terms, [w for _, _, w in pairs], call.transpose_w)
         if call.weight_shards is not None:
-            y = sharded_weights.matmul_scatter(*_varying(call, tuple(xs), ws), call)
-        else:
-            y = op_module.matmul_scatter(tuple(xs), ws, call)
+            xs, ws = _varying(call, tuple(xs), ws)
+        shards_alone = call.weight_shards is not None and call.fp8 is None
+        module = sharded_weights if shards_alone else op_module
+        y = module.matmul_scatter(tuple(xs), ws, call)
         if match.path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
         return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))

@@ -50,6 +50,7 @@ from collective_matmul.rewrite.report import (
 )
 from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
 from collective_matmul.rewrite.rules import rewritten_rules
+from collective_matmul.rewrite.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
 from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
 from collective_matmul.rewrite.site_tracing import SiteTracer
@@ -70,7 +71,7 @@ class Rewriter:
 
     Args:
       implementation: as the ops take it; for all sites.
-      fp8: as the ops take it; for all sites.
+      recipes: the recipe of each site.
       axis_sizes: the manual axes around the jaxprs, with their sizes, if they are traced inside a
         shard_map.
     """
@@ -78,18 +79,18 @@ class Rewriter:
     def __init__(
         self,
         implementation: tuple[str, ...] | None = None,
-        fp8: RecipeName | None = None,
+        recipes: ScopedRecipes | None = None,
         axis_sizes: dict[str, int] | None = None,
     ):
         self.found: list[FoundSite] = []
         self.keys: dict[int, tuple] = {}
         self._implementation = implementation
-        self._fp8: RecipeName | None = fp8
+        self._recipes = recipes or ScopedRecipes()
         self._axis_sizes = axis_sizes or {}
         self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
         self._done: dict[tuple, tuple[Any, Any]] = {}
-        self._tracer = SiteTracer(implementation, fp8)
+        self._tracer = SiteTracer(implementation, self._recipe_of)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
@@ -104,7 +105,7 @@ class Rewriter:
           jaxpr: the jaxpr.
           region: how the devices execute it.
         """
-        key = id(jaxpr), self._shard_maps, region
+        key = id(jaxpr), self._shard_maps, region, self._recipes
         if not self._inlines:  # Sites of a trial count for each call.
             key = (*key, len(self._done))
         if key not in self._done:
@@ -166,7 +167,7 @@ class Rewriter:
 
     def _sites_in(self, graph: Graph, region: Region) -> int:
         """The number of sites of a program outside shard_map, as it is."""
-        trial = Rewriter(self._implementation, self._fp8)
+        trial = Rewriter(self._implementation, self._recipes)
         trial._inlines = False
         with record_decisions(hidden=True):
             trial.rewrite(graph.jaxpr, region)
@@ -227,8 +228,18 @@ class Rewriter:
             equations[index] = forwarding.with_chunk_results(index, equations[index])
         return equations
 
+    def _recipe_of(self, equation: JaxprEqn) -> RecipeName | None:
+        return self._recipes.of(equation)
+
     def _rewrite_equation(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         """The equation, with the jaxprs that it executes rewritten."""
+        outside, self._recipes = self._recipes, self._recipes.within(equation)
+        try:
+            return self._rewrite_within(equation, values)
+        finally:
+            self._recipes = outside
+
+    def _rewrite_within(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         name = equation.primitive.name
         if name == "shard_map":
             if id(equation.params["jaxpr"]) in self._regions:
@@ -262,7 +273,7 @@ class Rewriter:
 
     def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
-        options = self._implementation, self._fp8, dict(self._axis_sizes)
+        options = self._implementation, self._recipes, dict(self._axis_sizes)
 
         def rewrite(jaxpr: Any) -> Any:
             rewriter = Rewriter(*options)
@@ -301,7 +312,7 @@ class Rewriter:
                 reports[index] = left_alone(equation, self._reason_inside(graph, index) or match)
             else:
                 matches.append(match)
-        gathered = set() if self._fp8 else gathered_weights(graph, matches, self._axis_sizes)
+        gathered = gathered_weights(graph, matches, self._axis_sizes)
         context = self._shard_maps, divergent
 
         def preferred(match: Match) -> tuple:

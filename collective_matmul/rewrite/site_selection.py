@@ -44,6 +44,12 @@ class PlacedMatch:
     later_wgrads: tuple[GroupedWgrad, ...] = ()
     weights: tuple[GatheredWeight, ...] = ()
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether others than the products of its op use what it gathers."""
+        needs_root = isinstance(self.match, GatherMatch) and self.match.needs_root
+        return needs_root or bool(self.immediate_wgrads or self.later_wgrads)
+
 
 class SiteSelection:
     """The sites of one jaxpr that are to be replaced.

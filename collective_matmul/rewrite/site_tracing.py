@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
@@ -32,12 +32,16 @@ class SiteTracer:
 
     Args:
       implementation: as the ops take it; for all sites.
-      fp8: as the ops take it; for all sites.
+      recipe_of: the `fp8` of a site by its collective, as the ops take it.
     """
 
-    def __init__(self, implementation: tuple[str, ...] | None, fp8: RecipeName | None):
+    def __init__(
+        self,
+        implementation: tuple[str, ...] | None,
+        recipe_of: Callable[[JaxprEqn], RecipeName | None],
+    ):
         self._implementation = implementation
-        self._fp8: RecipeName | None = fp8
+        self._recipe_of = recipe_of
         self._traced: dict[tuple, TracedReplacements] = {}
 
     def trace(
@@ -52,8 +56,11 @@ class SiteTracer:
           shard_maps: a key of the shard_maps around it.
           divergent: axes along which devices may execute it a different number of times.
         """
+        recipe = self._recipe_of(equation)
         alternatives = [placed, replace(placed, weights=())]
-        for alternative in alternatives if placed.weights else [placed]:
+        if not placed.weights or (recipe is not None and placed.keeps_gathered):
+            del alternatives[0]  # An op in 8 bits that keeps what it gathered gathers no weights.
+        for alternative in alternatives:
             try:
                 site = self._site(alternative, equation, shard_maps, divergent)
             except UnsupportedSiteError as error:
@@ -61,7 +68,9 @@ class SiteTracer:
                 continue
             except ShardingTypeError:
                 return "the op would reshape what an explicit mesh axis shards"
-            if not alternative.weights or site.decisions[0].implementation != REFERENCE.name:
+            decision = site.decisions[0]
+            gains = decision.implementation != REFERENCE.name or decision.site.fp8 is not None
+            if gains or not alternative.weights:
                 return site
         # Who requests a backend by name expects it, and may not call `explain`.
         warn_once(f"overlap leaves {placed.match.collective.kind} alone: {reason}")
@@ -95,7 +104,7 @@ class SiteTracer:
             None,
             self._implementation,
             divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
-            fp8=self._fp8,
+            fp8=self._recipe_of(equation),
             source=source_of(equation),
             replaces=collective.kind,
         )

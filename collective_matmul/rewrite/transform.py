@@ -14,12 +14,12 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
-from collective_matmul.fp8 import RecipeName
 from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.placements import explicit_axes
 from collective_matmul.rewrite.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
+from collective_matmul.rewrite.scoped_recipes import Fp8, scoped_recipes
 
 #: Why a function has no sites, and what to do about it.
 NOTHING_SHOWN = (
@@ -36,7 +36,7 @@ def overlap(
     fun: Callable,
     *,
     require: int | None = None,
-    fp8: RecipeName | None = None,
+    fp8: Fp8 = None,
     implementation: Implementation = None,
 ) -> Callable:
     """Transforms a function so that gathers and sums over devices overlap with their matmuls.
@@ -85,10 +85,13 @@ def overlap(
         for all devices, also where the decision for these devices is to keep the program's own
         equations. Only a request for backends that need GPUs depends on the devices of the mesh.
       fp8: None, or the recipe by which operands of the sites are quantized to 8 bits, as the ops
-        take it. Differentiate what `overlap` returns to get the recipe's gradients: those that the
-        program already has are quantized like a forward pass, and its weight gradients are not.
-        Einsums that are not matmuls of whole dimensions keep their dtype, and so does a gather
-        whose array has other uses, such as a weight gradient, with "tensorwise"; `explain` says so.
+        take it; or recipes by name, as ``{"feed_forward": "rowwise"}``, for sites whose collective
+        is in a `jax.named_scope`, or in a function under `jax.jit`, of that name. The innermost
+        counts, and may have None. Differentiate what `overlap` returns to get the recipe's
+        gradients: those that the program already has are quantized like a forward pass, and its
+        weight gradients are not. Einsums that are not matmuls of whole dimensions keep their dtype,
+        and so does a gather whose array has other uses, such as a weight gradient, with
+        "tensorwise"; `explain` says so.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
         site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
         and a warning says why, once.
@@ -98,10 +101,11 @@ def overlap(
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if there are fewer sites than `require`, with a table of them; at
-        once, for an invalid `require`, `fp8` or `implementation`.
+      ValueError: when called, if there are fewer sites than `require`, with a table of them, or if
+        `fp8` names a scope that the function does not have; at once, for an invalid `require`,
+        `fp8` or `implementation`.
     """
-    requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
+    requested, recipes = checks.implementation(implementation), scoped_recipes(fp8)
     if require is not None and (type(require) is not int or require < 0):
         raise ValueError(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
@@ -109,7 +113,8 @@ def overlap(
 
     def rewritten(fun: Callable, *args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
-        rewriter = Rewriter(requested, recipe)
+        recipes.check(traced.program.jaxpr)
+        rewriter = Rewriter(requested, recipes)
         program = rewriter.rewrite(traced.program)
         if not shows_communication(traced.program):
             warn_once(f"overlap changes nothing in {_name(fun)}: {NOTHING_SHOWN}")

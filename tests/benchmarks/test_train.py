@@ -16,11 +16,17 @@ from benchmarks.pytorch import FIRST_STEPS, runner
 from collective_matmul.rewrite import transform
 
 
-def test_candidates_take_turns_with_one_state(make_mesh):
+@pytest.mark.parametrize(
+    ("sequences", "zero", "names"),
+    [
+        (1, 0, ("xla", "rewrite", "explicit", "rewrite_jit")),
+        (2, 3, ("xla", "auto", "rewrite_jit")),  # They shard weights in rows and in columns.
+    ],
+)
+def test_candidates_take_turns_with_one_state(make_mesh, sequences, zero, names):
     mesh = make_mesh({"tensor": 2})
-    case = train.TrainCase("debug", layers=1, tokens=16, sequences=1, remat="none")
+    case = train.TrainCase("debug", 1, tokens=16, sequences=sequences, remat="none", zero=zero)
     operands = Operands(mesh, np.dtype("float32"))
-    names = ("xla", "rewrite", "explicit", "rewrite_jit")
     taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
     made = []
 

@@ -234,6 +234,102 @@ def test_rules_of_custom_gradients_are_rewritten_in_8_bits(make_mesh: MeshFactor
     assert ("matmul_reduce_scatter", "rowwise") in ops
 
 
+@pytest.mark.parametrize("implementation", ["ring", "xla"])
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_sharded_weights_are_gathered_as_by_the_ops(
+    fp8: Any, implementation: str, make_mesh: MeshFactory
+) -> None:
+    """In 8 bits, with the scales of the whole weight."""
+    keywords: Any = {"weight_axis_name": "data", "weight_dimension": 1, "fp8": fp8}
+    keywords["implementation"] = implementation
+
+    def plain(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        up, down = (lax.all_gather(w, "data", axis=1, tiled=True) for w in (up, down))
+        return mlp(x, up, down)
+
+    def ops(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = all_gather_matmul(x, up, AXIS, gather_dimension=1, **keywords)
+        return matmul_reduce_scatter(
+            jax.nn.gelu(hidden), down, AXIS, scatter_dimension=1, **keywords
+        )
+
+    mesh, arguments = make_mesh({"data": 2, AXIS: 2}), feed_forward(mlp, "float32").arguments()
+    rows = P("data", AXIS)
+    specs: Any = {"in_specs": (rows, P(None, (AXIS, "data")), P(AXIS, "data")), "out_specs": rows}
+    rewritten = in_fp8(jax.shard_map(plain, mesh=mesh, **specs), fp8, implementation)
+    expected = jax.jit(gradients_of(jax.shard_map(ops, mesh=mesh, **specs), 3))(*arguments)
+    assert_same(jax.jit(gradients_of(rewritten, 3))(*arguments), expected)
+    decisions = explain(rewritten)(*arguments).decisions
+    shards = [decision.site.gathered_shards for decision in decisions]
+    assert [each and each.axis_name for each in shards] == ["data", "data"]
+
+
+def recipes_of(fun: Callable, *arguments: Any) -> list[tuple[str, Any]]:
+    """The ops of the sites and their recipes, in the order of the program."""
+    decisions = explain(fun)(*arguments).decisions
+    return [(decision.site.op, decision.site.fp8) for decision in decisions]
+
+
+#: Recipes by scope; and those of the gathers in "layer" and "again", and of the scatters there.
+SCOPES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"up": "rowwise"}, ["rowwise", "rowwise"], [None, None]),
+    ({"layer": "blockwise", "down": None}, ["blockwise", None], [None, None]),
+    (
+        {"layer": "blockwise", "again": "rowwise"},
+        ["blockwise", "rowwise"],
+        ["blockwise", "rowwise"],
+    ),
+    ({"twice": "blockwise", "again": None}, ["blockwise", None], ["blockwise", None]),
+]
+
+
+@pytest.mark.parametrize(("scopes", "gathers", "scatters"), SCOPES, ids=str)
+def test_scopes_have_recipes(
+    scopes: Any, gathers: list, scatters: list, make_mesh: MeshFactory
+) -> None:
+    """The innermost counts. Names around a call count inside, of which there may be two."""
+
+    @jax.jit
+    def up(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("inside"):
+            return jax.checkpoint(lambda x: jnp.tanh(gather(x) @ w))(x)
+
+    def twice(x: jax.Array, w: jax.Array, down: jax.Array) -> jax.Array:
+        with jax.named_scope("layer"):
+            hidden = up(x, w)
+            with jax.named_scope("down"):
+                y = scatter(hidden @ down)
+        with jax.named_scope("again"):
+            return y + scatter(up(y, w) @ down)
+
+    program = feed_forward(jax.jit(twice))
+    fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
+    expected = {
+        *(("all_gather_matmul", recipe) for recipe in gathers),
+        *(("matmul_reduce_scatter", recipe) for recipe in scatters),
+    }
+    assert {*recipes_of(in_fp8(fun, scopes), *arguments)} == expected
+    # The scopes of gradients are those of what is differentiated.
+    gradients = gradients_of(fun, 3)
+    for backward in (gradients_of(in_fp8(fun, scopes), 3), in_fp8(gradients, scopes)):
+        assert {recipe for _, recipe in recipes_of(backward, *arguments)} == {*gathers, *scatters}
+
+
+def test_a_scope_that_does_not_exist_is_refused(make_mesh: MeshFactory) -> None:
+    def named(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        with jax.named_scope("mlp"):
+            return mlp(x, up, down)
+
+    program = feed_forward(named)
+    fun = program.sharded(make_mesh({AXIS: 2}))
+    with pytest.raises(ValueError, match=r"fp8=.*: the program has no scope 'mpl'; .*'mlp'"):
+        in_fp8(fun, {"mpl": "rowwise"})(*program.arguments())
+    with pytest.raises(ValueError, match=r"'a/b' is not one name; expected that of a jax\.named_"):
+        in_fp8(fun, {"a/b": "rowwise"})
+    with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None"):
+        in_fp8(fun, {"mlp": "mxfp8"})
+
+
 def test_an_unknown_recipe_is_refused() -> None:
     recipe: Any = "mxfp8"
     with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None .*'rowwise'"):

@@ -229,7 +229,7 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--steps 0", "steps=0: expected at least 1"),
         ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, rewrite-jit, or"),
         ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite"),
-        ("--fp8 rowwise --overlap rewrite", "overlap='rewrite' trains layers without fp8; choose"),
+        ("--fp8 tensorwise --overlap rewrite", "would not be those of this recipe; choose"),
         ("--fp8 rowwise --fp8-layers mlp", "'mlp' matches none of the layers layers.att"),
         ("--fp8-layers head", "fp8_layers='head': expected fp8 too; add --fp8, such"),
         ("--sequence-length 1000000", "fewer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap
 from tests.rewrite.programs import sites
@@ -146,15 +148,34 @@ def test_shards_of_weights_do_not_change_the_losses(
 
 
 @pytest.mark.usefixtures("rings")
-def test_a_step_compiles_to_the_matmuls_permutes_and_gathers_of_the_layers() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        (MeshSizes(tensor=4), {}, "all-gather"),
+        (MeshSizes(fsdp=4), {"zero": 3, "remat": "full"}, "all-to-all"),
+    ],
+    ids=str,
+)
+def test_a_step_compiles_to_the_matmuls_and_messages_of_the_layers(
+    sizes: MeshSizes, changes: dict, message: str
+) -> None:
     """So its backward gathers and scatters as theirs does, in the loops of matmuls."""
     found = []
-    for way in ("rewrite-jit", "ring"):
-        config = config_of({"overlap": way}, {})
-        step, state, batch = step_of(config, MeshSizes(tensor=4))
+    for way in ({"overlap": "rewrite-jit"}, {"overlap": "ring", "weight_gather": "matmuls"}):
+        step, state, batch = step_of(config_of(changes | way, {}), sizes)
         text = step.lower(state, batch).compile().as_text()
-        found.append(Counter(re.findall(r" (dot|collective-permute|all-gather)\(", text)))
+        found.append(Counter(re.findall(rf" (dot|collective-permute|{message})\(", text)))
     assert found[0] == found[1] and found[0].total() > 100
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 4, 1), (1, 8, 1), (1, 2, 4)], ids=str)
+def test_weights_are_sharded_as_by_auto(sizes: tuple) -> None:
+    """In columns where these sizes divide them; 8 divides no key and value heads."""
+    config = config_of({"zero": 3}, {"num_key_value_heads": 4})
+    automatic = ModelFunctions(dataclasses.replace(config, overlap="auto"), MeshSizes(*sizes))
+    assert ModelFunctions(config, MeshSizes(*sizes)).specs == automatic.specs
+    by_columns = "layers.0.feed_forward.up.kernel", P(None, ("tensor", "fsdp"))
+    assert (by_columns in automatic.specs.items()) == (math.prod(sizes) < 8)
 
 
 def test_matrices_are_cast_once() -> None:
@@ -225,10 +246,11 @@ def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]])
         (MESH, {}, UNEVEN, 5, 0),
         (MESH, {}, {"tied_head": True}, 5, 0),
         ((1, 1, 8), {}, {}, 5, 0),
-        # The gather of the embedding has no matmul.
+        # The gather of the tokens has no matmul, nor has that of a table that is the head too; and
+        # of two axes that shard the batch, one is left.
         ((1, 2, 4), {"zero": 3}, {}, 5 + 8, 1),
         ((1, 2, 4), {"zero": 3, "scan_layers": 1}, {"tied_head": True}, 5 + 7, 1),
-        ((2, 2, 2), {"zero": 3, "scan_layers": 1}, {}, 5 + 8, 1),
+        ((2, 2, 2), {"zero": 3, "scan_layers": 1}, {}, 5 + 8, 3),
         ((2, 2, 2), {"zero": 2, "gradient_accumulation_steps": 2}, {}, 5, 0),
         ((1, 2, 4), {"zero": 1, "compute_dtype": "bfloat16"}, {}, 5, 0),
     ],
@@ -244,7 +266,9 @@ def test_every_matmul_that_communicates_is_a_site(
 ) -> None:
     found, required = [], []
 
-    def looked_at(loss: Any, require: int) -> Any:
+    def looked_at(loss: Any, require: int, fp8: None) -> Any:
+        del fp8
+
         def call(*arguments: Any) -> jax.Array:
             required.append(require)
             found.extend(sites(loss, *arguments))

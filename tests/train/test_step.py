@@ -274,11 +274,14 @@ def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch
     [
         ({"weight_gather": "blocks"}, "weight_gather='blocks': expected 'auto' with overlap="),
         ({"gradient_dtype": "bfloat16"}, "gradients travel in compute_dtype='float32'"),
-        ({"fp8": "rowwise"}, "fp8='rowwise': expected None with overlap='rewrite-jit'"),
+        (
+            {"fp8": "tensorwise", "overlap": "rewrite"},
+            "fp8='tensorwise': with overlap='rewrite', gradients are part of the program",
+        ),
     ],
 )
-def test_what_the_model_over_explicit_axes_does_not_do_is_refused(changes, message):
-    config = dataclasses.replace(SHORT, overlap="rewrite-jit", **changes)
+def test_what_rewritten_models_do_not_do_is_refused(changes, message):
+    config = dataclasses.replace(SHORT, **{"overlap": "rewrite-jit", **changes})
     with pytest.raises(ValueError, match=message):
         configs.check(config, ONE_DEVICE)
 

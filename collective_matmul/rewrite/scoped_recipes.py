@@ -1,0 +1,91 @@
+"""Which recipe of 8 bits a site gets, by the name scopes that it is in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from collective_matmul import checks
+from collective_matmul.fp8 import RecipeName
+
+#: What `overlap` takes: one recipe for all sites, or those of scopes.
+Fp8 = RecipeName | Mapping[str, RecipeName | None] | None
+
+
+@dataclass(frozen=True)
+class ScopedRecipes:
+    """The recipes of the sites of a jaxpr. Hashable.
+
+    Attributes:
+      otherwise: of sites that are in none of the scopes inside the jaxpr.
+      scopes: names with their recipes.
+    """
+
+    otherwise: RecipeName | None = None
+    scopes: tuple[tuple[str, RecipeName | None], ...] = ()
+
+    def of(self, equation: JaxprEqn) -> RecipeName | None:
+        """The recipe of the innermost scope that has one, of those of an equation."""
+        return self._innermost(_names(equation))
+
+    def within(self, equation: JaxprEqn) -> ScopedRecipes:
+        """The recipes of the jaxprs that an equation executes, whose names begin again."""
+        called = equation.params.get("name")
+        names = [*_names(equation), *[called] * isinstance(called, str)]
+        return replace(self, otherwise=self._innermost(names))
+
+    def _innermost(self, names: list[str]) -> RecipeName | None:
+        recipes = dict(self.scopes)
+        for name in reversed(names):
+            if name in recipes:
+                return recipes[name]
+        return self.otherwise
+
+    def check(self, jaxpr: Jaxpr) -> None:
+        """Raises ValueError for a scope that a program does not have."""
+        if not self.scopes:
+            return
+        found = set(_all_names(jaxpr))
+        for name, _ in self.scopes:
+            if name not in found:
+                raise ValueError(
+                    f"fp8={dict(self.scopes)}: the program has no scope {name!r}; expected names"
+                    f" of jax.named_scope or of functions under jax.jit, as"
+                    f" {', '.join(map(repr, sorted(found))) or 'it has none'}"
+                )
+
+
+def scoped_recipes(fp8: Fp8) -> ScopedRecipes:
+    """The argument `fp8` of `overlap`, checked.
+
+    Raises:
+      ValueError: for an unknown recipe, or a key that is no name.
+    """
+    if not isinstance(fp8, Mapping):
+        return ScopedRecipes(checks.fp8(fp8))
+    for name in fp8:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/()]+", name):
+            raise ValueError(
+                f"fp8={dict(fp8)}: {name!r} is not one name; expected that of a jax.named_scope,"
+                " without / and parentheses"
+            )
+    return ScopedRecipes(scopes=tuple((name, checks.fp8(value)) for name, value in fp8.items()))
+
+
+def _names(equation: JaxprEqn) -> list[str]:
+    """The names around an equation, the outermost first, also those of JAX's transformations."""
+    return re.findall(r"[^/()]+", str(equation.source_info.name_stack))
+
+
+def _all_names(jaxpr: Any) -> Iterator[str]:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from _names(equation)
+        called = equation.params.get("name")
+        if isinstance(called, str):
+            yield called
+        for inner in jaxprs_in_params(equation.params):
+            yield from _all_names(inner)
