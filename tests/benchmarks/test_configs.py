@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command_line, configs
+from benchmarks import command_line, configs, tilings
 from benchmarks.config_trial import ConfigTrial
 from benchmarks.configs import Configs, Outcome, fastest
 from benchmarks.isolated import HUNG, Message
@@ -20,6 +20,7 @@ from benchmarks.ops import Op
 from collective_matmul.backends import register, unregister
 from collective_matmul.backends.xla import Xla
 from collective_matmul.data import MeasuredData
+from collective_matmul.mosaic_gpu.tiling import MatmulProblem
 from collective_matmul.site import Site
 
 
@@ -167,3 +168,11 @@ def test_settings_that_nothing_can_be_measured_with(
     with pytest.raises(SystemExit, match="2"):
         command_line.main(arguments.split())
     assert sentence in capsys.readouterr().err
+
+
+def test_tilings_of_every_tile_are_timed() -> None:
+    """A model that is wrong about one size of tiles must not hide the others."""
+    problem = MatmulProblem(1, 8192, (4096, 4096), (14336,), x_contracted_axis=1)
+    tiles = [(each.tile_m, each.tile_n) for each in tilings.likeliest(problem)]
+    assert len(set(tiles)) > 2
+    assert set(tiles[: len(set(tiles))]) == set(tiles)
