@@ -103,7 +103,7 @@ def weight_sharding(
 
 def fp8(value: RecipeName | None) -> RecipeName | None:
     """Raises ValueError unless `value` is None or the name of a recipe."""
-    if value is not None and value not in RECIPES:
+    if value is not None and not (isinstance(value, str) and value in RECIPES):
         names = ", ".join(map(repr, RECIPES))
         raise ValueError(
             f"fp8={value!r}: expected None (operands keep their dtype), or a recipe: {names}"

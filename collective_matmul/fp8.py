@@ -236,18 +236,18 @@ def weight_gradient(
       message: of x, [..., K + bytes], with one scale for each row.
       y: [..., N].
       dtypes: of the message's values, and of the quantized y.
-      largest: a bound of y's magnitudes, if it is known.
+      largest: a bound of y's magnitudes, if it is known, for a y of much range, float8_e5m2. The
+        products are then bounded without a pass over y. Where large rows of the message meet small
+        rows of y, that bound is far from them.
       transposed: whether the result is ``yᵀ x`` [N, K].
     """
     columns = message.shape[-1] - message_scale_bytes(1)
     values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
     scales = message_scales(message, columns, 1)
-    if largest is None:
-        largest = jnp.max(_magnitude(y))
-    # The scales are of devices: their largest bounds all products, without a pass over y.
-    bound = largest * jnp.max(scales)
+    scaled = y.astype(jnp.float32) * scales
+    bound = jnp.max(_magnitude(scaled)) if largest is None else largest * jnp.max(scales)
     scale = _next_power_of_two(_scale(bound, jnp.dtype(dtypes[1])))
-    left, right = values, _divided(y.astype(jnp.float32) * scales, scale, dtypes[1])
+    left, right = values, _divided(scaled, scale, dtypes[1])
     if transposed:
         left, right = right, left
     dimensions = ((rows, rows), ((), ()))

@@ -113,8 +113,7 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
         y = y + wide(rows) @ wide(dequantized(forward[1]))
         dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
         whole = _join(message, case)
-        largest = abs(_wide(part)).max()
-        dw.append(_weight_gradient(dys[0], whole, part, recipe, dtypes, wide, largest).T)
+        dw.append(_weight_gradient(dys[0], whole, part, recipe, dtypes, wide).T)
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
@@ -125,28 +124,26 @@ def _weight_gradient(
     recipe: Recipe,
     dtypes: Any,
     wide: Any,
-    largest: float,
+    largest: float | None = None,
 ) -> np.ndarray:
     """``messageᵀ other``: of the arrays, or of 8 bits with scales folded into `other`."""
     columns = plain.shape[-1]
     if not recipe.weight_gradient_in_fp8:
         return _contract_rows(wide(plain), wide(other))
-    values, quantized, scale = _scaled_operands(
-        message, other, columns, dtypes, np.float32(largest)
-    )
+    bound = None if largest is None else np.float32(largest)
+    values, quantized, scale = _scaled_operands(message, other, columns, dtypes, bound)
     return _contract_rows(wide(values), wide(quantized)) * float(scale)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _scaled_operands(
-    message: jax.Array, other: jax.Array, columns: int, dtypes: Any, largest: jax.Array
+    message: jax.Array, other: jax.Array, columns: int, dtypes: Any, largest: jax.Array | None
 ) -> tuple:
     """The message's values, `other` in 8 bits with its scales, and the scale of that."""
     scales = message_scales(message, columns, 1)
     scaled = jnp.asarray(other, jnp.float32) * scales
-    scale = jnp.maximum(
-        largest * jnp.max(scales) * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126
-    )
+    bound = jnp.max(abs(scaled)) if largest is None else largest * jnp.max(scales)
+    scale = jnp.maximum(bound * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126)
     mantissa, exponent = jnp.frexp(scale)
     scale = jnp.ldexp(jnp.where(mantissa > 0.5, 1.0, 0.5), exponent)  # A power of two.
     quantized = (scaled * (1.0 / scale)).astype(dtypes[1])

@@ -34,8 +34,9 @@ def load_from_rows(
     For rows beyond the last one of the plane it returns that of the last: what is beyond may not
     be there, or not have arrived.
 
-    These are ordinary loads, which may hit the L1 cache. It has no older value of what a peer has
-    stored: nobody loads a row before it has arrived.
+    These are ordinary loads, which may hit the L1 cache. It has no older value that counts: a block
+    loads rows of its tiles after they have arrived. Only a block of a cluster whose tile is beyond
+    the last row may load that row before. Its product is not stored, and no tile of it has the row.
 
     Args:
       arrays: bytes [planes, rows, columns], with equal rows.

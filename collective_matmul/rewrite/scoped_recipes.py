@@ -16,6 +16,10 @@ from collective_matmul.fp8 import RecipeName
 Fp8 = RecipeName | Mapping[str, RecipeName | None] | None
 
 
+#: Among the names of a program: there are others, which are not known. No scope is called so.
+_UNKNOWN = "()"
+
+
 @dataclass(frozen=True)
 class ScopedRecipes:
     """The recipes of the sites of a jaxpr. Hashable.
@@ -34,8 +38,7 @@ class ScopedRecipes:
 
     def within(self, equation: JaxprEqn) -> ScopedRecipes:
         """The recipes of the jaxprs that an equation executes, whose names begin again."""
-        called = equation.params.get("name")
-        names = [*_names(equation), *[called] * isinstance(called, str)]
+        names = [*_names(equation), *_called(equation)]
         return replace(self, otherwise=self._innermost(names))
 
     def _innermost(self, names: list[str]) -> RecipeName | None:
@@ -46,10 +49,13 @@ class ScopedRecipes:
         return self.otherwise
 
     def check(self, jaxpr: Jaxpr) -> None:
-        """Raises ValueError for a scope that a program does not have."""
-        if not self.scopes:
+        """Raises ValueError for a scope that a program does not have.
+
+        What the gradients of a `jax.custom_vjp` are made of is not known before they are traced.
+        """
+        found = set(_all_names(jaxpr)) if self.scopes else set()
+        if not self.scopes or _UNKNOWN in found:
             return
-        found = set(_all_names(jaxpr))
         for name, _ in self.scopes:
             if name not in found:
                 raise ValueError(
@@ -77,15 +83,20 @@ def scoped_recipes(fp8: Fp8) -> ScopedRecipes:
 
 
 def _names(equation: JaxprEqn) -> list[str]:
-    """The names around an equation, the outermost first, also those of JAX's transformations."""
-    return re.findall(r"[^/()]+", str(equation.source_info.name_stack))
+    """The names around an equation, the outermost first, without JAX's transformations of them."""
+    return re.findall(r"[^/()]+(?![^/()]*\()", str(equation.source_info.name_stack))
+
+
+def _called(equation: JaxprEqn) -> list[str]:
+    """The name of the function that an equation calls, if it calls one under `jax.jit`."""
+    return [equation.params["name"]] if equation.primitive.name in ("jit", "pjit") else []
 
 
 def _all_names(jaxpr: Any) -> Iterator[str]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield from _names(equation)
-        called = equation.params.get("name")
-        if isinstance(called, str):
-            yield called
+        yield from _called(equation)
+        if equation.primitive.name.startswith("custom_vjp"):
+            yield _UNKNOWN
         for inner in jaxprs_in_params(equation.params):
             yield from _all_names(inner)

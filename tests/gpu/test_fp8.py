@@ -133,7 +133,7 @@ def test_values_and_repeats(programs: Any, call: Call) -> None:
 @pytest.mark.parametrize("op", (GATHER, SCATTER))
 @pytest.mark.parametrize("devices", (2, 4))
 def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_kernels: None) -> None:
-    """A scale, or a product, that is read before it has arrived is another launch's, or NaN."""
+    """A scale, or a product, that is read before it has arrived is another run's, or NaN."""
     skip_without(devices)
     case = call(op, fp8, "fused", devices).case
     recipe = RECIPES[fp8]
@@ -147,10 +147,11 @@ def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_ker
                 return all_gather.all_gather_matmul(messages[0], scaled, AXIS, **options)[0][0]
             return reduce_scatter.matmul_reduce_scatter(messages, scaled, AXIS, **options)
 
-        # The order of the launches is fixed: no device may begin with the other one.
-        first = product(messages, race_delays=False)
-        messages, first = jax.lax.optimization_barrier((messages, first))
-        return (first == product(messages, race_delays=True)).all()[None]
+        # The order of the launches is fixed, the delayed one first: what it reads too early is of
+        # the program's last run, on other messages.
+        delayed = product(messages, race_delays=True)
+        messages, delayed = jax.lax.optimization_barrier((messages, delayed))
+        return (delayed == product(messages, race_delays=False)).all()[None]
 
     x_spec, w_specs, _ = case.specs
     mesh = mesh_of((AXIS,), (devices,))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -324,6 +325,16 @@ def test_a_scope_that_does_not_exist_is_refused(make_mesh: MeshFactory) -> None:
     fun = program.sharded(make_mesh({AXIS: 2}))
     with pytest.raises(ValueError, match=r"fp8=.*: the program has no scope 'mpl'; .*'mlp'"):
         in_fp8(fun, {"mpl": "rowwise"})(*program.arguments())
+    # JAX's own names in scopes of gradients, and names of values, are no scopes.
+    gradients = gradients_of(fun, 3)
+    with pytest.raises(ValueError, match=r"the program has no scope 'jvp'"):
+        in_fp8(gradients, {"jvp": "rowwise"})(*program.arguments())
+
+    def tagged(*arguments: jax.Array) -> jax.Array:
+        return checkpoint_name(fun(*arguments), "tag")
+
+    with pytest.raises(ValueError, match=r"the program has no scope 'tag'"):
+        in_fp8(tagged, {"tag": "rowwise"})(*program.arguments())
     with pytest.raises(ValueError, match=r"'a/b' is not one name; expected that of a jax\.named_"):
         in_fp8(fun, {"a/b": "rowwise"})
     with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None"):
