@@ -93,12 +93,9 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     )
     if recipe.weight_gradient_in_fp8:
         whole, dtypes = whole_of(gathered, dimension), (recipe.dtype, recipe.gradient_dtype)
-        dws = tuple(
-            weight_gradient(
-                whole, dy, dtypes, largest=largest_magnitude(own, dy.shape[-1], dtypes[1])
-            )
-            for dy, own in zip(dys, sent, strict=True)
-        )
+        # The dys have their scale in common, so the message of one tells the largest of all.
+        largest = largest_magnitude(sent[0], dys[0].shape[-1], recipe.gradient_dtype)
+        dws = tuple(weight_gradient(whole, dy, dtypes, largest=largest) for dy in dys)
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)

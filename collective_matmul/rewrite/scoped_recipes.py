@@ -15,7 +15,6 @@ from collective_matmul.fp8 import RecipeName
 #: What `overlap` takes: one recipe for all sites, or those of scopes.
 Fp8 = RecipeName | Mapping[str, RecipeName | None] | None
 
-
 #: Among the names of a program: there are others, which are not known. No scope is called so.
 _UNKNOWN = "()"
 
@@ -53,8 +52,10 @@ class ScopedRecipes:
 
         What the gradients of a `jax.custom_vjp` are made of is not known before they are traced.
         """
-        found = set(_all_names(jaxpr)) if self.scopes else set()
-        if not self.scopes or _UNKNOWN in found:
+        if not self.scopes:
+            return
+        found = set(_all_names(jaxpr))
+        if _UNKNOWN in found:
             return
         for name, _ in self.scopes:
             if name not in found:
