@@ -206,6 +206,8 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
         scales = message_scales(x, contracted, 1)
         product = lax.dot_general(values, w.values, dimensions, preferred_element_type=jnp.float32)
         return (product * scales * _as_row(w.scales, x.ndim)).astype(w.product_dtype)
+    # For GPUs, XLA drops a rounding to 8 bits whose result is widened in the same program.
+    x, w = lax.optimization_barrier((x, w))
     return lax.dot_general(
         dequantized_rows(x, contracted, RECIPES["blockwise"], w.operand_dtype),
         dequantized(w).T,

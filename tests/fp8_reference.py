@@ -139,7 +139,10 @@ def _weight_gradient(
 def _scaled_operands(
     message: jax.Array, other: jax.Array, columns: int, dtypes: Any, largest: jax.Array | None
 ) -> tuple:
-    """The message's values, `other` in 8 bits with its scales, and the scale of that."""
+    """The message's values, `other` in 8 bits with its scales, and the scale of that.
+
+    Both are returned in 8 bits: XLA drops a rounding whose result is widened in the same program.
+    """
     scales = message_scales(message, columns, 1)
     scaled = jnp.asarray(other, jnp.float32) * scales
     bound = jnp.max(abs(scaled)) if largest is None else largest * jnp.max(scales)
@@ -147,8 +150,7 @@ def _scaled_operands(
     mantissa, exponent = jnp.frexp(scale)
     scale = jnp.ldexp(jnp.where(mantissa > 0.5, 1.0, 0.5), exponent)  # A power of two.
     quantized = (scaled * (1.0 / scale)).astype(dtypes[1])
-    values = message_values(message, columns, dtypes[0])
-    return values.astype(jnp.float32), quantized.astype(jnp.float32), scale
+    return message_values(message, columns, dtypes[0]), quantized, scale
 
 
 def _contract_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:
