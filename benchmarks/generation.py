@@ -230,29 +230,31 @@ def _measured(
     }
     tokens = {}
     for name, candidate in programs.items():
-        with _failing_alone(name, measured):
+        with _recording_failures(measured, name):
             tokens[name] = _first_tokens(candidate, params, prompts, lengths)
     measured.failures |= _disagreements(tokens)
     right = {name: programs[name] for name in tokens if name not in measured.failures}
-    for part, make in (("prefill", _prefill), ("decode", _launch)):
-        runs = {}
-        for name, candidate in right.items() if is_timed[part] else ():
-            with _failing_alone(name, measured):
-                runs[name] = make(candidate, params, prompts[0], lengths)
-        timings = measure(runs, groups=settings.groups, seconds_per_group=settings.group_seconds)
+    for part, make in (("prefill", _prefills), ("decode", _launches)):
+        if not is_timed[part] or not right:
+            continue
         scale = 1 if part == "prefill" else _LAUNCH
-        for name, timing in timings.items():
-            measured.times[part][name] = [seconds / scale for seconds in timing.samples]
+        with _recording_failures(measured, *right):
+            runs = make(right, params, prompts[0], lengths)
+            seconds = settings.group_seconds
+            timings = measure(runs, groups=settings.groups, seconds_per_group=seconds)
+            for name, timing in timings.items():
+                measured.times[part][name] = [seconds / scale for seconds in timing.samples]
     return measured
 
 
 @contextlib.contextmanager
-def _failing_alone(name: str, measured: Measured) -> Iterator[None]:
-    """Whatever goes wrong with one candidate, the others still count."""
+def _recording_failures(measured: Measured, *names: str) -> Iterator[None]:
+    """Whatever goes wrong with some candidates, the others still count."""
     try:
         yield
     except Exception as error:
-        measured.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        measured.failures |= dict.fromkeys(names, reason)
 
 
 def _programs(prefilling: Generator, decoding: Generator, prompt: int) -> Programs:
@@ -276,22 +278,32 @@ def _first_tokens(
     return np.concatenate(found, axis=1)
 
 
-def _prefill(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
-    """A function that computes the tokens after prompts."""
-    return lambda: programs[0](params, tokens, lengths)[0]
+def _prefills(
+    programs: dict[str, Programs], params: Any, tokens: np.ndarray, lengths: np.ndarray
+) -> dict[str, Run]:
+    """Functions that compute the tokens after prompts."""
+    return {
+        name: functools.partial(lambda prefill: prefill(params, tokens, lengths)[0], prefill)
+        for name, (prefill, _) in programs.items()
+    }
 
 
-def _launch(programs: Programs, params: Any, tokens: np.ndarray, lengths: np.ndarray) -> Run:
-    """A function that decodes the tokens after prompts, from their end at each call."""
-    prefill, decode = programs
-    _, ends, caches = prefill(params, tokens, lengths)
+def _launches(
+    programs: dict[str, Programs], params: Any, tokens: np.ndarray, lengths: np.ndarray
+) -> dict[str, Run]:
+    """Functions that decode the tokens after prompts, from their end at each call.
 
-    def launch() -> jax.Array:
+    They hand on one cache, as memory has no room for one of each.
+    """
+    first, *_ = programs.values()
+    _, ends, caches = first[0](params, tokens, lengths)
+
+    def launch(decode: Callable) -> jax.Array:
         nonlocal caches
         tokens, _, caches = decode(params, ends, caches)
         return tokens
 
-    return launch
+    return {name: functools.partial(launch, decode) for name, (_, decode) in programs.items()}
 
 
 def _reference(names: Container[str]) -> str | None:

@@ -96,7 +96,7 @@ def test_tables_have_all_candidates_and_the_gain_over_each(content: dict[str, An
     assert "- batch 2, wrong: wrong: " in notes
 
 
-def test_a_launch_decodes_the_same_tokens_each_time() -> None:
+def test_launches_that_share_a_cache_decode_the_same_tokens_each_time() -> None:
     mesh = make_mesh(dataclasses.replace(SETTINGS, devices=1))
     config = generation.PRESETS["debug"]()
     generator = generation._generator("xla", config, mesh, SETTINGS)
@@ -104,10 +104,12 @@ def test_a_launch_decodes_the_same_tokens_each_time() -> None:
     with jax.set_mesh(mesh):
         params = generation._random(generator)
         programs = generation._programs(generator, generator, 8)
-        launch = generation._launch(programs, params, prompts[1], lengths)
-        first, second = np.asarray(launch()), np.asarray(launch())
+        both = {"one": programs, "other": programs}
+        one, other = generation._launches(both, params, prompts[1], lengths).values()
+        first, *others = (np.asarray(launch()) for launch in (one, other, other, one))
         tokens = generation._first_tokens(programs, params, prompts, lengths)
-    np.testing.assert_array_equal(first, second)
+    for each in others:
+        np.testing.assert_array_equal(first, each)
     assert tokens[1, 1] == first[0]
 
 
