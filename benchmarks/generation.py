@@ -11,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 from benchmarks import budget, environment, generation_tables
 from benchmarks.internals import measure
@@ -29,11 +33,14 @@ from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
 from models.generation import Generator, Sampling
+from models.generation.generator import CACHE_SPEC
 
 #: Tokens of a launch.
 _LAUNCH = 16
 #: Tokens that the cache has place for after the prompt. All of the cache is read.
 _ROOM = 512
+#: Programs that are compiled at the same time.
+_COMPILING = 16
 #: Prompts whose first tokens are compared, at least; and the share of them that must agree.
 #: Rounding chooses another token where two logits are close, as those of random weights often are.
 #: A wrong program has no token in common with a right one.
@@ -52,9 +59,10 @@ class Generation(Settings):
     """Tokens per second of prefill and of decoding, beside the time to read the weights.
 
     Most of the time goes to compiling: for each batch and candidate, a program of prefill and one
-    of decoding, with all layers. With --prefill-limit 0 one program of prefill serves all
-    candidates. With the environment's JAX_COMPILATION_CACHE_DIR, a folder, XLA looks for the
-    fastest kernel of a matmul once for all runs.
+    of decoding, with all layers. All are compiled at the same time, before anything is timed. With
+    --prefill-limit 0 one program of prefill serves all candidates. With the environment's
+    JAX_COMPILATION_CACHE_DIR, a folder, XLA looks for the fastest kernel of a matmul once for all
+    runs.
     """
 
     preset: str = "llama3-8b"
@@ -107,15 +115,19 @@ def run(settings: Generation) -> Report:
     generators = {name: _generator(name, config, mesh, settings) for name in settings.candidates}
     report = Report("generation", settings, sections=generation_tables.SECTIONS)
     first = next(iter(generators.values()))
+    found = {batch: Measured() for batch in settings.batches}
+    with jax.set_mesh(mesh):
+        programs = _compiled(generators, found, settings)
+    report.log("compiled")
     params = _random(first)
     report.log("made the weights")
-    found: dict[int, Measured] = {}
     cases: list[dict[str, Any]] = []
     for batch in settings.batches:
         if report.out_of_time():
-            break
+            del found[batch]
+            continue
         with jax.set_mesh(mesh):
-            found[batch] = _measured(generators, params, batch, settings)
+            _measure(programs[batch], found[batch], params, batch, first.config, settings)
         floor = _bytes(first, batch, settings.prompt) / mesh.size / _bandwidth(mesh)
         cases.append({"batch": batch, "prompt": settings.prompt, "floor": floor})
         cases[-1] |= {**dataclasses.asdict(found[batch]), "gpus": environment.gpu_state()}
@@ -213,21 +225,70 @@ def _add_pytorch(
                 measured.times["prefill"][name] = result["prefill"]
 
 
-def _measured(
-    generators: dict[str, Generator], params: Any, batch: int, settings: Generation
-) -> Measured:
-    """The times of JAX's candidates whose first tokens agree."""
-    measured = Measured()
-    vocabulary = next(iter(generators.values())).config.vocabulary_size
+def _compiled(
+    generators: dict[str, Generator], found: dict[int, Measured], settings: Generation
+) -> dict[int, dict[str, Programs]]:
+    """Compiles the programs of all batches and candidates at once; records what goes wrong."""
+    reference = _reference(generators) or next(iter(generators))
+    with ThreadPoolExecutor(_COMPILING) as pool:
+
+        @functools.cache
+        def prefill(name: str, batch: int) -> tuple[Lowered, Future]:
+            lowered = _lowered_prefill(generators[name], batch, settings.prompt)
+            return lowered, pool.submit(lowered.compile)
+
+        futures: dict[int, dict[str, tuple[Future, Future]]] = {batch: {} for batch in found}
+        for batch, name in itertools.product(found, generators):
+            with _recording_failures(found[batch], name):
+                is_timed = batch <= settings.prefill_limit
+                before, compiling = prefill(name if is_timed else reference, batch)
+                decode = _lowered_decode(generators[name], *before.out_info[1:])
+                futures[batch][name] = compiling, pool.submit(decode.compile)
+        compiled: dict[int, dict[str, Programs]] = {batch: {} for batch in found}
+        for batch, name in itertools.product(found, generators):
+            with _recording_failures(found[batch], name):
+                if name in futures[batch]:
+                    before, decode = futures[batch][name]
+                    compiled[batch][name] = before.result(), decode.result()
+    return compiled
+
+
+def _lowered_prefill(generator: Generator, batch: int, prompt: int) -> Lowered:
+    tokens, lengths = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,))
+    )
+    program = generator.prefill(prompt + _ROOM, Sampling(), ())
+    return program.lower(generator.abstract_params, tokens, lengths)
+
+
+def _lowered_decode(generator: Generator, ends: Any, caches: Any) -> Lowered:
+    """The program of a launch, on ends and caches of such shapes."""
+
+    def placed(arrays: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(generator.mesh, spec)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays
+        )
+
+    program = generator.decode(_LAUNCH, Sampling(), ())
+    state = placed(ends, PartitionSpec()), placed(caches, CACHE_SPEC)
+    return program.lower(generator.abstract_params, *state)
+
+
+def _measure(
+    programs: dict[str, Programs],
+    measured: Measured,
+    params: Any,
+    batch: int,
+    config: LlamaConfig,
+    settings: Generation,
+) -> None:
+    """Adds the times of JAX's candidates whose first tokens agree."""
     size = -(-_CHECKED // batch), batch, settings.prompt
+    vocabulary = config.vocabulary_size
     prompts = np.random.default_rng(0).integers(vocabulary, size=size, dtype=np.int32)
     lengths = np.full(batch, settings.prompt, np.int32)
     is_timed = {"prefill": batch <= settings.prefill_limit, "decode": True}
-    reference = generators[_reference(generators) or next(iter(generators))]
-    programs = {
-        name: _programs(generator if is_timed["prefill"] else reference, generator, settings.prompt)
-        for name, generator in generators.items()
-    }
     tokens = {}
     for name, candidate in programs.items():
         with _recording_failures(measured, name):
@@ -244,7 +305,6 @@ def _measured(
             timings = measure(runs, groups=settings.groups, seconds_per_group=seconds)
             for name, timing in timings.items():
                 measured.times[part][name] = [seconds / scale for seconds in timing.samples]
-    return measured
 
 
 @contextlib.contextmanager
@@ -255,12 +315,6 @@ def _recording_failures(measured: Measured, *names: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         measured.failures |= dict.fromkeys(names, reason)
-
-
-def _programs(prefilling: Generator, decoding: Generator, prompt: int) -> Programs:
-    """Prefill by one candidate, and decoding of a launch by another or the same."""
-    prefill = prefilling.prefill(prompt + _ROOM, Sampling(), ())
-    return prefill, decoding.decode(_LAUNCH, Sampling(), ())
 
 
 def _first_tokens(

@@ -27,7 +27,7 @@ Ends = tuple[jax.Array, jax.Array, jax.Array]
 
 AXIS = "tensor"
 LIKELIEST = Sampling()
-_CACHE_SPEC = P(None, AXIS)
+CACHE_SPEC = P(None, AXIS)
 #: A token passes through no ring of chunks, for which `overlap_jit` keeps XLA from merging matmuls.
 #: Merged, queries, keys and values are one kernel, and gate and up another; no weight is copied.
 _DECODE_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": str(2**20)}
@@ -174,7 +174,7 @@ class Generator:
             first = self._choose(logits, lengths, sampling)
             return first, (first, lengths, _is_any_of(first, stop)), caches
 
-        return self._jitted(local, (self._specs, P(), P()), (P(), P(), _CACHE_SPEC))
+        return self._jitted(local, (self._specs, P(), P()), (P(), P(), CACHE_SPEC))
 
     @functools.cache  # noqa: B019
     def decode(self, count: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
@@ -195,7 +195,7 @@ class Generator:
             (ends, caches), tokens = jax.lax.scan(step, (ends, caches), length=count)
             return tokens, ends, caches
 
-        in_specs, out_specs = (self._specs, P(), _CACHE_SPEC), (P(), P(), _CACHE_SPEC)
+        in_specs, out_specs = (self._specs, P(), CACHE_SPEC), (P(), P(), CACHE_SPEC)
         options = {"donate_argnums": (2,), "compiler_options": _DECODE_OPTIONS}
         return self._jitted(local, in_specs, out_specs, **options)
 

@@ -98,16 +98,16 @@ def test_tables_have_all_candidates_and_the_gain_over_each(content: dict[str, An
 
 def test_launches_that_share_a_cache_decode_the_same_tokens_each_time() -> None:
     mesh = make_mesh(dataclasses.replace(SETTINGS, devices=1))
-    config = generation.PRESETS["debug"]()
-    generator = generation._generator("xla", config, mesh, SETTINGS)
+    config, names = generation.PRESETS["debug"](), ("xla", "baseline")
+    settings = dataclasses.replace(SETTINGS, devices=1, batches=(1,))
+    generators = {name: generation._generator(name, config, mesh, settings) for name in names}
     prompts, lengths = np.arange(16, dtype=np.int32).reshape(2, 1, 8), np.full(1, 8, np.int32)
     with jax.set_mesh(mesh):
-        params = generation._random(generator)
-        programs = generation._programs(generator, generator, 8)
-        both = {"one": programs, "other": programs}
-        one, other = generation._launches(both, params, prompts[1], lengths).values()
+        params = generation._random(generators["xla"])
+        programs = generation._compiled(generators, {1: generation.Measured()}, settings)[1]
+        one, other = generation._launches(programs, params, prompts[1], lengths).values()
         first, *others = (np.asarray(launch()) for launch in (one, other, other, one))
-        tokens = generation._first_tokens(programs, params, prompts, lengths)
+        tokens = generation._first_tokens(programs["xla"], params, prompts, lengths)
     for each in others:
         np.testing.assert_array_equal(first, each)
     assert tokens[1, 1] == first[0]
