@@ -25,10 +25,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from benchmarks import budget, environment, generation_tables
-from benchmarks.internals import measure
+from benchmarks.internals import decide_once, measure
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
+from collective_matmul import overlap_jit
 from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
@@ -151,8 +152,22 @@ def _generator(
         mesh=mesh,
         implementation=None if name == "auto" else "xla" if is_baseline else name,
         dtype=settings.array_dtype,
-        **({"jit": jax.jit} if is_baseline else {}),
+        jit=jax.jit if is_baseline else _Deciding,
     )
+
+
+class _Deciding:
+    """A function whose `lower` decides about kernels that address peers as `overlap_jit` does when
+    it is called. Its own `lower` has none, as other threads could launch what it returns.
+    """
+
+    def __init__(self, function: Callable, **options: Any):
+        self._without = overlap_jit(function, **options)
+        self._with = overlap_jit(function, peer_kernels=True, **options)
+
+    def lower(self, *arguments: Any) -> Lowered:
+        decision = decide_once(self._without.trace(*arguments).jaxpr.jaxpr)
+        return (self._with if decision.allowed else self._without).lower(*arguments)
 
 
 def _random(generator: Generator) -> dict[str, jax.Array]:

@@ -32,6 +32,7 @@ from collective_matmul.mosaic_gpu.tiling import (
     candidate_tilings,
     predicted_microseconds,
 )
+from collective_matmul.peer_decision import decide_once
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import LAYERS, Layer
 from collective_matmul.tuning.repeated_site import Stack as SiteProgram
