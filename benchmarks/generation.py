@@ -8,50 +8,43 @@ tokens from the end of the prompts on, over and over.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Container, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Lowered
 
 from benchmarks import budget, environment, generation_tables
-from benchmarks.internals import decide_once, measure
+from benchmarks.generation_programs import (
+    LAUNCH,
+    ROOM,
+    Failures,
+    Programs,
+    compile_all,
+    make_generator,
+    recording_failures,
+    reference_of,
+)
+from benchmarks.internals import measure
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
-from collective_matmul import overlap_jit
 from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
-from models.generation import Generator, Sampling
-from models.generation.generator import CACHE_SPEC
+from models.generation import Generator
 
-#: Tokens of a launch.
-_LAUNCH = 16
-#: Tokens that the cache has place for after the prompt. All of the cache is read.
-_ROOM = 512
-#: Programs that are compiled at the same time.
-_COMPILING = 16
 #: Prompts whose first tokens are compared, at least; and the share of them that must agree.
 #: Rounding chooses another token where two logits are close, as those of random weights often are.
 #: A wrong program has no token in common with a right one.
 _CHECKED, _AGREE = 16, 0.25
-#: Candidates that others are compared with: the first of these that takes part.
-_REFERENCES = ("baseline", "xla")
 
 Run = Callable[[], jax.Array]
-#: Of prefill and of decoding.
-Programs = tuple[Callable, Callable]
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -95,7 +88,7 @@ class Measured:
     """How a candidate of PyTorch runs fastest."""
     tried: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of what it tried."""
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: Failures = field(default_factory=dict)
     """Why a candidate has no times."""
 
 
@@ -113,12 +106,16 @@ def run(settings: Generation) -> Report:
     mesh = make_mesh(settings)
     if settings.pytorch:
         _check_pytorch(settings.preset, config, mesh.size)
-    generators = {name: _generator(name, config, mesh, settings) for name in settings.candidates}
+    generators = {
+        name: make_generator(name, config, mesh, settings.array_dtype)
+        for name in settings.candidates
+    }
     report = Report("generation", settings, sections=generation_tables.SECTIONS)
     first = next(iter(generators.values()))
     found = {batch: Measured() for batch in settings.batches}
     with jax.set_mesh(mesh):
-        programs = _compiled(generators, found, settings)
+        failures = {batch: measured.failures for batch, measured in found.items()}
+        programs = compile_all(generators, failures, settings.prompt, settings.prefill_limit)
     report.log("compiled")
     params = _random(first)
     report.log("made the weights")
@@ -141,33 +138,6 @@ def run(settings: Generation) -> Report:
         report.write_cases(cases)
     print("\n\n".join(section(report.content) for section in generation_tables.SECTIONS))
     return report
-
-
-def _generator(
-    name: str, config: LlamaConfig, mesh: jax.sharding.Mesh, settings: Generation
-) -> Generator:
-    is_baseline = name == "baseline"
-    return Generator(
-        config,
-        mesh=mesh,
-        implementation=None if name == "auto" else "xla" if is_baseline else name,
-        dtype=settings.array_dtype,
-        jit=jax.jit if is_baseline else _Deciding,
-    )
-
-
-class _Deciding:
-    """A function whose `lower` decides about kernels that address peers as `overlap_jit` does when
-    it is called. Its own `lower` has none, as other threads could launch what it returns.
-    """
-
-    def __init__(self, function: Callable, **options: Any):
-        self._without = overlap_jit(function, **options)
-        self._with = overlap_jit(function, peer_kernels=True, **options)
-
-    def lower(self, *arguments: Any) -> Lowered:
-        decision = decide_once(self._without.trace(*arguments).jaxpr.jaxpr)
-        return (self._with if decision.allowed else self._without).lower(*arguments)
 
 
 def _random(generator: Generator) -> dict[str, jax.Array]:
@@ -210,8 +180,8 @@ def _add_pytorch(
         "model": dataclasses.asdict(config),
         "frequencies": rotary.frequencies(config).tolist(),
         "prompt": settings.prompt,
-        "capacity": settings.prompt + _ROOM,
-        "launch": _LAUNCH,
+        "capacity": settings.prompt + ROOM,
+        "launch": LAUNCH,
         "seed": 0,
     }
     results, reason = runner.time_pytorch(
@@ -240,56 +210,6 @@ def _add_pytorch(
                 measured.times["prefill"][name] = result["prefill"]
 
 
-def _compiled(
-    generators: dict[str, Generator], found: dict[int, Measured], settings: Generation
-) -> dict[int, dict[str, Programs]]:
-    """Compiles the programs of all batches and candidates at once; records what goes wrong."""
-    reference = _reference(generators) or next(iter(generators))
-    with ThreadPoolExecutor(_COMPILING) as pool:
-
-        @functools.cache
-        def prefill(name: str, batch: int) -> tuple[Lowered, Future]:
-            lowered = _lowered_prefill(generators[name], batch, settings.prompt)
-            return lowered, pool.submit(lowered.compile)
-
-        futures: dict[int, dict[str, tuple[Future, Future]]] = {batch: {} for batch in found}
-        for batch, name in itertools.product(found, generators):
-            with _recording_failures(found[batch], name):
-                is_timed = batch <= settings.prefill_limit
-                before, compiling = prefill(name if is_timed else reference, batch)
-                decode = _lowered_decode(generators[name], *before.out_info[1:])
-                futures[batch][name] = compiling, pool.submit(decode.compile)
-        compiled: dict[int, dict[str, Programs]] = {batch: {} for batch in found}
-        for batch, name in itertools.product(found, generators):
-            with _recording_failures(found[batch], name):
-                if name in futures[batch]:
-                    before, decode = futures[batch][name]
-                    compiled[batch][name] = before.result(), decode.result()
-    return compiled
-
-
-def _lowered_prefill(generator: Generator, batch: int, prompt: int) -> Lowered:
-    tokens, lengths = (
-        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,))
-    )
-    program = generator.prefill(prompt + _ROOM, Sampling(), ())
-    return program.lower(generator.abstract_params, tokens, lengths)
-
-
-def _lowered_decode(generator: Generator, ends: Any, caches: Any) -> Lowered:
-    """The program of a launch, on ends and caches of such shapes."""
-
-    def placed(arrays: Any, spec: PartitionSpec) -> Any:
-        sharding = NamedSharding(generator.mesh, spec)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays
-        )
-
-    program = generator.decode(_LAUNCH, Sampling(), ())
-    state = placed(ends, PartitionSpec()), placed(caches, CACHE_SPEC)
-    return program.lower(generator.abstract_params, *state)
-
-
 def _measure(
     programs: dict[str, Programs],
     measured: Measured,
@@ -306,30 +226,20 @@ def _measure(
     is_timed = {"prefill": batch <= settings.prefill_limit, "decode": True}
     tokens = {}
     for name, candidate in programs.items():
-        with _recording_failures(measured, name):
+        with recording_failures(measured.failures, name):
             tokens[name] = _first_tokens(candidate, params, prompts, lengths)
     measured.failures |= _disagreements(tokens)
     right = {name: programs[name] for name in tokens if name not in measured.failures}
     for part, make in (("prefill", _prefills), ("decode", _launches)):
         if not is_timed[part] or not right:
             continue
-        scale = 1 if part == "prefill" else _LAUNCH
-        with _recording_failures(measured, *right):
+        scale = 1 if part == "prefill" else LAUNCH
+        with recording_failures(measured.failures, *right):
             runs = make(right, params, prompts[0], lengths)
             seconds = settings.group_seconds
             timings = measure(runs, groups=settings.groups, seconds_per_group=seconds)
             for name, timing in timings.items():
                 measured.times[part][name] = [seconds / scale for seconds in timing.samples]
-
-
-@contextlib.contextmanager
-def _recording_failures(measured: Measured, *names: str) -> Iterator[None]:
-    """Whatever goes wrong with some candidates, the others still count."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        measured.failures |= dict.fromkeys(names, reason)
 
 
 def _first_tokens(
@@ -375,17 +285,12 @@ def _launches(
     return {name: functools.partial(launch, decode) for name, (_, decode) in programs.items()}
 
 
-def _reference(names: Container[str]) -> str | None:
-    """The candidate that others are compared with; None if it is not among them."""
-    return next((name for name in _REFERENCES if name in names), None)
-
-
 def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
     """Why candidates are wrong whose tokens [2, prompts] are not those of the reference.
 
     The second tokens are compared where the first ones agree.
     """
-    reference = _reference(tokens)
+    reference = reference_of(tokens)
     wrong: dict[str, str] = {}
     for name, (first, second) in tokens.items() if reference is not None else ():
         same = first == tokens[str(reference)][0]

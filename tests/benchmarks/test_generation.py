@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import generation, generation_tables
 from benchmarks.generation import Generation
+from benchmarks.generation_programs import compile_all, make_generator
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.settings import make_mesh
 
@@ -34,7 +35,7 @@ SETTINGS = Generation(
 def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A report in which one candidate embeds other tokens, and one of PyTorch has failed."""
     patch = pytest.MonkeyPatch()
-    generator_of = generation._generator
+    generator_of = generation.make_generator
 
     def generator_with_wrong_one(name: str, *arguments: Any) -> Any:
         generator = generator_of("xla" if name == "wrong" else name, *arguments)
@@ -54,7 +55,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         found = [{**one, "name": case["name"], "samples": [1e-3, 3e-3]} for case in cases]
         return [{**found[0], "prefill": [4.0, 4.0]}, found[1]], None
 
-    patch.setattr(generation, "_generator", generator_with_wrong_one)
+    patch.setattr(generation, "make_generator", generator_with_wrong_one)
     patch.setattr(runner, "time_pytorch", time_pytorch)
     names = ("auto", "xla", "baseline", "wrong")
     settings = dataclasses.replace(
@@ -100,11 +101,11 @@ def test_launches_that_share_a_cache_decode_the_same_tokens_each_time() -> None:
     mesh = make_mesh(dataclasses.replace(SETTINGS, devices=1))
     config, names = generation.PRESETS["debug"](), ("xla", "baseline")
     settings = dataclasses.replace(SETTINGS, devices=1, batches=(1,))
-    generators = {name: generation._generator(name, config, mesh, settings) for name in names}
+    generators = {name: make_generator(name, config, mesh, settings.array_dtype) for name in names}
     prompts, lengths = np.arange(16, dtype=np.int32).reshape(2, 1, 8), np.full(1, 8, np.int32)
     with jax.set_mesh(mesh):
         params = generation._random(generators["xla"])
-        programs = generation._compiled(generators, {1: generation.Measured()}, settings)[1]
+        programs = compile_all(generators, {1: {}}, settings.prompt, settings.prefill_limit)[1]
         one, other = generation._launches(programs, params, prompts[1], lengths).values()
         first, *others = (np.asarray(launch()) for launch in (one, other, other, one))
         tokens = generation._first_tokens(programs["xla"], params, prompts, lengths)

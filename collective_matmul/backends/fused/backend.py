@@ -26,7 +26,7 @@ from collective_matmul.site import Site
 #: Predictions err by a tenth, those of XLA with few rows by up to a fifth; sums of few rows are
 #: predicted up to 60 % too slow.
 ERROR = 0.15
-#: With operands in 8 bits, which no GPU has executed: they are chosen by name only.
+#: With operands in 8 bits, whose times no one has measured: they are chosen by name only.
 FP8_ERROR = math.inf
 
 #: Inside a stack a kernel takes longer than its configuration predicts, which is measured alone on

@@ -1,0 +1,138 @@
+"""The programs of the benchmark of generation: what they are, compiled all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
+
+from benchmarks.internals import decide_once
+from collective_matmul import overlap_jit
+from models.config import LlamaConfig
+from models.generation import Generator, Sampling
+from models.generation.generator import CACHE_SPEC
+
+#: Tokens of a launch.
+LAUNCH = 16
+#: Tokens that the cache has place for after the prompt. All of the cache is read.
+ROOM = 512
+#: Programs that are compiled at the same time.
+_COMPILING = 16
+#: Candidates that others are compared with: the first of these that takes part.
+_REFERENCES = ("baseline", "xla")
+
+#: Of prefill and of decoding.
+Programs = tuple[Callable, Callable]
+#: Why candidates have no times.
+Failures = dict[str, str]
+
+
+def make_generator(
+    name: str, config: LlamaConfig, mesh: jax.sharding.Mesh, dtype: Any
+) -> Generator:
+    """The generator of a candidate."""
+    is_baseline = name == "baseline"
+    return Generator(
+        config,
+        mesh=mesh,
+        implementation=None if name == "auto" else "xla" if is_baseline else name,
+        dtype=dtype,
+        jit=jax.jit if is_baseline else _Deciding,
+    )
+
+
+class _Deciding:
+    """A function whose `lower` decides about kernels that address peers as `overlap_jit` does when
+    it is called. Its own `lower` has none, as other threads could launch what it returns.
+    """
+
+    def __init__(self, function: Callable, **options: Any):
+        self._without = overlap_jit(function, **options)
+        self._with = overlap_jit(function, peer_kernels=True, **options)
+
+    def lower(self, *arguments: Any) -> Lowered:
+        decision = decide_once(self._without.trace(*arguments).jaxpr.jaxpr)
+        return (self._with if decision.allowed else self._without).lower(*arguments)
+
+
+def compile_all(
+    generators: dict[str, Generator],
+    failures: dict[int, Failures],
+    prompt: int,
+    prefill_limit: int,
+) -> dict[int, dict[str, Programs]]:
+    """Compiles the programs of all candidates and batches at once.
+
+    Args:
+      generators: of each candidate.
+      failures: for each batch; what goes wrong is added.
+      prompt: number of tokens of each prompt.
+      prefill_limit: the largest batch for which each candidate has a prefill of its own.
+    """
+    reference = reference_of(generators) or next(iter(generators))
+    with ThreadPoolExecutor(_COMPILING) as pool:
+
+        @functools.cache
+        def prefill(name: str, batch: int) -> tuple[Lowered, Future]:
+            lowered = _lowered_prefill(generators[name], batch, prompt)
+            return lowered, pool.submit(lowered.compile)
+
+        futures: dict[int, dict[str, tuple[Future, Future]]] = {batch: {} for batch in failures}
+        for batch, name in itertools.product(failures, generators):
+            with recording_failures(failures[batch], name):
+                is_timed = batch <= prefill_limit
+                before, compiling = prefill(name if is_timed else reference, batch)
+                decode = _lowered_decode(generators[name], *before.out_info[1:])
+                futures[batch][name] = compiling, pool.submit(decode.compile)
+        compiled: dict[int, dict[str, Programs]] = {batch: {} for batch in failures}
+        for batch, name in itertools.product(failures, generators):
+            with recording_failures(failures[batch], name):
+                if name in futures[batch]:
+                    before, decode = futures[batch][name]
+                    compiled[batch][name] = before.result(), decode.result()
+    return compiled
+
+
+def _lowered_prefill(generator: Generator, batch: int, prompt: int) -> Lowered:
+    tokens, lengths = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,))
+    )
+    program = generator.prefill(prompt + ROOM, Sampling(), ())
+    return program.lower(generator.abstract_params, tokens, lengths)
+
+
+def _lowered_decode(generator: Generator, ends: Any, caches: Any) -> Lowered:
+    """The program of a launch, on ends and caches of such shapes."""
+
+    def placed(arrays: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(generator.mesh, spec)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays
+        )
+
+    program = generator.decode(LAUNCH, Sampling(), ())
+    state = placed(ends, PartitionSpec()), placed(caches, CACHE_SPEC)
+    return program.lower(generator.abstract_params, *state)
+
+
+@contextlib.contextmanager
+def recording_failures(failures: Failures, *names: str) -> Iterator[None]:
+    """Whatever goes wrong with some candidates, the others still count."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        failures.update(dict.fromkeys(names, reason))
+
+
+def reference_of(names: Container[str]) -> str | None:
+    """The candidate that others are compared with; None if it is not among them."""
+    return next((name for name in _REFERENCES if name in names), None)
