@@ -93,11 +93,10 @@ def compile_all(
                 decode = _lowered_decode(generators[name], *before.out_info[1:])
                 futures[batch][name] = compiling, pool.submit(decode.compile)
         compiled: dict[int, dict[str, Programs]] = {batch: {} for batch in failures}
-        for batch, name in itertools.product(failures, generators):
-            with recording_failures(failures[batch], name):
-                if name in futures[batch]:
-                    before, decode = futures[batch][name]
-                    compiled[batch][name] = before.result(), decode.result()
+        for batch, candidates in futures.items():
+            for name, (prefilling, decoding) in candidates.items():
+                with recording_failures(failures[batch], name):
+                    compiled[batch][name] = prefilling.result(), decoding.result()
     return compiled
 
 
