@@ -106,11 +106,14 @@ def _embed(model: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[B, S] -> [B, S, features], the sequence sharded; and the head's matrix, which may be the
     table's transpose."""
     batch, tensor, dtype = batch_axes(tokens), model.axis_name, model.dtype
-    table = _weight_of(model.embedding.get_value())
+    embedding: Any = model.embedding.get_value()
+    table = _weight_of(embedding)
     columns = jax.typeof(table).sharding.spec[1]
     if model.head is None:
         table = whole(table, tensor, dtype).astype(dtype)
-        return table.at[tokens].get(out_sharding=P(batch, tensor)), table.T
+        # XLA would add whole gradients of both uses: each has to shard its own.
+        head = _weight_of(embedding) if _is_gathered(embedding) else table
+        return table.at[tokens].get(out_sharding=P(batch, tensor)), head.T
     head = whole(_weight_of(model.head.kernel.get_value()), tensor, dtype).astype(dtype)
     if columns is None:
         return table.astype(dtype).at[tokens].get(out_sharding=P(batch, tensor)), head

@@ -119,7 +119,7 @@ ZERO = [
         for case in (
             ((1, 4, 2), {"zero": 3, "remat": "full"}),
             ((2, 2, 2), {"zero": 3, "gradient_accumulation_steps": 2}),
-            ((1, 2, 4), {"zero": 1, "gradient_accumulation_steps": 2}),
+            ((1, 2, 4), {"zero": 1, "gradient_accumulation_steps": 2, "scan_layers": 1}),
             ((2, 2, 2), {}),
         )
     ),
@@ -224,11 +224,15 @@ def test_shards_of_gradients_are_accumulated(zero: int) -> None:
     assert len(shards) == len(model.sharded_dimensions)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_gradients_are_sharded_in_the_dtype_of_their_sums(zero: int, remat: str) -> None:
-    """XLA makes no reduce-scatter of a sum, a cast and a slice."""
-    config = config_of({"zero": zero, "remat": remat, "compute_dtype": "bfloat16"}, {})
+@pytest.mark.parametrize(
+    ("zero", "remat", "tied_head"), [(1, "none", False), (1, "full", True), (2, "full", False)]
+)
+def test_each_gradient_is_sharded_in_the_dtype_of_its_sum(
+    zero: int, remat: str, tied_head: bool
+) -> None:
+    """XLA makes no reduce-scatter of sums, a cast or an addition, and a slice."""
+    changes = {"zero": zero, "remat": remat, "compute_dtype": "bfloat16"}
+    config = config_of(changes, {"tied_head": tied_head})
     model = ModelFunctions(config, MeshSizes(1, 2, 4))
     divided = [
         equation.outvars[0].aval.dtype.name
@@ -239,7 +243,8 @@ def test_gradients_are_sharded_in_the_dtype_of_their_sums(zero: int, remat: str)
         and "fsdp" not in before
         and "fsdp" in str(equation.outvars[0].aval.sharding.spec)
     ]
-    assert divided == ["bfloat16"] * len(model.sharded_dimensions)
+    # A table that is the head too has a gradient of each use.
+    assert divided == ["bfloat16"] * (len(model.sharded_dimensions) + tied_head)
 
 
 def results_of_loops(jaxpr: Any) -> list[Any]:
