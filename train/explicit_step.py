@@ -81,7 +81,7 @@ def explicit_loss_and_grads(
     def loss(variables: Params, microbatch: Batch) -> jax.Array:
         inputs, targets = microbatch["inputs"], microbatch["targets"]
         documents = microbatch.get("document_lengths")
-        weights = variables | {
+        weights: dict[str, Any] = variables | {
             name: explicit.GatheredWeight(variables[name], weight)
             for name, weight in gathered.items()
         }

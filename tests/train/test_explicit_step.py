@@ -22,6 +22,7 @@ from tests.rewrite.programs import sites
 from train import config as configs
 from train import explicit_step
 from train.config import Config, MeshSizes
+from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
 from train.step import BATCH_SPEC, Batch, make_step, sharded_step
@@ -222,6 +223,15 @@ def test_shards_of_gradients_are_accumulated(zero: int) -> None:
     shards = [aval for aval in loop if "fsdp" in str(aval.sharding.spec)]
     assert len(loop) == 1 + len(model.specs)
     assert len(shards) == len(model.sharded_dimensions)
+
+
+def test_shards_of_gradients_are_predicted_for_level_1() -> None:
+    mesh = make_abstract_mesh(MeshSizes(1, 2, 4))
+    changes = {"gradient_accumulation_steps": 2}
+    level_1, level_2 = (memory_of(config_of(changes | {"zero": n}, {}), mesh) for n in (1, 2))
+    assert level_1 == level_2
+    whole = config_of(changes | {"zero": 1, "overlap": "auto"}, {})
+    assert level_1.total < memory_of(whole, mesh).total
 
 
 @pytest.mark.parametrize(
