@@ -10,15 +10,16 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
 from models import explicit_layers
 from models.config import LlamaConfig
@@ -49,6 +50,21 @@ def count_sites(gathered: Collection[str] = ()) -> int:
     return (2 + 2) + 1 + len({f"{name}.kernel" for name in _LINEAR}.intersection(gathered))
 
 
+class GatheredWeight(NamedTuple):
+    """A weight that was gathered before, with the shards that it was made of.
+
+    A model computes with the weight, and gradients are with respect to the shards: the backward of
+    the block that uses the weight shards its gradient at once, so that none stays whole.
+
+    Attributes:
+      shards: the array to differentiate with respect to.
+      weight: what `whole` returns for it, in the same dtype.
+    """
+
+    shards: jax.Array
+    weight: jax.Array
+
+
 #: A block as a function of its parameters.
 ApplyBlock = Callable[[Any, jax.Array, Documents | None], jax.Array]
 
@@ -64,7 +80,7 @@ def loss(
 
     Args:
       model: a model whose parameters are global, float32, sharded over `model.axis_name` as its
-        metadata say. Its own layers are not called.
+        metadata say, or `GatheredWeight`s. Its own layers are not called.
       config: shape of the model.
       tokens: int32 [B, S], sharded over the axes of the batch.
       targets: int32 [B, S], sharded as `tokens`.
@@ -90,12 +106,15 @@ def _embed(model: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[B, S] -> [B, S, features], the sequence sharded; and the head's matrix, which may be the
     table's transpose."""
     batch, tensor, dtype = batch_axes(tokens), model.axis_name, model.dtype
-    table = model.embedding[...]
+    embedding: Any = model.embedding.get_value()
+    table = _weight_of(embedding)
     columns = jax.typeof(table).sharding.spec[1]
     if model.head is None:
         table = whole(table, tensor, dtype).astype(dtype)
-        return table.at[tokens].get(out_sharding=P(batch, tensor)), table.T
-    head = whole(model.head.kernel[...], tensor, dtype).astype(dtype)
+        # XLA would add whole gradients of both uses: each has to shard its own.
+        head = _weight_of(embedding) if _is_gathered(embedding) else table
+        return table.at[tokens].get(out_sharding=P(batch, tensor)), head.T
+    head = whole(_weight_of(model.head.kernel.get_value()), tensor, dtype).astype(dtype)
     if columns is None:
         return table.astype(dtype).at[tokens].get(out_sharding=P(batch, tensor)), head
     # Tokens and activations travel, and not the table. Gradients of more tokens are summed here
@@ -145,11 +164,11 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
 
     graph = nnx.graphdef(nnx.eval_shape(build))
 
-    def gathered(parameter: jax.Array) -> jax.Array:
-        return whole(parameter, model.axis_name, model.dtype)
+    def gathered(parameter: jax.Array | GatheredWeight) -> jax.Array:
+        return whole(_weight_of(parameter), model.axis_name, model.dtype)
 
     def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-        return nnx.merge(graph, jax.tree.map(gathered, weights))(x, documents)
+        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(x, documents)
 
     return apply
 
@@ -166,6 +185,41 @@ def whole(parameter: jax.Array, axis_name: str, dtype: Any) -> jax.Array:
     return parameter if own == spec else reshard(parameter.astype(dtype), own)
 
 
+def _weight_of(parameter: jax.Array | GatheredWeight) -> jax.Array:
+    """The weight of a `GatheredWeight`; a parameter as it is."""
+    if isinstance(parameter, GatheredWeight):
+        return _with_gradient_of_shards(jax.typeof(parameter.shards).sharding, *parameter)
+    return parameter
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient_of_shards(
+    sharding: NamedSharding, shards: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """The weight, whose gradient becomes that of its shards."""
+    del sharding, shards
+    return weight
+
+
+def _forward(
+    sharding: NamedSharding, shards: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, None]:
+    del sharding, shards
+    return weight, None  # Its argument itself, of which loops keep no copy for the backward.
+
+
+def _backward(sharding: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array, None]:
+    # XLA makes one reduce-scatter of a sum and a slice, if there is no cast between them.
+    return reshard(gradient, sharding), None
+
+
+_with_gradient_of_shards.defvjp(_forward, _backward)
+
+
+def _is_gathered(parameter: Any) -> bool:
+    return isinstance(parameter, GatheredWeight)
+
+
 def _only(spec: P, axis_name: str) -> P:
     """A spec that names no other axis."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
@@ -174,7 +228,8 @@ def _only(spec: P, axis_name: str) -> P:
 
 def _gathers(model: Llama) -> bool:
     """Whether blocks gather weights: further axes shard their parameters."""
-    specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(nnx.state(model.layers))]
+    leaves = jax.tree.leaves(nnx.state(model.layers), is_leaf=_is_gathered)
+    specs = [jax.typeof(leaf).sharding.spec for leaf in leaves if not _is_gathered(leaf)]
     return any(_only(spec, model.axis_name) != spec for spec in specs)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, reshard
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap
@@ -72,14 +72,19 @@ def explicit_loss_and_grads(
     With `rewrite` the loss is passed to `overlap` before it is differentiated: the gradients are
     those of the library's ops, as with its layers.
     """
-    weights = _weights(model, params)
+    variables = _variables(model, params)
+    gathered = _gathered_weights(model, variables)
     tokens: jax.Array | int = config.batch_size * config.sequence_length
     if "answers" in batch:
         tokens = jnp.maximum(jnp.sum(batch["answers"]), 1)
 
-    def loss(weights: Params, microbatch: Batch) -> jax.Array:
+    def loss(variables: Params, microbatch: Batch) -> jax.Array:
         inputs, targets = microbatch["inputs"], microbatch["targets"]
         documents = microbatch.get("document_lengths")
+        weights: dict[str, Any] = variables | {
+            name: explicit.GatheredWeight(variables[name], weight)
+            for name, weight in gathered.items()
+        }
         each = explicit.loss(model.merge(weights), config.model, inputs, targets, documents)
         if "answers" in microbatch:
             each *= microbatch["answers"]
@@ -90,12 +95,11 @@ def explicit_loss_and_grads(
         overlapped = overlap(loss, require=required_sites(model), fp8=model.fp8_scopes)
 
     def loss_and_grads(microbatch: Batch) -> tuple[jax.Array, Params]:
-        total, grads = jax.value_and_grad(overlapped)(weights, microbatch)
-        return total, grads if model.zero == 1 else _typed_as(params, grads)
+        total, grads = jax.value_and_grad(overlapped)(variables, microbatch)
+        return total, jax.tree.map(lambda p, g: g.astype(p.dtype), params, grads)
 
     if not model.accumulates:
-        total, grads = loss_and_grads(batch)
-        return total, _typed_as(params, grads)
+        return loss_and_grads(batch)
 
     def add(total: tuple[jax.Array, Params], microbatch: Batch) -> tuple[Any, None]:
         one = loss_and_grads(microbatch)
@@ -103,40 +107,30 @@ def explicit_loss_and_grads(
             return jax.tree.map(jnp.add, total, one), None
 
     cut = functools.partial(_microbatches, config.gradient_accumulation_steps)
-    whole = weights if model.zero == 1 else params
-    no_grads = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), whole)
-    nothing = jnp.zeros((), jnp.float32), no_grads
-    (total, grads), _ = lax.scan(add, nothing, jax.tree.map(cut, batch))
-    return total, _typed_as(params, grads)
+    nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
+    total_and_grads, _ = lax.scan(add, nothing, jax.tree.map(cut, batch))
+    return total_and_grads
 
 
 @jax.named_scope("weights")
-def _weights(model: ModelFunctions, params: Params) -> Params:
-    """What to differentiate with respect to: the parameters, with matrices as they are used. These
-    are cast and gathered once per step, or by ZeRO level 3 where they are used."""
+def _variables(model: ModelFunctions, params: Params) -> Params:
+    """What to differentiate with respect to: the parameters, with matrices in the dtype in which
+    they are used. ZeRO level 3 casts these where it gathers them."""
     if model.zero == 3:
         return params
-    dtype = model.compute_dtype
-
-    def made(name: str, leaf: jax.Array) -> jax.Array:
-        leaf = explicit.whole(leaf, "tensor", dtype)
-        return leaf.astype(dtype) if name in model.matrices else leaf
-
-    return {name: made(name, leaf) for name, leaf in params.items()}
+    return {
+        name: leaf.astype(model.compute_dtype) if name in model.matrices else leaf
+        for name, leaf in params.items()
+    }
 
 
 @jax.named_scope("weights")
-def _typed_as(params: Params, gradients: Params) -> Params:
-    """Gradients with the dtypes and shardings of parameters."""
-
-    def typed(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
-        gradient = gradient.astype(parameter.dtype)
-        sharding = jax.typeof(parameter).sharding
-        return (
-            gradient if jax.typeof(gradient).sharding == sharding else reshard(gradient, sharding)
-        )
-
-    return jax.tree.map(typed, params, gradients)
+def _gathered_weights(model: ModelFunctions, variables: Params) -> Params:
+    """The weights that ZeRO levels 1 and 2 gather once per step."""
+    if model.zero == 3:
+        return {}
+    dtype = model.compute_dtype
+    return {n: explicit.whole(variables[n], "tensor", dtype) for n in model.sharded_dimensions}
 
 
 def _microbatches(count: int, array: jax.Array) -> jax.Array:

@@ -74,6 +74,8 @@ def memory_of(
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
     if config.overlap == "rewrite-jit":
         config = dataclasses.replace(config, overlap="auto")
+        if config.zero == 1:  # Its backward shards the gradients of each microbatch, as level 2.
+            model = ModelFunctions(dataclasses.replace(config, zero=2), MeshSizes(**mesh.shape))
     step = sharded_step(config, model, optimizer, mesh, rewrite=False)
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))

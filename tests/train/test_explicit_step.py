@@ -22,6 +22,7 @@ from tests.rewrite.programs import sites
 from train import config as configs
 from train import explicit_step
 from train.config import Config, MeshSizes
+from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
 from train.step import BATCH_SPEC, Batch, make_step, sharded_step
@@ -119,7 +120,7 @@ ZERO = [
         for case in (
             ((1, 4, 2), {"zero": 3, "remat": "full"}),
             ((2, 2, 2), {"zero": 3, "gradient_accumulation_steps": 2}),
-            ((1, 2, 4), {"zero": 1, "gradient_accumulation_steps": 2}),
+            ((1, 2, 4), {"zero": 1, "gradient_accumulation_steps": 2, "scan_layers": 1}),
             ((2, 2, 2), {}),
         )
     ),
@@ -202,22 +203,64 @@ def test_muon_updates_the_same() -> None:
 
 
 @pytest.mark.usefixtures("rings")
-@pytest.mark.parametrize("rewrite", [False, True])
-def test_level_3_keeps_no_whole_weights_for_the_backward(rewrite: bool) -> None:
-    config, sizes = config_of({"zero": 3, "scan_layers": 1}, {}), MeshSizes(1, 2, 4)
+@pytest.mark.parametrize(("zero", "rewrite"), [(1, True), (3, False), (3, True)])
+def test_loops_over_layers_leave_no_whole_weights_or_gradients(zero: int, rewrite: bool) -> None:
+    config, sizes = config_of({"zero": zero, "scan_layers": 1}, {}), MeshSizes(1, 2, 4)
     jaxpr = jaxpr_of(config, sizes, rewrite=rewrite)
     abstract = ModelFunctions(config, sizes).abstract_params
     stacked = {leaf.shape for name, leaf in abstract.items() if "kernel" in name}
-    results = [
-        var.aval
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "scan"
-        for var in equation.outvars
-        if var.aval.shape in stacked
-    ]
+    results = [aval for aval in results_of_loops(jaxpr) if aval.shape in stacked]
     # The gradients, and nothing from the forward to the backward.
     assert len(results) == 7
     assert all("fsdp" in str(aval.sharding.spec) for aval in results)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_shards_of_gradients_are_accumulated(zero: int) -> None:
+    config = config_of({"zero": zero, "gradient_accumulation_steps": 2}, {})
+    model = ModelFunctions(config, MeshSizes(1, 2, 4))
+    loop = results_of_loops(jaxpr_of(config, MeshSizes(1, 2, 4)))
+    shards = [aval for aval in loop if "fsdp" in str(aval.sharding.spec)]
+    assert len(loop) == 1 + len(model.specs)
+    assert len(shards) == len(model.sharded_dimensions)
+
+
+def test_shards_of_gradients_are_predicted_for_level_1() -> None:
+    mesh = make_abstract_mesh(MeshSizes(1, 2, 4))
+    changes = {"gradient_accumulation_steps": 2}
+    level_1, level_2 = (memory_of(config_of(changes | {"zero": n}, {}), mesh) for n in (1, 2))
+    assert level_1 == level_2
+    whole = config_of(changes | {"zero": 1, "overlap": "auto"}, {})
+    assert level_1.total < memory_of(whole, mesh).total
+
+
+@pytest.mark.parametrize(
+    ("zero", "remat", "tied_head"), [(1, "none", False), (1, "full", True), (2, "full", False)]
+)
+def test_each_gradient_is_sharded_in_the_dtype_of_its_sum(
+    zero: int, remat: str, tied_head: bool
+) -> None:
+    """XLA makes no reduce-scatter of sums, a cast or an addition, and a slice."""
+    changes = {"zero": zero, "remat": remat, "compute_dtype": "bfloat16"}
+    config = config_of(changes, {"tied_head": tied_head})
+    model = ModelFunctions(config, MeshSizes(1, 2, 4))
+    divided = [
+        equation.outvars[0].aval.dtype.name
+        for equation in equations(jaxpr_of(config, MeshSizes(1, 2, 4)))
+        if equation.primitive.name == "reshard"
+        # The arguments of the step are sharded over both axes at once.
+        and "tensor" in (before := str(equation.invars[0].aval.sharding.spec))
+        and "fsdp" not in before
+        and "fsdp" in str(equation.outvars[0].aval.sharding.spec)
+    ]
+    # A table that is the head too has a gradient of each use.
+    assert divided == ["bfloat16"] * (len(model.sharded_dimensions) + tied_head)
+
+
+def results_of_loops(jaxpr: Any) -> list[Any]:
+    """The types of what loops return."""
+    loops = (each for each in equations(jaxpr) if each.primitive.name == "scan")
+    return [var.aval for loop in loops for var in loop.outvars]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
