@@ -162,23 +162,28 @@ def load_in_layout(ref: Any, layout: Any) -> jax.Array:
 
 
 def in_place_kernel(
-    body: Callable, mesh: Any, outs: Sequence[jax.Array], **kwargs: Any
+    body: Callable, mesh: Any, outs: Sequence[jax.Array], *, writes_all: bool = False, **kwargs: Any
 ) -> Callable:
     """A `pl.kernel` that updates `outs` in place: ``kernel(*operands)`` returns the new `outs`.
 
     `body` receives refs of the operands and of the outs. Elements that it does not write keep their
     value. The compiler copies an out only if its old value is used afterwards.
+
+    With `writes_all` it writes every element, and the outs only tell their types: results are new
+    arrays. XLA may allocate an empty array long before the kernel that it is for.
     """
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
         count = len(operands)
+        types = tuple(map(jax.typeof, outs))
+        if writes_all:
+            return tuple(_mpmd_map([(mesh, body)], types, **kwargs)(*operands))
 
         def run(*refs: Any) -> None:
             # Each out has two refs to the same memory: as an operand, and as a result.
             body(*refs[:count], *refs[count + len(outs) :])
 
         aliases = {count + i: i for i in range(len(outs))}
-        types = tuple(map(jax.typeof, outs))
         call = _mpmd_map([(mesh, run)], types, input_output_aliases=aliases, **kwargs)
         return tuple(call(*operands, *outs))
 

@@ -177,8 +177,10 @@ def quantize_weights(
     if axis_name is not None and (recipe.name == "tensorwise" or not divides_columns):
         common = lax.pmax(common, axis_name)
     scale = _scale(common, recipe.dtype)
-    columns = [jnp.broadcast_to(scale[0], w.shape[1:]) for w in ws]
-    if divides_columns:
+    # One scale for the array is there already for the columns of other shards.
+    repeats = lax.axis_size(axis_name) if divides_columns and recipe.name == "tensorwise" else 1
+    columns = [jnp.broadcast_to(scale[0], (w.shape[1] * repeats,)) for w in ws]
+    if divides_columns and repeats == 1:
         columns = [lax.all_gather(each, axis_name, tiled=True) for each in columns]
     values = [_divided(w, scale, recipe.dtype).T for w in ws]
     return tuple(

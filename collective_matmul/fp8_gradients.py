@@ -35,6 +35,7 @@ from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import contract_rows, matmul
 from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import whole_of
+from collective_matmul.backends.ring.direct_scatter import scattered_sum, scatters_directly
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, with_auto_axes
 from collective_matmul.fp8 import (
@@ -277,9 +278,12 @@ def _weights(
 
 def _shard_of_gradient(call: OpParams, dw: jax.Array, w: jax.Array) -> jax.Array:
     """The gradient of w, of which dw is the whole: summed over its axis in its dtype."""
-    shards, dw = call.weight_shards, dw.astype(w.dtype)
+    shards = call.weight_shards
     if shards is None:
-        return dw
+        return dw.astype(w.dtype)
+    if scatters_directly(shards, call.implementation, call.divergent_axes):
+        return scattered_sum(dw, shards, w.dtype)
+    dw = dw.astype(w.dtype)
     return lax.psum_scatter(dw, shards.axis_name, scatter_dimension=shards.dimension, tiled=True)
 
 

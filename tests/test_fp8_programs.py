@@ -171,6 +171,46 @@ def test_weights_are_gathered_in_8_bits(fp8: Any, contracted: int, make_mesh: Me
 
 
 @pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("implementation", [None, "ring", "xla"])
+def test_gradients_of_shards_travel_as_they_were_rounded(
+    fp8: Any, implementation: str | None, make_mesh: MeshFactory
+) -> None:
+    """In bfloat16, though they are summed in float32. XLA's own collectives send that."""
+    options: Any = {"weight_axis_name": "fsdp", "fp8": fp8, "implementation": implementation}
+
+    def gradients(x: jax.Array, up: jax.Array, down: jax.Array, dy: jax.Array) -> Any:
+        def layer(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            hidden = all_gather_matmul(x, up, AXIS, gather_dimension=0, **options)
+            return matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=0, **options)
+
+        return jax.vjp(layer, x, up, down)[1](dy)
+
+    rows, ups, downs = P(("fsdp", AXIS)), P("fsdp", AXIS), P((AXIS, "fsdp"))
+    fun = jax.shard_map(
+        gradients,
+        mesh=make_mesh({"fsdp": 2, AXIS: 1}),
+        in_specs=(rows, ups, downs, rows),
+        out_specs=(rows, ups, downs),
+    )
+    x, up = (
+        jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256, 512), "float32"),
+    )
+    down = jax.ShapeDtypeStruct((512, 256), "float32")
+    program = Program(fun, x, up, down, x)
+
+    def sent(name: str) -> set[str]:
+        return {tensor(each.operands[0]) for each in program.operations(name)}
+
+    if implementation == "xla":
+        assert sent("reduce_scatter") >= {"256x512xf32", "512x256xf32"}
+        assert not sent("collective_permute")
+    else:
+        assert sent("collective_permute") == {"128x512xbf16", "256x256xbf16"}
+        assert not any(shape.endswith("f32") for shape in sent("reduce_scatter"))
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
 def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) -> None:
     def gather(x: jax.Array, w: jax.Array) -> jax.Array:
         return all_gather_matmul(x, w, AXIS, fp8=fp8, weight_axis_name="fsdp", weight_dimension=1)

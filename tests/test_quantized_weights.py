@@ -131,6 +131,20 @@ def test_shards_have_the_copies_of_the_whole(
     jax.tree.map(np.testing.assert_array_equal, jax.jit(fun)(ws), expected)
 
 
+@pytest.mark.parametrize(("fp8", "gathers"), [("rowwise", True), ("tensorwise", False)])
+def test_only_scales_of_columns_are_gathered(
+    fp8: Any, gathers: bool, make_mesh: MeshFactory
+) -> None:
+    def scales(w: jax.Array) -> jax.Array:
+        options: Any = {"weight_axis_name": "fsdp", "weight_dimension": 1}
+        return prequantize(w, fp8, **options).forward.scales
+
+    spec = P(None, "fsdp")
+    mesh = make_mesh({"fsdp": 4})
+    fun = jax.shard_map(scales, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    assert ("all_gather" in str(jax.make_jaxpr(fun)(drawn(8, 16, seed=0)))) == gathers
+
+
 @pytest.mark.parametrize(
     ("fp8", "dimension", "vma"),
     [("rowwise", 0, True), ("tensorwise", 1, True), ("blockwise", 0, False)],

@@ -57,12 +57,14 @@ def matmul(
       interpret: how to interpret the kernel on the CPU, see `pl.kernel`; False for GPUs.
 
     Returns:
-      One array for each of outs, of the same shape; the memory of outs is reused.
+      One array for each of outs, of the same shape; the memory of outs is reused, unless all of it
+      is overwritten.
     """
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     planes = [*(operand.index for operand in operands), out_index]
     blocks = [*(operand.column_block for operand in operands), out_column_block]
     indices = jnp.stack([jnp.asarray(index, jnp.int32) for index in (*planes, *blocks)])
     gemm = PersistentGemm(xs, ws, outs, batch, contracted_planes, tiling, out_column_blocks)
-    kernel = gemm.kernel(outs, "chunk_matmul", multiprocessors, interpret)
+    options = {"interpret": interpret, "writes_all": gemm.writes_all}
+    kernel = gemm.kernel(outs, "chunk_matmul", multiprocessors, **options)
     return kernel(indices, *(operand.array for operand in operands))

@@ -83,9 +83,18 @@ class PersistentGemm(TileLoader):
         self.planes_per_batch = outs[0].shape[0] // batch
 
     def kernel(
-        self, outs: Sequence[jax.Array], name: str, multiprocessors: int, interpret: Any = False
+        self,
+        outs: Sequence[jax.Array],
+        name: str,
+        multiprocessors: int,
+        interpret: Any = False,
+        *,
+        writes_all: bool = False,
     ) -> Callable:
-        """Returns the function that launches the kernel and returns `outs`, written in place."""
+        """Returns the function that launches the kernel and returns `outs`, written in place.
+
+        With `writes_all` they are new arrays: see `in_place_kernel`.
+        """
         mesh = plgpu.Mesh(
             grid=(multiprocessors // math.prod(self.tiling.cluster),),
             grid_names=("cluster",),
@@ -95,7 +104,13 @@ class PersistentGemm(TileLoader):
             thread_name="warpgroup",
             kernel_name=name,
         )
-        return in_place_kernel(self.run, mesh, outs, interpret=interpret, name=name)
+        options = {"interpret": interpret, "name": name, "writes_all": writes_all}
+        return in_place_kernel(self.run, mesh, outs, **options)
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether its tiles are all elements of the results."""
+        return self.planes_per_batch == self.out_column_blocks == 1
 
     def run(self, indices: Ref, *refs: Ref) -> None:
         """Executes one warpgroup; refs are the xs, the ws of each x, and the results."""

@@ -233,7 +233,8 @@ def _shared_launch(
         w_operands = [[Operand(w, 2) for w in term] for term in ws]
         scales = {"in_blocks": problem.in_blocks, "first_scale": first_scale}
         gemm = ScaledGemm(x_operands, w_operands, outs, problem.batch, tiling, **scales)
-        kernel = gemm.kernel(outs, "scaled_matmul", target.multiprocessors, target.interpret)
+        options = {"interpret": target.interpret, "writes_all": gemm.writes_all}
+        kernel = gemm.kernel(outs, "scaled_matmul", target.multiprocessors, **options)
         arrays = [*xs, *(w for term in ws for w in term)]
         # The planes of all operands and of the results, and then their blocks of columns.
         planes = [*[x_chunk] * len(xs), *[0] * (len(arrays) - len(xs)), out_chunk]
