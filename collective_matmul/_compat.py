@@ -177,7 +177,9 @@ def in_place_kernel(
         count = len(operands)
         types = tuple(map(jax.typeof, outs))
         if writes_all:
-            return tuple(_mpmd_map([(mesh, body)], types, **kwargs)(*operands))
+            results = _mpmd_map([(mesh, body)], types, **kwargs)(*operands)
+            # 0.10.2: what does not overwrite an array varies over no axes.
+            return tuple(map(vary_over, results, map(varying_axes, outs)))
 
         def run(*refs: Any) -> None:
             # Each out has two refs to the same memory: as an operand, and as a result.
