@@ -25,8 +25,9 @@ from collective_matmul.einsum_execution import contract, gather_einsum, scatter_
 from collective_matmul.equation import Equation, parse
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
 from collective_matmul.fp8 import RecipeName
-from collective_matmul.gradients import OpParams, ReverseMode, op_params, pvary_all
+from collective_matmul.gradients import OpParams, op_params, pvary_all
 from collective_matmul.ops import named
+from collective_matmul.reverse_mode import ReverseMode
 from collective_matmul.site import Einsum, Op, Site
 
 

@@ -43,6 +43,7 @@ from collective_matmul.fp8_messages import (
     message_scale_bytes,
     message_scales,
     message_values,
+    value_columns,
 )
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -77,6 +78,15 @@ class Recipe:
     def scales_of_row(self, columns: int) -> int:
         """The number of scales of a row of x."""
         return -(-columns // BLOCK) if self.name == "blockwise" else 1
+
+    def scale(self, largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The scale of numbers of which `largest` is the largest magnitude, float32.
+
+        It is a power of two where weight gradients have 8-bit operands: these are then multiplied
+        by the ratio of two scales, exactly.
+        """
+        scale = _scale(largest, dtype)
+        return _next_power_of_two(scale) if self.weight_gradient_in_fp8 else scale
 
     def message_columns(self, columns: int) -> int:
         """The size of the last dimension of x's message: one byte each."""
@@ -134,7 +144,7 @@ def quantize_rows(xs: Sequence[Array], recipe: Recipe, dtype: Any = None) -> tup
         return tuple(_quantized_blocks_of_rows(x, dtype) for x in xs)
     axes = None if recipe.name == "tensorwise" else -1
     largest = [jnp.max(_magnitude(x), axis=axes, keepdims=True) for x in xs]
-    scale = _scale(functools.reduce(jnp.maximum, largest), dtype)
+    scale = recipe.scale(functools.reduce(jnp.maximum, largest), dtype)
     rows = [jnp.broadcast_to(scale, (*x.shape[:-1], 1)) for x in xs]
     values = [_divided(x, scale, dtype) for x in xs]
     return tuple(message(each, scales) for each, scales in zip(values, rows, strict=True))
@@ -176,7 +186,7 @@ def quantize_weights(
     divides_columns = axis_name is not None and dimension == 1
     if axis_name is not None and (recipe.name == "tensorwise" or not divides_columns):
         common = lax.pmax(common, axis_name)
-    scale = _scale(common, recipe.dtype)
+    scale = recipe.scale(common, recipe.dtype)
     # One scale for the array is there already for the columns of other shards.
     repeats = lax.axis_size(axis_name) if divides_columns and recipe.name == "tensorwise" else 1
     columns = [jnp.broadcast_to(scale[0], (w.shape[1] * repeats,)) for w in ws]
@@ -219,46 +229,48 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
     ).astype(w.product_dtype)
 
 
-def weight_gradient(
-    message: jax.Array,
-    y: jax.Array,
-    dtypes: tuple[Any, Any],
-    *,
-    largest: jax.Array | None = None,
-    transposed: bool = False,
-) -> jax.Array:
-    """``xᵀ y`` [K, N] in y's dtype, contracted over all rows, in 8 bits.
+def weight_gradients(
+    pairs: Sequence[tuple[jax.Array, jax.Array]], recipe: Recipe, dtype: Any
+) -> list[jax.Array]:
+    """``xᵀ dy`` [K, N] of each pair of messages, contracted over all rows, in 8 bits.
 
-    Rows of the message may have different scales. They multiply the rows of y before y is
-    quantized, with one scale: the sum over rows then needs no scales, and the shards of a gathered
-    message need not agree on one.
+    Rows may have different scales, as those of different devices have. The sum over rows then has
+    one scale, the largest, and the rows of dy, of more range than x, are multiplied by the ratio of
+    theirs to it. All scales are powers of two, so this rounds only what becomes subnormal, and the
+    shards of a gathered message need not agree on a scale.
 
-    That scale is a power of two. It multiplies a rounded bfloat16 sum without another rounding, so
-    the matmul itself writes bfloat16: float32 would be twice the bytes, and one more pass.
+    Nor does the scale of the sum round: it multiplies a rounded bfloat16 sum. So the matmul itself
+    writes bfloat16: float32 would be twice the bytes, and one more pass.
 
     Args:
-      message: of x, [..., K + bytes], with one scale for each row.
-      y: [..., N].
-      dtypes: of the message's values, and of the quantized y.
-      largest: a bound of y's magnitudes, if it is known, for a y of much range, float8_e5m2. The
-        products are then bounded without a pass over y. Where large rows of the message meet small
-        rows of y, that bound is far from them.
-      transposed: whether the result is ``yᵀ x`` [N, K].
+      pairs: messages of x [..., K + bytes] and dy [..., N + bytes], with one scale for each row.
+      recipe: tells the dtypes of their values.
+      dtype: dtype of the results.
     """
-    columns = message.shape[-1] - message_scale_bytes(1)
-    values, rows = message_values(message, columns, dtypes[0]), tuple(range(y.ndim - 1))
-    scales = message_scales(message, columns, 1)
-    scaled = y.astype(jnp.float32) * scales
-    bound = jnp.max(_magnitude(scaled)) if largest is None else largest * jnp.max(scales)
-    scale = _next_power_of_two(_scale(bound, jnp.dtype(dtypes[1])))
-    left, right = values, _divided(scaled, scale, dtypes[1])
-    if transposed:
-        left, right = right, left
-    dimensions = ((rows, rows), ((), ()))
+    operands, scales = zip(*(_with_common_scale(x, dy, recipe) for x, dy in pairs), strict=True)
+    # XLA multiplies by a scale in the matmul if nothing else does, and merges equal scales.
+    scales = lax.optimization_barrier(scales)
     # float16 has no room for sums that are not scaled yet.
-    sums = y.dtype if y.dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-    product = lax.dot_general(left, right, dimensions, preferred_element_type=sums)
-    return (product * scale.astype(sums)).astype(y.dtype)
+    sums = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+    rows = tuple(range(pairs[0][0].ndim - 1))
+    gradients = []
+    for (x, dy), scale in zip(operands, scales, strict=True):
+        product = lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=sums)
+        gradients.append((product * scale.astype(sums)).astype(dtype))
+    return gradients
+
+
+def _with_common_scale(
+    x: jax.Array, dy: jax.Array, recipe: Recipe
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """The values of two messages, and the scale of their products in the sum over rows."""
+    x_columns, dy_columns = value_columns(x), value_columns(dy)
+    x_scales, dy_scales = message_scales(x, x_columns, 1), message_scales(dy, dy_columns, 1)
+    x_largest, dy_largest = jnp.max(x_scales), jnp.max(dy_scales)
+    ratios = (x_scales / x_largest) * (dy_scales / dy_largest)
+    values = message_values(dy, dy_columns, recipe.gradient_dtype).astype(jnp.float32) * ratios
+    operands = message_values(x, x_columns, recipe.dtype), values.astype(recipe.gradient_dtype)
+    return operands, x_largest * dy_largest
 
 
 def dequantized(w: ScaledMatrix) -> jax.Array:

@@ -8,12 +8,11 @@ Quantized are, each along the dimension that its matmul contracts::
     y  = X w      x and w
     dx = dY wᵀ    dy and wᵀ
 
-    dw = Xᵀ dY    what travels, as it was quantized for the matmul above; and with its scales, the
-                  other one
+    dw = Xᵀ dY    X and dY, as they were quantized for the matmuls above
 
 The last line is for recipes whose weight gradient is in 8 bits. Else what it is computed from
 travels in x's dtype, beside the message if there is one. Between forward and backward x is kept as
-the user gave it.
+what its weight gradient is computed from: the message, or x as the user gave it.
 
 Copies of weights that were quantized before (`quantized_weights`) are multiplied in place of the
 weights, which then only have the gradients.
@@ -37,28 +36,41 @@ from collective_matmul.backends.base import Backend, GatherResidual
 from collective_matmul.backends.chunked_array import whole_of
 from collective_matmul.backends.ring.direct_scatter import scattered_sum, scatters_directly
 from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.explicit_axes import product_spec, with_auto_axes
+from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
 from collective_matmul.fp8 import (
     RECIPES,
     Recipe,
     ScaledMatrix,
     gathered,
     quantize_rows,
-    weight_gradient,
+    weight_gradients,
 )
-from collective_matmul.fp8_messages import largest_magnitude
+from collective_matmul.fp8_messages import value_columns
 from collective_matmul.gradients import (
     OpParams,
-    ReverseMode,
     gather_with_auto_axes,
     keeping_op,
     tie_with_barrier,
 )
 from collective_matmul.quantized_weights import Copies, copies_of, sharded_dimension
+from collective_matmul.reverse_mode import ReverseMode
 from collective_matmul.site import Op
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.
 _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
+
+
+def _kept(call: OpParams, xs: Any) -> Any:
+    """What the backward of an op needs of x, or of several: the messages, or x itself."""
+    recipe = _recipe(call)
+    if not recipe.weight_gradient_in_fp8:
+        return xs
+
+    def messages(xs):
+        sent = quantize_rows(jax.tree.leaves(xs), recipe)
+        return jax.tree.unflatten(jax.tree.structure(xs), sent)
+
+    return with_auto_axes(messages, lambda: specs_like(xs), xs)
 
 
 @_custom_vjp
@@ -77,26 +89,24 @@ def gather_matmul(
 
 def _gather_matmul_gradients(call: OpParams, operands, dys):
     x, ws, copies = operands
-    recipe, dimension = _recipe(call), call.shard_dimension
+    recipe, dimension, dtype = _recipe(call), call.shard_dimension, dys[0].dtype
     # Before the barrier, what computes dys can also find their largest magnitudes.
     sent = quantize_rows(dys, recipe, recipe.gradient_dtype)
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
     x, dys, sent = lax.optimization_barrier((x, tuple(dys), sent))
-    attributes: dict[str, Any] = {"direction": "backward", "co_gathered": x.shape}
+    columns = value_columns(x) if recipe.weight_gradient_in_fp8 else x.shape[-1]
+    attributes: dict[str, Any] = {"direction": "backward", "co_gathered": (*x.shape[:-1], columns)}
     chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, **attributes)
-    co_gathered = quantize_rows([x], recipe)[0] if recipe.weight_gradient_in_fp8 else x
     dx, gathered = chosen.matmul_reduce_scatter(
         sent,
-        _weights(call, ws, x.dtype, copies, transposed=True),
+        _weights(call, ws, dtype, copies, transposed=True),
         call.axis_name,
         dimension=dimension,
-        co_gathered=co_gathered,
+        co_gathered=x,
     )
     if recipe.weight_gradient_in_fp8:
-        whole, dtypes = whole_of(gathered, dimension), (recipe.dtype, recipe.gradient_dtype)
-        # The dys have their scale in common, so the message of one tells the largest of all.
-        largest = largest_magnitude(sent[0], dys[0].shape[-1], recipe.gradient_dtype)
-        dws = tuple(weight_gradient(whole, dy, dtypes, largest=largest) for dy in dys)
+        whole = whole_of(gathered, dimension)
+        dws = tuple(weight_gradients([(whole, dy) for dy in sent], recipe, dtype))
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)
@@ -104,7 +114,7 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     return dx, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-gather_matmul.define_gradients(_gather_matmul_gradients)
+gather_matmul.define_gradients(_gather_matmul_gradients, _kept)
 
 
 def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
@@ -143,6 +153,9 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     xs, ws, copies = operands
     recipe, dimension = _recipe(call), call.shard_dimension
     attributes = {"keep_gathered": True, "direction": "backward"}
+    if recipe.weight_gradient_in_fp8:
+        # Without the barrier, XLA would transpose the messages in the forward and keep that too.
+        xs, dy = lax.optimization_barrier((xs, dy))
     if call.weight_shards is not None:
         (ws, copies), dy = lax.optimization_barrier(((ws, copies), dy))
     chosen = _chosen(call, "all_gather_matmul", (dy,) * len(ws), ws, **attributes)
@@ -156,15 +169,15 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
         co_gathered=None if recipe.weight_gradient_in_fp8 else dy,
     )
     if recipe.weight_gradient_in_fp8:
-        whole, dtypes = whole_of(gathered, dimension), (recipe.gradient_dtype, recipe.dtype)
-        dws = [weight_gradient(whole, x, dtypes, transposed=True) for x in xs]
+        whole = whole_of(gathered, dimension)
+        dws = weight_gradients([(x, whole) for x in xs], recipe, dy.dtype)
     else:
         dws = [gradients.weight_gradient(x, gathered, dimension, transpose_w=False) for x in xs]
     dxs, dws = tie_with_barrier(gathered, tuple(dxs), dws)
     return dxs, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_scatter.define_gradients(_matmul_scatter_gradients)
+matmul_scatter.define_gradients(_matmul_scatter_gradients, _kept)
 
 
 @_custom_vjp
@@ -195,14 +208,13 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     scaled = _each_weight(call, ws, dy.dtype, copies, transposed=True)
     dxs = [matmul(quantized, w) for w in scaled]
     if recipe.weight_gradient_in_fp8:
-        dtypes = recipe.gradient_dtype, recipe.dtype
-        dws = [weight_gradient(quantized, x, dtypes, transposed=True) for x in xs]
+        dws = weight_gradients([(x, quantized) for x in xs], recipe, dy.dtype)
     else:
         dws = [contract_rows(x, dy) for x in xs]
     return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
+matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients, _kept)
 
 
 def _gather(

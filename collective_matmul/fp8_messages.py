@@ -52,6 +52,6 @@ def message_scales(message: jax.Array, columns: int, scales: int) -> jax.Array:
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], scales, 4), jnp.float32)
 
 
-def largest_magnitude(message: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """The largest finite magnitude in what a message of one scale a row was made of."""
-    return jnp.max(message_scales(message, columns, 1)) * float(jnp.finfo(dtype).max)
+def value_columns(message: jax.Array) -> int:
+    """The number of values in a row of a message whose rows have one scale: K."""
+    return message.shape[-1] - message_scale_bytes(1)

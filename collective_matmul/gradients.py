@@ -33,6 +33,7 @@ from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
 from collective_matmul.fp8 import RecipeName
+from collective_matmul.reverse_mode import ReverseMode
 from collective_matmul.site import Op, Site, WeightShards
 from collective_matmul.source_location import SourceLocation, calling_location
 
@@ -127,47 +128,6 @@ def op_params(
         fp8=fp8,
         source=calling_location(),
     )
-
-
-class ReverseMode(jax.custom_vjp):
-    """`jax.custom_vjp` with a helpful error for forward-mode differentiation.
-
-    JAX explains it only for programs that it compiles; otherwise it reports an unhashable argument.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; raises TypeError in forward mode."""
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError as error:
-            if not any(text in str(error) for text in ("forward-mode", "'Unhashable'")):
-                raise
-            raise TypeError(
-                "forward-mode differentiation of a collective matmul, as by jax.jvp, jax.jacfwd or"
-                " jax.hessian: the ops define reverse mode alone; use jax.vjp, jax.grad or"
-                " jax.jacrev"
-            ) from error
-
-    def define_gradients(self, gradients: Callable) -> None:
-        """Defines the backward of an op that keeps only its operands for it.
-
-        Args:
-          gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of the
-            op's first two operands. Others have none. The last parameter is an `OpParams`.
-        """
-
-        def forward(*args: Any) -> Any:
-            operands = tuple(x for i, x in enumerate(args) if i not in self.nondiff_argnums)
-            with args[self.nondiff_argnums[-1]].suppress_recording():
-                return self(*args), operands
-
-        def backward(*args: Any) -> Any:
-            *parameters, operands, cotangent = args
-            bound = functools.partial(gradients, *parameters)
-            both = with_auto_axes(bound, lambda: specs_like(operands[:2]), operands, cotangent)
-            return (*both, *(None for _ in operands[2:]))
-
-        self.defvjp(forward, backward)
 
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.

@@ -18,7 +18,8 @@ from collective_matmul import gradients
 from collective_matmul.backends.base import GatherResidual, ShardedWeightBackend
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
-from collective_matmul.gradients import OpParams, ReverseMode, gather_with_auto_axes
+from collective_matmul.gradients import OpParams, gather_with_auto_axes
+from collective_matmul.reverse_mode import ReverseMode
 from collective_matmul.site import Op, WeightShards
 
 # The types of `jax.custom_vjp` do not survive `functools.partial`.

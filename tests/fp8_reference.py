@@ -5,7 +5,6 @@ Operands are quantized as the library does, device by device; tests/test_fp8.py 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +92,8 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
                 ys[i].append(wide(quantized) @ wide(forward))
                 rows = dequantized_rows(sent[i], w.shape[1], recipe, recipe.gradient_dtype)
                 dx = dx + wide(rows) @ wide(dequantized(back[i]))
-                whole = _join(message, case)
-                dtypes = recipe.dtype, recipe.gradient_dtype
-                largest = max(abs(_wide(each)).max() for each in dy)  # They have a scale in common.
-                dws[i].append(_weight_gradient(x, whole, dy[i], recipe, dtypes, wide, largest))
+                pair = _join(message, case), sent[i]
+                dws[i].append(_weight_gradient(x, dy[i], pair, recipe, wide))
         joined = [np.concatenate(y, -1) for y in ys]
         return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
     parts, rows_of_w = np.split(x, case.devices, -1), np.split(ws[0], case.devices, 0)
@@ -104,53 +101,39 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
     cotangents = np.split(dys[0], case.devices, case.dimension) if scattered else [dys[0]]
     message = [quantize_rows([dy], recipe, recipe.gradient_dtype)[0] for dy in cotangents]
     size = ws[0].shape[1]
-    dtypes = recipe.gradient_dtype, recipe.dtype
-    gathered = _join([dequantized_rows(m, size, recipe, dtypes[0]) for m in message], case)
+    dtype = recipe.gradient_dtype
+    gathered = _join([dequantized_rows(m, size, recipe, dtype) for m in message], case)
     y, dx, dw = 0.0, [], []
     for part, w in zip(parts, rows_of_w, strict=True):
         forward = quantize_rows([part], recipe)[0], quantize_weights([w], recipe)[0]
         rows = dequantized_rows(forward[0], part.shape[-1], recipe, recipe.dtype)
         y = y + wide(rows) @ wide(dequantized(forward[1]))
         dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
-        whole = _join(message, case)
-        dw.append(_weight_gradient(dys[0], whole, part, recipe, dtypes, wide).T)
+        pair = forward[0], _join(message, case)
+        dw.append(_weight_gradient(part, dys[0], pair, recipe, wide))
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
 def _weight_gradient(
-    plain: np.ndarray,
-    message: jax.Array,
-    other: np.ndarray,
-    recipe: Recipe,
-    dtypes: Any,
-    wide: Any,
-    largest: float | None = None,
+    x: np.ndarray, dy: np.ndarray, messages: tuple, recipe: Recipe, wide: Any
 ) -> np.ndarray:
-    """``messageᵀ other``: of the arrays, or of 8 bits with scales folded into `other`."""
-    columns = plain.shape[-1]
+    """``xᵀ dy``: of the arrays, or of their messages."""
     if not recipe.weight_gradient_in_fp8:
-        return _contract_rows(wide(plain), wide(other))
-    bound = None if largest is None else np.float32(largest)
-    values, quantized, scale = _scaled_operands(message, other, columns, dtypes, bound)
-    return _contract_rows(wide(values), wide(quantized)) * float(scale)
+        return _contract_rows(wide(x), wide(dy))
+    columns = x.shape[-1], dy.shape[-1]
+    x, dy = _scaled_alike(messages[0], messages[1], columns, recipe)
+    return _contract_rows(wide(x), wide(dy))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _scaled_operands(
-    message: jax.Array, other: jax.Array, columns: int, dtypes: Any, largest: jax.Array | None
-) -> tuple:
-    """The message's values, `other` in 8 bits with its scales, and the scale of that.
-
-    Both are returned in 8 bits: XLA drops a rounding whose result is widened in the same program.
-    """
-    scales = message_scales(message, columns, 1)
-    scaled = jnp.asarray(other, jnp.float32) * scales
-    bound = jnp.max(abs(scaled)) if largest is None else largest * jnp.max(scales)
-    scale = jnp.maximum(bound * (1.0 / float(jnp.finfo(dtypes[1]).max)), 2.0**-126)
-    mantissa, exponent = jnp.frexp(scale)
-    scale = jnp.ldexp(jnp.where(mantissa > 0.5, 1.0, 0.5), exponent)  # A power of two.
-    quantized = (scaled * (1.0 / scale)).astype(dtypes[1])
-    return message_values(message, columns, dtypes[0]), quantized, scale
+def _scaled_alike(x: Any, dy: Any, columns: tuple[int, int], recipe: Recipe) -> tuple:
+    """The values that two messages stand for, those of dy rounded to a scale for all rows."""
+    (k, n), dtype = columns, recipe.gradient_dtype
+    scales = [_wide(message_scales(m, size, 1)) for m, size in ((x, k), (dy, n))]
+    assert all((np.frexp(each)[0] == 0.5).all() for each in scales)  # Powers of two.
+    ratios = np.prod([each / each.max() for each in scales], 0)
+    values = [_wide(message_values(x, k, recipe.dtype)), _wide(message_values(dy, n, dtype))]
+    rounded = _wide((values[1] * ratios).astype(dtype))
+    return values[0] * scales[0].max(), rounded * scales[1].max()
 
 
 def _contract_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -50,6 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "gradients",
         "ops",
         "quantized_weights",
+        "reverse_mode",
         "sharded_weights",
     ),
     "users": (

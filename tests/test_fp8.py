@@ -37,9 +37,12 @@ def drawn(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
 
 
 def largest_of_part(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """For each number of [rows, K], the largest magnitude of those it shares a scale with."""
+    """For each number of [rows, K], the largest magnitude of those it shares a scale with.
+
+    Twice that where the scale is rounded up to a power of two.
+    """
     if recipe.name == "tensorwise":
-        return np.full_like(x, abs(x).max())
+        return np.full_like(x, 2 * abs(x).max())
     if recipe.name == "rowwise":
         return np.broadcast_to(abs(x).max(-1, keepdims=True), x.shape)
     blocks = range(0, x.shape[-1], BLOCK)
@@ -101,7 +104,7 @@ def test_rows_keep_their_precision_beside_larger_ones() -> None:
     """A row 10⁴ times smaller than another: with a scale of its own it loses nothing."""
     x = drawn(2, CONTRACTED)
     x[1] *= 1e-4
-    bound = rounding_bound(x, largest_of_part(x, RECIPES["rowwise"]), E4M3)
+    bound = rounding_bound(x, 2 * largest_of_part(x, RECIPES["rowwise"]), E4M3)
     within = {}
     for name, recipe in RECIPES.items():
         quantized = dequantized_rows(quantize_rows([x], recipe)[0], CONTRACTED, recipe, E4M3)

@@ -123,9 +123,14 @@ def test_matmuls_have_8_bit_operands(op: str, fp8: str, make_mesh: MeshFactory) 
 
 @every_program
 def test_no_8_bits_are_widened_before_a_matmul(op: str, fp8: str, make_mesh: MeshFactory) -> None:
-    """Else the matmul would be as slow as in half precision."""
+    """Else the matmul would be as slow as in half precision.
+
+    An operand of a weight gradient may be multiplied by ratios of scales, and is in 8 bits again.
+    """
     for dot in program(op, fp8, make_mesh).operations("dot_general"):
         for operand in dot.operands:
+            if dtype_of(operand) in (E4M3, E5M2):
+                continue
             widened = [each for each in converts(operand) if each.startswith("f8")]
             assert bool(widened) == (fp8 == "blockwise" and dtype_of(operand) == "f32")
 

@@ -84,8 +84,7 @@ class GatedFeedForward(nnx.Module):
         """[..., S, features] -> [..., S, features]; for local shapes see the class."""
         gate, up = shared_gather(x, [self.gate, self.up])
         # A backward keeps gate and up, and computes again what lies between them and the result.
-        gated = jax.checkpoint(self._gated, prevent_cse=False)
-        return self.down(gated(gate, up))
+        return self.down(jax.checkpoint(self._gated)(gate, up))
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return self.activation(gate) * up

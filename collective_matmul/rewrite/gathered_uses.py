@@ -18,7 +18,7 @@ from collective_matmul.backends.arithmetic import contract_rows
 from collective_matmul.backends.base import GatherResidual
 from collective_matmul.backends.chunked_array import ChunkedArray, whole_of
 from collective_matmul.explicit_axes import columns_spec, specs_like, with_auto_axes
-from collective_matmul.gradients import ReverseMode
+from collective_matmul.reverse_mode import ReverseMode
 
 
 def whole_array(gathered: GatherResidual, dimension: int, like: ShapedArray) -> jax.Array:

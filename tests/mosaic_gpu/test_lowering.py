@@ -191,8 +191,10 @@ def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: in
     def multiply(x: jax.Array, w: jax.Array) -> Any:
         out, options = jax.lax.empty((chunks * 128, 128), x.dtype), {"dimension": 0}
         if fp8 is None:
-            place, options = Rows(x, 0, 128), options | {"transpose_w": False}
-            return chunk_matmul.multiply_chunks([place], [[w]], [Rows(out, 0, 128)], **options)
+            place = Rows(x, 0, 128)
+            return chunk_matmul.multiply_chunks(
+                [place], [[w]], [Rows(out, 0, 128)], transpose_w=False, **options
+            )
         (message,) = quantize_rows([x], RECIPES[fp8])
         terms = [quantize_weights([w], RECIPES[fp8])]
         place = Rows(message, 0, 128)
