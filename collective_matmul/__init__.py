@@ -4,6 +4,7 @@ from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
+from collective_matmul.fp8 import SCALE_CHECKPOINT_NAME
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
     all_gather_matmul,
@@ -18,6 +19,7 @@ from collective_matmul.xla_options import OVERLAP_OPTIONS
 __all__ = [
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
+    "SCALE_CHECKPOINT_NAME",
     "QuantizedWeight",
     "all_gather_matmul",
     "collective_einsum",

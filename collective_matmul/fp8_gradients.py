@@ -43,9 +43,9 @@ from collective_matmul.fp8 import (
     ScaledMatrix,
     gathered,
     quantize_rows,
-    weight_gradients,
 )
 from collective_matmul.fp8_messages import value_columns
+from collective_matmul.fp8_weight_gradients import weight_gradients
 from collective_matmul.gradients import (
     OpParams,
     gather_with_auto_axes,
@@ -60,17 +60,20 @@ from collective_matmul.site import Op
 _custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
 
 
-def _kept(call: OpParams, xs: Any) -> Any:
-    """What the backward of an op needs of x, or of several: the messages, or x itself."""
-    recipe = _recipe(call)
-    if not recipe.weight_gradient_in_fp8:
-        return xs
+def _gather_forward(
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None = None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The products, and what the backward needs of x."""
+    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
 
-    def messages(xs):
-        sent = quantize_rows(jax.tree.leaves(xs), recipe)
-        return jax.tree.unflatten(jax.tree.structure(xs), sent)
+    def products(x, ws, copies):
+        (sent,) = quantize_rows([x], _recipe(call))
+        return _gather(chosen, x, sent, ws, call, copies)[0], _kept(call, x, sent)
 
-    return with_auto_axes(messages, lambda: specs_like(xs), xs)
+    def specs():
+        return tuple(product_spec(x, w) for w in ws), specs_like(x)
+
+    return with_auto_axes(products, specs, x, ws, copies)
 
 
 @_custom_vjp
@@ -78,13 +81,7 @@ def gather_matmul(
     x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None = None
 ) -> tuple[jax.Array, ...]:
     """``all_gather(x) @ w`` for each w."""
-    chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
-
-    def products(x, ws, copies):
-        return _gather(chosen, x, ws, call, copies)[0]
-
-    specs = lambda: tuple(product_spec(x, w) for w in ws)  # noqa: E731
-    return with_auto_axes(products, specs, x, ws, copies)
+    return _gather_forward(x, ws, call, copies)[0]
 
 
 def _gather_matmul_gradients(call: OpParams, operands, dys):
@@ -114,14 +111,15 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     return dx, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-gather_matmul.define_gradients(_gather_matmul_gradients, _kept)
+gather_matmul.define_gradients(_gather_matmul_gradients, _gather_forward)
 
 
 def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws, keep_gathered=True)
 
     def gather(x, ws):
-        return _gather(chosen, x, ws, call, co_gathered=x)
+        (sent,) = quantize_rows([x], _recipe(call))
+        return _gather(chosen, x, sent, ws, call, co_gathered=x)
 
     return gather_with_auto_axes(gather, x, ws)
 
@@ -129,6 +127,24 @@ def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
 #: ``all_gather(x) @ w`` for each w; and the gathered x, which travels in its dtype too. The
 #: gradients' operands have that dtype.
 gather_and_keep = keeping_op(_gather_and_keep)
+
+
+def _scatter_forward(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    call: OpParams,
+    copies: Copies | None = None,
+) -> tuple[jax.Array, Any]:
+    """The product, and what the backward needs of xs."""
+    chosen = _chosen(call, "matmul_reduce_scatter", xs, ws)
+
+    def product(xs, ws, copies):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
+        dimension = call.shard_dimension
+        y, _ = chosen.matmul_reduce_scatter(sent, scaled, call.axis_name, dimension=dimension)
+        return y, _kept(call, xs, sent)
+
+    return with_auto_axes(product, lambda: _sum_specs(xs, ws), xs, ws, copies)
 
 
 @_custom_vjp
@@ -139,14 +155,7 @@ def matmul_scatter(
     copies: Copies | None = None,
 ) -> jax.Array:
     """``reduce_scatter(sum of x @ w)`` over pairs, which have their scales in common."""
-    chosen = _chosen(call, "matmul_reduce_scatter", xs, ws)
-
-    def product(xs, ws, copies):
-        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
-        dimension = call.shard_dimension
-        return chosen.matmul_reduce_scatter(sent, scaled, call.axis_name, dimension=dimension)[0]
-
-    return with_auto_axes(product, lambda: product_spec(xs[0], ws[0]), xs, ws, copies)
+    return _scatter_forward(xs, ws, call, copies)[0]
 
 
 def _matmul_scatter_gradients(call: OpParams, operands, dy):
@@ -177,7 +186,23 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     return dxs, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_scatter.define_gradients(_matmul_scatter_gradients, _kept)
+matmul_scatter.define_gradients(_matmul_scatter_gradients, _scatter_forward)
+
+
+def _all_reduce_forward(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    call: OpParams,
+    copies: Copies | None = None,
+) -> tuple[jax.Array, Any]:
+    """The product, and what the backward needs of xs."""
+    chosen = _chosen(call, "matmul_all_reduce", xs, ws)
+
+    def all_reduce(xs, ws, copies):
+        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
+        return chosen.matmul_all_reduce(sent, scaled, call.axis_name), _kept(call, xs, sent)
+
+    return with_auto_axes(all_reduce, lambda: _sum_specs(xs, ws), xs, ws, copies)
 
 
 @_custom_vjp
@@ -188,13 +213,7 @@ def matmul_all_reduce(
     copies: Copies | None = None,
 ) -> jax.Array:
     """``psum(sum of x @ w)`` over pairs, which have their scales in common."""
-    chosen = _chosen(call, "matmul_all_reduce", xs, ws)
-
-    def all_reduce(xs, ws, copies):
-        sent, scaled = quantize_rows(xs, _recipe(call)), _weights(call, ws, xs[0].dtype, copies)
-        return chosen.matmul_all_reduce(sent, scaled, call.axis_name)
-
-    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0]), xs, ws, copies)
+    return _all_reduce_forward(xs, ws, call, copies)[0]
 
 
 def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
@@ -214,25 +233,36 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients, _kept)
+matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients, _all_reduce_forward)
 
 
 def _gather(
     chosen: Backend,
     x: jax.Array,
+    sent: jax.Array,
     ws: Sequence[jax.Array],
     call: OpParams,
     copies: Copies | None = None,
     co_gathered: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-    """The products of the gathered x and each w, quantized; and `co_gathered`, whole."""
+    """The products of the message of x, gathered, and each w; and `co_gathered`, whole."""
     return chosen.all_gather_matmul(
-        quantize_rows([x], _recipe(call))[0],
+        sent,
         _each_weight(call, ws, x.dtype, copies),
         call.axis_name,
         dimension=call.shard_dimension,
         co_gathered=co_gathered,
     )
+
+
+def _kept(call: OpParams, xs: Any, sent: Any) -> Any:
+    """What the backward needs of the xs: their messages, or themselves."""
+    return sent if _recipe(call).weight_gradient_in_fp8 else xs
+
+
+def _sum_specs(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> tuple[Any, Any]:
+    """The specs of the sum of products, and of what is kept of the xs."""
+    return product_spec(xs[0], ws[0]), specs_like(tuple(xs))
 
 
 def _chosen(

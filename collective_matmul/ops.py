@@ -39,7 +39,9 @@ array.
 
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
-instead of communicating again.
+instead of communicating again. Beside it, `SCALE_CHECKPOINT_NAME` saves the one scale of each x
+with `fp8="tensorwise"`, a number: the backward then quantizes x again without a search for its
+largest magnitude.
 """
 
 from __future__ import annotations

@@ -30,22 +30,22 @@ class ReverseMode(jax.custom_vjp):
                 " jax.jacrev"
             ) from error
 
-    def define_gradients(self, gradients: Callable, kept: Callable | None = None) -> None:
+    def define_gradients(self, gradients: Callable, forward: Callable | None = None) -> None:
         """Defines the backward of an op that keeps only its operands for it.
 
         Args:
           gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of the
             op's first two operands. Others have none. The last parameter is an `OpParams`.
-          kept: ``kept(*parameters, x)`` is what is kept of the first operand, by default itself.
+          forward: ``forward(*args)`` returns the results, and what to keep of the first operand; by
+            default that itself.
         """
 
-        def forward(*args: Any) -> Any:
+        def keeping(*args: Any) -> Any:
             operands = [x for i, x in enumerate(args) if i not in self.nondiff_argnums]
-            parameters = [args[i] for i in self.nondiff_argnums]
-            with parameters[-1].suppress_recording():
-                results = self(*args)
-            if kept is not None:
-                operands[0] = kept(*parameters, operands[0])
+            with args[self.nondiff_argnums[-1]].suppress_recording():
+                if forward is None:
+                    return self(*args), tuple(operands)
+                results, operands[0] = forward(*args)
             return results, tuple(operands)
 
         def backward(*args: Any) -> Any:
@@ -54,4 +54,4 @@ class ReverseMode(jax.custom_vjp):
             both = with_auto_axes(bound, lambda: specs_like(operands[:2]), operands, cotangent)
             return (*both, *(None for _ in operands[2:]))
 
-        self.defvjp(forward, backward)
+        self.defvjp(keeping, backward)

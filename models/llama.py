@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collective_matmul import CHECKPOINT_NAME, all_gather_matmul
+from collective_matmul import CHECKPOINT_NAME, SCALE_CHECKPOINT_NAME, all_gather_matmul
 from collective_matmul import layers as collective
 from models import plain, rotary, vocabulary
 from models.attention import causal_attention
@@ -379,7 +379,6 @@ def rematerialize(fun: Callable, remat: Remat) -> Callable:
     """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":
         return fun
-    policies = jax.checkpoint_policies
-    names = CHECKPOINT_NAME, plain.CHECKPOINT_NAME
-    policy = policies.save_only_these_names(*names) if remat == "dots" else None
+    results = (CHECKPOINT_NAME, plain.CHECKPOINT_NAME) if remat == "dots" else ()
+    policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
     return jax.checkpoint(fun, policy=policy)

@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "explicit_axes",
         "fp8",
         "fp8_messages",
+        "fp8_weight_gradients",
         "hardware",
         "log",
         "peer_access",

@@ -1,36 +1,29 @@
-"""Lowered programs with operands in 8 bits: what travels, and what is multiplied.
-
-Where JAX has its CUDA build, one is also compiled for H200, with or without a GPU.
-"""
+"""Lowered programs with operands in 8 bits: what travels, what is multiplied, and what is kept."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
-    OVERLAP_OPTIONS,
+    SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
     explain,
     matmul_reduce_scatter,
 )
 from collective_matmul.fp8 import RECIPES
 from tests.conftest import MeshFactory
+from tests.fp8_reference import Fp8Case
 from tests.reference import AXIS, OPS
 from tests.test_fp8_ops import case_of
-from tests.train import compiled_memory
 
 #: Of each device: rows of a chunk, as case_of has them, contracted numbers, and columns.
 DEVICES, ROWS, K = 4, "4x3", 136
@@ -215,6 +208,34 @@ def test_gradients_of_shards_travel_as_they_were_rounded(
         assert not any(shape.endswith("f32") for shape in sent("reduce_scatter"))
 
 
+def kept_for_backward(case: Fp8Case, mesh: Any, *names: str) -> list[tuple[int, str]]:
+    """Numbers in the last dimension and dtypes of arrays with x's dimensions, with x recomputed but
+    for what has these checkpoint names; without names, all is kept."""
+    x, ws, _ = case.arrays()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    sharded: Any = case.sharded(mesh)
+    fun = jax.checkpoint(sharded, policy=policy) if names else sharded
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], x, tuple(ws)))
+    return [(leaf.shape[-1], leaf.dtype.name) for leaf in kept if leaf.ndim == x.ndim]
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_backward_needs_of_x_is_kept(op: str, fp8: str, make_mesh: MeshFactory) -> None:
+    """Its message, or itself."""
+    case = case_of(op, fp8, DEVICES, dtype="bfloat16")
+    kept = kept_for_backward(case, make_mesh({AXIS: DEVICES}))
+    assert [dtype for _, dtype in kept] == ["uint8" if fp8 == "tensorwise" else "bfloat16"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_scale_can_be_saved_by_its_name(op: str, make_mesh: MeshFactory) -> None:
+    """A backward that quantizes x again then needs not search its largest magnitude."""
+    case = case_of(op, "tensorwise", DEVICES, dtype="bfloat16")
+    kept = kept_for_backward(case, make_mesh({AXIS: DEVICES}), SCALE_CHECKPOINT_NAME)
+    assert (1, "float32") in kept
+
+
 @pytest.mark.parametrize("fp8", RECIPES)
 def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) -> None:
     def gather(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -225,101 +246,3 @@ def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) 
     fun = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=P("fsdp", AXIS))
     table = explain(fun)(jnp.ones((8, 136), "bfloat16"), jnp.ones((136, 64))).table(1000)
     assert "gathers N of w over fsdp=2 before, in float8_e4m3fn" in table
-
-
-needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
-)
-
-
-def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-    """An RMS norm and a SwiGLU, with x [batch, sequence, features] sharded along the sequence."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
-    keywords: Any = {"fp8": fp8, "implementation": "ring"}
-    gates, ups = all_gather_matmul(
-        wide.astype(x.dtype) * scale, (gate, up), AXIS, gather_dimension=1, **keywords
-    )
-    hidden = jax.nn.silu(gates) * ups
-    return x + matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=1, **keywords)
-
-
-@functools.cache
-def compiled(fp8: str, features: int) -> str:
-    """The feed-forward of 2 × 4096 tokens as compiled for two H200."""
-    hidden = 14336
-    with (
-        # XLA asks which CUDA there is: with none, its matmuls of 8 bits would be of float16.
-        mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
-        compiled_memory.two_devices() as devices,
-    ):
-        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
-        weights = *[(features, hidden)] * 2, (hidden, features)
-        shapes = (1, 8192, features), (1, 1, features), *weights
-        fun = functools.partial(feed_forward, fp8)
-        sharded = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs[0])
-        arguments = [
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-            for shape, spec in zip(shapes, specs, strict=True)
-        ]
-        options = dict(OVERLAP_OPTIONS) | {"xla_gpu_enable_triton_gemm": False}
-        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
-    return program.as_text()
-
-
-def kernels(text: str) -> dict[str, str]:
-    """The operations of a compiled program by name; of a fusion, also those that it executes."""
-    bodies = dict(re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-    entry = text[text.index("ENTRY") :]
-    lines = dict(re.findall(r"^ +(?:ROOT )?%(\S+) = (.*)$", entry, re.MULTILINE))
-    called = {name: re.search(r"calls=%([^,\s]+)", line) for name, line in lines.items()}
-    inside = {name: bodies[match[1]] for name, match in called.items() if match}
-    return {name: line + inside.get(name, "") for name, line in lines.items()}
-
-
-#: Contracted sizes that our kernel multiplies, and one that it leaves to cuBLAS.
-every_size = pytest.mark.parametrize(
-    ("features", "library"),
-    [(4096, "mosaic"), pytest.param(4112, "cublas", marks=pytest.mark.exhaustive)],
-)
-
-
-@needs_cuda_build
-@every_size
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
-def test_compiled_matmuls_have_8_bit_operands(fp8: str, features: int, library: str) -> None:
-    text = compiled(fp8, features)
-    matmuls = re.findall(r'custom_call_target="(__cublas[^"]*|mosaic_gpu)', text)
-    if library == "mosaic":  # Two weights are multiplied by one kernel.
-        assert matmuls == ["mosaic_gpu"] * 4
-    else:
-        assert matmuls == [f"__cublas$lt$matmul{'' if fp8 == 'blockwise' else '$f8'}"] * 6
-    assert not re.search(r"\bf16\[", text)
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
-def test_compiled_messages_are_written_by_what_they_are_made_of(fp8: str) -> None:
-    """The norm's kernel writes the message. SwiGLU's finds the scales of its own."""
-    program = kernels(compiled(fp8, 4096))
-    (permute,) = (
-        line for line in program.values() if re.search(r"u8.*collective-permute-start\(", line)
-    )
-    sent = program[re.findall(r"collective-permute-start\(%([^),]+)", permute)[0]]
-    for operation in ("rsqrt(", "f8e4m3fn[", "concatenate("):
-        assert operation in sent
-    (activation,) = (line for line in program.values() if "exponential(" in line)
-    assert " maximum(" in activation or " reduce(" in activation
-    # One kernel each for three weights and two messages.
-    quantizing = [line for line in program.values() if "convert(" in line and "f8e4m3fn[" in line]
-    assert len(quantizing) == 5
-
-
-@needs_cuda_build
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
-def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
-    sizes = 4096 * 7168
-    for line in kernels(compiled(fp8, 4096)).values():
-        result = re.match(r"(pred|f32|bf16)\[([\d,]+)\]\S* fusion", line)
-        assert not result or np.prod([*map(int, result[2].split(","))]) != sizes

@@ -1,0 +1,155 @@
+"""Programs with operands in 8 bits as XLA compiles them for H200, with or without a GPU.
+
+It needs the CUDA build of JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
+from collective_matmul.fp8 import RECIPES
+from collective_matmul.fp8_weight_gradients import weight_gradients
+from tests.reference import AXIS
+from tests.train import compiled_memory
+
+#: Matmuls are cuBLAS's, which are not tried on a GPU.
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+needs_cuda_build = pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
+)
+
+
+@contextlib.contextmanager
+def two_h200() -> Iterator[Mesh]:
+    """A mesh to compile for. Inside, XLA compiles without GPUs too."""
+    with (
+        # XLA asks which CUDA there is: with none, its matmuls of 8 bits would be of float16.
+        mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
+        compiled_memory.two_devices() as devices,
+    ):
+        yield Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+    """An RMS norm and a SwiGLU, with x [batch, sequence, features] sharded along the sequence."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    keywords: Any = {"fp8": fp8, "implementation": "ring"}
+    gates, ups = all_gather_matmul(
+        wide.astype(x.dtype) * scale, (gate, up), AXIS, gather_dimension=1, **keywords
+    )
+    hidden = jax.nn.silu(gates) * ups
+    return x + matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=1, **keywords)
+
+
+@functools.cache
+def compiled(fp8: str, features: int) -> str:
+    """The feed-forward of 2 × 4096 tokens as compiled for two H200."""
+    hidden = 14336
+    with two_h200() as mesh:
+        specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
+        weights = *[(features, hidden)] * 2, (hidden, features)
+        shapes = (1, 8192, features), (1, 1, features), *weights
+        fun = functools.partial(feed_forward, fp8)
+        sharded = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs[0])
+        arguments = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=True)
+        ]
+        options = dict(OVERLAP_OPTIONS) | WITHOUT_TRITON
+        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
+    return program.as_text()
+
+
+def kernels(text: str) -> dict[str, str]:
+    """The operations of a compiled program by name; of a fusion, also those that it executes."""
+    bodies = dict(re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    entry = text[text.index("ENTRY") :]
+    lines = dict(re.findall(r"^ +(?:ROOT )?%(\S+) = (.*)$", entry, re.MULTILINE))
+    called = {name: re.search(r"calls=%([^,\s]+)", line) for name, line in lines.items()}
+    inside = {name: bodies[match[1]] for name, match in called.items() if match}
+    return {name: line + inside.get(name, "") for name, line in lines.items()}
+
+
+#: Contracted sizes that our kernel multiplies, and one that it leaves to cuBLAS.
+every_size = pytest.mark.parametrize(
+    ("features", "library"),
+    [(4096, "mosaic"), pytest.param(4112, "cublas", marks=pytest.mark.exhaustive)],
+)
+
+
+@needs_cuda_build
+@every_size
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_matmuls_have_8_bit_operands(fp8: str, features: int, library: str) -> None:
+    text = compiled(fp8, features)
+    matmuls = re.findall(r'custom_call_target="(__cublas[^"]*|mosaic_gpu)', text)
+    if library == "mosaic":  # Two weights are multiplied by one kernel.
+        assert matmuls == ["mosaic_gpu"] * 4
+    else:
+        assert matmuls == [f"__cublas$lt$matmul{'' if fp8 == 'blockwise' else '$f8'}"] * 6
+    assert not re.search(r"\bf16\[", text)
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_messages_are_written_by_what_they_are_made_of(fp8: str) -> None:
+    """The norm's kernel writes the message. SwiGLU's finds the scales of its own."""
+    program = kernels(compiled(fp8, 4096))
+    (permute,) = (
+        line for line in program.values() if re.search(r"u8.*collective-permute-start\(", line)
+    )
+    sent = program[re.findall(r"collective-permute-start\(%([^),]+)", permute)[0]]
+    for operation in ("rsqrt(", "f8e4m3fn[", "concatenate("):
+        assert operation in sent
+    (activation,) = (line for line in program.values() if "exponential(" in line)
+    assert " maximum(" in activation or " reduce(" in activation
+    # One kernel each for three weights and two messages.
+    quantizing = [line for line in program.values() if "convert(" in line and "f8e4m3fn[" in line]
+    assert len(quantizing) == 5
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
+def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
+    sizes = 4096 * 7168
+    for line in kernels(compiled(fp8, 4096)).values():
+        result = re.match(r"(pred|f32|bf16)\[([\d,]+)\]\S* fusion", line)
+        assert not result or np.prod([*map(int, result[2].split(","))]) != sizes
+
+
+@needs_cuda_build
+def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
+    """Also two of equal shapes. A pass over each would take a tenth of its matmul.
+
+    Smaller ones XLA would merge into one matmul.
+    """
+    recipe = RECIPES["tensorwise"]
+    with two_h200() as mesh:
+
+        def message(columns: int) -> jax.ShapeDtypeStruct:
+            shape = 8192, recipe.message_columns(columns)
+            return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=NamedSharding(mesh, P()))
+
+        def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
+            return weight_gradients([(x, dy) for dy in dys], recipe, jnp.dtype(jnp.bfloat16))
+
+        lowered = jax.jit(gradients).lower(message(4096), message(7168), message(7168))
+        program: Any = lowered.compile(WITHOUT_TRITON)
+    text = program.as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2
+    assert not re.search(r" = bf16\[4096,7168\]\S* fusion", text)
