@@ -27,7 +27,7 @@ from tests.reference import AXIS
 from tests.train import compiled_memory
 
 #: Matmuls are cuBLAS's, which are not tried on a GPU.
-WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 needs_cuda_build = pytest.mark.skipif(
     not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
 )
