@@ -36,6 +36,6 @@ from collective_matmul.peer_decision import decide_once
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import LAYERS, Layer
 from collective_matmul.tuning.repeated_site import Stack as SiteProgram
-from collective_matmul.tuning.repeated_site import StackOperands as SiteOperands
 from collective_matmul.tuning.repeated_site import filler
+from collective_matmul.tuning.stack_operands import StackOperands as SiteOperands
 from collective_matmul.tuning.timing import Timing, measure

@@ -93,7 +93,7 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
                 rows = dequantized_rows(sent[i], w.shape[1], recipe, recipe.gradient_dtype)
                 dx = dx + wide(rows) @ wide(dequantized(back[i]))
                 pair = _join(message, case), sent[i]
-                dws[i].append(_weight_gradient(x, dy[i], pair, recipe, wide))
+                dws[i].append(weight_gradient(x, dy[i], pair, recipe, wide))
         joined = [np.concatenate(y, -1) for y in ys]
         return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
     parts, rows_of_w = np.split(x, case.devices, -1), np.split(ws[0], case.devices, 0)
@@ -110,11 +110,11 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
         y = y + wide(rows) @ wide(dequantized(forward[1]))
         dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
         pair = forward[0], _join(message, case)
-        dw.append(_weight_gradient(part, dys[0], pair, recipe, wide))
+        dw.append(weight_gradient(part, dys[0], pair, recipe, wide))
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
-def _weight_gradient(
+def weight_gradient(
     x: np.ndarray, dy: np.ndarray, messages: tuple, recipe: Recipe, wide: Any
 ) -> np.ndarray:
     """``xᵀ dy``: of the arrays, or of their messages."""

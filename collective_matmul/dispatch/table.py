@@ -4,7 +4,8 @@ The problems of its records are sites::
 
     {"op": "all_gather_matmul", "devices": 4, "dtype": "bfloat16", "operands": [[2048, 4096, 3584]]}
 
-Operands are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined in M.
+Operands are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined in M. Some
+records have more: "co_gathered", [M, K]; "keep_gathered", true; "fp8", the name of a recipe.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
+from collective_matmul.fp8 import RECIPES
 from collective_matmul.site import Op, Site
 
 #: What `collective_matmul.data` calls such tables.
@@ -40,6 +42,11 @@ class Entry:
 
     seconds: Mapping[str, float]
     run: Run
+
+
+def can_have_entry(site: Site) -> bool:
+    """Whether tables have entries of such sites: matmuls of whole dimensions and whole weights."""
+    return site.einsum is None and site.weight_shards is None
 
 
 @dataclass
@@ -91,7 +98,11 @@ class Table:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def to_text(self) -> str:
-        """The text of the table's file."""
+        """The text of the table's file.
+
+        Raises:
+          ValueError: for a site that tables have no entries of.
+        """
         records = [
             Record(
                 _site_fields(site),
@@ -116,6 +127,11 @@ class Table:
 
 
 def _site_fields(site: Site) -> dict[str, Any]:
+    if not can_have_entry(site):
+        # Its fields would be those of another site.
+        raise ValueError(
+            f"{site}: an entry in a table; expected a matmul of whole dimensions and whole weights"
+        )
     fields = {
         "op": site.op,
         "devices": site.axis_size,
@@ -145,6 +161,8 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
     op, dtype, co_gathered = problem["op"], jnp.dtype(problem["dtype"]), problem.get("co_gathered")
     if op not in get_args(Op) or not jnp.issubdtype(dtype, jnp.floating) or not problem["operands"]:
         raise ValueError(f"no site of an op: {dict(problem)}")
+    if (fp8 := problem.get("fp8")) is not None and fp8 not in RECIPES:
+        raise ValueError(f"no recipe: {dict(problem)}")
     site = Site(
         op=op,
         operands=tuple(((_size(m), _size(k)), (k, _size(n))) for m, k, n in problem["operands"]),
@@ -153,7 +171,7 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
         axis_size=_size(problem["devices"]),
         co_gathered=None if co_gathered is None else (_size(co_gathered[0]), _size(co_gathered[1])),
         keep_gathered=bool(problem.get("keep_gathered", False)),
-        fp8=problem.get("fp8"),
+        fp8=fp8,
     )
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")
@@ -180,5 +198,6 @@ def _order(site: Site) -> tuple:
         site.op,
         co_gathered,
         site.keep_gathered,
+        site.fp8 or "",
         site.rows,
     )

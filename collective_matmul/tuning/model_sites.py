@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from collective_matmul import checks
+from collective_matmul.fp8 import RECIPES, RecipeName
 from collective_matmul.site import Site
 
 #: Rows, the most informative first. The fastest backend changes between 1024 and 4096 rows;
@@ -71,7 +73,12 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 
 
 def sites(
-    shapes: Sequence[str], rows: Sequence[int], devices: int, dtype: str = "bfloat16"
+    shapes: Sequence[str],
+    rows: Sequence[int],
+    devices: int,
+    dtype: str = "bfloat16",
+    *,
+    fp8: RecipeName | None = None,
 ) -> Iterator[Site]:
     """The sites of layers, forward and backward, for each number of global rows.
 
@@ -79,7 +86,8 @@ def sites(
       shapes: names in `LAYERS`.
       rows: global numbers of rows.
       devices: number of devices on the axis.
-      dtype: dtype of operands and results.
+      dtype: dtype of operands, before they are quantized, and of results.
+      fp8: the recipe by which operands are quantized to 8 bits, or None.
 
     Raises:
       ValueError: for an unknown name, fewer than 2 devices, or sizes that devices do not divide.
@@ -92,16 +100,29 @@ def sites(
     for name in shapes:
         if name not in LAYERS:
             raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
+    checks.fp8(fp8)
     for m in rows:
         for name in shapes:
             for layer in LAYERS[name]:
-                yield from _passes(layer, m, devices, jnp.dtype(dtype))
+                for site in _passes(layer, m, devices, jnp.dtype(dtype)):
+                    if fp8 is None or _is_quantized(site, fp8):
+                        yield replace(site, fp8=fp8)
 
 
 def how_to_simulate(devices: int) -> str:
     """How to simulate devices on a CPU, as part of a message."""
     flag = f"--xla_force_host_platform_device_count={devices}"
     return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
+
+
+def _is_quantized(site: Site, fp8: RecipeName) -> bool:
+    """Whether a recipe is used at a site; not where a forward pass keeps the gathered array.
+
+    That array is then used in the site's dtype too. It travels beside the message, except with
+    recipes whose weight gradient is in 8 bits.
+    """
+    kept = site.keep_gathered and site.direction == "forward"
+    return not (kept and RECIPES[fp8].weight_gradient_in_fp8)
 
 
 def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:
@@ -126,8 +147,8 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
         yield Site("all_gather_matmul", forward, dtype, "", devices)
         if rows <= DECODED_ROWS:
             return
-        co_gathered = (shard, layer.contracted)
-        yield Site("matmul_reduce_scatter", backward, dtype, "", devices, co_gathered=co_gathered)
+        co_gathered = {"co_gathered": (shard, layer.contracted), "direction": "backward"}
+        yield Site("matmul_reduce_scatter", backward, dtype, "", devices, **co_gathered)
         yield Site("all_gather_matmul", forward, dtype, "", devices, keep_gathered=True)
         yield Site("matmul_reduce_scatter", backward, dtype, "", devices)
     else:
@@ -137,4 +158,5 @@ def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[
         if rows <= DECODED_ROWS:
             yield Site("matmul_all_reduce", (forward,), dtype, "", devices)
             return
-        yield Site("all_gather_matmul", (backward,), dtype, "", devices, keep_gathered=True)
+        kept = {"keep_gathered": True, "direction": "backward"}
+        yield Site("all_gather_matmul", (backward,), dtype, "", devices, **kept)

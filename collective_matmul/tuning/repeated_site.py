@@ -6,6 +6,9 @@ XLA removes none. For a site of a backward pass, the program also computes the w
 the gathered array. As in a backward pass, the next repetition does not wait for it, and XLA may
 overlap it with communication.
 
+A site in 8 bits is measured with operands that are quantized already: every backend needs them
+alike.
+
 Local shapes: x [m, K], w [K, N], or [N, K] for a site of a backward pass. Global arrays concatenate
 the devices' shards along the first dimension.
 """
@@ -13,40 +16,27 @@ the devices' shards along the first dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import fp8
 from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.base import Backend, Prediction
-from collective_matmul.backends.chunked_array import weight_gradients
+from collective_matmul.backends.base import Backend, GatherResidual, Prediction
+from collective_matmul.backends.chunked_array import weight_gradients, whole_of
 from collective_matmul.backends.xla import SequentialBackend, xla_seconds
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
+from collective_matmul.tuning.stack_operands import StackOperands, quantized
 
 _AXIS = "tensor"
 
 #: Seconds of work in one call that hide the cost of the call; more would take longer to compile.
 _SECONDS_PER_CALL, _REPETITIONS = 0.01, (2, 16)
-
-
-class StackOperands(NamedTuple):
-    """Arguments of a program.
-
-    Attributes:
-      xs: x of every pair of operands; one for all pairs of an all-gather.
-      aside: the co-gathered array; or, for a site that keeps the gathered array, x of the weight
-        gradient.
-      weights: w of every pair, for every repetition.
-    """
-
-    xs: Sequence[Any]
-    aside: Any
-    weights: Sequence[Sequence[Any]]
 
 
 class Stack:
@@ -72,19 +62,29 @@ class Stack:
         repetition = jax.jit(functools.partial(_repetition, backend, self.site))
 
         def run(operands: StackOperands):
-            xs, aside, results = operands.xs, operands.aside, []
+            others, results = operands._replace(weights=()), []
             for ws in operands.weights:
-                products, gradients = repetition(xs, aside, ws)
-                xs, aside, products = lax.optimization_barrier((xs, aside, products))
+                products, gradients = repetition(others, ws)
+                others, products = lax.optimization_barrier((others, products))
                 results.append((products, gradients))
             return results
 
-        return jax.shard_map(
-            run, mesh=self.mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False
-        )
+        return self._on_devices(run)
 
     def operands(self, implementation: str) -> StackOperands:
         """Shapes of a program's arguments. Those of `COMPUTE_ONLY` are gathered already."""
+        plain = self.plain_operands(implementation)
+        if self.site.fp8 is None:
+            return plain
+        described = jax.eval_shape(self.quantize, plain)
+        return jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), described)
+
+    def quantize(self, operands: StackOperands) -> StackOperands:
+        """A program's arguments from `plain_operands`, for a site in 8 bits."""
+        return self._on_devices(functools.partial(quantized, self.site))(operands)
+
+    def plain_operands(self, implementation: str) -> StackOperands:
+        """As `operands`, in the site's dtype also if it is multiplied in 8 bits."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
         xs = [x for x, _ in site.operands]
@@ -98,15 +98,21 @@ class Stack:
             aside = (site.co_gathered[0] * gathered, site.co_gathered[1])
         ws = [w[::-1] if site.transpose_w else w for _, w in site.operands]
         return StackOperands(
-            [self._array(*x) for x in xs],
-            None if aside is None else self._array(*aside),
-            [[self._array(*w) for w in ws] for _ in range(self.repetitions)],
+            [self._shards(*x) for x in xs],
+            None if aside is None else self._shards(*aside),
+            [[self._shards(*w) for w in ws] for _ in range(self.repetitions)],
         )
 
-    def _array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-        shape = rows * self.site.axis_size, columns
-        sharding = NamedSharding(self.mesh, P(_AXIS))
-        return jax.ShapeDtypeStruct(shape, self.site.dtype, sharding=sharding)
+    def _shards(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        return self._array((rows * self.site.axis_size, columns), self.site.dtype)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(_AXIS)))
+
+    def _on_devices(self, fun: Callable) -> Callable:
+        return jax.shard_map(
+            fun, mesh=self.mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False
+        )
 
 
 @functools.cache
@@ -127,30 +133,43 @@ def filler(described: jax.ShapeDtypeStruct, scale: float = 1.0) -> Any:
 
 
 def _repetition(
-    backend: Backend,
-    site: Site,
-    xs: Sequence[jax.Array],
-    aside: Any,
-    ws: Sequence[jax.Array],
+    backend: Backend, site: Site, operands: StackOperands, ws: Sequence[Any]
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
+    xs, aside, unquantized = operands.xs, operands.aside, operands.unquantized
     if site.op == "matmul_all_reduce":
         return (backend.matmul_all_reduce(xs, ws, _AXIS),), ()
-    arguments = {"dimension": 0, "transpose_w": site.transpose_w}
+    # Scaled matrices are never transposed.
+    arguments = {"dimension": 0, "transpose_w": site.transpose_w and site.fp8 is None}
     if site.op == "all_gather_matmul":
-        products, gathered = backend.all_gather_matmul(
-            xs[0], ws, _AXIS, keep_gathered=site.keep_gathered, **arguments
-        )
-        x, ys = aside, [gathered]
+        # Where the array itself is needed whole, it travels beside its message.
+        kept = {"co_gathered": unquantized[0]} if unquantized else {}
+        arguments["keep_gathered"] = site.keep_gathered and not unquantized
+        products, gathered = backend.all_gather_matmul(xs[0], ws, _AXIS, **kept, **arguments)
     else:
         product, gathered = backend.matmul_reduce_scatter(
             xs, ws, _AXIS, co_gathered=aside, **arguments
         )
-        products, x, ys = (product,), gathered, xs
+        products = (product,)
+    return products, _weight_gradients(site, operands, gathered)
+
+
+def _weight_gradients(
+    site: Site, operands: StackOperands, gathered: GatherResidual
+) -> Sequence[jax.Array]:
+    """The weight gradients from the gathered array, if the site is part of a backward pass."""
     if not site.has_weight_gradient:
-        return products, ()
-    arrays: list[Any] = [x, *ys]
-    return products, weight_gradients(arrays[0], arrays[1:], dimension=0)
+        return ()
+    assert gathered is not None
+    gathers, recipe = site.op == "all_gather_matmul", site.recipe
+    if recipe is not None and recipe.weight_gradient_in_fp8:
+        whole = whole_of(gathered, 0)
+        pairs = [(operands.aside, whole)] if gathers else [(whole, dy) for dy in operands.xs]
+        return fp8.weight_gradients(pairs, recipe, site.dtype)
+    x, ys = operands.aside, [gathered]
+    if not gathers:
+        x, ys = gathered, operands.unquantized or operands.xs
+    return weight_gradients(x, ys, dimension=0)
 
 
 class _ComputeOnly(SequentialBackend):

@@ -16,7 +16,8 @@ from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.site import Site
-from collective_matmul.tuning.repeated_site import Stack, StackOperands, filler
+from collective_matmul.tuning.repeated_site import Stack, filler
+from collective_matmul.tuning.stack_operands import StackOperands
 from collective_matmul.tuning.timing import Timing, measure_finalists
 
 #: Programs compiled at the same time, at most.
@@ -75,12 +76,17 @@ class Trial:
                 self.failures[name] = reason
             else:
                 self._attempt(name, self._compile, pool)
-        reference, bound = map(self._stack.operands, (REFERENCE.name, COMPUTE_ONLY))
+        reference, bound = map(self._stack.plain_operands, (REFERENCE.name, COMPUTE_ONLY))
         self._described = reference, bound._replace(weights=())
         self._fillers = {
             leaf: pool.submit(filler(leaf).lower(np.uint32(0)).compile)
             for leaf in dict.fromkeys(jax.tree.leaves(self._described))
         }
+        self._quantizers = [
+            pool.submit(jax.jit(self._stack.quantize).lower(operands).compile)
+            for operands in self._described
+            if site.fp8 is not None
+        ]
 
     def seconds(self, measure: Measure, groups: int) -> dict[str, float]:
         """Median seconds of the site by implementation, for all that run."""
@@ -99,7 +105,11 @@ class Trial:
         """Arrays for the backends, and those for the compute-only bound except its weights."""
         leaves, tree = jax.tree.flatten(self._described)
         arrays = [self._fillers[leaf].result()(np.uint32(i)) for i, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(tree, arrays)
+        operands, gathered = jax.tree.unflatten(tree, arrays)
+        if self._quantizers:
+            quantize, quantize_gathered = (compiling.result() for compiling in self._quantizers)
+            return quantize(operands), quantize_gathered(gathered)
+        return operands, gathered
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
         """Executes a step for one backend; if it fails, the others are still measured."""

@@ -20,7 +20,7 @@ from collective_matmul.data import Run
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table
+from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table, can_have_entry
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Site
@@ -46,8 +46,10 @@ def tune(
     in it, including those of gradients if the function takes gradients. Each is measured in a
     program that repeats it, with the backends in turns. This takes seconds for each, mostly to
     compile, and prints its progress. Every result is saved at once: an interrupted call loses
-    nothing and can be repeated. Einsums that are not matmuls are left out; the cost model decides
-    about them.
+    nothing and can be repeated. Ops with `fp8` are measured with operands in 8 bits, and decide
+    about ops with the same recipe. Einsums that are not matmuls are left out, and so are ops that
+    gather their weights over a second mesh axis in the same loop; the cost model decides about
+    them.
 
     The table takes effect in every process of this user, for functions traced afterwards. A
     function that `jax.jit` has already compiled does not change.
@@ -82,6 +84,8 @@ def tune(
     names = tuple(BACKENDS if implementations is None else map(current_name, implementations))
     with peer_kernels_allowed(True):  # As in the programs that are timed.
         sites = _sites(target, args)
+    left_out = [site for site in sites if not can_have_entry(site)]
+    sites = [site for site in sites if can_have_entry(site)]
     _check(sites, found, names)
     kind = found[0].device_kind
     tuner = _Tuner(
@@ -94,7 +98,7 @@ def tune(
         run=_describe(found),
     )
     with peer_kernels_allowed(True):
-        return tuner.tune(sites, again)
+        return tuner.tune(sites, again, left_out)
 
 
 def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
@@ -102,7 +106,7 @@ def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
         raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
     found = _sites_in(target, args) if callable(target) else target
     distinct = dict.fromkeys(site.flat for site in found)
-    return [s for s in distinct if s.axis_size > 1 and s.flops > 0 and s.einsum is None]
+    return [site for site in distinct if site.axis_size > 1 and site.flops > 0]
 
 
 def _sites_in(fun: Callable, args: tuple) -> list[Site]:
@@ -164,11 +168,13 @@ class _Tuner:
     started: float = field(default_factory=lambda: time.monotonic())
     printed: set[str] = field(default_factory=set)
 
-    def tune(self, sites: Sequence[Site], again: bool) -> Table:
+    def tune(self, sites: Sequence[Site], again: bool, left_out: Sequence[Site]) -> Table:
         present = table_files.read_users(self.path)
         known = {} if again or present is None else present.entries
         missing = [site for site in sites if not self._is_measured(site, known.get(site))]
         table = self._save({})
+        for site in left_out:
+            self._print(f"left out, the cost model decides about it: {site}")
         self._print(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table

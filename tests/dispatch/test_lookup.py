@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from collective_matmul.dispatch.lookup import Comparison, look_up
-from collective_matmul.dispatch.table import Entry
-from collective_matmul.site import Einsum, Site
+from collective_matmul.dispatch.table import Entry, Table
+from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.site import Einsum, Site, WeightShards
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables import entry, layer, table_of
 from tests.reference import AXIS
@@ -83,10 +84,22 @@ def test_gains_and_losses_are_believed_however_short(fused: float, is_believed: 
         site_of("all_gather_matmul", 4096, 4096, 14336, keep_gathered=True),
         site_of("all_gather_matmul", 4096, 4096, 14336, co_gathered=(8, 8)),
         Site("all_gather_matmul", layer(4096).operands, np.dtype("float32"), AXIS, 4),
+        site_of("all_gather_matmul", 4096, 4096, 14336, weight_shards=WeightShards("", 2, 0)),
     ],
 )
 def test_entries_of_another_kind_say_nothing(other: Site) -> None:
     assert look_up_in(layer(4096), (other, entry(xla=10, ring=1))) is None
+
+
+@pytest.mark.parametrize("fp8", [None, *RECIPES])
+def test_entries_decide_about_their_own_recipe_alone(fp8: RecipeName | None) -> None:
+    """Also those of a table that was saved and read again, and about sites near theirs."""
+    written = table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10)))
+    tables = [("a table", Table.from_text(written.to_text()))]
+    for other in (None, *RECIPES):
+        for rows in (4096, 6000):
+            found = look_up(replace(layer(rows), fp8=other), "ring", tables, ALL)
+            assert (found is not None) == (other == fp8)
 
 
 def test_between_two_entries_both_must_gain() -> None:

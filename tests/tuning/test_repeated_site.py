@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,9 +13,11 @@ import pytest
 
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.table import COMPUTE_ONLY
+from collective_matmul.fp8 import RECIPES, RecipeName
 from collective_matmul.site import Site
 from collective_matmul.tuning import model_sites
-from collective_matmul.tuning.repeated_site import Stack, StackOperands, filler
+from collective_matmul.tuning.repeated_site import Stack, filler
+from collective_matmul.tuning.stack_operands import StackOperands
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")
@@ -35,10 +39,19 @@ SITES = {
     "reduce": Site("matmul_all_reduce", (((8, 3), (3, 6)),), FLOAT32, "", DEVICES),
 }
 every_site = pytest.mark.parametrize("name", SITES)
+every_recipe = pytest.mark.parametrize("fp8", [None, *RECIPES])
 
 
-def stack_of(name: str) -> Stack:
-    return Stack(SITES[name].flat, jax.devices())
+def stack_of(name: str, fp8: RecipeName | None = None, dtype: Any = FLOAT32) -> Stack:
+    site = dataclasses.replace(SITES[name], fp8=fp8, dtype=np.dtype(dtype))
+    return Stack(site.flat, jax.devices())
+
+
+def random_operands(stack: Stack) -> StackOperands:
+    generator = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: generator.standard_normal(leaf.shape, leaf.dtype), stack.plain_operands("xla")
+    )
 
 
 def shards(array: Any) -> np.ndarray:
@@ -71,23 +84,26 @@ def expected(name: str, operands: StackOperands, ws: Any) -> tuple[list, list]:
 def test_every_repetition_is_the_site_with_weights_of_its_own(name: str) -> None:
     stack = stack_of(name)
     stack.repetitions = 2
-    generator = np.random.default_rng(0)
-    operands = jax.tree.map(
-        lambda leaf: generator.standard_normal(leaf.shape, leaf.dtype), stack.operands("xla")
-    )
+    operands = random_operands(stack)
     results = jax.jit(stack.program("xla"))(operands)
     assert len(results) == 2
     for (products, gradients), ws in zip(results, operands.weights, strict=True):
-        for found, wanted in zip((products, gradients), expected(name, operands, ws), strict=True):
-            assert len(found) == len(wanted)
-            for actual, exact in zip(found, wanted, strict=True):
-                # Sums of at most 8 numbers of size 1, in float32.
-                np.testing.assert_allclose(shards(actual), exact, rtol=1e-4, atol=1e-4)
+        exact_products, exact_gradients = expected(name, operands, ws)
+        assert_close(products, exact_products)
+        assert_close(gradients, exact_gradients)
+
+
+def assert_close(found: Sequence[Any], exact: Sequence[np.ndarray]) -> None:
+    assert len(found) == len(exact)
+    for actual, wanted in zip(found, exact, strict=True):
+        # Sums of at most 8 numbers of size 1, in float32.
+        np.testing.assert_allclose(shards(actual), wanted, rtol=1e-4, atol=1e-4)
 
 
 @every_site
-def test_the_bound_has_the_matmuls_and_no_communication(name: str) -> None:
-    stack = stack_of(name)
+@every_recipe
+def test_the_bound_has_the_matmuls_and_no_communication(name: str, fp8: RecipeName | None) -> None:
+    stack = stack_of(name, fp8)
     dots = {}
     for implementation in ("xla", COMPUTE_ONLY):
         described = stack.operands(implementation)
@@ -100,12 +116,18 @@ def test_the_bound_has_the_matmuls_and_no_communication(name: str) -> None:
 
 
 @every_site
-@pytest.mark.parametrize("implementation", ["xla", *RINGS, COMPUTE_ONLY])
+@pytest.mark.parametrize(
+    ("implementation", "fp8"),
+    [
+        *((name, None) for name in ("xla", *RINGS, COMPUTE_ONLY)),
+        *(("xla", fp8) for fp8 in RECIPES),
+    ],
+)
 def test_a_repetition_waits_for_the_products_of_the_one_before(
-    name: str, implementation: str
+    name: str, implementation: str, fp8: RecipeName | None
 ) -> None:
     """The next x comes out of a barrier that the products go into."""
-    stack = stack_of(name)
+    stack = stack_of(name, fp8)
     jaxpr = jax.make_jaxpr(stack.program(implementation))(stack.operands(implementation))
     (sharded,) = jaxpr.eqns
     body = sharded.params["jaxpr"]
@@ -115,9 +137,9 @@ def test_a_repetition_waits_for_the_products_of_the_one_before(
     products = len(expected_products(stack.site))
     for repetition, barrier in zip(repetitions, barriers, strict=True):
         assert set(repetition.outvars[:products]) <= set(barrier.invars)
-    xs = len(stack.operands(implementation).xs)
+    others = len(jax.tree.leaves(stack.operands(implementation)._replace(weights=())))
     for repetition, barrier in zip(repetitions[1:], barriers, strict=False):
-        assert repetition.invars[:xs] == barrier.outvars[:xs]
+        assert repetition.invars[:others] == barrier.outvars[:others]
 
 
 def expected_products(site: Site) -> list:
@@ -169,6 +191,29 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
     assert down.flops == keeping.flops
 
 
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName) -> None:
+    """A program that is differentiated already keeps a gathered array, in its own dtype."""
+    plain = list(model_sites.sites(["llama3-8b"], [2048, 256], 4))
+    found = list(model_sites.sites(["llama3-8b"], [2048, 256], 4, fp8=fp8))
+    assert {site.fp8 for site in found} == {fp8}
+    forms = [dataclasses.replace(site, fp8=None) for site in found]
+    kept = [site for site in plain if site.keep_gathered and site.direction == "forward"]
+    assert len(kept) == 3
+    if fp8 == "tensorwise":
+        assert forms == [site for site in plain if not any(site is each for each in kept)]
+    else:
+        assert forms == plain
+
+
+def test_a_backward_pass_is_marked_as_such() -> None:
+    """Its x is a gradient, which may have another dtype in 8 bits."""
+    for site in model_sites.sites(["square"], [2048], 4, fp8="tensorwise"):
+        assert site.has_weight_gradient == (site.direction == "backward")
+        x_dtype, _ = site.operand_dtypes
+        assert x_dtype == ("float8_e5m2" if site.has_weight_gradient else "float8_e4m3fn")
+
+
 def test_few_rows_are_decoded() -> None:
     found = [*model_sites.sites(["square"], [256], 4)]
     product = (((256, 2048), (2048, 8192)),)
@@ -192,3 +237,5 @@ def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
         list(model_sites.sites(["gpt"], [8], 2))
     with pytest.raises(ValueError, match=r"^devices=1: expected at least 2, .*give --devices"):
         list(model_sites.sites(["tiny"], [8], 1))
+    with pytest.raises(ValueError, match=r"^fp8='int8': expected None .*'tensorwise'"):
+        list(model_sites.sites(["tiny"], [8], 2, fp8="int8"))  # type: ignore[arg-type]

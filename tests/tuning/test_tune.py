@@ -18,7 +18,7 @@ from collective_matmul import all_gather_matmul, explain, tune
 from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.table_files import cache_path
-from collective_matmul.site import Einsum, Site
+from collective_matmul.site import Einsum, Site, WeightShards
 from collective_matmul.tuning import model_sites
 from collective_matmul.tuning import trials as trying
 from collective_matmul.tuning import tune as tuning
@@ -175,6 +175,20 @@ def test_sites_that_are_the_same_or_have_nothing_to_measure_are_tried_once_or_ne
     assert bench.tried == FLAT[:2]
 
 
+def test_what_a_table_cannot_have_is_left_out_and_named(
+    cache: Path, bench: Bench, capsys: pytest.CaptureFixture
+) -> None:
+    einsum = dataclasses.replace(SITES[1], einsum=Einsum("sd,sf->df", ((8, 8), (8, 8)), True))
+    sharded = dataclasses.replace(SITES[2], weight_shards=WeightShards("fsdp", 2, 0))
+    table = tune([SITES[0], einsum, sharded])
+    assert bench.tried == FLAT[:1]
+    assert set(table.entries) == set(FLAT[:1])
+    lines = [line.split("] ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == [
+        f"left out, the cost model decides about it: {site.flat}" for site in (einsum, sharded)
+    ]
+
+
 def test_what_the_table_has_is_not_measured_again_unless_asked_to(
     cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +338,15 @@ def test_the_command_measures_the_layers_of_models(
     assert bench.tried[0].rows == 4
 
 
+def test_the_command_measures_a_recipe(cache: Path, bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "table.jsonl"
+    arguments = f"tune --shapes tiny --rows 512 --devices 4 --fp8 tensorwise --output {path}"
+    command.main([*arguments.split(), "--without-gpus"])
+    expected = {site.flat for site in model_sites.sites(["tiny"], [512], 4, fp8="tensorwise")}
+    assert read(path).entries.keys() == expected == set(bench.tried)
+    assert {site.fp8 for site in expected} == {"tensorwise"}
+
+
 def test_the_command_ends_with_a_sentence(
     cache: Path, bench: Bench, capsys: pytest.CaptureFixture
 ) -> None:
@@ -333,6 +356,9 @@ def test_the_command_ends_with_a_sentence(
     with pytest.raises(SystemExit):
         command.main(["tune", "--without-gpus", "--shapes", "gpt"])
     assert "shapes='gpt': expected one of llama3-8b" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--without-gpus", "--fp8", "int8"])
+    assert "--fp8: invalid choice: 'int8'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["tune", "--without-gpus", "--shapes", "tiny", "--devices", "1"])
     simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
