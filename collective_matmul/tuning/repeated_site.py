@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import fp8
+from collective_matmul import fp8_weight_gradients
 from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.base import Backend, GatherResidual, Prediction
 from collective_matmul.backends.chunked_array import weight_gradients, whole_of
@@ -165,7 +165,7 @@ def _weight_gradients(
     if recipe is not None and recipe.weight_gradient_in_fp8:
         whole = whole_of(gathered, 0)
         pairs = [(operands.aside, whole)] if gathers else [(whole, dy) for dy in operands.xs]
-        return fp8.weight_gradients(pairs, recipe, site.dtype)
+        return fp8_weight_gradients.weight_gradients(pairs, recipe, site.dtype)
     x, ys = operands.aside, [gathered]
     if not gathers:
         x, ys = gathered, operands.unquantized or operands.xs
