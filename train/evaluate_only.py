@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 
 from train.agreement import together
-from train.config import Config, check
+from train.config import Config
+from train.config_checks import check
 from train.evaluation import Evaluation, Evaluator
 from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import LogFile, check_log_file

@@ -16,7 +16,8 @@ from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
-from train.config import Config, MeshSizes, check, check_optimizer
+from train.config import Config, MeshSizes
+from train.config_checks import check, check_optimizer
 from train.data import TextData, open_dataset
 from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import check_log_file
