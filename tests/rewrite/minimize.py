@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.rewrite.fuzz import Case, Refused, finding
+from tests.rewrite.fuzz import Refused, finding
+from tests.rewrite.random_programs import Case
 
 
 def kind(wrong: str | None) -> str | None:

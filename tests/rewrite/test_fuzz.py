@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 from collective_matmul.rewrite import find_sites
-from tests.rewrite.fuzz import Case, Search, drawn, finding, functions, search
+from tests.rewrite.fuzz import Search, finding, search
+from tests.rewrite.random_programs import Case, drawn, functions
 
 #: Numbers of draws: in each test, in the short search and in the long one.
 BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 200
