@@ -188,7 +188,7 @@ def untyped_backends(tree: SourceTree) -> Findings:
 
 
 def long_files(tree: SourceTree) -> Findings:
-    for module in tree.below(LIBRARY):
+    for module in tree.modules:
         if module.lines > MAX_FILE_LINES:
             yield Finding(Place(module.path, 1, module.name), f"has {module.lines} lines")
 
