@@ -15,9 +15,11 @@ from collective_matmul.peer_access import peer_kernels_allowed
 #: The number of multiprocessors of an H100 or H200.
 MULTIPROCESSORS = 132
 
+#: Whether this JAX has what kernels that address peers need.
+HAS_KERNELS = jax.__version_info__ >= (0, 11)
 needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="kernels that access the memory of peers need jax 0.11",
+    not HAS_KERNELS,
+    reason=f"kernels that address peers need jax 0.11 or newer, and this is {jax.__version__}",
 )
 
 

@@ -223,7 +223,8 @@ def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) 
 
 
 needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
+    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)),
+    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
 )
 
 

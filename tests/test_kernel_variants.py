@@ -18,13 +18,12 @@ from collective_matmul.deciding_function import WrongVariantError, deciding
 from collective_matmul.dispatch import selection
 from collective_matmul.dispatch.recording import record_decisions
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import HAS_KERNELS, arguments, on
+from tests.explained import arguments, on
+from tests.hopper import needs_kernels
 from tests.reference import AXIS
 
 SHAPES = arguments(64, 4096, 14336, dtype=BFLOAT16)
-pytestmark = pytest.mark.skipif(
-    not HAS_KERNELS, reason="kernels that address peers need jax 0.11 or newer"
-)
+pytestmark = needs_kernels
 
 
 def stack(**options: Any) -> Callable:

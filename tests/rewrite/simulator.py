@@ -136,7 +136,10 @@ def _execute_equation(equation: JaxprEqn, operands: Stacks, team: Team) -> Stack
         return [_axis_index(parameters["axis_name"], team)]
     # The function of a `reduce` has two numbers for arguments, and nothing to communicate.
     if name != "reduce" and any(True for _ in jaxprs_in_params(parameters)):
-        raise NotImplementedError(f"{name} holds jaxprs")
+        raise NotImplementedError(
+            f"the simulator cannot execute {name}: its parameters have jaxprs; add it to"
+            " _CONTROL_FLOW or _CALLS"
+        )
     return numpy_operations.execute(equation, operands, len(team.members), team.float64)
 
 
