@@ -23,6 +23,12 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+def skip_without_hopper() -> None:
+    """Skips a test that executes a kernel: in a rehearsal, and on GPUs that have no wgmma."""
+    if device.target() is None:
+        pytest.skip(f"{jax.devices()[0].device_kind}: Mosaic kernels run on Hopper GPUs only")
+
+
 @pytest.fixture
 def _for_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes programs be traced for Hopper GPUs. They never run, so workspaces are small.
