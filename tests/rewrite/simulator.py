@@ -73,13 +73,13 @@ class Team:
         return np.broadcast_to(value, (len(self.members), *value.shape))
 
 
-def simulated(fun: Callable, float64: bool = False) -> Callable:
-    """The same function of global arrays; with `float64`, computed in that, whatever the dtypes."""
+def simulated(fun: Callable) -> Callable:
+    """The same function of global arrays."""
 
     def simulate(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*arguments)
         return jax.tree.unflatten(
-            jax.tree.structure(shapes), simulate_jaxpr(program, jax.tree.leaves(arguments), float64)
+            jax.tree.structure(shapes), simulate_jaxpr(program, jax.tree.leaves(arguments))
         )
 
     return simulate
