@@ -15,6 +15,7 @@ Rows and what was scattered are shards [m, K], except for `NoCommunication`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import mosaic_example
 from benchmarks.internals import RecipeName
-from collective_matmul import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    overlap,
-)
+from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, overlap
 
 #: The name of the mesh axis of every benchmark.
 AXIS = "tensor"
@@ -42,7 +38,7 @@ ROWS, COLUMNS, REPLICATED = P(AXIS, None), P(None, AXIS), P(None, None)
 Rows = Any
 
 
-class Communication:
+class Communication(ABC):
     """See the module. By default, rows are a shard.
 
     Attributes:
@@ -66,14 +62,14 @@ class Communication:
     def shard(self, rows: Rows) -> jax.Array:
         return rows
 
-    def all_gather_matmul(self, rows: Rows, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        raise NotImplementedError(f"{type(self).__name__} has no all_gather_matmul")
+    @abstractmethod
+    def all_gather_matmul(self, rows: Rows, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]: ...
 
-    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no matmul_reduce_scatter")
+    @abstractmethod
+    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array) -> Any: ...
 
-    def matmul_all_reduce(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        raise NotImplementedError(f"{type(self).__name__} has no matmul_all_reduce")
+    @abstractmethod
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array) -> jax.Array: ...
 
     def add(self, rows: Rows, scattered: Any) -> Rows:
         return rows + scattered
@@ -144,6 +140,9 @@ class ExplicitAxes(Communication):
     def matmul_reduce_scatter(self, x, w):
         return jnp.dot(x, w, out_sharding=ROWS)
 
+    def matmul_all_reduce(self, x, w):
+        return jnp.dot(x, w, out_sharding=REPLICATED)
+
 
 class RewrittenJit(ExplicitAxes):
     """The same, of which `collective_matmul.overlap` rewrites what is differentiated."""
@@ -177,8 +176,14 @@ class MosaicExample(Communication):
 
     def all_gather_matmul(self, rows, ws):
         if len(ws) > 1:
-            raise NotImplementedError(f"MosaicExample takes one weight, and there are {len(ws)}")
+            raise NotImplementedError(f"JAX's Mosaic example takes one weight, not {len(ws)}")
         return (mosaic_example.all_gather_matmul(rows, ws[0], AXIS),)
+
+    def matmul_reduce_scatter(self, x, w):
+        raise NotImplementedError("JAX's Mosaic example has no matmul_reduce_scatter")
+
+    def matmul_all_reduce(self, x, w):
+        raise NotImplementedError("JAX's Mosaic example has no matmul_all_reduce")
 
 
 class NoCommunication(Communication):
@@ -242,9 +247,7 @@ def _add_first_rows_backward(_, cotangents):
     return shard, whole, whole
 
 
-_add_first_rows.defvjp(
-    lambda *operands: (_add_first_rows(*operands), None), _add_first_rows_backward
-)
+_add_first_rows.defvjp(lambda *args: (_add_first_rows(*args), None), _add_first_rows_backward)
 
 
 def _first_rows(product: jax.Array) -> jax.Array:

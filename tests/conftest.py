@@ -109,7 +109,9 @@ def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _compilation_cache(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
     """A program that several tests or processes compile is compiled once.
 
     Each pytest worker has a folder of its own, since JAX does not write entries atomically. A
@@ -117,6 +119,8 @@ def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     if jax.default_backend() != "cpu":
         return  # Programs for GPUs may hold addresses of peers.
+    if request.config.option.rehearse:
+        return  # The threads that compile for these tests would write one entry at the same time.
     kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     folder = os.path.join(kept, worker) if kept else str(tmp_path_factory.mktemp("compiled"))
@@ -145,7 +149,7 @@ def make_mesh() -> MeshFactory:
 def skip_without(needed: int) -> None:
     """Skips a test that needs more devices than there are."""
     if needed > len(jax.devices()):
-        pytest.skip(f"needs {needed} GPUs, and there are {len(jax.devices())}")
+        pytest.skip(f"needs {needed} devices, and there are {len(jax.devices())}")
 
 
 @cache

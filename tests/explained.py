@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from tests.reference import AXIS
 
-#: Those of this JAX that address peers.
-HAS_KERNELS = jax.__version_info__ >= (0, 11)
 #: No line of a table is as long.
 WIDE = 1000
 

@@ -15,10 +15,18 @@ from collective_matmul.peer_access import peer_kernels_allowed
 #: The number of multiprocessors of an H100 or H200.
 MULTIPROCESSORS = 132
 
+#: Whether this JAX has what kernels that address peers need.
+HAS_KERNELS = jax.__version_info__ >= (0, 11)
 needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="kernels that access the memory of peers need jax 0.11",
+    not HAS_KERNELS,
+    reason=f"kernels that address peers need jax 0.11 or newer, and this is {jax.__version__}",
 )
+
+
+def skip_without_hopper() -> None:
+    """Skips a test that executes a kernel: in a rehearsal, and on GPUs that have no wgmma."""
+    if device.target() is None:
+        pytest.skip(f"{jax.devices()[0].device_kind}: Mosaic kernels run on Hopper GPUs only")
 
 
 @pytest.fixture

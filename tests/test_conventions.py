@@ -86,7 +86,7 @@ REGISTRY = "collective_matmul/backends/__init__.py"
 CONTRACT = "collective_matmul/backends/base.py"
 
 MAX_FILE_LINES = 400
-# The longest function of the library has 48 lines besides its docstring. Kernels may be longer: the
+# The longest function of the library has 49 lines besides its docstring. Kernels may be longer: the
 # functions of one loop are nested in it.
 MAX_FUNCTION_LINES = 50
 DEVICE_CODE = ("kernel.py", "sender.py")
@@ -190,7 +190,7 @@ def untyped_backends(tree: SourceTree) -> Findings:
 
 
 def long_files(tree: SourceTree) -> Findings:
-    for module in tree.below(LIBRARY):
+    for module in tree.modules:
         if module.lines > MAX_FILE_LINES:
             yield Finding(Place(module.path, 1, module.name), f"has {module.lines} lines")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 
-from collective_matmul import compiler, deciding_function, explain, log, overlap_jit, peer_decision
-from collective_matmul.deciding_function import WrongVariantError, deciding
-from collective_matmul.dispatch import selection
-from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul import compiler, deciding_function, explain, overlap_jit
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from collective_matmul.peer_decision import PeerKernelDecision
-from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import HAS_KERNELS, arguments, on
-from tests.reference import AXIS
 
 FEW, MANY = np.ones(3, np.float32), np.ones(5, np.float32)
 
@@ -328,83 +319,3 @@ def test_copies_decide_too() -> None:
         np.testing.assert_array_equal(fun(x), 2 * x)
     fun.clear_cache()
     np.testing.assert_array_equal(fun(FEW), 2 * FEW)
-
-
-# What follows is traced for H200 GPUs, and does not run.
-
-SHAPES = arguments(64, 4096, 14336, dtype=BFLOAT16)
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="kernels that address peers: jax 0.11")
-
-
-def stack(**options: Any) -> Callable:
-    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
-    return on(mesh, **options)
-
-
-def variants(fun: Callable) -> tuple[Callable, Callable]:
-    """Traces as the calls of both variants do, without and with kernels that address peers."""
-    compiled = overlap_jit(fun)
-
-    def trace(variant: Any) -> str:
-        with deciding():
-            return str(compiled._use(variant, lambda jitted: jitted.trace(*SHAPES)).jaxpr)
-
-    return (
-        functools.partial(trace, compiled._default),
-        functools.partial(trace, compiled._with_peer_kernels),
-    )
-
-
-@needs_kernels
-@pytest.mark.parametrize("allowed", [False, True])
-def test_kernels_are_in_programs_with_their_options_only(allowed: bool) -> None:
-    few = stack()
-    fun = few if allowed else lambda *args: few(*args).max(0)
-    without, with_them = variants(fun)
-    with pytest.raises(WrongVariantError):
-        (without if allowed else with_them)()
-    if allowed:
-        assert "device_constant" in with_them()
-    else:
-        assert "device_constant" not in without()
-    assert "device_constant" not in str(overlap_jit(fun).trace(*SHAPES).jaxpr)
-    assert "device_constant" in str(overlap_jit(fun, peer_kernels=True).trace(*SHAPES).jaxpr)
-
-
-@needs_kernels
-@pytest.mark.parametrize("allowed", [False, True])
-def test_only_decisions_for_the_program_that_runs_are_recorded(allowed: bool) -> None:
-    few = stack()
-    without, with_them = variants(few if allowed else lambda *args: few(*args).max(0))
-    with record_decisions() as decisions:
-        for trace in (with_them, without):
-            with contextlib.suppress(WrongVariantError):
-                trace()
-    assert len(decisions) == 4
-    assert {each.implementation == "one_shot" for each in decisions} == {allowed}
-
-
-@needs_kernels
-@pytest.mark.parametrize("use", ["refused", "allowed", "trace"])
-def test_fallbacks_are_warned_of_when_it_is_decided(
-    use: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_once = functools.cache(log.warn_once.__wrapped__)
-    for module in (selection, peer_decision):
-        monkeypatch.setattr(module, "warn_once", warn_once)
-    asked = stack(implementation=("one_shot", "ring"))
-    fun = asked if use == "allowed" else lambda *args: asked(*args).max(0)
-    if use == "trace":
-        overlap_jit(fun).trace(*SHAPES)
-    else:
-        variants(fun)[use == "allowed"]()
-    reason = "the compiler divides reduce_max" if use == "refused" else compiler.COMPILED_BY_HAND
-    fallback = (
-        "one_shot is not possible: overlap_jit has not allowed this program kernels that address"
-    )
-    if use == "allowed":
-        assert caplog.messages == []
-    else:
-        assert len(caplog.messages) == 2
-        for message, op in zip(caplog.messages, ("all_gather", "matmul_reduce"), strict=True):
-            assert message.startswith(op) and fallback in message and reason in message

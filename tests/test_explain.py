@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, collective_einsum, explain, matmul_reduce_scatter
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import HAS_KERNELS, WIDE, arguments, flat_arguments, lines_of, on, plain
+from tests.explained import WIDE, arguments, flat_arguments, lines_of, on, plain
+from tests.hopper import HAS_KERNELS
 from tests.reference import AXIS
 
 

@@ -16,7 +16,8 @@ from collective_matmul import explain, overlap
 from collective_matmul.rewrite import find_sites
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import HAS_KERNELS, WIDE, flat_arguments, lines_of, plain
+from tests.explained import WIDE, flat_arguments, lines_of, plain
+from tests.hopper import HAS_KERNELS
 from tests.reference import AXIS
 
 

@@ -29,7 +29,8 @@ from tests.train import compiled_memory
 #: Matmuls are cuBLAS's, which are not tried on a GPU.
 WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
+    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)),
+    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
 )
 
 

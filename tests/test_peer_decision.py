@@ -21,10 +21,11 @@ from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
 from collective_matmul.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import HAS_KERNELS, arguments, blocks, flat_arguments, on, plain
+from tests.explained import arguments, blocks, flat_arguments, on, plain
+from tests.hopper import needs_kernels
 from tests.reference import AXIS
 
-pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="kernels that address peers need jax 0.11")
+pytestmark = needs_kernels
 
 #: Llama 3 8B.
 WIDTHS = 4096, 14336

@@ -176,9 +176,9 @@ class Checkpoints:
         """`SavedCheckpoint.configuration` of ``step``, by default the newest."""
         return self._saved(step).configuration()
 
-    def check_same_model(self, configuration: Mapping[str, Any], step: int | None = None) -> None:
-        """`SavedCheckpoint.check_same_model` of ``step``, by default the newest."""
-        self._saved(step).check_same_model(configuration)
+    def check_same_model(self, configuration: Mapping[str, Any]) -> None:
+        """`SavedCheckpoint.check_same_model` of the newest."""
+        self._saved(None).check_same_model(configuration)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """`SavedCheckpoint.restore` of ``step``, by default the newest."""

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from train.checkpoint import SaveError
-from train.config import PRESETS, Config, MeshSizes, OptimizerConfig
+from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
@@ -26,6 +26,7 @@ from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
 from train.metrics import Record
 from train.muon import describe_muon
+from train.presets import PRESETS
 from train.processes import connected, describe_processes, is_first, is_told_elsewhere, own_name
 from train.renamed import current_arguments
 from train.setup import Setup, prepare

@@ -11,7 +11,8 @@ import tyro
 from flax import traverse_util
 
 from models.checkpoint.earlier_releases import current_configuration
-from train.config import PRESETS, Config
+from train.config import Config
+from train.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
 _NOT_WRITTEN = ("config", "print_config")

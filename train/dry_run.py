@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from collective_matmul import explain
-from train.config import Config, MeshSizes, check
+from train.config import Config, MeshSizes
+from train.config_checks import check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device

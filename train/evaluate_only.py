@@ -9,14 +9,13 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 
 from train.agreement import together
-from train.config import Config, check
+from train.config import Config
 from train.evaluation import Evaluation, Evaluator
-from train.initial_weights import InitialWeights, find_weights, with_model_of
+from train.initial_weights import InitialWeights, find_weights
 from train.log_file import LogFile, check_log_file
-from train.mesh import make_mesh, mesh_sizes
-from train.processes import check_mesh, is_first
+from train.processes import is_first
 from train.reporter import Reporter
-from train.setup import open_held_out, with_padding
+from train.setup import complete, open_held_out
 from train.state import ModelFunctions
 
 
@@ -32,12 +31,7 @@ def evaluate_only(config: Config, console: Console) -> Evaluation:
     """
     with together():
         config, weights = _with_weights(config)
-        config = with_model_of(config)
-        sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
-        config = with_padding(config, sizes)
-        check(config, sizes)
-        mesh = make_mesh(sizes)
-        check_mesh(mesh, config.distributed.tensor_across_processes)
+        config, sizes, mesh = complete(config)
         if is_first():
             check_log_file(config.log_file, resume=False)
         held_out = open_held_out(config)

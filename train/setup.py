@@ -16,7 +16,8 @@ from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
-from train.config import Config, MeshSizes, check, check_optimizer
+from train.config import Config, MeshSizes
+from train.config_checks import check, check_optimizer
 from train.data import TextData, open_dataset
 from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import check_log_file
@@ -78,12 +79,7 @@ def prepare(config: Config) -> Setup:
         overwritten.
     """
     with together():
-        config = with_model_of(config)
-        sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
-        config = with_padding(config, sizes)
-        check(config, sizes)
-        mesh = make_mesh(sizes)
-        check_mesh(mesh, config.distributed.tensor_across_processes)
+        config, sizes, mesh = complete(config)
         if is_first():
             check_log_file(config.log_file, config.resume)
             check_trackers(config)
@@ -118,7 +114,22 @@ def prepare(config: Config) -> Setup:
     )
 
 
-def with_padding(config: Config, sizes: MeshSizes) -> Config:
+def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
+    """The configuration with all that it says of the model, and the mesh that it runs on.
+
+    Raises:
+      ValueError: if values do not fit together, or do not fit the devices.
+    """
+    config = with_model_of(config)
+    sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
+    config = _with_padding(config, sizes)
+    check(config, sizes)
+    mesh = make_mesh(sizes)
+    check_mesh(mesh, config.distributed.tensor_across_processes)
+    return config, sizes, mesh
+
+
+def _with_padding(config: Config, sizes: MeshSizes) -> Config:
     """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
     with, or as the tensor axis needs."""
     model = config.model

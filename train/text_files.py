@@ -180,8 +180,8 @@ def _json_document(line: str, text_column: str, where: str) -> bytes:
         ) from error
 
 
-def _shortened(line: str, limit: int = 80) -> str:
-    return repr(line if len(line) <= limit else line[:limit] + "…")
+def _shortened(line: str) -> str:
+    return repr(line if len(line) <= 80 else line[:80] + "…")
 
 
 # Parquet

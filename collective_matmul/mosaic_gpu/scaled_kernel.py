@@ -14,6 +14,7 @@ warpgroups do with a tile. `ScaledGemm` multiplies chunks.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -53,7 +54,7 @@ def can_scale(tiling: Tiling, scales: ScaledParts) -> bool:
     return rows == 64 and columns % 64 == 0 and tiling.tile_k == BLOCK
 
 
-class ScaledMultiplication(PersistentGemm):
+class ScaledMultiplication(PersistentGemm, ABC):
     """The multiplication of a GEMM with operands in 8 bits: to be inherited before its class.
 
     An MMA warpgroup's part of a tile is 64 rows high. Scales of rows and columns are the same for
@@ -70,12 +71,12 @@ class ScaledMultiplication(PersistentGemm):
     w_scales: Ref = None
     scales_arrive = False
 
+    @abstractmethod
     def read_x_scales(self, tile: TileCoord, part: TilePart, step: Scalar) -> jax.Array:
         """Returns the scales [64] of a step's k-block of x, or of whole rows for step 0.
 
         They are in the layout of the rows of wgmma's results.
         """
-        raise NotImplementedError
 
     def multiply(
         self, tile: TileCoord, part: TilePart, stages: Stages, in_parts: InParts | None = None

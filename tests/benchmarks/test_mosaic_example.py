@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.mosaic_example import all_gather_matmul, tuning_config, unsupported_reason
 from tests.conftest import MeshFactory
+from tests.hopper import skip_without_hopper
 
 
 def sharded(make_mesh: MeshFactory):
@@ -75,6 +76,7 @@ def test_it_lowers_for_gpus_without_multicast(
 
 @pytest.mark.gpu
 def test_it_computes_the_product_of_the_gathered(make_mesh: MeshFactory) -> None:
+    skip_without_hopper()
     x, w = arguments(256, 512, 256)
     expected = x.astype(np.float32) @ w.astype(np.float32)
     y = np.asarray(jax.jit(sharded(make_mesh))(x, w)).astype(np.float32)

@@ -51,7 +51,7 @@ def test_every_candidate_computes_the_op_and_its_gradients(mesh, name, op):
     jax.tree.map(assert_close, jax.device_get(run(*arguments)), (result, *vjp(cotangents)))
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("name", [*COMPUTING, "explicit"])
 def test_every_candidate_computes_an_all_reduce(mesh, name):
     run, arguments = compiled(building("matmul_all_reduce", "forward"), mesh, name)
     expected = forward("matmul_all_reduce", *jax.device_get(arguments))

@@ -142,11 +142,9 @@ def test_a_recorded_step_adds_up_and_is_known(layers):
 TWO = MeshSizes(tensor=2)
 
 
-def floors_of(
-    sizes: MeshSizes, flags: str = "", preset: str = "llama3-8b", **case
-) -> Mapping[str, float | None]:
+def floors_of(sizes: MeshSizes, flags: str = "", **case) -> Mapping[str, float | None]:
     made = {"layers": 8, "tokens": 8192, "sequences": 1, "remat": "none"} | case
-    return budget.make_floors(TrainCase(preset, trainer=flags, **made).config(), sizes, H200)
+    return budget.make_floors(TrainCase("llama3-8b", trainer=flags, **made).config(), sizes, H200)
 
 
 def test_floors_of_8_layers_on_2_devices():

@@ -31,14 +31,12 @@ def layer(rows: int, columns: int = 14336) -> Site:
     return site_of("all_gather_matmul", rows, 4096, columns)
 
 
-def measure_as(
-    patch: pytest.MonkeyPatch, seconds: Mapping[str, float], basis: str = "measured"
-) -> None:
+def measure_as(patch: pytest.MonkeyPatch, seconds: Mapping[str, float]) -> None:
     """Has every site measured: the reference and other backends, by their seconds."""
 
     def look_up(site: Site, name: str, *_: Any) -> Comparison | None:
         if name not in seconds:
             return None
-        return Comparison(seconds[name], seconds["xla"], lookup.ERROR, basis)
+        return Comparison(seconds[name], seconds["xla"], lookup.ERROR, "measured")
 
     patch.setattr(lookup, "look_up", look_up)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import pytest
 
-from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu import requirements
 from tests.conftest import skip_without
 from tests.gpu.problems import Call, Prepared
 
@@ -19,8 +19,8 @@ from tests.gpu.problems import Call, Prepared
 @pytest.fixture
 def _with_kernels() -> None:
     """For tests of kernels that address peers, which are called directly."""
-    if device.target() is None:
-        pytest.skip("simulated devices have no kernels")
+    if reason := requirements.unsupported_reason(devices=2):
+        pytest.skip(f"{jax.devices()[0].device_kind}: {reason}")
 
 
 class Compilable(Protocol):

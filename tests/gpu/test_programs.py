@@ -81,5 +81,5 @@ def test_little_more_memory_than_xla(programs, pair: BesideXla) -> None:
     chunk_bytes = math.prod(case.leading) // case.devices * width * jnp.dtype(case.dtype).itemsize
     allowed = 2 * chunk_bytes * (2 if gather else 1)
     if jax.default_backend() == "cpu":
-        pytest.skip("XLA plans memory otherwise for CPUs")
+        pytest.skip("XLA for CPUs allocates more for rings than the bound, which is that of GPUs")
     assert program.temp_size_in_bytes <= reference.temp_size_in_bytes + allowed

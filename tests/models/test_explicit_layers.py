@@ -18,9 +18,9 @@ from models import explicit_layers
 from models.config import LlamaConfig
 from models.llama import Block
 from models.stacked_blocks import Keys
-from train import config as configs
+from train import presets
 
-CONFIG: LlamaConfig = configs.debug().model
+CONFIG: LlamaConfig = presets.debug().model
 ROWS = P("data", "tensor")
 
 

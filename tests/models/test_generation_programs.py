@@ -28,7 +28,8 @@ LAYERS, CAPACITY = 3, 2560
 WEIGHTS = (4096 * 2048, 4096 * 512, 4096 * 7168)
 
 needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)), reason="needs the CUDA build"
+    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)),
+    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
 )
 
 

@@ -7,6 +7,7 @@ stores before it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Message:
             self.written = True
 
 
-class WorkspaceSimulation(Simulation):
+class WorkspaceSimulation(Simulation, ABC):
     """Devices that run the same launches, each with one actor for each of its blocks."""
 
     def __init__(self, devices: int, blocks: int, launches: Sequence[Any], seed: int, byte: int):
@@ -69,9 +70,9 @@ class WorkspaceSimulation(Simulation):
             self.take_part(words, number, device, block)
             self.ended[device] += 1
 
+    @abstractmethod
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
         """Executes a block's part of a launch; words: see `workspace_pointers`."""
-        raise NotImplementedError
 
     def choose(self, ready: list[Actor]) -> Actor:
         """Prefers one device for some time, so that it gets ahead of the others."""

@@ -26,7 +26,7 @@ from tests.reference import AXIS
 
 INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
 needs_interpreter = pytest.mark.skipif(
-    INTERPRETER is None, reason="the interpreter of GPU kernels is not public in this JAX"
+    INTERPRETER is None, reason=f"jax {jax.__version__} has no public interpreter of GPU kernels"
 )
 pytestmark = needs_interpreter
 

@@ -189,16 +189,14 @@ def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: in
     x = ShapeDtypeStruct((128, 128), jnp.bfloat16)
 
     def multiply(x: jax.Array, w: jax.Array) -> Any:
-        out, options = jax.lax.empty((chunks * 128, 128), x.dtype), {"dimension": 0}
+        results = [Rows(jax.lax.empty((chunks * 128, 128), x.dtype), 0, 128)]
         if fp8 is None:
-            place = Rows(x, 0, 128)
             return chunk_matmul.multiply_chunks(
-                [place], [[w]], [Rows(out, 0, 128)], transpose_w=False, **options
+                [Rows(x, 0, 128)], [[w]], results, dimension=0, transpose_w=False
             )
         (message,) = quantize_rows([x], RECIPES[fp8])
         terms = [quantize_weights([w], RECIPES[fp8])]
-        place = Rows(message, 0, 128)
-        return scaled_chunks.multiply_chunks([place], terms, [Rows(out, 0, 128)], **options)
+        return scaled_chunks.multiply_chunks([Rows(message, 0, 128)], terms, results, dimension=0)
 
     (kernel,) = kernels(lowered(multiply, x, x))
     assert results_in_place(kernel) == (chunks > 1)

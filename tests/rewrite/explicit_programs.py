@@ -1,6 +1,7 @@
 """Programs over Explicit mesh axes, as their authors write them: no `shard_map`, none of ours.
 
-Mesh (2, 2) over "data", which shards the batch, and "tensor"; or (2, 2, 2) with "fsdp" between.
+Mesh (2, 2) over "data", which shards the batch, and "tensor". `tests.rewrite.explicit_fsdp` has
+programs that shard weights over a second axis.
 Legend of shapes: [B, S, D] are activations, F is hidden features, N query heads, K heads of keys
 and values, H head size.
 """
@@ -24,10 +25,7 @@ B, S, D, F, N, K, H = 2, 4, 4, 12, 4, 2, 2
 ROWS, WHOLE = P("data", "tensor"), P("data")
 HIDDEN, HEADS = P("data", None, "tensor"), P("data", None, "tensor", None)
 UP, DOWN = P(None, "tensor"), P("tensor")
-#: Weights that are sharded over both axes.
-AXES, BATCH = ("data", "fsdp", "tensor"), ("data", "fsdp")
-UP_SHARDS, DOWN_SHARDS = P("data", "tensor"), P("tensor", "data")
-X = ((B, S, D), ROWS)
+X, SCALE = ((B, S, D), ROWS), ((D,), P())
 MLP = (X, ((D, F), UP), ((F, D), DOWN))
 ATTENTION = (X, ((D, N, H), UP), ((D, K, H), UP), ((D, K, H), UP), ((N, H, D), DOWN))
 
@@ -166,77 +164,6 @@ def own_gradient(x, up, down):
     return _scaled_mlp(x, up, down)
 
 
-def fsdp(x, up, down):
-    """Weights are sharded over the axis of the batch, and gathered to be used."""
-    up, down = reshard(up, UP), reshard(down, DOWN)
-    return mlp(x, up, down)
-
-
-def fsdp_by_types(x, up, down):
-    """Types of the results ask for the gathers of weights as well."""
-    return mlp_by_types(x, up, down)
-
-
-def fsdp_rounded(x, up, down):
-    """Weights are cast before they are gathered, or after."""
-    up = reshard(up.astype(x.dtype), UP)
-    down = reshard(down, DOWN).astype(x.dtype)
-    return mlp(x, up, down)
-
-
-def fsdp_block(x, first, wq, wk, wv, wo, second, gate, up, down):
-    """A Llama block with sharded weights."""
-    heads = P(None, "tensor", None)
-    weights = [reshard(w, heads) for w in (wq, wk, wv)]
-    weights += [reshard(wo, P("tensor", None, None)), second]
-    weights += [reshard(gate, UP), reshard(up, UP), reshard(down, DOWN)]
-    return llama_block(x, first, *weights)
-
-
-def fsdp_axis(x, up, down):
-    """Two axes shard the batch, and one of them the weights."""
-    up, down = reshard(up, UP), reshard(down, DOWN)
-    h = jax.nn.gelu(reshard(x, P(BATCH)) @ up)
-    return jnp.dot(h, down, out_sharding=P(BATCH, "tensor"))
-
-
-def fsdp_axis_by_types(x, up, down):
-    h = jax.nn.gelu(jnp.dot(x, up, out_sharding=P(BATCH, None, "tensor")))
-    return jnp.dot(h, down, out_sharding=P(BATCH, "tensor"))
-
-
-def fsdp_of_replicated(x, up, down):
-    """The axis that shards the weights does not shard the batch."""
-    up, down = reshard(up, UP), reshard(down, DOWN)
-    return mlp(x, up, down)
-
-
-def fsdp_all_reduced(x, up, down):
-    up, down = reshard(up, UP), reshard(down, DOWN)
-    return all_reduced(x, up, down)
-
-
-def fsdp_used_elsewhere(x, up, down):
-    """The sum needs the whole weight."""
-    whole = reshard(up, UP)
-    return mlp(x, whole, reshard(down, DOWN)) + jnp.sum(jnp.sin(whole))
-
-
-def fsdp_in_both(x, up, down):
-    """An all-reduce needs the weight whole that another site gathers."""
-    h = jax.nn.gelu(reshard(x, WHOLE) @ reshard(up, UP))
-    down = reshard(down, DOWN)
-    return jnp.dot(h, down, out_sharding=ROWS), jnp.dot(jnp.sin(h), down, out_sharding=WHOLE)
-
-
-def fsdp_alone(x, w):
-    return x @ reshard(w, P())
-
-
-def fsdp_alone_by_types(x, w):
-    return jnp.dot(x, w, out_sharding=WHOLE)
-
-
 def mlp_after_sine(x, up, down):
     h = jax.nn.gelu(jnp.sin(reshard(x, WHOLE)) @ up)
     return jnp.dot(h, down, out_sharding=ROWS)
@@ -289,30 +216,7 @@ def precise(x, w):
     return jnp.dot(x, w, out_sharding=HIDDEN, precision=lax.Precision.HIGHEST)
 
 
-_SCALE = ((D,), P())
-_BLOCK = (X, _SCALE, *ATTENTION[1:], _SCALE, *MLP[1:2], *MLP[1:])
-_FSDP = (X, ((D, F), UP_SHARDS), ((F, D), DOWN_SHARDS))
-_FSDP_BLOCK = (
-    X,
-    _SCALE,
-    ((D, N, H), P("data", "tensor")),
-    ((D, K, H), P("data", "tensor")),
-    ((D, K, H), P("data", "tensor")),
-    ((N, H, D), P("tensor", None, "data")),
-    _SCALE,
-    *_FSDP[1:2],
-    *_FSDP[1:],
-)
-_IN_COLUMNS = (
-    ((2 * B, S, D), P(BATCH, "tensor")),
-    ((D, F), P(None, ("tensor", "fsdp"))),
-    ((F, D), P("tensor", "fsdp")),
-)
-_AXIS_OF_ITS_OWN = (
-    ((2 * B, S, D), P(BATCH, "tensor")),
-    ((D, F), P("fsdp", "tensor")),
-    ((F, D), P("tensor", "fsdp")),
-)
+_BLOCK = (X, SCALE, *ATTENTION[1:], SCALE, *MLP[1:2], *MLP[1:])
 _UP, _HIDDEN, _DOWN = ((D, F), UP), ((B, S, F), HIDDEN), ((F, D), DOWN)
 
 #: Gradients of weights are summed over "data": each is a site too.
@@ -329,33 +233,9 @@ FORMS = {
     "in_calls": ExplicitForm(in_calls, MLP, 8, 20),
     "reshards_around_calls": ExplicitForm(reshards_around_calls, MLP, 2, 5),
     "own_gradient": ExplicitForm(own_gradient, MLP, 2, 6),
-    # A gather of a weight is a site that the loop of another executes. Gradients of weights that
-    # are summed over two axes at once are left alone, by each axis.
-    "fsdp": ExplicitForm(fsdp, _FSDP, 4, 10),
-    "fsdp_by_types": ExplicitForm(fsdp_by_types, _FSDP, 4, 10),
-    "fsdp_rounded": ExplicitForm(fsdp_rounded, _FSDP, 4, 10),
-    "fsdp_layers": ExplicitForm(functools.partial(layers, fsdp), _FSDP, 4, 12),
-    "fsdp_block": ExplicitForm(fsdp_block, _FSDP_BLOCK, 11, 29),
-    "fsdp_axis": ExplicitForm(fsdp_axis, _AXIS_OF_ITS_OWN, 4, 8, alone=(0, 4), axes=AXES),
-    "fsdp_axis_by_types": ExplicitForm(
-        fsdp_axis_by_types, _AXIS_OF_ITS_OWN, 4, 8, alone=(0, 4), axes=AXES
-    ),
-    "fsdp_in_columns": ExplicitForm(fsdp_axis, _IN_COLUMNS, 4, 8, alone=(0, 4), axes=AXES),
-    "fsdp_of_replicated": ExplicitForm(
-        fsdp_of_replicated,
-        (X, ((D, F), P("fsdp", "tensor")), ((F, D), P("tensor", "fsdp"))),
-        4,
-        10,
-        axes=AXES,
-    ),
-    "fsdp_alone": ExplicitForm(fsdp_alone, (((B, S, D), WHOLE), ((D, F), WHOLE)), 1, 2),
-    "fsdp_alone_by_types": ExplicitForm(
-        fsdp_alone_by_types, (((B, S, D), WHOLE), ((D, F), WHOLE)), 1, 2
-    ),
     "whole_used_elsewhere": ExplicitForm(whole_used_elsewhere, (X, _UP), 1, 2),
 }
 _NO_MATMUL = "mul at explicit_programs.py uses the gathered array; overlap needs a matmul there"
-_SHARED = "a dimension is sharded over 'fsdp' and other mesh axes at once"
 #: Forms with one difference, and what of them is still replaced.
 NEAR_MISSES = {
     "mlp": ExplicitForm(
@@ -365,25 +245,8 @@ NEAR_MISSES = {
         0,
         "sin at explicit_programs.py uses the gathered array; overlap needs a matmul there",
     ),
-    "attention": ExplicitForm(attention_of_norm, (X, _SCALE, *ATTENTION[1:]), 1, 0, _NO_MATMUL),
+    "attention": ExplicitForm(attention_of_norm, (X, SCALE, *ATTENTION[1:]), 1, 0, _NO_MATMUL),
     "llama_block": ExplicitForm(llama_block_of_norms, _BLOCK, 2, 0, _NO_MATMUL),
-    "fsdp": ExplicitForm(
-        fsdp_all_reduced, _FSDP, 3, 0, "its matmul belongs to another site, which sums over devices"
-    ),
-    "fsdp_in_both": ExplicitForm(
-        fsdp_in_both, _FSDP, 5, 0, "its matmul belongs to another site, which sums over devices"
-    ),
-    "fsdp_used_elsewhere": ExplicitForm(
-        fsdp_used_elsewhere, _FSDP, 3, 0, "its matmul contracts the gathered dimension"
-    ),
-    "fsdp_in_columns": ExplicitForm(
-        fsdp_axis,
-        (_IN_COLUMNS[0], ((D, F), P(None, ("fsdp", "tensor"))), _IN_COLUMNS[2]),
-        3,
-        0,
-        _SHARED,
-        axes=AXES,
-    ),
     "gathered_for_no_matmul": ExplicitForm(
         gathered_for_no_matmul,
         (X, _UP),

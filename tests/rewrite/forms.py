@@ -210,11 +210,6 @@ def _transposed_after_reshape(x, w):
     return jnp.tensordot(gather(x).reshape(8, 4).T, w, ((0,), (0,)))
 
 
-def _weight_gathered_along_columns(x, w):
-    """Gathers a weight along its columns, as for fully sharded parameters."""
-    return x[:, :, :] @ lax.all_gather(w, AXIS, axis=1, tiled=True)
-
-
 TWO = {"out_specs": (P(None, None, AXIS),) * 2}
 GATHERS = {
     "plain": Form(gathering(lambda x, w: gather(x) @ w)),

@@ -1,22 +1,20 @@
 """Random programs, each compared with its rewritten form: ``python -m tests.rewrite.fuzz``.
 
-A seed determines the program, on every machine. A program that JAX itself refuses is not counted.
-One program in `COMPILED` is also compiled and executed on simulated devices, after the simulator
+`tests.rewrite.random_programs` draws them. A program that JAX itself refuses is not counted. One
+program in `COMPILED` is also compiled and executed on simulated devices, after the simulator
 has shown that no device waits for ever.
 
 Values and gradients are compared in float64, whatever the dtypes of the program are: sums in
 another order then agree within 1e-9 however the program amplifies errors, and anything else is a
 mistake. Where a program computes in bfloat16 or float16, it is executed in these too, and must not
-round much worse than the plain program does.
+round much worse than the plain program does. `tests.rewrite.minimize` makes a program that was
+found smaller.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
-import random
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -24,25 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from collective_matmul.rewrite import find_sites, overlap
+from collective_matmul.rewrite import find_sites
 from tests.conftest import ON_THE_CPU
-from tests.rewrite.grammar import SIZES, Block, Shape, Source, Spec
-from tests.rewrite.nested_blocks import add_statement
-from tests.rewrite.programs import gradients_of, loss_of
+from tests.rewrite.random_programs import Case, drawn, functions, structs_of, values_of
 from tests.rewrite.simulator import DeadlockError, simulate_jaxpr
 
 DEVICES = 8
-MESHES = ({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3})
-IMPLEMENTATIONS = ("ring",) * 6 + ("xla", "ring_two_way", "ring_direct")
-MODES = ("not", "not", "inside", "before", "after", "vmapped", "forward")
 #: One program in this number is compiled.
 COMPILED = 100
 #: Constants of the backward are in float32, which float64 sums see.
@@ -51,171 +39,6 @@ TOLERANCE = 1e-6
 NUDGE = 1e-14
 #: How much larger than the plain program's the rounding errors may be, and the unit roundoffs.
 WORSE, UNIT = 8.0, {"float32": 2.0**-8, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program and how it is executed.
-
-    Attributes:
-      lines: statements over local arrays a0, a1, ...
-      results: the names of its results.
-      arguments: global shapes and specs.
-      mesh: all axes with their sizes.
-      manual: the axes of the shard_map.
-      explicit: whether the other axes are Explicit, with the leading dimensions over them.
-      dtype: of the arguments.
-      rounds: whether anything is computed in a coarser dtype than float32.
-      mode: "not" differentiated, or "inside" the shard_map, "before" or "after" the rewrite;
-        "vmapped" after the rewrite, or differentiated "forward" before it.
-      check_vma: as for `jax.shard_map`.
-      strict: whether dtypes are promoted strictly.
-      implementation: as for `overlap`.
-      seed: of the draw; also of the arguments' values.
-    """
-
-    lines: tuple[str, ...]
-    results: tuple[str, ...]
-    arguments: tuple[tuple[Shape, Spec], ...]
-    mesh: tuple[tuple[str, int], ...]
-    manual: tuple[str, ...]
-    explicit: bool
-    dtype: str
-    rounds: bool
-    mode: str
-    check_vma: bool
-    strict: bool
-    implementation: str
-    seed: int
-
-    @property
-    def text(self) -> str:
-        names = ", ".join(f"a{i}" for i in range(len(self.arguments)))
-        results = ", ".join(f"{name}[None]" for name in self.results)
-        body = "\n    ".join([*self.lines, f"return ({results},)"])
-        return f"def body({names}):\n    {body}\n"
-
-    def __str__(self) -> str:
-        details = dataclasses.asdict(self)
-        del details["lines"], details["results"]
-        return "\n".join([f"# {key}: {value}" for key, value in details.items()] + [self.text])
-
-
-def drawn(seed: int) -> Case:
-    """The program of a seed."""
-    generator = random.Random(seed)
-    mesh = generator.choice(MESHES)
-    manual = tuple(mesh)
-    if len(mesh) > 1 and generator.random() < 0.15:
-        manual = ("t",)
-    dtype = generator.choice(("float32",) * 5 + ("bfloat16", "float16"))
-    mode = generator.choice(MODES)
-    source = Source(generator, {axis: mesh[axis] for axis in manual}, dtype, mode != "not")
-    shapes = [generator.choice(((2, 6, 4), (2, 2, 4), (6, 4), (2, 3, 4))), (4, 4)]
-    scope = [source.argument(shape) for shape in reversed(shapes)]
-    if generator.random() < 0.02:
-        scope.append(source.argument((generator.choice(SIZES), 0)))
-    block = Block(source, scope, manual, source.reverse)
-    for _ in range(generator.choice((1, 2, 2, 3))):
-        add_statement(block)
-    made = [value.name for value in block.scope if value.name.startswith("y")] or ["a0"]
-    return Case(
-        tuple(block.lines),
-        tuple(dict.fromkeys([made[-1], generator.choice(made)])),
-        tuple(source.arguments),
-        tuple(mesh.items()),
-        manual,
-        explicit=generator.random() < 0.5,
-        dtype=dtype,
-        rounds=source.rounds or dtype != "float32",
-        mode=mode,
-        check_vma=generator.random() < 0.5,
-        strict=generator.random() < 0.3,
-        implementation=generator.choice(IMPLEMENTATIONS),
-        seed=seed,
-    )
-
-
-@functools.cache
-def _mesh(axes: tuple[tuple[str, int], ...], manual: tuple[str, ...], explicit: bool) -> Mesh:
-    other = AxisType.Explicit if explicit else AxisType.Auto
-    types = tuple(AxisType.Auto if name in manual else other for name, _ in axes)
-    names, sizes = zip(*axes, strict=True)
-    count = int(np.prod(sizes))
-    return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[:count])
-
-
-def _body(case: Case) -> Callable:
-    def vary(x: jax.Array) -> jax.Array:
-        for axis in case.manual if case.check_vma else ():
-            with contextlib.suppress(ValueError):  # It varies already.
-                x = lax.pcast(x, axis, to="varying")
-        return x
-
-    names: dict[str, Any] = {
-        "jax": jax, "jnp": jnp, "lax": lax, "checkpoint_name": checkpoint_name,
-        "loss_of": loss_of, "vary": vary,
-    }  # fmt: skip
-    exec(case.text, names)
-    body, count = names["body"], len(case.arguments)
-    if case.mode != "inside":
-        return body
-    return lambda *args: [dx[None] for dx in gradients_of(body, count)(*args)]
-
-
-def functions(case: Case) -> tuple[Callable, Callable]:
-    """The plain program and its rewritten form, both of global arrays."""
-    count = len(case.arguments)
-    fun = jax.shard_map(
-        _body(case),
-        mesh=_mesh(case.mesh, case.manual, case.explicit),
-        in_specs=tuple(P(*spec) for _, spec in case.arguments),
-        out_specs=P(case.manual),
-        axis_names=set(case.manual),
-        check_vma=case.check_vma,
-    )
-    rewrite = functools.partial(overlap, implementation=case.implementation)
-    if case.mode == "before":
-        return gradients_of(fun, count), rewrite(gradients_of(fun, count))
-    if case.mode == "after":
-        return gradients_of(fun, count), gradients_of(rewrite(fun), count)
-    if case.mode == "vmapped":
-        return _vmapped(fun), _vmapped(rewrite(fun))
-    if case.mode == "forward":
-        return _derivative(fun), rewrite(_derivative(fun))
-    return fun, rewrite(fun)
-
-
-def _vmapped(fun: Callable) -> Callable:
-    return lambda *args: jax.vmap(fun)(*(jnp.stack([x, 0.5 * x]) for x in args))
-
-
-def _derivative(fun: Callable) -> Callable:
-    return lambda *args: jax.jvp(fun, args, args)[1]
-
-
-def _structs(case: Case) -> list[jax.ShapeDtypeStruct]:
-    mesh = _mesh(case.mesh, case.manual, case.explicit)
-    other = [name for name, _ in case.mesh if name not in case.manual]
-
-    def sharding(shape: Shape, spec: Spec) -> NamedSharding | None:
-        if not (other and case.explicit):
-            return None
-        divided = spec[:1] == (None,) and shape[0] % dict(case.mesh)[other[0]] == 0
-        return NamedSharding(mesh, P(other[0]) if divided else P())
-
-    return [
-        jax.ShapeDtypeStruct(shape, case.dtype, sharding=sharding(shape, spec))
-        for shape, spec in case.arguments
-    ]
-
-
-def _values(case: Case) -> list[np.ndarray]:
-    generator = np.random.default_rng(case.seed)
-    return [
-        generator.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
-        for shape, _ in case.arguments
-    ]
 
 
 class Refused(Exception):
@@ -236,7 +59,7 @@ def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str
     promotion = "strict" if case.strict else "standard"
     with jax.numpy_dtype_promotion(promotion), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        arguments, structs = _values(case), _structs(case)
+        arguments, structs = values_of(case), structs_of(case)
         try:
             plain, rewritten = functions(case)
             expected_program = jax.make_jaxpr(plain)(*structs)
@@ -318,7 +141,7 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
     if any(0 in shape for shape, _ in case.arguments):
         return None  # XLA for CPUs crashes at some of them (jaxlib 0.11).
     both = jax.jit(lambda *args: [jax.tree.leaves(f(*args)) for f in (plain, rewritten)])
-    arguments = _values(case)
+    arguments = values_of(case)
     try:
         expected, actual = both(*arguments)
     except Exception as error:
@@ -377,6 +200,12 @@ def search(
     return result
 
 
+def simulate_devices() -> None:
+    for name, value in ON_THE_CPU.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+
+
 def main(prog: str, search: Callable[..., Search]) -> None:
     """A command that searches programs of consecutive seeds, and fails if it finds something."""
     parser = argparse.ArgumentParser(
@@ -385,9 +214,7 @@ def main(prog: str, search: Callable[..., Search]) -> None:
     parser.add_argument("--programs", type=int, default=2000, help="how many draws")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     arguments = parser.parse_args()
-    for name, value in ON_THE_CPU.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    simulate_devices()
     seeds = range(arguments.first, arguments.first + arguments.programs)
     result = search(seeds, every=100)
     sites = f" with {result.sites} sites" if result.sites else ""

@@ -59,12 +59,12 @@ class Source:
         self.names += 1
         return f"{prefix}{self.names}"
 
-    def argument(self, shape: Shape, sharded: float = 0.5) -> Value:
+    def argument(self, shape: Shape) -> Value:
         """An argument with this shape on each device. Axes shard a dimension of it or none."""
         sizes = list(shape)
         spec: list[str | None] = [None] * len(shape)
         for axis, size in self.axes.items():
-            if self.chance(sharded):
+            if self.chance(0.5):
                 i = self.random.randrange(len(shape))
                 if spec[i] is None:
                     sizes[i], spec[i] = sizes[i] * size, axis

@@ -1,12 +1,17 @@
-"""Makes a program that was found to be wrong smaller, and prints it as a script of its own."""
+"""Prints the smallest program like that of a seed: ``python -m tests.rewrite.minimize SEED``.
+
+The seed is one that `tests.rewrite.fuzz` found to be wrong. What is printed is a script of its own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.rewrite.fuzz import Case, Refused, finding
+from tests.rewrite.fuzz import Refused, finding, simulate_devices
+from tests.rewrite.random_programs import Case, drawn
 
 
 def kind(wrong: str | None) -> str | None:
@@ -155,3 +160,18 @@ args = [random.standard_normal(s, np.float32).astype(jnp.dtype("{case.dtype}")) 
 for a, b in zip(jax.tree.leaves(jax.jit(plain)(*args)), jax.tree.leaves(jax.jit(ours)(*args))):
     print(a.shape, a.dtype, b.dtype, "largest", jnp.max(jnp.abs(a)), "off", jnp.max(jnp.abs(a - b)))
 """
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.rewrite.minimize")
+    parser.add_argument("seed", type=int)
+    seed = parser.parse_args().seed
+    simulate_devices()
+    case = drawn(seed)
+    if finding(case) is None:
+        raise SystemExit(f"seed {seed}: the program agrees with its rewritten form")
+    print(script(minimized(case)))
+
+
+if __name__ == "__main__":
+    main()

@@ -73,13 +73,13 @@ class Team:
         return np.broadcast_to(value, (len(self.members), *value.shape))
 
 
-def simulated(fun: Callable, float64: bool = False) -> Callable:
-    """The same function of global arrays; with `float64`, computed in that, whatever the dtypes."""
+def simulated(fun: Callable) -> Callable:
+    """The same function of global arrays."""
 
     def simulate(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*arguments)
         return jax.tree.unflatten(
-            jax.tree.structure(shapes), simulate_jaxpr(program, jax.tree.leaves(arguments), float64)
+            jax.tree.structure(shapes), simulate_jaxpr(program, jax.tree.leaves(arguments))
         )
 
     return simulate
@@ -136,7 +136,10 @@ def _execute_equation(equation: JaxprEqn, operands: Stacks, team: Team) -> Stack
         return [_axis_index(parameters["axis_name"], team)]
     # The function of a `reduce` has two numbers for arguments, and nothing to communicate.
     if name != "reduce" and any(True for _ in jaxprs_in_params(parameters)):
-        raise NotImplementedError(f"{name} holds jaxprs")
+        raise NotImplementedError(
+            f"the simulator cannot execute {name}: its parameters have jaxprs; add it to"
+            " _CONTROL_FLOW or _CALLS"
+        )
     return numpy_operations.execute(equation, operands, len(team.members), team.float64)
 
 

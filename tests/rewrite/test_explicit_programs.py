@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
 from collective_matmul.rewrite import find_sites
+from tests.rewrite import explicit_fsdp, explicit_programs
 from tests.rewrite.explicit_programs import (
-    FORMS,
     HIDDEN,
-    NEAR_MISSES,
     ROWS,
     UP,
     ExplicitForm,
@@ -29,6 +28,10 @@ from tests.rewrite.explicit_programs import (
     mlp,
 )
 from tests.rewrite.programs import assert_same, counts, gradients_of, ring, sites
+
+FORMS = explicit_programs.FORMS | explicit_fsdp.FORMS
+NEAR_MISSES = explicit_programs.NEAR_MISSES | explicit_fsdp.NEAR_MISSES
+FILES = ("explicit_programs.py", "explicit_fsdp.py")
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def test_sites_are_replaced_or_left_alone_with_a_reason(form: ExplicitForm) -> N
         found = sites(form.fun, *arguments)
         in_program = counts(ring(form.fun), *arguments)
     assert sum(site.replaced for site in found) == form.replaced, found
-    assert all(site.source and site.source.file.endswith("explicit_programs.py") for site in found)
+    assert all(site.source and site.source.file.endswith(FILES) for site in found)
     left = [re.sub(r"py:\d+", "py", site.reason) for site in found if not site.replaced]
     if form.reason:
         assert any(form.reason in reason for reason in left), left

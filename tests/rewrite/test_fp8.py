@@ -20,7 +20,8 @@ from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter,
 from collective_matmul.fp8 import RECIPES
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200
-from tests.explained import HAS_KERNELS, WIDE
+from tests.explained import WIDE
+from tests.hopper import needs_kernels
 from tests.reference import AXIS
 from tests.rewrite.blocks import gather, mlp, programs, scatter
 from tests.rewrite.programs import (
@@ -115,7 +116,7 @@ def test_explain_names_dtypes(
     assert all(("not in fp8: the program uses" in line[1]) == (kept is None) for line in gathers)
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="needs kernels")
+@needs_kernels
 def test_explain_names_8_bits_where_kernels_multiply_blocks() -> None:
     """XLA multiplies blocks in float32: without kernels, and where their sizes do not fit."""
     mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)

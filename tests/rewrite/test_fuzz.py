@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from collective_matmul.rewrite import find_sites
-from tests.rewrite.fuzz import Case, Search, drawn, finding, functions, search
+from tests.rewrite.fuzz import Search, finding, search
+from tests.rewrite.minimize import kind, minimized, script
+from tests.rewrite.random_programs import Case, drawn, functions
 
 #: Numbers of draws: in each test, in the short search and in the long one.
 BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 200
@@ -33,7 +35,9 @@ def test_random_programs_agree_with_their_rewritten_form(first: int) -> None:
     assert_nothing(search(range(first, first + BLOCK)))
 
 
-def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reversed_permute_is_found_and_its_program_made_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     permute = lax.ppermute
 
     def reversed_permute(
@@ -42,7 +46,11 @@ def test_a_reversed_permute_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return permute(x, axis_name, [(to, source) for source, to in perm], **kwargs)
 
     monkeypatch.setattr(lax, "ppermute", reversed_permute)
-    assert search(range(25), stop=1).findings
+    ((_, wrong, case),) = search(range(25), stop=1).findings
+    small = minimized(case)
+    assert kind(finding(small)) == kind(wrong)
+    assert len(small.lines) <= 2 < len(case.lines)
+    assert "print" in compile(script(small), "script", "exec").co_names
 
 
 def case_of(*lines: str, arguments: tuple, implementation: str, mode: str = "not") -> Case:

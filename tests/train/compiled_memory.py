@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import _compat
-from train import config as configs
+from train import presets
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.memory import Memory, abstract_batch, memory_of
 from train.mesh import AXES
@@ -81,7 +81,7 @@ class Case(NamedTuple):
     @property
     def config(self) -> Config:
         """The configuration; its mesh is given apart."""
-        preset = configs.PRESETS["llama3-8b"]()
+        preset = presets.PRESETS["llama3-8b"]()
         model = dataclasses.replace(preset.model, num_layers=self.layers)
         rows = 2 * self.changes.get("gradient_accumulation_steps", 1)
         sequences = {"batch_size": rows, "sequence_length": 8192}

@@ -12,7 +12,7 @@ from tests.train.compiled_memory import (
     as_text,
     sharded,
 )
-from train.config import check
+from train.config_checks import check
 from train.memory import Memory
 
 ALL = [*CASES, *(case for pair in DEPTHS for case in pair)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from train.command_line import main, parse
-from train.config import PRESETS
+from train.presets import PRESETS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.models import reference
 from tests.train.reports import reporter
-from train import config as configs
+from train import presets
 from train.command_line import describe_held_out, main, parse
 from train.config import ONE_DEVICE, Config, MeshSizes
 from train.data import TextData, open_dataset
@@ -33,8 +33,8 @@ RUN = shlex.split(
     " --steps 5 --log-interval 1 --overlap xla"
 )
 TINY = dataclasses.replace(
-    configs.debug(),
-    model=dataclasses.replace(configs.debug().model, num_layers=1),
+    presets.debug(),
+    model=dataclasses.replace(presets.debug().model, num_layers=1),
     batch_size=4,
     sequence_length=16,
     compute_dtype="float32",

@@ -19,15 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap
 from tests.rewrite.programs import sites
-from train import config as configs
-from train import explicit_step
+from train import explicit_step, presets
 from train.config import Config, MeshSizes
+from train.config_checks import check
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
 from train.step import BATCH_SPEC, Batch, make_step, sharded_step
 
-_SHORT = configs.debug()
+_SHORT = presets.debug()
 SHORT = dataclasses.replace(
     _SHORT,
     batch_size=8,
@@ -66,7 +66,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 
 def step_of(config: Config, sizes: MeshSizes) -> tuple[Any, Any, Batch]:
     """The compiled step, its first state and a batch."""
-    configs.check(config, sizes)
+    check(config, sizes)
     mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     step = make_step(config, model, optimizer, mesh)

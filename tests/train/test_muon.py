@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from tests.covering import cover
-from train import config as configs
+from train import presets
 from train.config import MeshSizes, OptimizerConfig
 from train.mesh import make_abstract_mesh, make_mesh
 from train.muon import matrix_dimensions, to_shards, to_whole
@@ -44,9 +44,9 @@ LAYERS = 3
 #: 3 of its matrices travel together: two devices have several batches of them, and of eight some
 #: have none. Heads, width and vocabulary suit every mesh.
 TINY = dataclasses.replace(
-    configs.debug(),
+    presets.debug(),
     model=dataclasses.replace(
-        configs.debug().model, num_layers=LAYERS, features=16, hidden_features=24, num_heads=8,
+        presets.debug().model, num_layers=LAYERS, features=16, hidden_features=24, num_heads=8,
         num_key_value_heads=8, head_dim=4, vocabulary_size=32,
     ),
     optimizer=OPTIMIZER,

@@ -17,10 +17,11 @@ import pytest
 from models.checkpoint.earlier_releases import trained_configuration
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.test_step import SHORT, Trainer
-from train import config as configs
+from train import presets
 from train.checkpoint import Checkpoints
 from train.command_line import main, parse
 from train.config import MeshSizes, OptimizerConfig
+from train.config_checks import check_optimizer
 from train.log_file import read_log
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
@@ -125,7 +126,7 @@ def test_a_run_learns_and_goes_on_on_another_mesh(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_an_earlier_release_is_one_of_adamw():
-    now = configs.debug().to_json()
+    now = presets.debug().to_json()
     fields = ("kind", "muon_momentum", "muon_update_rms", "muon_dtype", "decay_steps")
     optimizer = {name: value for name, value in now["optimizer"].items() if name not in fields}
     saved = trained_configuration({**now, "optimizer": optimizer})
@@ -136,10 +137,10 @@ def test_a_checkpoint_of_an_earlier_release_is_one_of_adamw():
 
 def test_its_state_has_one_moment_of_matrices():
     def memory(kind: Any) -> int:
-        config = dataclasses.replace(configs.debug(), optimizer=OptimizerConfig(kind=kind))
+        config = dataclasses.replace(presets.debug(), optimizer=OptimizerConfig(kind=kind))
         return memory_of(config, make_abstract_mesh(MeshSizes())).optimizer_state
 
-    shapes = ModelFunctions(configs.debug()).abstract_params
+    shapes = ModelFunctions(presets.debug()).abstract_params
     matrices = sum(
         math.prod(leaf.shape) for name, leaf in shapes.items() if matrix_dimensions(name)
     )
@@ -168,4 +169,4 @@ def test_a_dry_run_names_the_optimizer(capsys, scan_layers):
 )
 def test_values_that_it_cannot_use_are_refused(changes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        configs.check_optimizer(OptimizerConfig(**{"kind": "muon", **changes}))
+        check_optimizer(OptimizerConfig(**{"kind": "muon", **changes}))

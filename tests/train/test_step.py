@@ -17,17 +17,17 @@ from jax.sharding import NamedSharding
 from collective_matmul import overlap, record_decisions
 from collective_matmul.backends.ring.schedule import make_schedule
 from tests.rewrite.programs import counts
-from train import config as configs
-from train import explicit_step
+from train import explicit_step, presets
 from train import step as steps
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.config_checks import check
 from train.data import open_dataset
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
 from train.step import BATCH_SPEC, make_step, sharded_step
 
 SHORT = dataclasses.replace(
-    configs.debug(), batch_size=8, sequence_length=64, compute_dtype="float32"
+    presets.debug(), batch_size=8, sequence_length=64, compute_dtype="float32"
 )
 
 MESH = MeshSizes(data=2, tensor=4)
@@ -283,7 +283,7 @@ def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch
 def test_what_rewritten_models_do_not_do_is_refused(changes, message):
     config = dataclasses.replace(SHORT, **{"overlap": "rewrite-jit", **changes})
     with pytest.raises(ValueError, match=message):
-        configs.check(config, ONE_DEVICE)
+        check(config, ONE_DEVICE)
 
 
 def test_initial_weights_are_the_same_on_every_mesh():

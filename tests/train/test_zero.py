@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from models.parameter_use import used
 from tests.backends.ring.test_program_structure import equations
-from train import config as configs
+from train import presets
 from train.config import MeshConfig, MeshSizes
+from train.config_checks import check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
@@ -24,8 +25,8 @@ from train.step import sharded_step
 from train.zero import describe_zero
 
 TINY = dataclasses.replace(
-    configs.debug(),
-    model=dataclasses.replace(configs.debug().model, num_layers=1),
+    presets.debug(),
+    model=dataclasses.replace(presets.debug().model, num_layers=1),
     batch_size=8,
     sequence_length=16,
     overlap="xla",
@@ -56,7 +57,7 @@ def test_the_dimension_that_fsdp_shards(shape, spec, expected):
 
 def test_every_matrix_of_a_published_model_is_sharded():
     """By the width of the residual stream, which ops can gather."""
-    config = dataclasses.replace(configs.PRESETS["llama3-8b"](), zero=2)
+    config = dataclasses.replace(presets.PRESETS["llama3-8b"](), zero=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
     model = ModelFunctions(config, MeshSizes(1, 64, 8))
     assert model.whole_matrices == {}
@@ -106,7 +107,7 @@ def test_matmuls_gather_columns_where_all_are_divisible(heads, expected):
     ],
 )
 def test_sizes_that_are_left_open_take_what_fits(mesh, zero, devices, expected):
-    assert mesh_sizes(dataclasses.replace(configs.debug(), mesh=mesh, zero=zero), devices) == (
+    assert mesh_sizes(dataclasses.replace(presets.debug(), mesh=mesh, zero=zero), devices) == (
         expected
     )
 
@@ -304,4 +305,4 @@ def test_memory_and_advice_are_for_the_devices_of_a_process():
 
 def test_unknown_levels_are_refused():
     with pytest.raises(ValueError, match="zero=5: expected 0, 1, 2 or 3"):
-        configs.check(dataclasses.replace(TINY, zero=5), MeshSizes())  # pyright: ignore
+        check(dataclasses.replace(TINY, zero=5), MeshSizes())  # pyright: ignore

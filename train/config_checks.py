@@ -1,0 +1,148 @@
+"""Checks that the values of a configuration fit together, and fit a mesh."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from pathlib import Path
+from typing import get_args
+
+import collective_matmul
+import collective_matmul.layers
+from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
+from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
+
+
+def check(config: Config, sizes: MeshSizes) -> None:
+    """Checks that the values of a configuration fit together, and fit a mesh.
+
+    Raises:
+      ValueError: if they do not.
+    """
+    for name in (
+        "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
+        "max_to_keep", "log_interval", "eval_interval", "eval_batches",
+    ):  # fmt: skip
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+    for name, allowed in (("zero", Zero), ("weight_gather", WeightGather)):
+        if getattr(config, name) not in get_args(allowed):
+            *most, last = map(str, get_args(allowed))
+            raise ValueError(
+                f"{name}={getattr(config, name)}: expected {', '.join(most)} or {last}"
+            )
+    if config.scan_layers < 0:
+        raise ValueError(f"scan_layers={config.scan_layers}: expected at least 0")
+    if config.weight_gather == "matmuls" and config.overlap == "rewrite":
+        raise ValueError(
+            "weight_gather='matmuls': expected blocks with overlap='rewrite', whose layers do not"
+            " gather weights; leave out --weight-gather, or choose another --overlap"
+        )
+    _check_overlap(config.overlap)
+    if config.overlap == "rewrite-jit":
+        _check_rewrite_jit(config)
+    _check_fp8(config)
+    check_optimizer(config.optimizer)
+    config.model.check_tensor_axis(sizes.tensor)
+    if config.sequence_length % sizes.tensor:
+        raise ValueError(
+            f"sequence_length={config.sequence_length} is not divisible by"
+            f" mesh.tensor={sizes.tensor}; nearest that works:"
+            f" {-(-config.sequence_length // sizes.tensor) * sizes.tensor}"
+        )
+    unit = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
+    if config.batch_size % unit:
+        raise ValueError(
+            f"batch_size={config.batch_size} is not divisible by mesh.data={sizes.data} ×"
+            f" mesh.fsdp={sizes.fsdp} ×"
+            f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest that"
+            f" works: {-(-config.batch_size // unit) * unit}"
+        )
+    if config.resume and config.checkpoint_dir is None:
+        raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")
+    if config.profile_steps is not None and config.profile_steps[1] > config.steps:
+        raise ValueError(
+            f"profile={config.profile!r}: the run has {config.steps} steps; name steps among them"
+        )
+    if Path(config.profile_dir).is_file():
+        raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")
+
+
+def _check_overlap(value: str) -> None:
+    """Raises ValueError unless it is auto, rewrite or names of backends."""
+    if value in ("auto", "rewrite", "rewrite-jit"):
+        return
+    try:
+        collective_matmul.overlap(_check_overlap, implementation=value.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or backends separated by"
+            f" commas; {error}"
+        ) from None
+
+
+def _check_rewrite_jit(config: Config) -> None:
+    """Raises ValueError for what the model over Explicit axes does not do."""
+    if config.weight_gather != "auto":
+        raise ValueError(
+            f"weight_gather={config.weight_gather!r}: expected 'auto' with overlap='rewrite-jit',"
+            " where overlap decides how each matmul gathers its weight; choose another --overlap,"
+            " such as auto"
+        )
+    if config.gradient_dtype != "float32" and config.compute_dtype == "float32":
+        raise ValueError(
+            f"gradient_dtype={config.gradient_dtype!r}: with overlap='rewrite-jit' gradients travel"
+            " in compute_dtype='float32'; leave out --gradient-dtype, or choose another"
+            " --compute-dtype or --overlap"
+        )
+
+
+def _check_fp8(config: Config) -> None:
+    """Raises ValueError for an unknown recipe, layers that do not exist, or other gradients."""
+    collective_matmul.layers.Column(fp8=config.fp8)
+    for pattern in config.fp8_layers.split(","):
+        if not fnmatch.filter(FP8_LAYERS, pattern):
+            raise ValueError(
+                f"fp8_layers={config.fp8_layers!r}: {pattern!r} matches none of the layers"
+                f" {', '.join(FP8_LAYERS)}"
+            )
+    default = ",".join(DEFAULT_FP8_LAYERS)
+    if config.fp8 is None and config.fp8_layers != default:
+        raise ValueError(
+            f"fp8_layers={config.fp8_layers!r}: expected fp8 too; add --fp8, such as --fp8 rowwise"
+        )
+    if config.fp8 == "tensorwise" and config.overlap == "rewrite":
+        raise ValueError(
+            "fp8='tensorwise': with overlap='rewrite', gradients are part of the program that is"
+            " rewritten, and would not be those of this recipe; choose rowwise or blockwise, or"
+            " --overlap rewrite-jit or auto"
+        )
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raises ValueError for a value that the optimizer, its schedule or clipping cannot use."""
+    for name, fits, expected in (
+        ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
+        ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
+        ("warmup_steps", config.warmup_steps >= 0, "at least 0"),
+        (
+            "decay_steps",
+            config.decay_steps is None or config.decay_steps > config.warmup_steps,
+            f"more than optimizer.warmup_steps={config.warmup_steps}",
+        ),
+        ("weight_decay", 0 <= config.weight_decay < math.inf, "at least 0"),
+        ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),
+        ("b2", 0 <= config.b2 < 1, "at least 0 and less than 1"),
+        ("clip_norm", config.clip_norm > 0, "a positive number; inf never clips"),
+        ("kind", config.kind in ("adamw", "muon"), "adamw or muon"),
+        ("muon_momentum", 0 <= config.muon_momentum < 1, "at least 0 and less than 1"),
+        (
+            "muon_update_rms",
+            config.muon_update_rms is None or 0 < config.muon_update_rms < math.inf,
+            "a positive number, or None",
+        ),
+        ("muon_dtype", config.muon_dtype in ("bfloat16", "float32"), "bfloat16 or float32"),
+    ):
+        if not fits:
+            raise ValueError(f"optimizer.{name}={getattr(config, name)}: expected {expected}")
