@@ -189,7 +189,8 @@ def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: in
     x = ShapeDtypeStruct((128, 128), jnp.bfloat16)
 
     def multiply(x: jax.Array, w: jax.Array) -> Any:
-        out, options = jax.lax.empty((chunks * 128, 128), x.dtype), {"dimension": 0}
+        out = jax.lax.empty((chunks * 128, 128), x.dtype)
+        options: dict[str, Any] = {"dimension": 0}
         if fp8 is None:
             place, options = Rows(x, 0, 128), options | {"transpose_w": False}
             return chunk_matmul.multiply_chunks([place], [[w]], [Rows(out, 0, 128)], **options)
