@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -243,11 +242,7 @@ def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) ->
 def compiled(fp8: str, features: int) -> str:
     """The feed-forward of 2 × 4096 tokens as compiled for two H200."""
     hidden = 14336
-    with (
-        # XLA asks which CUDA there is: with none, its matmuls of 8 bits would be of float16.
-        mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
-        compiled_memory.two_devices() as devices,
-    ):
+    with compiled_memory.gpus(2) as devices:
         mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
         specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
         weights = *[(features, hidden)] * 2, (hidden, features)
