@@ -276,7 +276,26 @@ def unwrapped(
                 f"w: {own_dtype} {w.shape}, and its copies are of {copied.product_dtype}"
                 f" {copied.shape}; expected copies of this array; call prequantize for it"
             )
-    return tuple(w.array for w in quantized), tuple((w.forward, w.backward) for w in quantized)
+    arrays = tuple(_unread(w.array) for w in quantized)
+    return arrays, tuple((w.forward, w.backward) for w in quantized)
+
+
+@jax.custom_vjp
+def _unread(array: jax.Array) -> jax.Array:
+    """An array of the same type that is NaN, with the gradient of the array.
+
+    So nothing reads the array of a `QuantizedWeight`. What is rematerialized would: a barrier at
+    its begin takes all operands of the ops inside, and XLA keeps them in a loop over microbatches.
+    """
+    return _nan_like(array)
+
+
+def _nan_like(array: jax.Array) -> jax.Array:
+    nan = jnp.full_like(array, jnp.nan)
+    return vary_over(nan, varying_axes(array))
+
+
+_unread.defvjp(lambda array: (_nan_like(array), None), lambda _, gradient: (gradient,))
 
 
 def _described(shards: WeightShards | None) -> str:

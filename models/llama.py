@@ -119,8 +119,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]."""
-        x = x + self.attention(self.attention_norm(x), documents)
-        normed = self.feed_forward_norm(x)
+        x, normed = self.attention_norm.beside(x)
+        x = x + self.attention(normed, documents)
+        x, normed = self.feed_forward_norm.beside(x)
         with jax.named_scope("feed_forward"):
             return x + self.feed_forward(normed)
 

@@ -7,7 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from models.parameter_use import as_varying
 
 
 class RMSNorm(nnx.Module):
@@ -21,6 +24,31 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features] -> the same shape."""
         return _normalize(x, self.scale[...], self.epsilon)
+
+    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x and its norm, for code that uses both.
+
+        In the backward, the gradient of the scale is complete when that of x is. XLA would else
+        postpone it until the end, and keep what it sums, which is two arrays of x's size.
+        """
+        varying = jax.typeof(x).manual_axis_type.varying
+        if not varying:  # Of global arrays, the gradient of the scale is a sum over devices.
+            return x, self(x)
+        # What is tied is the sum of this device's rows. Devices add theirs later, of all norms.
+        x, scale = _gradients_tied(x, as_varying(self.scale[...], varying))
+        with jax.named_scope("norm"):
+            return x, _normalize(x, scale, self.epsilon)
+
+
+@jax.custom_vjp
+def _gradients_tied(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, whose gradients wait for each other."""
+    return x, scale
+
+
+_gradients_tied.defvjp(
+    lambda x, scale: ((x, scale), None), lambda _, gradients: lax.optimization_barrier(gradients)
+)
 
 
 #: The backward of a norm keeps its operands and this float32 number per row, and no more.

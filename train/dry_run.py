@@ -78,7 +78,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
-    memory = memory_of(config, mesh, model, state)
+    memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
     _print_memory(memory, config, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
@@ -102,10 +102,11 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:
     table = Table("bytes per device", "", box=None)
+    dtypes = config.compute_dtype + (" and 8 bits" if config.fp8 else "")
     sizes = {
         "parameters": memory.parameters,
         f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
-        f"weights in {config.compute_dtype}, when most is in use": memory.weights,
+        f"weights in {dtypes}, when most is in use": memory.weights,
         "activations and gradients, then": memory.activations,
         "total": memory.total,
     }

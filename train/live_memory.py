@@ -9,8 +9,9 @@ Operations run in the order of the trace, as XLA's schedules do where they save 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,12 @@ from models.split_pullback import scan_sizes
 
 #: Operations that XLA computes where their results are read.
 _FUSED = frozenset({
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate",
-    "convert_element_type", "cos", "div", "dynamic_slice", "empty", "eq", "erf", "exp", "exp2",
-    "expm1", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt",
-    "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "reduce_precision", "rem", "rev",
-    "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt", "square", "sub", "tanh",
-    "transpose", "xor",
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
+    "concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "empty", "eq", "erf",
+    "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow",
+    "reduce_precision", "rem", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt",
+    "square", "sub", "tanh", "transpose", "xor",
 })  # fmt: skip
 #: Operations whose result is their operand.
 _SAME = frozenset({
@@ -41,8 +42,8 @@ _CALLS = {
 }  # fmt: skip
 #: Operations that fuse what they read, and whose results are stored.
 _READS_FUSED = frozenset({
-    "argmax", "argmin", "cumsum", "gather", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    "reduce_prod", "reduce_sum",
+    "argmax", "argmin", "cumsum", "gather", "reduce", "reduce_and", "reduce_max", "reduce_min",
+    "reduce_or", "reduce_prod", "reduce_sum",
 })  # fmt: skip
 #: Operations whose results may be written to what they read for the last time.
 _IN_PLACE = _FUSED | {"dynamic_update_slice", "scatter", "scatter-add", "while"}
@@ -154,7 +155,7 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             operands = [number(v) for v in equation.invars]
-            own = tuple(v for v in operands if v is not None)
+            own = tuple(v for v in _read_by(equation, operands) if v is not None)
             name = equation.primitive.name
             if _is_barrier(equation):
                 self.operations.append(Operation("optimization_barrier", own, ()))
@@ -171,6 +172,19 @@ class _Flattening:
                 self.operations.append(Operation(name, own, tuple(results), inner, replacing))
             values.update(zip(equation.outvars, results, strict=True))
         return [number(v) for v in jaxpr.outvars]
+
+
+def _read_by(equation: Any, operands: Sequence[int | None]) -> Sequence[int | None]:
+    """The operands that an operation reads. XLA passes nothing to a loop that its body leaves."""
+    if equation.primitive.name != "scan":
+        return operands
+    body = flatten(equation.params["jaxpr"].jaxpr)
+    stored = _stored(body)
+    sources = _sources(body, stored)
+    read = {v for result in body.results for v in sources(result)}
+    for _, values in _reads(body, stored, sources):
+        read |= values
+    return [operand for number, operand in enumerate(operands) if number in read]
 
 
 def _is_barrier(equation: Any) -> bool:
@@ -242,13 +256,19 @@ def _peak(program: Program) -> tuple[int, set[int]]:
 
 def _last_reads(program: Program, stored: Set[int]) -> dict[int, int]:
     """The place of the last operation that reads a value, itself or by what is fused with it."""
-    sources = _sources(program, stored)
     last: dict[int, int] = {}
+    for place, read in _reads(program, stored, _sources(program, stored)):
+        last.update((v, place) for v in read if v not in program.uncounted)
+    return last
+
+
+def _reads(
+    program: Program, stored: Set[int], sources: Callable[[int], frozenset[int]]
+) -> Iterator[tuple[int, set[int]]]:
+    """Places of operations that execute by themselves, and the stored values that each reads."""
     for place, operation in enumerate(program.operations):
         if operation.name not in _FUSED or not stored.isdisjoint(operation.results):
-            read = (v for operand in operation.operands for v in sources(operand))
-            last.update((v, place) for v in read if v not in program.uncounted)
-    return last
+            yield place, {v for operand in operation.operands for v in sources(operand)}
 
 
 def _stored(program: Program) -> set[int]:
@@ -259,7 +279,38 @@ def _stored(program: Program) -> set[int]:
             stored.update(operation.results)
             if operation.name not in _READS_FUSED:
                 stored.update(operation.operands)
-    return stored
+    return stored | _stored_instead(program, stored)
+
+
+def _stored_instead(program: Program, stored: Set[int]) -> set[int]:
+    """The values that are stored where otherwise several arrays of their size would have to stay,
+    from which several operations would compute them again."""
+    readers = _readers(program, stored)
+    found: dict[int, frozenset[int]] = {v: frozenset([v]) for v in stored}
+    chosen = set[int]()
+    for operation in program.operations:
+        read = frozenset[int]().union(*(found.get(v, frozenset([v])) for v in operation.operands))
+        for value in operation.results:
+            size = program.sizes[value]
+            several = sum(program.sizes[v] >= size for v in read) > 1
+            if value not in stored and several and len(readers.get(value, ())) > 1:
+                chosen.add(value)
+                found[value] = frozenset([value])
+            found.setdefault(value, read)
+    return chosen
+
+
+def _readers(program: Program, stored: Set[int]) -> dict[int, set[int]]:
+    """The places of two operations, or one, that read a value which is not stored."""
+    readers: dict[int, set[int]] = {}
+    for place, operation in reversed([*enumerate(program.operations)]):
+        reached = {place}
+        if operation.name in _FUSED and stored.isdisjoint(operation.results):
+            reached = set[int]().union(*(readers.get(v, ()) for v in operation.results))
+        for value in operation.operands:
+            if value not in stored:
+                readers[value] = {*itertools.islice(readers.get(value, set()) | reached, 2)}
+    return readers
 
 
 def _sources(program: Program, stored: Set[int]) -> Callable[[int], frozenset[int]]:

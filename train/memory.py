@@ -29,7 +29,8 @@ class Memory:
     Attributes:
       parameters: the float32 parameters.
       optimizer_state: the optimizer's moments.
-      weights: arrays made of parameters, as gathered weights are, when most bytes are in use.
+      weights: arrays made of parameters, as gathered weights and copies in 8 bits are, when most
+        bytes are in use.
       activations: all other arrays at that time: activations and gradients.
     """
 
@@ -73,9 +74,11 @@ def memory_of(
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
     if config.overlap == "rewrite-jit":
-        config = dataclasses.replace(config, overlap="auto")
-        if config.zero == 1:  # Its backward shards the gradients of each microbatch, as level 2.
-            model = ModelFunctions(dataclasses.replace(config, zero=2), MeshSizes(**mesh.shape))
+        # It quantizes weights where they are used, and keeps no copies of all of them.
+        config = dataclasses.replace(config, overlap="auto", fp8=None)
+        # With level 1, its backward shards the gradients of each microbatch, as with level 2.
+        same = dataclasses.replace(config, zero=2 if config.zero == 1 else config.zero)
+        model = ModelFunctions(same, MeshSizes(**mesh.shape), local_devices)
     step = sharded_step(config, model, optimizer, mesh, rewrite=False)
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))

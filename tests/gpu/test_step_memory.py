@@ -18,6 +18,8 @@ CASES = [
     case(TENSOR, 4, remat="full"),
     case(FSDP, 4, zero=2, remat="full"),
     sharded(4, "matmuls"),
+    sharded(4, "matmuls", fp8="rowwise"),
+    case(TENSOR, 4, remat="full", fp8="rowwise", gradient_accumulation_steps=2),
 ]
 
 

@@ -45,13 +45,9 @@ class Kernel(NamedTuple):
 def compiled(batch: int) -> str:
     """The program of two tokens, with XLA's own collectives: ours can be lowered on GPUs only."""
     with (
-        # XLA asks which CUDA there is, and whether kernels may be launched as a graph.
-        mock.patch.dict(
-            compiled_memory.H200["gpu_device_info"],
-            runtime_version="12.9.0",
-            driver_version="12.9.0",
-        ),
-        compiled_memory.two_devices() as devices,
+        # XLA asks whether kernels may be launched as a graph.
+        mock.patch.dict(compiled_memory.H200["gpu_device_info"], driver_version="12.9.0"),
+        compiled_memory.gpus(2) as devices,
     ):
         mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Auto,))
         config = dataclasses.replace(PRESETS["llama3-8b"](), num_layers=LAYERS)

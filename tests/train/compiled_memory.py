@@ -41,6 +41,8 @@ H200: dict[str, Any] = {
         "fpus_per_core": 128,
         "clock_rate_ghz": 1.98,
         "device_memory_size": 151_397_597_184,
+        # Without a version of CUDA, XLA multiplies 8 bits in float16.
+        "runtime_version": "12.9.0",
         "memory_bandwidth": 4_800_000_000_000,
         "l2_cache_size": 52_428_800,
         "threads_per_warp": 32,
@@ -71,7 +73,8 @@ class Case(NamedTuple):
     changes: Mapping[str, Any]
 
     def __str__(self) -> str:
-        mesh = "tensor 2" if self.sizes.tensor > 1 else "fsdp 2"
+        axes = self.sizes._asdict().items()
+        mesh = ", ".join(f"{axis} {size}" for axis, size in axes if size > 1)
         changes = (
             f"{name} {value.kind if isinstance(value, OptimizerConfig) else value}"
             for name, value in self.changes.items()
@@ -84,8 +87,8 @@ class Case(NamedTuple):
         preset = presets.PRESETS["llama3-8b"]()
         model = dataclasses.replace(preset.model, num_layers=self.layers)
         rows = 2 * self.changes.get("gradient_accumulation_steps", 1)
-        sequences = {"batch_size": rows, "sequence_length": 8192}
-        return dataclasses.replace(preset, model=model, **sequences, **self.changes)
+        changes = {"batch_size": rows, "sequence_length": 8192, **self.changes}
+        return dataclasses.replace(preset, model=model, **changes)
 
 
 def case(sizes: MeshSizes, layers: int, **changes: Any) -> Case:
@@ -106,6 +109,16 @@ CASES = [
     sharded(8, "blocks"),
     sharded(8, "matmuls"),
     case(FSDP, 8, zero=2, remat="full", optimizer=OptimizerConfig(kind="muon")),
+    *(case(TENSOR, 8, remat="full", fp8=fp8) for fp8 in ("tensorwise", "rowwise")),
+    case(TENSOR, 8, remat="full", fp8="rowwise", gradient_accumulation_steps=2),
+    *(
+        case(FSDP, 8, zero=zero, remat="full", fp8="rowwise", gradient_accumulation_steps=2)
+        for zero in (1, 2)
+    ),
+    case(FSDP, 8, zero=2, remat="full", fp8="rowwise"),
+    *(sharded(8, gathers, fp8="rowwise") for gathers in ("blocks", "matmuls")),
+    sharded(8, "matmuls", fp8="rowwise", gradient_accumulation_steps=2),
+    sharded(8, "matmuls", fp8="tensorwise", remat="none"),
     case(TENSOR, 32, remat="dots"),
     sharded(32, "blocks"),
     sharded(32, "matmuls"),
@@ -129,6 +142,7 @@ class CompiledStep(NamedTuple):
       predicted: what the dry run says.
       trace_seconds: time to trace and lower.
       compile_seconds: time to compile.
+      program: the optimised program, as text.
     """
 
     arguments: int
@@ -137,6 +151,7 @@ class CompiledStep(NamedTuple):
     predicted: Memory
     trace_seconds: float
     compile_seconds: float
+    program: str = ""
 
     @property
     def total(self) -> int:
@@ -179,28 +194,29 @@ def compiled_step(config: Config, mesh: Mesh, dump_to: str | None = None) -> Com
         memory_of(config, mesh.abstract_mesh, model, state),
         traced - started,
         ended - traced,
+        compiled.as_text() or "",
     )
 
 
 @contextlib.contextmanager
-def two_devices() -> Iterator[list[Any]]:
-    """Two GPUs, or two H200 that XLA compiles for, and that tracing takes for present.
+def gpus(count: int) -> Iterator[list[Any]]:
+    """GPUs of one node, or H200 that XLA compiles for, and that tracing takes for present.
 
     Raises:
-      SystemExit: without two GPUs, if JAX is not built for CUDA.
+      SystemExit: without so many GPUs, if JAX is not built for CUDA.
     """
     if not Path("/proc/driver/nvidia/version").exists():
         jax.config.update("jax_platforms", "cpu")  # The CUDA build would look for a driver.
-    if jax.default_backend() == "gpu" and len(jax.devices()) > 1:
-        yield jax.devices()[:2]
+    if jax.default_backend() == "gpu" and len(jax.devices()) >= count:
+        yield jax.devices()[:count]
         return
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise SystemExit(
-            "no two GPUs are here, and to compile for H200 all the same JAX needs its CUDA build:"
-            " pip install 'jax[cuda12]'"
+            f"{count} GPUs are not here, and to compile for H200 all the same JAX needs its CUDA"
+            " build: pip install 'jax[cuda12]'"
         )
     described = topologies.get_topology_desc(
-        "h200", platform="cuda", target_config=as_text(H200), topology="1x1x2"
+        "h200", platform="cuda", target_config=as_text(H200), topology=f"1x1x{count}"
     )
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
@@ -284,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", action="store_true", help="compare depths with ZeRO 3 instead")
     parser.add_argument("--dump-to", help="folder for what XLA writes about each program")
     arguments = parser.parse_args(argv)
-    with two_devices() as devices:
+    with gpus(2) as devices:
         print(f"jax {jax.__version__}, 2 × {devices[0].device_kind}; GB per device\n")
         steps = Steps(devices, arguments.dump_to)
         columns = ("arguments", "temporary", "total", "live", "predicted")

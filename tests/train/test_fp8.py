@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from collective_matmul import record_decisions
 from tests.train.test_step import SHORT, Trainer
 from train.command_line import main, parse
 from train.config import Config, MeshSizes
-from train.memory import abstract_batch
+from train.memory import abstract_batch, memory_of
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, abstract_state, make_optimizer
 from train.step import sharded_step
@@ -277,6 +278,47 @@ def test_steps_are_those_of_microbatches_that_quantize(changes: dict[str, Any]) 
         each = trained()
     assert once[0]["loss"][2] < once[0]["loss"][1]
     jax.tree.map(np.testing.assert_array_equal, once, each)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_memory_of_copies_that_microbatches_use(zero: Any, remat: Any) -> None:
+    """Two copies of a byte each in place of a weight in bfloat16, which nothing keeps."""
+    changes = {"zero": zero, "fsdp": 2, "remat": remat}
+
+    def weights(**more: Any) -> int:
+        config, sizes = accumulating(changes | more)
+        return memory_of(config, make_abstract_mesh(sizes)).weights
+
+    kernels = sum(math.prod(shape) * count for shape, count in KERNELS.items())
+    table = math.prod(*HEAD)  # Of the embedding, and of the head.
+    assert weights() == 2 * kernels + 2 * 2 * table
+    assert 0 < weights(fp8="rowwise") - weights() < kernels / 10  # Scales.
+
+
+@pytest.mark.parametrize("gather", ["blocks", "matmuls"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
+    """With ZeRO 3 both are there when the backward begins, beside what it has without them."""
+
+    def memory(fp8: Any, layers: int, **changes: Any) -> int:
+        config, sizes = accumulating(
+            {"zero": 3, "fsdp": 2, "weight_gather": gather, "fp8": fp8, "remat": "full", **changes}
+        )
+        model = dataclasses.replace(config.model, num_layers=layers)
+        config = dataclasses.replace(
+            config, model=model, gradient_accumulation_steps=microbatches, sequence_length=1024
+        )
+        return memory_of(config, make_abstract_mesh(sizes)).weights
+
+    def of_a_layer(fp8: Any, **changes: Any) -> int:
+        return memory(fp8, 4, **changes) - memory(fp8, 3, **changes)
+
+    shards = sum(math.prod(shape) * count for shape, count in OF_MATMULS.items())
+    added = of_a_layer("rowwise") - of_a_layer(None)
+    assert 2 * shards < added < 2.2 * shards  # And scales.
+    # What the types of arrays say is quantized where it is used.
+    assert of_a_layer("rowwise", overlap="rewrite-jit") == of_a_layer(None)
 
 
 def test_configurations_without_the_fields_keep_their_dtype(capsys: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.lax import optimization_barrier as barrier
 from jax.sharding import PartitionSpec as P
@@ -37,6 +38,28 @@ def viewed(w: jax.Array, x: jax.Array) -> Any:
         return jax.lax.dot_general(x, view, (((1,), (1,)), ((), ()))).sum()
 
     return product(x), ((x @ x) @ (x.T @ x)).sum(), product(x.T)
+
+
+def leaving(w: jax.Array, x: jax.Array) -> Any:
+    """A loop over rows whose body passes a cast weight to a function that does not read it."""
+    half = w.astype("bfloat16")
+
+    def body(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        return total + jax.checkpoint(lambda half, row: row @ x)(half, row).sum(), None
+
+    return jax.lax.scan(body, jnp.zeros(()), barrier(x @ x))[0]
+
+
+def summed(w: jax.Array, x: jax.Array) -> Any:
+    """The sum of two products is read by two reductions, between which is another product."""
+    total = x @ w + w @ x
+    largest = jnp.max(total)
+    return jnp.sum((x @ x) @ (x @ x)) * largest, jnp.sum(total)
+
+
+def largest_of(x: jax.Array) -> jax.Array:
+    """By a reduction with a function of its own, of numbers in another dtype."""
+    return jax.lax.reduce(x.astype("float16"), np.float16(0), jnp.maximum, (0,))
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -71,6 +94,12 @@ X = jnp.ones((N, N))
         (lambda w, x: jnp.sum(jax.jit(lambda a: jnp.tanh(a @ w))(x)), (1, 0)),
         # A sum that goes through a barrier is stored, not its terms; then three products.
         (lambda w, x: jnp.sum(barrier(x @ w + w @ x) * ((x @ x) @ (w @ w))), (4, 1)),
+        # The sum is stored in place of one of two products, beside the two others.
+        (summed, (1 + 3, 0)),
+        # The product that the reduction reads, and no cast of it.
+        (lambda w, x: largest_of(x @ w).sum(), (1 + 0.5 / N, 0)),
+        # What is read, and in the loop a row and its product. The cast weight is not stored.
+        (leaving, (1 + 2 / N, 0)),
         # What is read, what is stacked, and a product inside. What is carried replaces its begin.
         (lambda w, x: scanned(w, jnp.stack([x] * 5)), (5 + 5 + 1, 0)),
     ],
