@@ -11,7 +11,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +36,7 @@ needs_cuda_build = pytest.mark.skipif(
 @contextlib.contextmanager
 def two_h200() -> Iterator[Mesh]:
     """A mesh to compile for. Inside, XLA compiles without GPUs too."""
-    with (
-        # XLA asks which CUDA there is: with none, its matmuls of 8 bits would be of float16.
-        mock.patch.dict(compiled_memory.H200["gpu_device_info"], runtime_version="12.9.0"),
-        compiled_memory.two_devices() as devices,
-    ):
+    with compiled_memory.gpus(2) as devices:
         yield Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 

@@ -21,7 +21,7 @@ from tests.train.compiled_collectives import (
     collectives,
     name_of,
 )
-from train.config import check
+from train.config_checks import check
 from train.dry_run import GPUS
 from train.mesh import make_abstract_mesh
 
