@@ -18,12 +18,14 @@ from collective_matmul import (
     all_gather_matmul,
     explain,
     matmul_reduce_scatter,
+    prequantize,
 )
 from collective_matmul.fp8 import RECIPES
 from tests.conftest import MeshFactory
 from tests.fp8_reference import Fp8Case
 from tests.reference import AXIS, OPS
 from tests.test_fp8_ops import case_of
+from tests.test_quantized_weights import drawn
 
 #: Of each device: rows of a chunk, as case_of has them, contracted numbers, and columns.
 DEVICES, ROWS, K = 4, "4x3", 136
@@ -246,3 +248,37 @@ def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) 
     fun = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=P("fsdp", AXIS))
     table = explain(fun)(jnp.ones((8, 136), "bfloat16"), jnp.ones((136, 64))).table(1000)
     assert "gathers N of w over fsdp=2 before, in float8_e4m3fn" in table
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loop_over_microbatches_does_not_hold_the_arrays(
+    remat: bool, make_mesh: MeshFactory
+) -> None:
+    """Their values are in the copies. In what is rematerialized neither."""
+    rows, columns = 32, 96
+
+    def accumulated(x: jax.Array, w: jax.Array) -> jax.Array:
+        quantized = prequantize(w.astype("bfloat16"), "rowwise")
+
+        def loss(array: jax.Array, x: jax.Array) -> jax.Array:
+            y = all_gather_matmul(
+                jnp.tanh(x), quantized.with_array(array), AXIS, gather_dimension=0, fp8="rowwise"
+            )
+            return jnp.sum(jnp.square(y.astype("float32")))
+
+        def add(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            gradient = jax.grad(jax.checkpoint(loss) if remat else loss)(quantized.array, x)
+            return total + gradient.astype("float32"), None
+
+        none = jnp.zeros_like(w)
+        return jax.lax.scan(add, none, x.reshape(4, -1, rows))[0]
+
+    specs = P(AXIS), P(None, AXIS)
+    sharded = jax.shard_map(
+        accumulated, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=specs[1]
+    )
+    x, w = drawn(64, rows, seed=0), drawn(rows, 2 * columns, seed=1).astype("float32")
+    text = jax.jit(sharded).lower(x, w).compile().as_text() or ""
+    loops = [line.partition(" while(")[0] for line in text.splitlines() if " while(" in line]
+    assert any(f"[{columns},{rows}]" in loop for loop in loops)  # A copy.
+    assert not any("bf16[" in loop for loop in loops)
