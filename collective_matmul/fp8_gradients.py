@@ -21,8 +21,7 @@ weights, which then only have the gradients.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,12 +55,21 @@ from collective_matmul.quantized_weights import Copies, copies_of, sharded_dimen
 from collective_matmul.reverse_mode import ReverseMode
 from collective_matmul.site import Op
 
-# The types of `jax.custom_vjp` do not survive `functools.partial`.
-_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
+
+def _op(forward: Callable, gradients: Callable) -> ReverseMode:
+    """The op of a forward, which returns the results and what the backward needs of the xs."""
+
+    def results(xs: Any, ws: Any, call: OpParams, copies: Copies | None = None) -> Any:
+        return forward(xs, ws, call, copies)[0]
+
+    # Its type is not that of its class for type checkers.
+    op: Any = ReverseMode(results, nondiff_argnums=(2,))
+    op.define_gradients(gradients, forward)
+    return op
 
 
 def _gather_forward(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None = None
+    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The products, and what the backward needs of x."""
     chosen = _chosen(call, "all_gather_matmul", (x,) * len(ws), ws)
@@ -74,14 +82,6 @@ def _gather_forward(
         return tuple(product_spec(x, w) for w in ws), specs_like(x)
 
     return with_auto_axes(products, specs, x, ws, copies)
-
-
-@_custom_vjp
-def gather_matmul(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams, copies: Copies | None = None
-) -> tuple[jax.Array, ...]:
-    """``all_gather(x) @ w`` for each w."""
-    return _gather_forward(x, ws, call, copies)[0]
 
 
 def _gather_matmul_gradients(call: OpParams, operands, dys):
@@ -111,7 +111,8 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     return dx, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-gather_matmul.define_gradients(_gather_matmul_gradients, _gather_forward)
+#: ``all_gather(x) @ w`` for each w.
+gather_matmul = _op(_gather_forward, _gather_matmul_gradients)
 
 
 def _gather_and_keep(x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams):
@@ -133,7 +134,7 @@ def _scatter_forward(
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],
     call: OpParams,
-    copies: Copies | None = None,
+    copies: Copies | None,
 ) -> tuple[jax.Array, Any]:
     """The product, and what the backward needs of xs."""
     chosen = _chosen(call, "matmul_reduce_scatter", xs, ws)
@@ -145,17 +146,6 @@ def _scatter_forward(
         return y, _kept(call, xs, sent)
 
     return with_auto_axes(product, lambda: _sum_specs(xs, ws), xs, ws, copies)
-
-
-@_custom_vjp
-def matmul_scatter(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    call: OpParams,
-    copies: Copies | None = None,
-) -> jax.Array:
-    """``reduce_scatter(sum of x @ w)`` over pairs, which have their scales in common."""
-    return _scatter_forward(xs, ws, call, copies)[0]
 
 
 def _matmul_scatter_gradients(call: OpParams, operands, dy):
@@ -186,14 +176,15 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     return dxs, tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_scatter.define_gradients(_matmul_scatter_gradients, _scatter_forward)
+#: ``reduce_scatter(sum of x @ w)`` over pairs, which have their scales in common.
+matmul_scatter = _op(_scatter_forward, _matmul_scatter_gradients)
 
 
 def _all_reduce_forward(
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],
     call: OpParams,
-    copies: Copies | None = None,
+    copies: Copies | None,
 ) -> tuple[jax.Array, Any]:
     """The product, and what the backward needs of xs."""
     chosen = _chosen(call, "matmul_all_reduce", xs, ws)
@@ -203,17 +194,6 @@ def _all_reduce_forward(
         return chosen.matmul_all_reduce(sent, scaled, call.axis_name), _kept(call, xs, sent)
 
     return with_auto_axes(all_reduce, lambda: _sum_specs(xs, ws), xs, ws, copies)
-
-
-@_custom_vjp
-def matmul_all_reduce(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    call: OpParams,
-    copies: Copies | None = None,
-) -> jax.Array:
-    """``psum(sum of x @ w)`` over pairs, which have their scales in common."""
-    return _all_reduce_forward(xs, ws, call, copies)[0]
 
 
 def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
@@ -233,7 +213,8 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
 
 
-matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients, _all_reduce_forward)
+#: ``psum(sum of x @ w)`` over pairs, which have their scales in common.
+matmul_all_reduce = _op(_all_reduce_forward, _matmul_all_reduce_gradients)
 
 
 def _gather(
