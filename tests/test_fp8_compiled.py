@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,10 +26,6 @@ from tests.train import compiled_memory
 
 #: Matmuls are cuBLAS's, which are not tried on a GPU.
 WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)),
-    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
-)
 
 
 @contextlib.contextmanager
@@ -88,7 +83,7 @@ every_size = pytest.mark.parametrize(
 )
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 @every_size
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
 def test_compiled_matmuls_have_8_bit_operands(fp8: str, features: int, library: str) -> None:
@@ -101,7 +96,7 @@ def test_compiled_matmuls_have_8_bit_operands(fp8: str, features: int, library: 
     assert not re.search(r"\bf16\[", text)
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
 def test_compiled_messages_are_written_by_what_they_are_made_of(fp8: str) -> None:
     """The norm's kernel writes the message. SwiGLU's finds the scales of its own."""
@@ -119,7 +114,7 @@ def test_compiled_messages_are_written_by_what_they_are_made_of(fp8: str) -> Non
     assert len(quantizing) == 5
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise", "blockwise"])
 def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
     sizes = 4096 * 7168
@@ -128,7 +123,7 @@ def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
         assert not result or np.prod([*map(int, result[2].split(","))]) != sizes
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
     """Also two of equal shapes. A pass over each would take a tenth of its matmul.
 

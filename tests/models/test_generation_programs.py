@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -26,11 +25,6 @@ from tests.train import compiled_memory
 LAYERS, CAPACITY = 3, 2560
 #: Parameters of a layer that is neither the first nor the last, on one of two devices.
 WEIGHTS = (4096 * 2048, 4096 * 512, 4096 * 7168)
-
-needs_cuda_build = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, compiled_memory.PLUGINS)),
-    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
-)
 
 
 class Kernel(NamedTuple):
@@ -82,7 +76,7 @@ def kernels(text: str) -> Iterator[Kernel]:
             yield Kernel(f"{name} {operation}", reads, sizes[name])
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 @pytest.mark.parametrize("batch", [1, 8])
 def test_four_kernels_read_the_weights_of_a_layer(batch: int) -> None:
     """Queries, keys and values are one, as are gate and up. None of them is copied before."""
@@ -94,7 +88,7 @@ def test_four_kernels_read_the_weights_of_a_layer(batch: int) -> None:
     assert not re.search(r"(fusion|transpose|copy)\S* = bf16\[[\d,]*4096", entry)
 
 
-@needs_cuda_build
+@compiled_memory.needs_cuda_build
 @pytest.mark.parametrize("batch", [1, 8])
 def test_only_tokens_are_written_to_the_cache(batch: int) -> None:
     """Keys and values are updated in place and read once. All else that is written is small."""

@@ -19,6 +19,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -60,7 +61,13 @@ H200: dict[str, Any] = {
 }
 #: The oldest cuDNN whose attention is traced: nothing is asked of the one that is installed.
 _CUDNN = 91_000
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_HAS_CUDA_BUILD = any(map(importlib.util.find_spec, _PLUGINS))
+#: For tests that compile for GPUs.
+needs_cuda_build = pytest.mark.skipif(
+    not _HAS_CUDA_BUILD,
+    reason="compiling for GPUs, also without one, needs JAX's CUDA build: jax[cuda13]",
+)
 
 TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)
 
@@ -210,7 +217,7 @@ def gpus(count: int) -> Iterator[list[Any]]:
     if jax.default_backend() == "gpu" and len(jax.devices()) >= count:
         yield jax.devices()[:count]
         return
-    if not any(map(importlib.util.find_spec, PLUGINS)):
+    if not _HAS_CUDA_BUILD:
         raise SystemExit(
             f"{count} GPUs are not here, and to compile for H200 all the same JAX needs its CUDA"
             " build: pip install 'jax[cuda12]'"

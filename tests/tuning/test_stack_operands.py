@@ -103,13 +103,18 @@ def gradients_in_8_bits(
     return [np.stack([gradient(device, number) for device in devices]) for number in numbers]
 
 
+def one_repetition(name: str, fp8: RecipeName) -> tuple[Site, Program]:
+    """A site, and the program that measures it once."""
+    stack = stack_of(name, fp8, jnp.bfloat16)
+    stack.repetitions = 1
+    return stack.site, Program(stack.program("xla"), stack.operands("xla"))
+
+
 @every_site
 @pytest.mark.parametrize("fp8", RECIPES)
 def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName) -> None:
-    stack = stack_of(name, fp8, jnp.bfloat16)
-    stack.repetitions = 1
-    lowered = Program(stack.program("xla"), stack.operands("xla"))
-    site, backward = stack.site, name.endswith("backward")
+    site, lowered = one_repetition(name, fp8)
+    backward = name.endswith("backward")
     products = (GRADIENTS[fp8] if backward else E4M3, E4M3)
     if fp8 == "blockwise":  # XLA has no matmul with scales of blocks.
         products = ("f32", "f32")
@@ -133,9 +138,7 @@ def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName
 @pytest.mark.parametrize("fp8", RECIPES)
 def test_nothing_is_quantized_while_it_is_timed(name: str, fp8: RecipeName) -> None:
     """But for the dy of weight gradients in 8 bits, whose rows get one scale."""
-    stack = stack_of(name, fp8, jnp.bfloat16)
-    stack.repetitions = 1
-    lowered = Program(stack.program("xla"), stack.operands("xla"))
+    _, lowered = one_repetition(name, fp8)
     converted = [dtype_of(c.results[0]) for c in lowered.operations("convert")]
     narrowed = [dtype for dtype in converted if dtype.startswith("f8")]
     gradients = {"gather backward": 2, "scatter backward": 1}.get(name, 0)
