@@ -409,4 +409,4 @@ def test_a_loop_over_microbatches_does_not_hold_the_arrays(
     text = jax.jit(sharded).lower(x, w).compile().as_text() or ""
     loops = [line.partition(" while(")[0] for line in text.splitlines() if " while(" in line]
     assert any(f"[{columns},{rows}]" in loop for loop in loops)  # A copy.
-    assert not any("bf16[" in loop for loop in loops)
+    assert not any(f"bf16[{rows},{columns}]" in loop for loop in loops)

@@ -19,7 +19,7 @@ FEATURES = 16
 
 
 def loss(beside: bool, scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Of a residual stream and its norm."""
+    """Adds a residual stream and its norm."""
     norm = RMSNorm(FEATURES, epsilon=1e-5)
     norm.scale.set_value(scale)
     x, normed = norm.beside(x) if beside else (x, norm(x))
