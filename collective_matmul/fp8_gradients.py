@@ -90,7 +90,7 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     # Before the barrier, what computes dys can also find their largest magnitudes.
     sent = quantize_rows(dys, recipe, recipe.gradient_dtype)
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
-    x, dys, sent = lax.optimization_barrier((x, tuple(dys), sent))
+    (x, dys, sent), ws, copies = _with_weights_held(call, (x, tuple(dys), sent), ws, copies)
     columns = value_columns(x) if recipe.weight_gradient_in_fp8 else x.shape[-1]
     attributes: dict[str, Any] = {"direction": "backward", "co_gathered": (*x.shape[:-1], columns)}
     chosen = _chosen(call, "matmul_reduce_scatter", dys, ws, **attributes)
@@ -156,7 +156,7 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
         # Without the barrier, XLA would transpose the messages in the forward and keep that too.
         xs, dy = lax.optimization_barrier((xs, dy))
     if call.weight_shards is not None:
-        (ws, copies), dy = lax.optimization_barrier(((ws, copies), dy))
+        dy, ws, copies = _with_weights_held(call, dy, ws, copies)
     chosen = _chosen(call, "all_gather_matmul", (dy,) * len(ws), ws, **attributes)
     (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
     dxs, gathered = chosen.all_gather_matmul(
@@ -297,6 +297,24 @@ def _weights(
         return scaled
     dimension = sharded_dimension(shards, transposed)
     return tuple(gathered(each, shards.axis_name, dimension) for each in scaled)
+
+
+def _with_weights_held(
+    call: OpParams, operands: Any, ws: tuple[jax.Array, ...], copies: Copies | None
+) -> tuple[Any, tuple[jax.Array, ...], Copies | None]:
+    """Operands of a backward behind a barrier, and the weights and their copies.
+
+    Shards wait there too, if the backward gathers them: XLA would gather them long before. So it
+    does with the copies for the backward alone, as others would stay until then.
+    """
+    if call.weight_shards is None:
+        return lax.optimization_barrier(operands), ws, copies
+    if copies is None:
+        operands, ws = lax.optimization_barrier((operands, ws))
+        return operands, ws, None
+    forward, backward = zip(*copies, strict=True)
+    operands, backward = lax.optimization_barrier((operands, backward))
+    return operands, ws, tuple(zip(forward, backward, strict=True))
 
 
 def _shard_of_gradient(call: OpParams, dw: jax.Array, w: jax.Array) -> jax.Array:

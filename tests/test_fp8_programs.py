@@ -239,6 +239,46 @@ def test_a_scale_can_be_saved_by_its_name(op: str, make_mesh: MeshFactory) -> No
 
 
 @pytest.mark.parametrize("fp8", RECIPES)
+def test_copies_for_the_backward_are_gathered_in_it(fp8: Any, make_mesh: MeshFactory) -> None:
+    """They wait for its operands. Copies for the forward do not, and so are not kept for it."""
+    options: Any = {"fp8": fp8, "weight_axis_name": "fsdp"}
+
+    def gradients(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        copies = [prequantize(w, **options) for w in (up, down)]
+
+        def layer(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+            up, down = (copy.with_array(w) for copy, w in zip(copies, arrays, strict=True))
+            hidden = all_gather_matmul(x, up, AXIS, gather_dimension=0, **options)
+            return matmul_reduce_scatter(hidden, down, AXIS, scatter_dimension=0, **options)
+
+        y, transpose = jax.vjp(layer, x, up, down)
+        return transpose(y)
+
+    rows, ups, downs = P(("fsdp", AXIS)), P("fsdp", AXIS), P((AXIS, "fsdp"))
+    fun = jax.shard_map(
+        gradients,
+        mesh=make_mesh({"fsdp": 2, AXIS: 1}),
+        in_specs=(rows, ups, downs),
+        out_specs=(rows, ups, downs),
+    )
+    sizes = (64, 384), (384, 512), (512, 384)
+    program = Program(fun, *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+
+    def shards(name: str) -> Counter[str]:
+        operands = [tensor(v) for each in program.operations(name) for v in each.operands]
+        return Counter(each for each in operands if re.fullmatch(rf"\d+x\d+x{E4M3}", each))
+
+    forward, backward = (
+        (f"512x192x{E4M3}", f"384x256x{E4M3}"),
+        (f"192x512x{E4M3}", f"256x384x{E4M3}"),
+    )
+    assert shards("all_gather") == Counter(forward + backward)
+    held = shards("optimization_barrier")
+    assert not held.keys() & set(forward)
+    assert held.keys() >= set(backward)
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
 def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) -> None:
     def gather(x: jax.Array, w: jax.Array) -> jax.Array:
         return all_gather_matmul(x, w, AXIS, fp8=fp8, weight_axis_name="fsdp", weight_dimension=1)

@@ -4,6 +4,7 @@ XLA fuses elementwise operations, so most of their results are never stored: wha
 results of matmuls, collectives, kernels and reductions, and what these read; and what goes through
 a barrier, as all that a rematerialized function reads does. An array that is only read by fused
 operations costs nothing itself, but what it is computed from has to stay until then.
+Where that is several arrays, and several operations read it, it is stored instead of them.
 Operations run in the order of the trace, as XLA's schedules do where they save memory.
 """
 
