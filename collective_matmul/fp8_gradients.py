@@ -103,7 +103,7 @@ def _gather_matmul_gradients(call: OpParams, operands, dys):
     )
     if recipe.weight_gradient_in_fp8:
         whole = whole_of(gathered, dimension)
-        dws = tuple(weight_gradients([(whole, dy) for dy in sent], recipe, dtype))
+        dws = weight_gradients([whole], sent, recipe, dtype, **_shards(call))
     else:
         assert gathered is not None
         dws = chunked_array.weight_gradients(gathered, dys, dimension=dimension)
@@ -169,7 +169,7 @@ def _matmul_scatter_gradients(call: OpParams, operands, dy):
     )
     if recipe.weight_gradient_in_fp8:
         whole = whole_of(gathered, dimension)
-        dws = weight_gradients([(x, whole) for x in xs], recipe, dy.dtype)
+        dws = weight_gradients(xs, [whole] * len(xs), recipe, dy.dtype, **_shards(call))
     else:
         dws = [gradients.weight_gradient(x, gathered, dimension, transpose_w=False) for x in xs]
     dxs, dws = tie_with_barrier(gathered, tuple(dxs), dws)
@@ -207,7 +207,7 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     scaled = _each_weight(call, ws, dy.dtype, copies, transposed=True)
     dxs = [matmul(quantized, w) for w in scaled]
     if recipe.weight_gradient_in_fp8:
-        dws = weight_gradients([(x, quantized) for x in xs], recipe, dy.dtype)
+        dws = weight_gradients(xs, [quantized] * len(xs), recipe, dy.dtype)
     else:
         dws = [contract_rows(x, dy) for x in xs]
     return tuple(dxs), tuple(_shard_of_gradient(call, *each) for each in zip(dws, ws, strict=True))
@@ -234,6 +234,11 @@ def _gather(
         dimension=call.shard_dimension,
         co_gathered=co_gathered,
     )
+
+
+def _shards(call: OpParams) -> dict[str, Any]:
+    """What a gathered message consists of."""
+    return {"shards": lax.axis_size(call.axis_name), "dimension": call.shard_dimension}
 
 
 def _kept(call: OpParams, xs: Any, sent: Any) -> Any:

@@ -123,12 +123,9 @@ def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
         assert not result or np.prod([*map(int, result[2].split(","))]) != sizes
 
 
-@compiled_memory.needs_cuda_build
-def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
-    """Also two of equal shapes. A pass over each would take a tenth of its matmul.
-
-    Smaller ones XLA would merge into one matmul.
-    """
+@functools.cache
+def compiled_weight_gradients(*, triton: bool) -> str:
+    """Two weight gradients of equal shape and one x, which is gathered from two shards."""
     recipe = RECIPES["tensorwise"]
     with two_h200() as mesh:
 
@@ -137,10 +134,32 @@ def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
             return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=NamedSharding(mesh, P()))
 
         def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
-            return weight_gradients([(x, dy) for dy in dys], recipe, jnp.dtype(jnp.bfloat16))
+            return weight_gradients([x], dys, recipe, jnp.dtype(jnp.bfloat16), shards=2)
 
         lowered = jax.jit(gradients).lower(message(4096), message(7168), message(7168))
-        program: Any = lowered.compile(WITHOUT_TRITON)
-    text = program.as_text()
+        program: Any = lowered.compile({} if triton else WITHOUT_TRITON)
+    return program.as_text()
+
+
+@compiled_memory.needs_cuda_build
+def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
+    """Also two of equal shapes. A pass over each would take a tenth of its matmul.
+
+    Smaller ones XLA would merge into one matmul.
+    """
+    text = compiled_weight_gradients(triton=False)
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2
     assert not re.search(r" = bf16\[4096,7168\]\S* fusion", text)
+
+
+@compiled_memory.needs_cuda_build
+@pytest.mark.parametrize("triton", [False, True])
+def test_compiled_weight_gradients_transpose_each_message_once(triton: bool) -> None:
+    """By the kernels that read the messages; what multiplies transposes nothing any more."""
+    program = kernels(compiled_weight_gradients(triton=triton))
+    transposing = [line for line in program.values() if re.search(r" (transpose|copy)\(", line)]
+    assert len(transposing) == 3
+    assert all(re.match(r"f8\w+\[\d+,8192\]", line) for line in transposing)
+    assert all(re.search(r"u8\[8192,(4224|7296)\]", line) for line in transposing)
+    multiplying = [line for line in program.values() if re.search(r" dot\(|__cublas", line)]
+    assert len(multiplying) == 2

@@ -164,8 +164,10 @@ def _weight_gradients(
     gathers, recipe = site.op == "all_gather_matmul", site.recipe
     if recipe is not None and recipe.weight_gradient_in_fp8:
         whole = whole_of(gathered, 0)
-        pairs = [(operands.aside, whole)] if gathers else [(whole, dy) for dy in operands.xs]
-        return fp8_weight_gradients.weight_gradients(pairs, recipe, site.dtype)
+        xs, dys = ([operands.aside], [whole]) if gathers else ([whole], operands.xs)
+        return fp8_weight_gradients.weight_gradients(
+            xs, dys, recipe, site.dtype, shards=site.axis_size
+        )
     x, ys = operands.aside, [gathered]
     if not gathers:
         x, ys = gathered, operands.unquantized or operands.xs
