@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from collective_matmul.backends import REFERENCE
 from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
 from collective_matmul.fp8 import RECIPES
+from collective_matmul.mosaic_gpu import scaled_chunks
 from collective_matmul.site import Op, Site
 
 #: What `collective_matmul.data` calls such tables.
@@ -152,8 +153,10 @@ def _kind(site: Site) -> tuple:
     has_co_gathered = site.co_gathered is not None
     is_matmul = site.einsum is None
     work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
-    # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs.
-    return *work, site.weight_shards, site.fp8, site.dtype.itemsize, site.is_aligned
+    # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is with
+    # those in 8 bits that our kernel leaves to XLA.
+    is_aligned = site.is_aligned if site.fp8 is None else scaled_chunks.fits(site)
+    return *work, site.weight_shards, site.fp8, site.dtype.itemsize, is_aligned
 
 
 def _entry_from(record: Record) -> tuple[Site, Entry]:

@@ -147,8 +147,11 @@ def multiply_chunks(
 def multiplies(site: Site) -> bool:
     """Whether the kernel multiplies the chunks of a site, which is being traced."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
-    if device.target() is None or partly_automatic() or not half_precision:
-        return False
+    return device.target() is not None and not partly_automatic() and half_precision and fits(site)
+
+
+def fits(site: Site) -> bool:
+    """Whether the chunks of a site have sizes that the kernel multiplies."""
     rows = site.rows // (site.axis_size if site.op == "matmul_reduce_scatter" else 1)
     return ScaledProblem.of_site(site, rows).unsupported_reason() is None
 

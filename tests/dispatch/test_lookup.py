@@ -97,9 +97,23 @@ def test_entries_decide_about_their_own_recipe_alone(fp8: RecipeName | None) -> 
     written = table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10)))
     tables = [("a table", Table.from_text(written.to_text()))]
     for other in (None, *RECIPES):
-        for rows in (4096, 6000):
+        for rows in (4096, 6016):
             found = look_up(replace(layer(rows), fp8=other), "ring", tables, ALL)
             assert (found is not None) == (other == fp8)
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize(
+    ("sizes", "is_near"),
+    [((4096, 14592), True), ((4224, 14336), True), ((4112, 14336), False), ((4096, 14368), False)],
+)
+def test_entries_of_our_kernel_say_nothing_about_sizes_that_it_leaves_to_xla(
+    sizes: tuple[int, int], is_near: bool, fp8: RecipeName
+) -> None:
+    """It needs contracted sizes that are multiples of 128 in 8 bits, and columns of 64."""
+    tables = [("a table", table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10))))]
+    site = replace(site_of("all_gather_matmul", 4096, *sizes), fp8=fp8)
+    assert (look_up(site, "ring", tables, ALL) is not None) == is_near
 
 
 def test_between_two_entries_both_must_gain() -> None:
