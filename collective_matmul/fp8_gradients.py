@@ -52,8 +52,13 @@ from collective_matmul.gradients import (
     tie_with_barrier,
 )
 from collective_matmul.quantized_weights import Copies, copies_of, sharded_dimension
-from collective_matmul.reverse_mode import ReverseMode
+from collective_matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.site import Op
+
+_NO_SECOND_DERIVATIVE = (
+    "second derivative of a collective matmul with fp8: its gradients are computed from operands in"
+    " 8 bits, and rounding has none; leave fp8 out for ops that are differentiated twice"
+)
 
 
 def _op(forward: Callable, gradients: Callable) -> ReverseMode:
@@ -64,7 +69,7 @@ def _op(forward: Callable, gradients: Callable) -> ReverseMode:
 
     # Its type is not that of its class for type checkers.
     op: Any = ReverseMode(results, nondiff_argnums=(2,))
-    op.define_gradients(gradients, forward)
+    op.define_gradients(*(undifferentiated(f, _NO_SECOND_DERIVATIVE) for f in (gradients, forward)))
     return op
 
 

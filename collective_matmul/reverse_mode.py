@@ -55,3 +55,22 @@ class ReverseMode(jax.custom_vjp):
             return (*both, *(None for _ in operands[2:]))
 
         self.defvjp(keeping, backward)
+
+
+def undifferentiated(fun: Callable, reason: str) -> Callable:
+    """The function, which raises TypeError with this reason where it is differentiated itself.
+
+    The forward and the backward of an op are, in the gradient of a gradient.
+    """
+    guarded = jax.custom_jvp(lambda x: x)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise TypeError(reason)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any) -> Any:
+        return fun(*jax.tree.map(lambda x: guarded(x) if isinstance(x, jax.Array) else x, args))
+
+    return wrapped

@@ -22,6 +22,7 @@ from collective_matmul import (
     CHECKPOINT_NAME,
     all_gather_matmul,
     collective_einsum,
+    matmul_all_reduce,
     matmul_reduce_scatter,
 )
 from tests.conftest import MeshFactory
@@ -272,3 +273,35 @@ def test_forward_mode_is_refused_with_what_to_use_instead(
     )
     with pytest.raises(TypeError, match=r"^forward-mode .* jax\.jvp.* use jax\.vjp, jax\.grad"):
         forward_mode(sharded, np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("op", [all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce])
+def test_second_derivatives_of_operands_in_8_bits_are_refused(
+    op: Callable, jitted: bool, check_vma: bool, make_mesh: MeshFactory
+) -> None:
+    """Rounding has no derivative: JAX would return zeros, or speak of one of our primitives."""
+    specs = (P(AXIS), P(None, AXIS)) if op is all_gather_matmul else (P(None, AXIS), P(AXIS))
+    results = {
+        all_gather_matmul: P(None, AXIS),
+        matmul_reduce_scatter: P(AXIS),
+        matmul_all_reduce: P(),
+    }
+    sharded = jax.shard_map(
+        lambda x, w: op(x, w, AXIS, fp8="rowwise"),
+        mesh=make_mesh({AXIS: 2}),
+        in_specs=specs,
+        out_specs=results[op],
+        check_vma=check_vma,
+    )
+
+    def norm_of_gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        gradient = jax.grad(lambda x: jnp.sum(jnp.tanh(sharded(x, w))))(x)
+        return jnp.sum(gradient**2)
+
+    twice = jax.grad(norm_of_gradient)
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
+    assert np.isfinite(norm_of_gradient(x, w))
+    with pytest.raises(TypeError, match=r"^second derivative .* fp8: .* leave fp8 out"):
+        (jax.jit(twice) if jitted else twice)(x, w)
