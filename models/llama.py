@@ -126,6 +126,18 @@ class Block(nnx.Module):
             return x + self.feed_forward(normed)
 
 
+def _layers_and_options(
+    implementation: str | Sequence[str] | None, fp8: str | None, fp8_layers: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """The module that has the layers, and the options that follow from these arguments."""
+    if implementation == "plain":
+        if fp8 is not None:
+            raise ValueError(f"fp8={fp8!r}: the layers of implementation='plain' have no fp8")
+        return plain, {}
+    quantized = {} if fp8 is None else {"fp8": recipes(fp8, fp8_layers)}
+    return collective, {"implementation": implementation, **quantized}
+
+
 class Llama(nnx.Module):
     """The whole model: maps tokens to each device's columns of the logits.
 
@@ -179,21 +191,8 @@ class Llama(nnx.Module):
     ):
         if remat not in get_args(Remat):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
-        options: dict[str, Any] = dict(
-            axis_name=axis_name,
-            dtype=dtype,
-            kernel_init=_kernel_init,
-            rngs=rngs,
-        )
-        if fp8 is not None:
-            options["fp8"] = recipes(fp8, fp8_layers)
-        if implementation == "plain":
-            if fp8 is not None:
-                raise ValueError(f"fp8={fp8!r}: the layers of implementation='plain' have no fp8")
-            layers = plain
-        else:
-            layers = collective
-            options["implementation"] = implementation
+        layers, options = _layers_and_options(implementation, fp8, fp8_layers)
+        options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         if weight_axis_name is not None:
             options |= dict(weight_axis_name=weight_axis_name, weight_dimension=weight_dimension)
         self.axis_name = axis_name
