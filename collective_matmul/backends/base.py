@@ -156,9 +156,14 @@ class Backend(Protocol):
 
         While the site is being traced, call this inside its `jax.shard_map`.
         """
-        if site.fp8 == "blockwise" and not scaled_chunks.multiplies(site):
+        rows = self.rows_of_matmul(site)
+        if site.fp8 == "blockwise" and not scaled_chunks.multiplies(site, rows):
             return "float32", "float32"
         return site.operand_dtypes
+
+    def rows_of_matmul(self, site: Site) -> int:
+        """The rows that it multiplies at once: all, unless it multiplies chunks."""
+        return site.product_rows
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Why it cannot execute a site, as part of a sentence; None if it can.

@@ -144,16 +144,18 @@ def multiply_chunks(
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
-def multiplies(site: Site) -> bool:
-    """Whether the kernel multiplies the chunks of a site, which is being traced."""
+def multiplies(site: Site, rows: int) -> bool:
+    """Whether the kernel multiplies so many rows of a site, which is being traced."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
-    return device.target() is not None and not partly_automatic() and half_precision and fits(site)
+    runs = device.target() is not None and not partly_automatic()
+    return runs and half_precision and fits(site, rows)
 
 
-def fits(site: Site) -> bool:
-    """Whether the chunks of a site have sizes that the kernel multiplies."""
-    rows = site.rows // (site.axis_size if site.op == "matmul_reduce_scatter" else 1)
-    return ScaledProblem.of_site(site, rows).unsupported_reason() is None
+def fits(site: Site, rows: int) -> bool:
+    """Whether so many rows of a site have sizes and dtypes that the kernel multiplies."""
+    x, w = site.operand_dtypes
+    multiplies_dtypes = x == w or MULTIPLIES_MIXED_FP8
+    return multiplies_dtypes and ScaledProblem.of_site(site, rows).unsupported_reason() is None
 
 
 def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:

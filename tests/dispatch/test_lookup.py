@@ -10,7 +10,7 @@ import pytest
 from collective_matmul.dispatch.lookup import Comparison, look_up
 from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.fp8 import RECIPES, RecipeName
-from collective_matmul.site import Einsum, Site, WeightShards
+from collective_matmul.site import Einsum, Op, Site, WeightShards
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables import entry, layer, table_of
 from tests.reference import AXIS
@@ -114,6 +114,27 @@ def test_entries_of_our_kernel_say_nothing_about_sizes_that_it_leaves_to_xla(
     tables = [("a table", table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10))))]
     site = replace(site_of("all_gather_matmul", 4096, *sizes), fp8=fp8)
     assert (look_up(site, "ring", tables, ALL) is not None) == is_near
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "is_near"),
+    [
+        ("all_gather_matmul", 4128, True),
+        ("all_gather_matmul", 4112, False),
+        ("matmul_reduce_scatter", 4128, True),
+        ("matmul_reduce_scatter", 4112, False),
+        ("matmul_all_reduce", 4128, True),
+        ("matmul_all_reduce", 4112, False),
+    ],
+)
+def test_so_it_is_with_chunks_of_rows_that_it_leaves_to_xla(
+    op: Op, rows: int, is_near: bool
+) -> None:
+    """Four devices have 8 rows more each, or 4."""
+    entries = replace(site_of(op, 4096, 4096, 14336), fp8="rowwise"), entry(xla=12, ring=10)
+    site = replace(site_of(op, rows, 4096, 14336), fp8="rowwise")
+    found = look_up(site, "ring", [("a table", table_of(entries))], ALL)
+    assert (found is not None) == is_near
 
 
 def test_between_two_entries_both_must_gain() -> None:

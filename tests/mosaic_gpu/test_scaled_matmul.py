@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import pytest
 from jax import ShapeDtypeStruct
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8
+from collective_matmul.backends import BACKENDS
 from collective_matmul.fp8 import (
     RECIPES,
     ScaledMatrix,
@@ -24,6 +25,8 @@ from collective_matmul.fp8 import (
 )
 from collective_matmul.mosaic_gpu import device, scaled_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.site import Op
+from tests.dispatch.sites import site_of
 from tests.hopper import skip_without_hopper
 from tests.mosaic_gpu.test_interpreted import interpreter, needs_interpreter
 
@@ -214,6 +217,27 @@ def test_float32_products_are_left_to_xla(product_dtype: str) -> None:
     shape = jax.eval_shape(lambda x: quantize_rows([x], RECIPES["rowwise"])[0], jnp.ones((8, 128)))
     product = jax.eval_shape(lambda x: scaled_chunks.multiply(x, w), shape)
     assert (product is None) == (product_dtype == "float32")
+
+
+@pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize(
+    ("op", "rows", "by_xla", "by_ring"),
+    [
+        ("all_gather_matmul", 24, True, False),
+        ("matmul_reduce_scatter", 24, True, False),
+        ("matmul_all_reduce", 24, True, False),
+        ("matmul_all_reduce", 32, True, True),
+        ("matmul_reduce_scatter", 12, False, False),
+    ],
+)
+def test_xla_multiplies_whole_arrays_and_a_ring_chunks(
+    op: Op, rows: int, by_xla: bool, by_ring: bool
+) -> None:
+    """So their rows decide which of them multiply blocks in 8 bits, and which in float32."""
+    site = replace(site_of(op, rows, 4096, 14336, devices=2), fp8="blockwise")
+    for name, in_8_bits in (("xla", by_xla), ("ring", by_ring)):
+        dtypes = site.operand_dtypes if in_8_bits else ("float32", "float32")
+        assert BACKENDS[name].multiplied_dtypes(site) == dtypes
 
 
 @pytest.mark.gpu

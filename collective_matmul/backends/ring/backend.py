@@ -129,6 +129,10 @@ class RingBackend(EinsumBackend, ShardedWeightRing):
             )
         return None
 
+    def rows_of_matmul(self, site: Site) -> int:
+        """The rows of a chunk."""
+        return cost.chunk_rows(site)
+
     def unprofitable_reason(self, site: Site) -> str | None:
         """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
         axes = [site.axis_name] if site.axis_size > 1 else []

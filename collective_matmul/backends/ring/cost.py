@@ -21,7 +21,7 @@ from collective_matmul.backends.matmul_cost import (
     weight_gradient_seconds,
 )
 from collective_matmul.hardware import HOPPER, assumed_rates, rates
-from collective_matmul.mosaic_gpu.scaled_chunks import ScaledProblem
+from collective_matmul.mosaic_gpu import scaled_chunks
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
 from collective_matmul.site import Site
 
@@ -151,6 +151,11 @@ def _copies(site: Site) -> tuple[int, int]:
     return elements, kernels
 
 
+def chunk_rows(site: Site) -> int:
+    """The rows of a chunk, which a ring multiplies at once."""
+    return site.product_rows // site.axis_size
+
+
 def multiplies_in_place(site: Site) -> bool:
     """Whether the ring's matmuls are the kernel's, which reads and writes chunks in place."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
@@ -158,9 +163,9 @@ def multiplies_in_place(site: Site) -> bool:
         return False
     if site.einsum is not None or partly_automatic():
         return False
-    rows = site.rows // (1 if site.op == "all_gather_matmul" else site.axis_size)
+    rows = chunk_rows(site)
     if site.fp8 is not None:
-        return ScaledProblem.of_site(site, rows).unsupported_reason() is None
+        return scaled_chunks.fits(site, rows)
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])
     ks, ns = zip(*(w for _, w in site.operands), strict=True)
