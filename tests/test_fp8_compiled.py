@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.fp8 import RECIPES
+from collective_matmul.fp8 import RECIPES, quantize_rows
 from collective_matmul.fp8_weight_gradients import weight_gradients
 from tests.reference import AXIS
 from tests.train import compiled_memory
@@ -150,6 +150,69 @@ def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
     text = compiled_weight_gradients(triton=False)
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2
     assert not re.search(r" = bf16\[4096,7168\]\S* fusion", text)
+
+
+@compiled_memory.needs_cuda_build
+def test_compiled_scales_of_a_sum_are_not_merged() -> None:
+    """Its operands have one scale, by which XLA would multiply the results in a pass."""
+    recipe = RECIPES["tensorwise"]
+    with two_h200() as mesh:
+
+        def gradients(dy: jax.Array, *xs: jax.Array) -> list[jax.Array]:
+            (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
+            return weight_gradients(quantize_rows(xs, recipe), [sent] * 2, recipe, dy.dtype)
+
+        arguments = [
+            jax.ShapeDtypeStruct((8192, n), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+            for n in (7168, 4096, 4096)
+        ]
+        program: Any = jax.jit(gradients).lower(*arguments).compile(WITHOUT_TRITON)
+    assert not re.search(r" = bf16\[4096,7168\]\S* fusion", program.as_text())
+
+
+@functools.cache
+def compiled_gradients(op: str) -> str:
+    """One op and its gradients, "tensorwise", by a ring over two H200."""
+    gathers = op == "all_gather_matmul"
+
+    def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        call = all_gather_matmul if gathers else matmul_reduce_scatter
+        # The messages of what a pass computes are written by that.
+        y, transpose = jax.vjp(
+            lambda x, w: call(jnp.sin(x), w, AXIS, fp8="tensorwise", implementation="ring"), x, w
+        )
+        return y, transpose(dy)
+
+    with two_h200() as mesh:
+        rows, columns = P(AXIS), P(None, AXIS)
+        specs = (rows, columns, columns) if gathers else (columns, rows, rows)
+        out_specs = specs[2], specs[:2]
+        sharded = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=out_specs)
+        sizes = (8192, 4096), (4096, 14336), (8192, 14336)
+        if not gathers:
+            sizes = (8192, 14336), (14336, 4096), (8192, 4096)
+        arguments = [
+            jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for size, spec in zip(sizes, specs, strict=True)
+        ]
+        options = dict(OVERLAP_OPTIONS) | WITHOUT_TRITON
+        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
+    return program.as_text()
+
+
+@compiled_memory.needs_cuda_build
+def test_compiled_backward_gathers_messages_again() -> None:
+    """Else XLA keeps the forward's, as large as all shards."""
+    text = compiled_gradients("all_gather_matmul")
+    assert len(re.findall(r"u8\S*.* collective-permute-start\(", text)) == 2
+
+
+@compiled_memory.needs_cuda_build
+def test_compiled_backward_transposes_messages_of_the_forward() -> None:
+    """Else XLA transposes the values before they are a message, and keeps both."""
+    program = kernels(compiled_gradients("matmul_reduce_scatter"))
+    (line,) = (line for line in program.values() if re.match(r"f8e4m3fn\[7168,8192\]", line))
+    assert re.search(r"u8\[8192,7296\]\S* parameter", line)
 
 
 @compiled_memory.needs_cuda_build

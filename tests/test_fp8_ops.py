@@ -56,7 +56,7 @@ PRODUCT = [
         (0, 1),
         (
             {"dtype": dtype, "check_vma": vma}
-            for dtype in ("float32", "bfloat16")
+            for dtype in ("float32", "bfloat16", "float16")
             for vma in (True, False)
         ),
     )
