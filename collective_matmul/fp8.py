@@ -16,8 +16,8 @@ blockwise     128 numbers of a row     a block [128, 128]   float8_e4m3fn  in x'
 x and w are float8_e4m3fn. "rowwise" and "tensorwise" are those of torchao; "blockwise" is that of
 DeepSeek-V3 (arXiv:2412.19437, section 3.3), but for the weight gradient.
 
-A weight gradient in 8 bits contracts rows, so its operands' rows must have one scale: see
-`weight_gradient`.
+A weight gradient in 8 bits contracts rows, also of shards that have different scales: see
+`fp8_weight_gradients`.
 
 Numbers that are not finite are not counted for a scale. They become NaN in float8_e4m3fn, so the
 products that they are part of are NaN, and all others keep their precision.

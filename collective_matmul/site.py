@@ -153,6 +153,11 @@ class Site:
         return self.rows * (self.axis_size if self.op == "all_gather_matmul" else 1)
 
     @property
+    def chunk_rows(self) -> int:
+        """Rows of the local product that one device's chunk has: what a ring multiplies at once."""
+        return self.product_rows // self.axis_size
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the op's matmuls on one device."""
         return 2 * self.product_rows * self.contracted * self.columns

@@ -5,10 +5,9 @@ It needs the CUDA build of JAX.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +25,39 @@ from tests.train import compiled_memory
 
 #: Matmuls are cuBLAS's, which are not tried on a GPU.
 WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+RINGS = dict(OVERLAP_OPTIONS) | WITHOUT_TRITON
 
 
-@contextlib.contextmanager
-def two_h200() -> Iterator[Mesh]:
-    """A mesh to compile for. Inside, XLA compiles without GPUs too."""
+def compile_for_two_h200(
+    fun: Callable,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    specs: tuple[Sequence[P], Any] | None = None,
+    dtype: Any = jnp.bfloat16,
+    options: Mapping[str, Any] = WITHOUT_TRITON,
+) -> str:
+    """The program that XLA makes of a function for two H200, with or without GPUs.
+
+    Args:
+      fun: the function.
+      shapes: global shapes of its arguments.
+      specs: those of its arguments and of its results, inside `jax.shard_map`; without, all devices
+        have everything.
+      dtype: of the arguments.
+      options: of the compiler.
+    """
     with compiled_memory.gpus(2) as devices:
-        yield Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        in_specs = [P()] * len(shapes)
+        if specs is not None:
+            in_specs, out_specs = specs
+            fun = jax.shard_map(fun, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)
+        arguments = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, in_specs, strict=True)
+        ]
+        program: Any = jax.jit(fun).lower(*arguments).compile(dict(options))
+    return program.as_text()
 
 
 def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) -> jax.Array:
@@ -51,19 +76,14 @@ def feed_forward(fp8: Any, x: Any, scale: Any, gate: Any, up: Any, down: Any) ->
 def compiled(fp8: str, features: int) -> str:
     """The feed-forward of 2 × 4096 tokens as compiled for two H200."""
     hidden = 14336
-    with two_h200() as mesh:
-        specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
-        weights = *[(features, hidden)] * 2, (hidden, features)
-        shapes = (1, 8192, features), (1, 1, features), *weights
-        fun = functools.partial(feed_forward, fp8)
-        sharded = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs[0])
-        arguments = [
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-            for shape, spec in zip(shapes, specs, strict=True)
-        ]
-        options = dict(OVERLAP_OPTIONS) | WITHOUT_TRITON
-        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
-    return program.as_text()
+    weights = *[(features, hidden)] * 2, (hidden, features)
+    specs = P(None, AXIS), P(), P(None, AXIS), P(None, AXIS), P(AXIS)
+    return compile_for_two_h200(
+        functools.partial(feed_forward, fp8),
+        ((1, 8192, features), (1, 1, features), *weights),
+        specs=(specs, specs[0]),
+        options=RINGS,
+    )
 
 
 def kernels(text: str) -> dict[str, str]:
@@ -127,18 +147,13 @@ def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
 def compiled_weight_gradients(*, triton: bool) -> str:
     """Two weight gradients of equal shape and one x, which is gathered from two shards."""
     recipe = RECIPES["tensorwise"]
-    with two_h200() as mesh:
 
-        def message(columns: int) -> jax.ShapeDtypeStruct:
-            shape = 8192, recipe.message_columns(columns)
-            return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=NamedSharding(mesh, P()))
+    def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
+        return weight_gradients([x], dys, recipe, jnp.dtype(jnp.bfloat16), shards=2)
 
-        def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
-            return weight_gradients([x], dys, recipe, jnp.dtype(jnp.bfloat16), shards=2)
-
-        lowered = jax.jit(gradients).lower(message(4096), message(7168), message(7168))
-        program: Any = lowered.compile({} if triton else WITHOUT_TRITON)
-    return program.as_text()
+    shapes = [(8192, recipe.message_columns(n)) for n in (4096, 7168, 7168)]
+    options = {} if triton else WITHOUT_TRITON
+    return compile_for_two_h200(gradients, shapes, dtype=jnp.uint8, options=options)
 
 
 @compiled_memory.needs_cuda_build
@@ -156,18 +171,13 @@ def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
 def test_compiled_scales_of_a_sum_are_not_merged() -> None:
     """Its operands have one scale, by which XLA would multiply the results in a pass."""
     recipe = RECIPES["tensorwise"]
-    with two_h200() as mesh:
 
-        def gradients(dy: jax.Array, *xs: jax.Array) -> list[jax.Array]:
-            (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-            return weight_gradients(quantize_rows(xs, recipe), [sent] * 2, recipe, dy.dtype)
+    def gradients(dy: jax.Array, *xs: jax.Array) -> list[jax.Array]:
+        (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
+        return weight_gradients(quantize_rows(xs, recipe), [sent] * 2, recipe, dy.dtype)
 
-        arguments = [
-            jax.ShapeDtypeStruct((8192, n), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-            for n in (7168, 4096, 4096)
-        ]
-        program: Any = jax.jit(gradients).lower(*arguments).compile(WITHOUT_TRITON)
-    assert not re.search(r" = bf16\[4096,7168\]\S* fusion", program.as_text())
+    text = compile_for_two_h200(gradients, [(8192, n) for n in (7168, 4096, 4096)])
+    assert not re.search(r" = bf16\[4096,7168\]\S* fusion", text)
 
 
 @functools.cache
@@ -183,21 +193,13 @@ def compiled_gradients(op: str) -> str:
         )
         return y, transpose(dy)
 
-    with two_h200() as mesh:
-        rows, columns = P(AXIS), P(None, AXIS)
-        specs = (rows, columns, columns) if gathers else (columns, rows, rows)
-        out_specs = specs[2], specs[:2]
-        sharded = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=out_specs)
-        sizes = (8192, 4096), (4096, 14336), (8192, 14336)
-        if not gathers:
-            sizes = (8192, 14336), (14336, 4096), (8192, 4096)
-        arguments = [
-            jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-            for size, spec in zip(sizes, specs, strict=True)
-        ]
-        options = dict(OVERLAP_OPTIONS) | WITHOUT_TRITON
-        program: Any = jax.jit(sharded).lower(*arguments).compile(options)
-    return program.as_text()
+    rows, columns = P(AXIS), P(None, AXIS)
+    specs = (rows, columns, columns) if gathers else (columns, rows, rows)
+    shapes = (8192, 4096), (4096, 14336), (8192, 14336)
+    if not gathers:
+        shapes = (8192, 14336), (14336, 4096), (8192, 4096)
+    results = specs[2], specs[:2]
+    return compile_for_two_h200(both, shapes, specs=(specs, results), options=RINGS)
 
 
 @compiled_memory.needs_cuda_build

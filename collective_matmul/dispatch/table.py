@@ -155,8 +155,7 @@ def _kind(site: Site) -> tuple:
     work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
     # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is with
     # those in 8 bits of which our kernel leaves chunks to XLA.
-    chunk_rows = site.product_rows // site.axis_size
-    is_aligned = site.is_aligned if site.fp8 is None else scaled_chunks.fits(site, chunk_rows)
+    is_aligned = site.is_aligned if site.fp8 is None else scaled_chunks.fits(site, site.chunk_rows)
     return *work, site.weight_shards, site.fp8, site.dtype.itemsize, is_aligned
 
 

@@ -153,9 +153,8 @@ def multiplies(site: Site, rows: int) -> bool:
 
 def fits(site: Site, rows: int) -> bool:
     """Whether so many rows of a site have sizes and dtypes that the kernel multiplies."""
-    x, w = site.operand_dtypes
-    multiplies_dtypes = x == w or MULTIPLIES_MIXED_FP8
-    return multiplies_dtypes and ScaledProblem.of_site(site, rows).unsupported_reason() is None
+    problem = ScaledProblem.of_site(site, rows)
+    return _takes(*site.operand_dtypes) and problem.unsupported_reason() is None
 
 
 def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:
@@ -173,7 +172,12 @@ def _dtypes(ws: Sequence[Sequence[ScaledMatrix]]) -> tuple[jnp.dtype, jnp.dtype]
     operands = first.operand_dtype, first.values.dtype
     if first.product_dtype not in (jnp.bfloat16, jnp.float16):
         return None
-    return operands if operands[0] == operands[1] or MULTIPLIES_MIXED_FP8 else None
+    return operands if _takes(*operands) else None
+
+
+def _takes(x_dtype: Any, w_dtype: Any) -> bool:
+    """Whether the kernel multiplies 8-bit operands of these dtypes."""
+    return x_dtype == w_dtype or MULTIPLIES_MIXED_FP8
 
 
 def row_scales(

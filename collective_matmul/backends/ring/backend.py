@@ -131,7 +131,7 @@ class RingBackend(EinsumBackend, ShardedWeightRing):
 
     def rows_of_matmul(self, site: Site) -> int:
         """The rows of a chunk."""
-        return cost.chunk_rows(site)
+        return site.chunk_rows
 
     def unprofitable_reason(self, site: Site) -> str | None:
         """Permutes that are not copies between peers go through NCCL, where they hide nothing."""

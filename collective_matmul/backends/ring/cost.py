@@ -68,7 +68,7 @@ def _on_device(site: Site) -> float:
     bytes_at_once = _bytes_sent(site) / max(permutes, 1)
     gpu = assumed_rates()
     copy = gpu.copy_seconds + bytes_at_once / gpu.link_bytes
-    multiply = _chunk_matmuls(site, site.product_rows // site.axis_size)
+    multiply = _chunk_matmuls(site, site.chunk_rows)
     steps = permutes * max(multiply, copy) + multiply
     gradients = weight_gradient_seconds(site)
     return steps + _passes(site) + gradients + _waits_for_weights(site, multiply, gradients)
@@ -151,11 +151,6 @@ def _copies(site: Site) -> tuple[int, int]:
     return elements, kernels
 
 
-def chunk_rows(site: Site) -> int:
-    """The rows of a chunk, which a ring multiplies at once."""
-    return site.product_rows // site.axis_size
-
-
 def multiplies_in_place(site: Site) -> bool:
     """Whether the ring's matmuls are the kernel's, which reads and writes chunks in place."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
@@ -163,7 +158,7 @@ def multiplies_in_place(site: Site) -> bool:
         return False
     if site.einsum is not None or partly_automatic():
         return False
-    rows = chunk_rows(site)
+    rows = site.chunk_rows
     if site.fp8 is not None:
         return scaled_chunks.fits(site, rows)
     x, _ = site.operands[0]
