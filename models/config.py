@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}: expected a positive number")
+
+
 @dataclass(frozen=True)
 class RotaryScaling:
     """Scaling of rotary frequencies to longer contexts, as in Llama 3.1.
@@ -22,6 +27,17 @@ class RotaryScaling:
     high_frequency_factor: float = 4.0
     original_context: int = 8192
     """Length in tokens of the context that the model was first trained with."""
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
+            _check_positive(name, getattr(self, name))
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor={self.low_frequency_factor}: expected less than"
+                f" high_frequency_factor={self.high_frequency_factor}"
+            )
+        if self.original_context < 1:
+            raise ValueError(f"original_context={self.original_context}: expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,7 @@ class LlamaConfig:
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{field.name}={value}: expected at least 1")
         for name in ("rotary_base", "norm_epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a positive number")
+            _check_positive(name, getattr(self, name))
         if self.num_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of"

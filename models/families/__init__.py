@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from models.config import LlamaConfig, debug
-from models.families.config_keys import ConfigKeys
+from models.families.config_keys import WITHOUT_INFLUENCE, ConfigValues, shown
 from models.families.family import common_fields, common_keys
 from models.families.llama3 import LLAMA
 from models.families.mistral import MISTRAL
@@ -28,21 +28,28 @@ def read_config(values: Mapping[str, Any]) -> LlamaConfig:
       values: its contents.
 
     Raises:
-      ValueError: for an unknown architecture, a missing key, or a key or value that changes what
-        the model computes and that is not known; the message names it.
+      ValueError: for an unknown architecture, a value of the wrong type or out of range, or a key
+        or value that changes what the model computes and that is not known; the message names it.
     """
-    architecture = (values.get("architectures") or [None])[0]
-    found = [f for f in FAMILIES.values() if values.get("model_type") == f.name]
-    known = ", ".join(family.architecture for family in FAMILIES.values())
-    if not found or architecture not in (None, found[0].architecture):
+    kind, architectures = values.get("model_type"), values.get("architectures")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or not _is_of(architectures, family.architecture):
+        first = architectures[:1] if isinstance(architectures, list) else [architectures]
+        known = ", ".join(family.architecture for family in FAMILIES.values())
         raise ValueError(
-            f"config.json: architectures={architecture!r} with"
-            f" model_type={values.get('model_type')!r} is not known; expected one of {known}"
+            f"config.json: architectures={shown(first[0] if first else None)} with"
+            f" model_type={shown(kind)} is not known; expected one of {known}"
         )
-    family, keys = found[0], ConfigKeys(values)
-    fields = common_fields(keys) | family.read(keys)
-    keys.finish()
+    known_values = ConfigValues(values, family.keys, ignored=WITHOUT_INFLUENCE)
+    fields = common_fields(known_values) | family.read(known_values)
     return LlamaConfig(**fields, family=family.name)
+
+
+def _is_of(architectures: Any, name: str) -> bool:
+    """Whether the first of a file's architectures, if it names any, is this one."""
+    return architectures in (None, []) or (
+        isinstance(architectures, list) and architectures[0] == name
+    )
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:

@@ -6,8 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import LlamaConfig, RotaryScaling
-from models.families.config_keys import ConfigKeys
+from models.config import LlamaConfig
+from models.families.config_keys import (
+    FLAG,
+    SIZE,
+    TEXT,
+    TEXTS,
+    TOKEN,
+    ConfigValues,
+    Key,
+    integers,
+    numbers,
+    or_null,
+)
+from models.families.rotary_keys import ROTARY_KEYS, read_rotary, write_rotary
 
 Fields = dict[str, Any]
 Presets = Mapping[str, Callable[[], LlamaConfig]]
@@ -20,40 +32,85 @@ class Family:
     Attributes:
       name: its name here, and `model_type` in config.json.
       architecture: the class in Hugging Face's library.
-      read: the fields of `LlamaConfig` that differ from Llama's, from the keys of config.json; it
-        refuses values of its own keys that are not supported.
+      keys: the keys of its config.json.
+      read: the fields of `LlamaConfig` that differ from Llama's, from the values of its keys.
       write: its own keys of config.json.
       presets: its published models by name.
     """
 
     name: str
     architecture: str
-    read: Callable[[ConfigKeys], Fields]
+    keys: tuple[Key, ...]
+    read: Callable[[ConfigValues], Fields]
     write: Callable[[LlamaConfig], dict[str, Any]]
     presets: Presets
 
 
-def common_fields(keys: ConfigKeys) -> Fields:
-    """The fields that every family has."""
-    keys.expect("hidden_act", "silu")
+#: A number of layers that no model has ends in a sentence rather than in an endless loop.
+_LAYERS = integers(1, 10_000)
+
+COMMON_KEYS = (
+    Key("architectures", or_null(TEXTS), None),
+    Key("model_type", TEXT, None),
+    # Both names of the dtype of the tensors, which the tensors say themselves.
+    Key("dtype", or_null(TEXT), None),
+    Key("torch_dtype", or_null(TEXT), None),
+    Key("hidden_size", SIZE, 4096),
+    Key("num_hidden_layers", _LAYERS, 32),
+    Key("num_attention_heads", SIZE, 32),
+    # Null: hidden_size / num_attention_heads.
+    Key("head_dim", or_null(SIZE), None),
+    Key("hidden_act", TEXT, "silu", supported=("silu", "swish")),
+    Key("rms_norm_eps", numbers(0, 1, open_low=True), 1e-6),
+    Key("tie_word_embeddings", FLAG, False),
     # Dropout of attention weights, which training here does not have.
-    keys.expect("attention_dropout", 0.0)
-    features, heads = keys.take("hidden_size"), keys.take("num_attention_heads")
-    vocabulary_size = keys.take("vocab_size")
-    base, scaling = _rotary(keys)
+    Key("attention_dropout", numbers(0, 1), 0.0, supported=(0.0,)),
+    Key("mlp_bias", FLAG, False, supported=(False,)),
+    Key("use_cache", FLAG, True),
+    Key("initializer_range", numbers(0, 1), 0.02),
+    Key("pad_token_id", or_null(TOKEN), None),
+    # Matrices were multiplied in parts, with the same result.
+    Key("pretraining_tp", or_null(integers(0)), 1),
+    *ROTARY_KEYS,
+)
+
+
+def common_fields(values: ConfigValues) -> Fields:
+    """The fields that every family has.
+
+    Raises:
+      ValueError: for values that do not go together.
+    """
+    features, heads = values["hidden_size"], values["num_attention_heads"]
+    key_value_heads = values["num_key_value_heads"] or heads
+    context = values["max_position_embeddings"]
+    head_dim = values["head_dim"] or features // heads
+    if heads % key_value_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads={heads} is not a multiple of"
+            f" num_key_value_heads={key_value_heads}; give the file that the model came with"
+        )
+    if not head_dim or head_dim % 2:
+        raise ValueError(
+            f"config.json: heads of {head_dim} features, by head_dim={values['head_dim']},"
+            f" hidden_size={features} and num_attention_heads={heads}: expected a positive even"
+            " number, since the rotary embedding turns pairs"
+        )
+    base, scaling = read_rotary(values, context)
     return dict(
-        vocabulary_size=vocabulary_size,
-        num_layers=keys.take("num_hidden_layers"),
+        vocabulary_size=values["vocab_size"],
+        num_layers=values["num_hidden_layers"],
         features=features,
-        hidden_features=keys.take("intermediate_size"),
+        hidden_features=values["intermediate_size"],
         num_heads=heads,
-        num_key_value_heads=keys.take("num_key_value_heads", heads),
-        head_dim=keys.take("head_dim", features // heads),
-        rotary_base=base,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        rotary_base=float(base),
         rotary_scaling=scaling,
-        norm_epsilon=keys.take("rms_norm_eps", 1e-6),
-        tied_head=keys.take("tie_word_embeddings", False),
-        context_length=keys.take("max_position_embeddings", None),
+        norm_epsilon=values["rms_norm_eps"],
+        tied_head=values["tie_word_embeddings"],
+        # Limits prompts; the numbers do not depend on it. A file may leave it open.
+        context_length=context if values.says("max_position_embeddings") else None,
     )
 
 
@@ -68,35 +125,60 @@ def common_keys(config: LlamaConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": _scaling_key(config.rotary_scaling),
+        **write_rotary(config.rotary_base, config.rotary_scaling),
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied_head,
+        # A file without them names tokens of Llama 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
         **({"max_position_embeddings": config.context_length} if config.context_length else {}),
     }
 
 
-def window_of_all_layers(keys: ConfigKeys) -> int | None:
+WINDOW_KEYS = (
+    Key("use_sliding_window", FLAG, False),
+    Key("sliding_window", or_null(SIZE), 4096),
+    Key("max_window_layers", integers(0), 28),
+    Key("layer_types", or_null(TEXTS), None),
+)
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def window_of_all_layers(values: ConfigValues) -> int | None:
     """The sliding window of models that may have one in some layers, which is not supported.
 
     Raises:
       ValueError: if some layers have a window and others have none.
     """
-    window = keys.take("sliding_window", None)
-    layers = keys.take("num_hidden_layers")
-    without = keys.take("max_window_layers", 0)
-    kinds = keys.take("layer_types", None)
-    if not keys.take("use_sliding_window", False):
+    layers, window = values["num_hidden_layers"], values["sliding_window"]
+    if not values["use_sliding_window"]:
         window = None
+    kinds = values["layer_types"]
     if kinds is None:
-        number = 0 if window is None else max(layers - without, 0)
-        kinds = ["sliding_attention"] * number + ["full_attention"] * (layers - number)
-    if len(set(kinds)) > 1 or set(kinds) - {"sliding_attention", "full_attention"}:
+        full = layers if window is None else min(values["max_window_layers"], layers)
+        kinds = [_FULL] * full + [_WINDOW] * (layers - full)
+    # An older name.
+    kinds = [_FULL if kind == "attention" else kind for kind in kinds]
+    if len(kinds) != layers:
+        raise ValueError(
+            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={layers};"
+            " give the file that the model came with"
+        )
+    if len(set(kinds)) > 1 or set(kinds) - {_WINDOW, _FULL}:
         raise ValueError(
             "config.json: layers differ in layer_types or by max_window_layers; expected a sliding"
             " window in all layers or in none"
         )
-    return window if kinds[0] == "sliding_attention" else None
+    if kinds[0] == _FULL:
+        return None
+    if window is None:
+        raise ValueError(
+            "config.json: layer_types asks for sliding_attention, and"
+            f" use_sliding_window={values['use_sliding_window']} with"
+            f" sliding_window={values['sliding_window']} for none; set both, or layer_types to"
+            " full_attention"
+        )
+    return window
 
 
 def window_keys(config: LlamaConfig) -> dict[str, Any]:
@@ -105,42 +187,4 @@ def window_keys(config: LlamaConfig) -> dict[str, Any]:
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         "max_window_layers": 0 if config.sliding_window else config.num_layers,
-    }
-
-
-def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling]:
-    """The base of rotary embedding and its scaling, of old and of new config.json files."""
-    old = keys.take("rope_scaling", {})
-    parameters = ConfigKeys({**old, **keys.take("rope_parameters", {})})
-    base = keys.take("rope_theta", 10_000.0)
-    base = parameters.take("rope_theta", base)
-    parameters.expect("partial_rotary_factor", 1.0)
-    kind = parameters.take("rope_type", parameters.take("type", "default"))
-    if kind == "default":
-        scaling = RotaryScaling()
-    elif kind == "llama3":
-        scaling = RotaryScaling(
-            factor=parameters.take("factor"),
-            low_frequency_factor=parameters.take("low_freq_factor"),
-            high_frequency_factor=parameters.take("high_freq_factor"),
-            original_context=parameters.take("original_max_position_embeddings"),
-        )
-    else:
-        raise ValueError(
-            f"config.json: rope_scaling of type {kind!r} is not supported; expected 'llama3', or"
-            " null for none"
-        )
-    parameters.finish()
-    return base, scaling
-
-
-def _scaling_key(scaling: RotaryScaling) -> dict[str, Any] | None:
-    if scaling.factor == 1:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        "original_max_position_embeddings": scaling.original_context,
     }

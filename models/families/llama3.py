@@ -8,8 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import LlamaConfig, RotaryScaling
-from models.families.config_keys import ConfigKeys
-from models.families.family import Family, Fields
+from models.families.config_keys import (
+    FLAG,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    ConfigValues,
+    Key,
+    merged,
+    numbers,
+    or_null,
+)
+from models.families.family import COMMON_KEYS, Family, Fields
 
 _STRETCHED = RotaryScaling(factor=8.0)
 _STRETCHED_FURTHER = RotaryScaling(factor=32.0)
@@ -47,9 +57,27 @@ def _llama(
     return LlamaConfig(128_256, layers, features, hidden, heads, 8, head_dim, **fields)
 
 
-def _read(keys: ConfigKeys) -> Fields:
-    keys.expect("attention_bias", False)
-    keys.expect("mlp_bias", False)
+_KEYS = merged(
+    COMMON_KEYS,
+    Key("vocab_size", SIZE, 32_000),
+    Key("intermediate_size", SIZE, 11_008),
+    # Null: as many as there are heads.
+    Key("num_key_value_heads", or_null(SIZE), None),
+    Key("max_position_embeddings", SIZE, 2048),
+    Key("attention_bias", FLAG, False, supported=(False,)),
+    Key("attention_dropout", or_null(numbers(0, 1)), 0.0, supported=(0.0, None)),
+    Key("bos_token_id", or_null(TOKEN), 1),
+    Key("eos_token_id", or_null(TOKENS), 2),
+)
+
+
+def _read(values: ConfigValues) -> Fields:
+    features, heads = values["hidden_size"], values["num_attention_heads"]
+    if features % heads:
+        raise ValueError(
+            f"config.json: hidden_size={features} is not a multiple of"
+            f" num_attention_heads={heads}; give the file that the model came with"
+        )
     return {}
 
 
@@ -61,6 +89,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
+    _KEYS,
     _read,
     _write,
     {

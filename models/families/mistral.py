@@ -8,8 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import LlamaConfig
-from models.families.config_keys import ConfigKeys
-from models.families.family import Family, Fields
+from models.families.config_keys import (
+    FLAG,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    ConfigValues,
+    Key,
+    merged,
+    or_null,
+)
+from models.families.family import COMMON_KEYS, Family, Fields
 
 
 def mistral_7b_v0_1() -> LlamaConfig:
@@ -29,8 +38,21 @@ def _mistral(vocabulary_size: int, **others: Any) -> LlamaConfig:
     )  # fmt: skip
 
 
-def _read(keys: ConfigKeys) -> Fields:
-    return {"sliding_window": keys.take("sliding_window", None)}
+_KEYS = merged(
+    COMMON_KEYS,
+    Key("vocab_size", SIZE, 32_000),
+    Key("intermediate_size", SIZE, 14_336),
+    Key("num_key_value_heads", SIZE, 8),
+    Key("max_position_embeddings", SIZE, 131_072),
+    Key("attention_bias", FLAG, False, supported=(False,)),
+    Key("sliding_window", or_null(SIZE), 4096),
+    Key("bos_token_id", or_null(TOKEN), 1),
+    Key("eos_token_id", or_null(TOKENS), 2),
+)
+
+
+def _read(values: ConfigValues) -> Fields:
+    return {"sliding_window": values["sliding_window"]}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -41,6 +63,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
+    _KEYS,
     _read,
     _write,
     {"mistral-7b-v0.1": mistral_7b_v0_1, "mistral-7b-v0.3": mistral_7b_v0_3},

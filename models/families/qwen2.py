@@ -8,8 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import LlamaConfig
-from models.families.config_keys import ConfigKeys
-from models.families.family import Family, Fields, window_keys, window_of_all_layers
+from models.families.config_keys import (
+    FLAG,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    ConfigValues,
+    Key,
+    merged,
+    or_null,
+)
+from models.families.family import (
+    COMMON_KEYS,
+    WINDOW_KEYS,
+    Family,
+    Fields,
+    window_keys,
+    window_of_all_layers,
+)
 
 
 def qwen2_5_0_5b() -> LlamaConfig:
@@ -39,8 +55,23 @@ def _qwen(*sizes: int, tied_head: bool = False) -> LlamaConfig:
     )
 
 
-def _read(keys: ConfigKeys) -> Fields:
-    return {"projection_bias": True, "sliding_window": window_of_all_layers(keys)}
+_KEYS = merged(
+    COMMON_KEYS,
+    Key("vocab_size", SIZE, 151_936),
+    Key("intermediate_size", SIZE, 22_016),
+    # Null: as many as there are heads.
+    Key("num_key_value_heads", or_null(SIZE), 32),
+    Key("max_position_embeddings", SIZE, 32_768),
+    # These biases belong to the family; Hugging Face's library has no such key for it.
+    Key("attention_bias", FLAG, True, supported=(True,)),
+    Key("bos_token_id", or_null(TOKEN), None),
+    Key("eos_token_id", or_null(TOKENS), None),
+    *WINDOW_KEYS,
+)
+
+
+def _read(values: ConfigValues) -> Fields:
+    return {"projection_bias": True, "sliding_window": window_of_all_layers(values)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -50,6 +81,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
+    _KEYS,
     _read,
     _write,
     {"qwen2.5-0.5b": qwen2_5_0_5b, "qwen2.5-7b": qwen2_5_7b, "qwen2.5-72b": qwen2_5_72b},

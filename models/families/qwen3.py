@@ -8,8 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import LlamaConfig
-from models.families.config_keys import ConfigKeys
-from models.families.family import Family, Fields, window_keys, window_of_all_layers
+from models.families.config_keys import (
+    FLAG,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    ConfigValues,
+    Key,
+    merged,
+    or_null,
+)
+from models.families.family import (
+    COMMON_KEYS,
+    WINDOW_KEYS,
+    Family,
+    Fields,
+    window_keys,
+    window_of_all_layers,
+)
 
 
 def qwen3_0_6b() -> LlamaConfig:
@@ -41,13 +57,23 @@ def _qwen(
     )  # fmt: skip
 
 
-def _read(keys: ConfigKeys) -> Fields:
-    keys.expect("attention_bias", False)
-    return {
-        "query_key_norm": True,
-        "head_dim": keys.take("head_dim", 128),
-        "sliding_window": window_of_all_layers(keys),
-    }
+_KEYS = merged(
+    COMMON_KEYS,
+    Key("vocab_size", SIZE, 151_936),
+    Key("intermediate_size", SIZE, 22_016),
+    # Null: as many as there are heads.
+    Key("num_key_value_heads", or_null(SIZE), 32),
+    Key("max_position_embeddings", SIZE, 32_768),
+    Key("head_dim", SIZE, 128),
+    Key("attention_bias", FLAG, False, supported=(False,)),
+    Key("bos_token_id", or_null(TOKEN), None),
+    Key("eos_token_id", or_null(TOKENS), None),
+    *WINDOW_KEYS,
+)
+
+
+def _read(values: ConfigValues) -> Fields:
+    return {"query_key_norm": True, "sliding_window": window_of_all_layers(values)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -57,6 +83,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
+    _KEYS,
     _read,
     _write,
     {"qwen3-0.6b": qwen3_0_6b, "qwen3-8b": qwen3_8b, "qwen3-32b": qwen3_32b},

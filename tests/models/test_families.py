@@ -147,12 +147,12 @@ def test_rotary_parameters_are_read_in_old_and_new_form():
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported; expected False"),
-        ({"hidden_size": None}, "config.json has no 'hidden_size'"),
+        ({"hidden_size": None}, "hidden_size=None: expected an integer from 1"),
         ({"logit_scale": 0.5}, "logit_scale=0.5 is not known and may change what the model"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not known"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling of type 'yarn' is not supported; expected 'llama3'",
+            "rope_parameters of type 'yarn' is not supported; expected 'llama3'",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "attention_factor": 2.0}},
