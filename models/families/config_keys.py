@@ -50,17 +50,26 @@ def integers(low: int, high: int = 2**31 - 1) -> Kind:
 
 
 def numbers(low: float, high: float = math.inf, *, open_low: bool = False) -> Kind:
-    """Finite numbers of a range, whose lower end may be excluded."""
+    """Finite numbers of a range, ends included unless `open_low`."""
 
     def contains(value: Any) -> bool:
-        # Comparisons with NaN are false; float32 holds what is below its largest number.
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return False
+        # Comparisons with NaN are false; float32 holds what is below its largest number.
         return (low < value if open_low else low <= value) and value <= min(high, _LARGEST)
 
     words = f"{'more than' if open_low else 'at least'} {low:g}"
     limit = f" and at most {high:g}" if high <= _LARGEST else ""
     return Kind(f"a finite number of {words}{limit}", contains)
+
+
+def fractions(*, open_low: bool = False) -> Kind:
+    """Numbers from 0 to 1 with a decimal point, as Hugging Face's library wants some keys."""
+    among = numbers(0, 1, open_low=open_low)
+    return Kind(
+        among.words.replace("number", "number with a decimal point,"),
+        lambda value: isinstance(value, float) and among.contains(value),
+    )
 
 
 def or_null(kind: Kind) -> Kind:

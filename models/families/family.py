@@ -15,6 +15,7 @@ from models.families.config_keys import (
     TOKEN,
     ConfigValues,
     Key,
+    fractions,
     integers,
     numbers,
     or_null,
@@ -61,13 +62,13 @@ COMMON_KEYS = (
     # Null: hidden_size / num_attention_heads.
     Key("head_dim", or_null(SIZE), None),
     Key("hidden_act", TEXT, "silu", supported=("silu", "swish")),
-    Key("rms_norm_eps", numbers(0, 1, open_low=True), 1e-6),
+    Key("rms_norm_eps", fractions(open_low=True), 1e-6),
     Key("tie_word_embeddings", FLAG, False),
     # Dropout of attention weights, which training here does not have.
     Key("attention_dropout", numbers(0, 1), 0.0, supported=(0.0,)),
     Key("mlp_bias", FLAG, False, supported=(False,)),
     Key("use_cache", FLAG, True),
-    Key("initializer_range", numbers(0, 1), 0.02),
+    Key("initializer_range", fractions(), 0.02),
     Key("pad_token_id", or_null(TOKEN), None),
     # Matrices were multiplied in parts, with the same result.
     Key("pretraining_tp", or_null(integers(0)), 1),
