@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rich.console import Console
 from models.config import LlamaConfig, config_from_json
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+_SMALLEST_SHARD = 1e-6
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,18 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _simulate(command.devices.cpu_devices)
         runs[type(command)](command)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         Console(stderr=True).print(
-            f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False
+            f"error: {_sentence(error)}", style="red", highlight=False, soft_wrap=True, markup=False
         )
         raise SystemExit(2) from error
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says; of the operating system's, with the file first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}; give a path that can be read or written"
+    return str(error)
 
 
 def run_import(command: Import) -> None:
@@ -137,6 +146,11 @@ def run_export(command: Export) -> None:
     from models.hugging_face import write
     from models.hugging_face.writing import CONFIG, ORIGIN, check_empty
 
+    if not _SMALLEST_SHARD <= command.max_shard_gigabytes < math.inf:
+        raise ValueError(
+            f"max_shard_gigabytes={command.max_shard_gigabytes}: expected a number from"
+            f" {_SMALLEST_SHARD:g}"
+        )
     check_empty(Path(command.directory).expanduser())
     saved = find_checkpoint(command.checkpoint)
     config = config_from_json(saved.configuration()["model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,10 +189,11 @@ def shown(value: Any) -> str:
 
 
 def shown_name(name: str) -> str:
-    """The name of a key: as it is if that is a word, else as `shown`."""
-    return name if name.isidentifier() and name.isascii() and len(name) < 80 else shown(name)
+    """A name of a file: as it is if it is a usual one, else as `shown`."""
+    return name if _USUAL.fullmatch(name) else shown(name)
 
 
+_USUAL = re.compile(r"[A-Za-z_][\w.-]{0,120}", re.ASCII)
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
 _shortened.maxlevel = 3

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-# Registers bfloat16 with NumPy, in which safetensors then returns slices.
-import ml_dtypes  # noqa: F401
 import numpy as np
 
 from models.config import LlamaConfig
 from models.families import read_config
-from models.hugging_face.tensor_names import tensors
+from models.families.config_keys import TOKENS, shown, shown_name
+from models.hugging_face.files import find_file, read_json
+from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
+from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
+from models.log import warn_once
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: What a tokenizer may consist of.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _SHOWN = 5
 
@@ -33,7 +34,9 @@ class ModelFolder:
 
     Attributes:
       path: the folder.
-      config: shape of the model, from config.json.
+      config: shape of the model, from config.json. The head is not tied where the files hold one
+        that differs from the embedding, whatever config.json says: Hugging Face's library keeps
+        such a head too.
 
     Args:
       path: the folder.
@@ -41,32 +44,33 @@ class ModelFolder:
     Raises:
       ValueError: config.json is missing or describes a model that is not supported; there is no
         safetensors file, or one is damaged; tensors are missing, not expected, of another shape or
-        of a dtype that is not floating.
+        of a dtype that is not floating; a file is outside the folder.
       ImportError: the package safetensors is not installed.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser().resolve()
-        self.config = self.config_of(self.path)
-        self._files = self._checked(self._open)
-        self._checked(self._check_tensors)
+        described = _described(self.path)
+        self._tensors = _located(self.path, lambda: TensorFiles(self.path))
+        _located(self.path, lambda: self._check_tensors(described))
+        self.config = self._with_stored_head(described)
 
     @staticmethod
     def is_one(path: str | Path) -> bool:
         """Whether a path is such a folder, rather than a checkpoint of the trainer."""
-        return (Path(path).expanduser() / CONFIG).is_file()
+        return os.path.lexists(Path(path).expanduser() / CONFIG)
 
     @staticmethod
     def config_of(path: Path) -> LlamaConfig:
-        """The model that the config.json of a folder describes, with weights or without.
+        """The model of a folder, with weights or without.
 
         Raises:
-          ValueError: it is missing, cannot be read, or describes a model that is not supported.
+          ValueError: config.json is missing, cannot be read, or describes a model that is not
+            supported; or there are weights, and the folder cannot be used.
         """
-        try:
-            return read_config(_read_json(path / CONFIG))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        if any(os.path.lexists(path / name) for name in (WEIGHTS, INDEX)):
+            return ModelFolder(path).config
+        return _described(path)
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """A part of a tensor, read from the file.
@@ -75,13 +79,13 @@ class ModelFolder:
           name: its name.
           index: a slice of each dimension.
         """
-        return self._files[name].get_slice(name)[tuple(index)]
+        return self._tensors[name][tuple(index)]
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
         """The dtype of the first matrix by the name "", and of each tensor that has another."""
         found = {
-            tensor.name: _DTYPES[self._files[tensor.name].get_slice(tensor.name).get_dtype()]
+            tensor.name: _DTYPES[self._tensors[tensor.name].get_dtype()]
             for _, tensor in tensors(self.config)
         }
         first = next(iter(found.values()))
@@ -89,12 +93,24 @@ class ModelFolder:
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer: of generation_config.json, or else of config.json."""
+        """The tokens that end an answer: of generation_config.json, or else of config.json.
+
+        Raises:
+          ValueError: a file cannot be read, or names something other than tokens.
+        """
+        return _located(self.path, self._stop_tokens)
+
+    def _stop_tokens(self) -> tuple[int, ...]:
         for file in (GENERATION_CONFIG, CONFIG):
-            if (self.path / file).is_file():
-                found = _read_json(self.path / file).get("eos_token_id")
-                if found is not None:
-                    return tuple(found) if isinstance(found, list) else (found,)
+            found = (read_json(self.path, file) or {}).get("eos_token_id")
+            if found is None:
+                continue
+            if not TOKENS.contains(found):
+                raise ValueError(
+                    f"{file}: eos_token_id={shown(found)}: expected {TOKENS.words}, or null; give"
+                    " the file that the model came with"
+                )
+            return tuple(found) if isinstance(found, list) else (found,)
         return ()
 
     def tokenizer(self) -> Any:
@@ -111,8 +127,8 @@ class ModelFolder:
                 f"{self.path}: reading its tokenizer needs the package tokenizers;"
                 " pip install 'collective_matmul[hf]'"
             ) from error
-        file = self.path / "tokenizer.json"
-        if not file.is_file():
+        file = _located(self.path, lambda: find_file(self.path, "tokenizer.json"))
+        if file is None:
             raise ValueError(
                 f"{self.path}: has no tokenizer.json; give the folder with the tokenizer that the"
                 " model was trained with"
@@ -122,81 +138,43 @@ class ModelFolder:
         except Exception as error:
             raise ValueError(f"{file}: not a tokenizer ({error})") from error
 
-    def _checked(self, step: Any) -> Any:
-        try:
-            return step()
-        except ValueError as error:
-            if str(error).startswith(str(self.path)):
-                raise
-            raise ValueError(f"{self.path}: {error}") from error
+    def _with_stored_head(self, described: LlamaConfig) -> LlamaConfig:
+        """The model with a head of its own if one is stored that is not the embedding."""
+        if not (described.tied_head and EMBEDDING in self._tensors and HEAD in self._tensors):
+            return described
+        if self._tensors.equal(EMBEDDING, HEAD):
+            return described
+        warn_once(
+            f"{self.path}: {CONFIG} says tie_word_embeddings=true, and {HEAD} is stored and differs"
+            f" from {EMBEDDING}; the stored head is used, as Hugging Face's library does: set"
+            " tie_word_embeddings to false to say so"
+        )
+        return dataclasses.replace(described, tied_head=False)
 
-    def _open(self) -> dict[str, Any]:
-        """The open file of each tensor, by its name."""
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{self.path}: reading it needs the package safetensors;"
-                " pip install 'collective_matmul[hf]'"
-            ) from error
-        opened: dict[str, Any] = {}
-        for name in self._file_names():
-            try:
-                # Checks that the file is as long as its header says.
-                file = safe_open(self.path / name, "numpy")
-            except FileNotFoundError:
-                raise ValueError(
-                    f"{name} is missing, which {INDEX} names; download it again"
-                ) from None
-            except Exception as error:
-                raise ValueError(
-                    f"{name} is not a whole safetensors file ({error}); download it again"
-                ) from error
-            opened |= dict.fromkeys(file.keys(), file)
-        return opened
-
-    def _file_names(self) -> list[str]:
-        if (self.path / INDEX).is_file():
-            by_tensor = _read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(by_tensor, dict) or not by_tensor:
-                raise ValueError(f"{INDEX} has no weight_map; download it again")
-            return sorted(set(by_tensor.values()))
-        if (self.path / WEIGHTS).is_file():
-            return [WEIGHTS]
-        pickled = sorted(file.name for kind in _PICKLED for file in self.path.glob(kind))
-        if pickled:
-            raise ValueError(
-                f"has {pickled[0]} and no safetensors file; files of this kind are unpickled, which"
-                " runs code that they contain: convert it with transformers'"
-                " save_pretrained, or download the safetensors files"
-            )
-        raise ValueError(f"has neither {WEIGHTS} nor {INDEX}; download the weights")
-
-    def _check_tensors(self) -> None:
-        expected = {tensor.name: tensor.shape for _, tensor in tensors(self.config)}
-        found = {name: file.get_slice(name) for name, file in self._files.items()}
-        ignored = {"lm_head.weight"} if self.config.tied_head else set()
-        extra = [
-            name
-            for name in found
-            if name not in expected | dict.fromkeys(ignored)
-            # Older files hold the frequencies of the rotary embedding.
-            and not name.endswith("rotary_emb.inv_freq")
-        ]
-        here = [name for name in expected if name in found]
+    def _check_tensors(self, described: LlamaConfig) -> None:
+        found = self._tensors
+        if described.tied_head and HEAD in found and EMBEDDING not in found:
+            # Of tied tensors a file may hold either.
+            found.rename(HEAD, EMBEDDING)
+        expected = {tensor.name: tensor.shape for _, tensor in tensors(described)}
+        stored_head = {HEAD: expected[EMBEDDING]} if HEAD in found else {}
+        known = stored_head | expected
+        # Older files hold the frequencies of the rotary embedding.
+        extra = [n for n in found if n not in known and not n.endswith("rotary_emb.inv_freq")]
+        here = {name: found[name] for name in known if name in found}
         misshapen = [
-            f"{name} {found[name].get_shape()}, not {list(expected[name])}"
+            f"{name} {here[name].get_shape()}, not {list(known[name])}"
             for name in here
-            if tuple(found[name].get_shape()) != expected[name]
+            if tuple(here[name].get_shape()) != known[name]
         ]
         others = [
-            f"{name} ({found[name].get_dtype()})"
+            f"{name} ({here[name].get_dtype()})"
             for name in here
-            if found[name].get_dtype() not in _DTYPES
+            if here[name].get_dtype() not in _DTYPES
         ]
         problems = {
             "missing": [name for name in expected if name not in found],
-            "not expected": extra,
+            "not expected": list(map(shown_name, extra)),
             "of another shape": misshapen,
             f"of another dtype than {', '.join(_DTYPES)}": others,
         }
@@ -205,18 +183,26 @@ class ModelFolder:
             raise ValueError(f"its tensors are not those that {CONFIG} describes: {listed}")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"has no {file.name}; give a folder as Hugging Face's library saves it"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file.name} cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file.name} is not a JSON object")
+def _described(path: Path) -> LlamaConfig:
+    """The model that the config.json of a folder describes."""
+    return _located(path, lambda: read_config(_required_json(path, CONFIG)))
+
+
+def _required_json(path: Path, name: str) -> dict[str, Any]:
+    value = read_json(path, name)
+    if value is None:
+        raise ValueError(f"has no {name}; give a folder as Hugging Face's library saves it")
     return value
+
+
+def _located(path: Path, step: Any) -> Any:
+    """The result of a step, whose errors begin with the folder."""
+    try:
+        return step()
+    except ValueError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _listed(names: list[str]) -> str:

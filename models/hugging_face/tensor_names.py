@@ -30,11 +30,8 @@ _LAYER = {
     "feed_forward.up.kernel": "mlp.up_proj.weight",
     "feed_forward.down.kernel": "mlp.down_proj.weight",
 }
-_WHOLE_MODEL = {
-    "embedding": "model.embed_tokens.weight",
-    "norm.scale": "model.norm.weight",
-    "head.kernel": "lm_head.weight",
-}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WHOLE_MODEL = {"embedding": EMBEDDING, "norm.scale": "model.norm.weight", "head.kernel": HEAD}
 
 
 class Tensor(NamedTuple):

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,19 +16,15 @@ from jax.experimental import multihost_utils
 
 from models.config import LlamaConfig
 from models.families import read_config, write_config
-from models.hugging_face.folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    INDEX,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    ModelFolder,
-)
+from models.hugging_face.files import find_file, read_json
+from models.hugging_face.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelFolder
+from models.hugging_face.tensor_files import INDEX, WEIGHTS
 from models.hugging_face.tensor_names import Tensor, tensors
 
 #: The folder, beside checkpoints, with what a model came with apart from its weights.
 ORIGIN = "hugging_face"
 _DTYPES = "dtypes.json"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COPIED = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
@@ -40,21 +37,28 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
     """
     source, target = Path(source).expanduser().resolve(), Path(directory).expanduser() / ORIGIN
     if ModelFolder.is_one(source):
-        files = {name: source / name for name in _COPIED}
-        dtypes = json.dumps(ModelFolder(source).dtypes)
+        model = ModelFolder(source)
+        tied_head, dtypes = model.config.tied_head, json.dumps(model.dtypes)
+        origin = source
     else:
         # A directory of checkpoints, or one of them.
         copies = [folder / ORIGIN for folder in (source, source.parent)]
         copies = [copy for copy in copies if (copy / CONFIG).is_file()]
         if not copies:
             return
-        files = {name: copies[0] / name for name in _COPIED}
-        dtypes = (copies[0] / _DTYPES).read_text()
+        tied_head, dtypes = None, (copies[0] / _DTYPES).read_text()
+        origin = copies[0]
     target.mkdir(parents=True, exist_ok=True)
-    for name, file in files.items():
-        if file.is_file() and file.resolve() != (target / name).resolve():
+    for name in _COPIED:
+        file = find_file(origin, name)
+        if file is not None and file != (target / name).resolve():
             shutil.copyfile(file, target / name)
     (target / _DTYPES).write_text(dtypes)
+    values = read_json(target, CONFIG) or {}
+    if tied_head is not None and values.get("tie_word_embeddings", False) != tied_head:
+        # The head that is stored differs from the embedding.
+        values["tie_word_embeddings"] = tied_head
+        _write_json(target / CONFIG, values)
 
 
 def write(
@@ -85,18 +89,17 @@ def write(
     target = Path(directory).expanduser().resolve()
     check_empty(target)
     unpadded = dataclasses.replace(config, padded_vocabulary_size=None)
-    saved = {} if origin is None else _origin_of(Path(origin), unpadded)
-    dtypes = saved.pop(_DTYPES, {})
+    saved = None if origin is None else Path(origin)
+    dtypes = {} if saved is None else read_json(saved, _DTYPES) or {}
     default = dtype or dtypes.get("", "float32")
     partial = target.with_name(f".{target.name}.partial")
     first = jax.process_index() == 0
     if first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        values = write_config(unpadded) | {"torch_dtype": default}
-        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
-        for name, file in saved.items():
-            shutil.copyfile(file, partial / name)
+        if saved is not None:
+            _copy(saved, partial)
+        _write_config(partial / CONFIG, unpadded, default)
     of_tensor = {
         tensor.name: dtype or dtypes.get(tensor.name, default) for _, tensor in tensors(unpadded)
     }
@@ -129,14 +132,51 @@ def check_empty(directory: Path) -> None:
         raise ValueError(f"{directory}: is not empty; name a folder that is not there yet")
 
 
-def _origin_of(origin: Path, config: LlamaConfig) -> dict:
-    """The files to copy and the dtypes. config.json is copied if it describes this model."""
-    files: dict = {name: origin / name for name in _COPIED if (origin / name).is_file()}
-    if CONFIG in files and read_config(json.loads(files[CONFIG].read_text())) != config:
-        del files[CONFIG]
-    if (origin / _DTYPES).is_file():
-        files[_DTYPES] = json.loads((origin / _DTYPES).read_text())
-    return files
+def _copy(origin: Path, folder: Path) -> None:
+    for name in _COPIED:
+        file = find_file(origin, name)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def _write_config(file: Path, config: LlamaConfig, dtype: str) -> None:
+    """Leaves the config.json that a model came with if it describes this model, or replaces it.
+
+    The dtypes that it names become that of the tensors: Hugging Face's library rounds to it.
+    """
+    given = read_json(file.parent, CONFIG)
+    if given is None:
+        values = write_config(config) | {"torch_dtype": dtype}
+    elif _describes(given, config):
+        values = _with_dtype(given, dtype)
+    else:
+        tokens = {name: given[name] for name in _TOKENS if name in given}
+        values = write_config(config) | tokens | {"torch_dtype": dtype}
+    if values != given:
+        _write_json(file, values)
+
+
+def _describes(values: dict[str, Any], config: LlamaConfig) -> bool:
+    try:
+        return read_config(values) == config
+    except ValueError:
+        return False
+
+
+def _with_dtype(value: Any, dtype: str) -> Any:
+    """JSON with the values of the keys of a dtype, at any depth, replaced."""
+    if isinstance(value, dict):
+        return {
+            name: dtype
+            if name in ("dtype", "torch_dtype") and isinstance(item, str)
+            else _with_dtype(item, dtype)
+            for name, item in value.items()
+        }
+    return [_with_dtype(item, dtype) for item in value] if isinstance(value, list) else value
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _files(
@@ -186,4 +226,4 @@ def _write_index(
 ) -> None:
     total = sum(_bytes(tensor, dtypes[tensor.name]) for _, tensor in tensors(config))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-    file.write_text(json.dumps(index, indent=2) + "\n")
+    _write_json(file, index)

@@ -44,9 +44,13 @@ def pickle(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
-def index_of(weight_map: dict) -> Callable[[Path], object]:
-    index = json.dumps({"weight_map": weight_map})
-    return lambda folder: (folder / f"{WEIGHTS}.index.json").write_text(index)
+def index_of(weight_map: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        # Files of an index are read where there is no single one.
+        (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
 
 
 def several(tensors: dict) -> None:

@@ -1,0 +1,130 @@
+"""Files of a model's folder, which others wrote: none outside it is opened, none that blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from models.families.config_keys import shown
+
+#: Far more than the index of the largest model has.
+_LARGEST_JSON = 64 * 2**20
+_LONGEST_REASON = 200
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """The path to open for a file of a folder, or None if there is no such file.
+
+    A link may lead to another file of the folder, or to the blobs of Hugging Face's cache if the
+    folder is a snapshot there. A folder from elsewhere could otherwise have any
+    file of this machine read, and copied into what is exported.
+
+    Args:
+      folder: the folder.
+      name: the name of the file, which may be in a folder below.
+
+    Raises:
+      ValueError: if the name or a link leads out of the folder, or to something other than a file,
+        such as a FIFO, which would never be read.
+    """
+    if not _is_inside(name):
+        raise ValueError(
+            f"{shown(name)} is no name of a file in the folder; download the folder again"
+        )
+    try:
+        path = Path(os.path.realpath(folder / name))
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        # A path that is too long, goes through a file, or may not be read, or a circle of links.
+        raise ValueError(f"{name} cannot be read ({reason(error)})") from None
+    root = Path(os.path.realpath(folder))
+    if not any(path.is_relative_to(place) for place in (root, *_blobs(root))):
+        raise ValueError(
+            f"{name} is a link to {path}, outside the folder; put the file itself in its place, or"
+            " a hard link"
+        )
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{name} is a {_kind(mode)}; expected a file")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The object in a JSON file of a folder, or None if there is no such file.
+
+    Raises:
+      ValueError: if the file cannot be read, is no JSON object, is very large or deep, or has a
+        key twice with two values; or as `find_file`.
+    """
+    path = find_file(folder, name)
+    if path is None:
+        return None
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_JSON:
+            raise ValueError(f"{size} bytes; expected at most {_LARGEST_JSON}")
+        value = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        raise ValueError(f"{name} cannot be read (nested too deeply); download it again") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read ({reason(error)}); download it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not a JSON object; download it again")
+    return value
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one short line that can be printed, whatever a file put into it."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = " ".join(text.split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is a relative path without steps upwards that a file can have."""
+    path = PurePosixPath(name)
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return inside and name.isprintable()
+
+
+def _blobs(root: Path) -> list[Path]:
+    """Where the files are that a snapshot in Hugging Face's cache links to.
+
+    The cache has ``models--NAME/snapshots/REVISION``, whose links lead to ``models--NAME/blobs``,
+    and those of large files from there to ``blobs`` of the whole cache.
+    """
+    places = []
+    for snapshot in (root, *root.parents):
+        if snapshot.parent.name == "snapshots":
+            repository = snapshot.parents[1]
+            places.append(repository / "blobs")
+            if repository.name.startswith("models--"):
+                places.append(repository.parent / "blobs")
+    return places
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "folder", stat.S_ISFIFO: "FIFO", stat.S_ISSOCK: "socket"}
+    return next((word for check, word in kinds.items() if check(mode)), "device")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in value and value[name] != item:
+            raise ValueError(f"key {shown(name)} is there twice, with two values")
+        value[name] = item
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
