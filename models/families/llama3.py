@@ -66,6 +66,8 @@ _KEYS = merged(
     Key("max_position_embeddings", SIZE, 2048),
     Key("attention_bias", FLAG, False, supported=(False,)),
     Key("attention_dropout", or_null(numbers(0, 1)), 0.0, supported=(0.0, None)),
+    # Hugging Face's library has no such key for it.
+    Key("rope_interleaved", FLAG, False, supported=(False,)),
     Key("bos_token_id", or_null(TOKEN), 1),
     Key("eos_token_id", or_null(TOKENS), 2),
 )

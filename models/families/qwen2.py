@@ -62,8 +62,9 @@ _KEYS = merged(
     # Null: as many as there are heads.
     Key("num_key_value_heads", or_null(SIZE), 32),
     Key("max_position_embeddings", SIZE, 32_768),
-    # These biases belong to the family; Hugging Face's library has no such key for it.
+    # Hugging Face's library has no such keys for it. The biases belong to the family.
     Key("attention_bias", FLAG, True, supported=(True,)),
+    Key("use_mrope", FLAG, False, supported=(False,)),
     Key("bos_token_id", or_null(TOKEN), None),
     Key("eos_token_id", or_null(TOKENS), None),
     *WINDOW_KEYS,

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401
 import numpy as np
 
-from models.families.config_keys import shown
+from models.families.config_keys import shown, shown_name
 from models.hugging_face.files import find_file, read_json, reason
 from models.log import warn_once
 
@@ -112,8 +112,8 @@ def _tensors_by_index(folder: Path) -> dict[str, Any]:
     for tensor, name in by_tensor.items():
         if tensor not in held[name]:
             raise ValueError(
-                f"{INDEX} says that {shown(tensor)} is in {name}, which has no such tensor; its"
-                " files are not of one model: download them again"
+                f"{INDEX} says that {shown_name(tensor)} is in {name}, which has no such tensor;"
+                " its files are not of one model: download them again"
             )
         found[tensor] = held[name][tensor]
     # A file may hold tensors that the index leaves out.
@@ -123,8 +123,8 @@ def _tensors_by_index(folder: Path) -> dict[str, Any]:
                 continue
             if tensor in found:
                 raise ValueError(
-                    f"{shown(tensor)} is in {name} and in another file, and {INDEX} does not say"
-                    " which is meant; download the files again"
+                    f"{shown_name(tensor)} is in {name} and in another file, and {INDEX} does not"
+                    " say which is meant; download the files again"
                 )
             found[tensor] = tensors[tensor]
     return found
@@ -141,8 +141,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for tensor, name in by_tensor.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{INDEX}: the file of {shown(tensor)} is {shown(name)}; expected the name of a"
-                " safetensors file in the folder: download it again"
+                f"{INDEX}: the file of {shown_name(tensor)} is {shown(name)}; expected the name of"
+                " a safetensors file in the folder: download it again"
             )
     return by_tensor
 
