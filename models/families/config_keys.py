@@ -193,7 +193,7 @@ def shown_name(name: str) -> str:
     return name if _USUAL.fullmatch(name) else shown(name)
 
 
-_USUAL = re.compile(r"[A-Za-z_][\w.-]{0,120}", re.ASCII)
+_USUAL = re.compile(r"[A-Za-z_][\w./-]{0,120}", re.ASCII)
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
 _shortened.maxlevel = 3

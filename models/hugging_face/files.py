@@ -8,10 +8,10 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from models.families.config_keys import shown
+from models.families.config_keys import shown, shown_name
 
-#: Far more than the index of the largest model has.
-_LARGEST_JSON = 64 * 2**20
+#: Bytes of JSON, as far more than the index of the largest model has. More would take seconds.
+LARGEST_JSON = 16 * 2**20
 _LONGEST_REASON = 200
 
 
@@ -41,15 +41,15 @@ def find_file(folder: Path, name: str) -> Path | None:
         return None
     except (OSError, ValueError) as error:
         # A path that is too long, goes through a file, or may not be read, or a circle of links.
-        raise ValueError(f"{name} cannot be read ({reason(error)})") from None
+        raise ValueError(f"{shown_name(name)} cannot be read ({reason(error)})") from None
     root = Path(os.path.realpath(folder))
     if not any(path.is_relative_to(place) for place in (root, *_blobs(root))):
         raise ValueError(
-            f"{name} is a link to {path}, outside the folder; put the file itself in its place, or"
-            " a hard link"
+            f"{shown_name(name)} is a link to {path}, outside the folder; put the file itself in its"
+            " place, or a hard link"
         )
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{name} is a {_kind(mode)}; expected a file")
+        raise ValueError(f"{shown_name(name)} is a {_kind(mode)}; expected a file")
     return path
 
 
@@ -65,8 +65,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         size = path.stat().st_size
-        if size > _LARGEST_JSON:
-            raise ValueError(f"{size} bytes; expected at most {_LARGEST_JSON}")
+        if size > LARGEST_JSON:
+            raise ValueError(f"{size} bytes; expected at most {LARGEST_JSON}")
         value = json.loads(
             path.read_text(encoding="utf-8"),
             object_pairs_hook=_object,

@@ -163,7 +163,7 @@ class ModelFolder:
         extra = [n for n in found if n not in known and not n.endswith("rotary_emb.inv_freq")]
         here = {name: found[name] for name in known if name in found}
         misshapen = [
-            f"{name} {here[name].get_shape()}, not {list(known[name])}"
+            f"{name} {shown(here[name].get_shape())}, not {list(known[name])}"
             for name in here
             if tuple(here[name].get_shape()) != known[name]
         ]

@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 
 from models.families.config_keys import shown, shown_name
-from models.hugging_face.files import find_file, read_json, reason
+from models.hugging_face.files import LARGEST_JSON, find_file, read_json, reason
 from models.log import warn_once
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,14 +89,21 @@ def _tensors_of(folder: Path, name: str, *, given_by: str) -> dict[str, Any]:
         ) from error
     path = find_file(folder, name)
     if path is None:
-        raise ValueError(f"{name} is missing, which {given_by} names; download it again")
+        raise ValueError(
+            f"{shown_name(name)} is missing, which {given_by} names; download it again"
+        )
     try:
+        with path.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        if header > LARGEST_JSON:
+            raise ValueError(f"a header of {header} bytes; expected at most {LARGEST_JSON}")
         # Checks that the file is as long as its header says.
         file = safe_open(path, "numpy")
         return dict.fromkeys(file.keys(), file)
     except Exception as error:
         raise ValueError(
-            f"{name} is not a whole safetensors file ({reason(error)}); download it again"
+            f"{shown_name(name)} is not a whole safetensors file ({reason(error)}); download it"
+            " again"
         ) from error
 
 
@@ -106,14 +113,16 @@ def _tensors_by_index(folder: Path) -> dict[str, Any]:
     # All are looked for before any is opened.
     for name in names:
         if find_file(folder, name) is None:
-            raise ValueError(f"{name} is missing, which {INDEX} names; download it again")
+            raise ValueError(
+                f"{shown_name(name)} is missing, which {INDEX} names; download it again"
+            )
     held = {name: _tensors_of(folder, name, given_by=INDEX) for name in names}
     found: dict[str, Any] = {}
     for tensor, name in by_tensor.items():
         if tensor not in held[name]:
             raise ValueError(
-                f"{INDEX} says that {shown_name(tensor)} is in {name}, which has no such tensor;"
-                " its files are not of one model: download them again"
+                f"{INDEX} says that {shown_name(tensor)} is in {shown_name(name)}, which has no"
+                " such tensor; its files are not of one model: download them again"
             )
         found[tensor] = held[name][tensor]
     # A file may hold tensors that the index leaves out.
@@ -123,8 +132,8 @@ def _tensors_by_index(folder: Path) -> dict[str, Any]:
                 continue
             if tensor in found:
                 raise ValueError(
-                    f"{shown_name(tensor)} is in {name} and in another file, and {INDEX} does not"
-                    " say which is meant; download the files again"
+                    f"{shown_name(tensor)} is in {shown_name(name)} and in another file, and"
+                    f" {INDEX} does not say which is meant; download the files again"
                 )
             found[tensor] = tensors[tensor]
     return found
