@@ -180,7 +180,9 @@ def run_generate(command: Generate) -> None:
 
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     folder = ModelFolder(command.source)
+    # Read before anything is compiled.
     folder.tokenizer()
+    _ = folder.stop_tokens
     names = command.implementation and tuple(command.implementation.split(","))
     generator = Generator(
         folder.config,

@@ -45,8 +45,8 @@ def find_file(folder: Path, name: str) -> Path | None:
     root = Path(os.path.realpath(folder))
     if not any(path.is_relative_to(place) for place in (root, *_blobs(root))):
         raise ValueError(
-            f"{shown_name(name)} is a link to {path}, outside the folder; put the file itself in its"
-            " place, or a hard link"
+            f"{shown_name(name)} is a link to {path}, outside the folder; put the file itself in"
+            " its place, or a hard link"
         )
     if not stat.S_ISREG(mode):
         raise ValueError(f"{shown_name(name)} is a {_kind(mode)}; expected a file")

@@ -51,6 +51,9 @@ class ModelFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser().resolve()
         described = _described(self.path)
+        # Before anything is loaded, since they are copied at the end.
+        for name in (GENERATION_CONFIG, *TOKENIZER_FILES):
+            _located(self.path, lambda name=name: find_file(self.path, name))
         self._tensors = _located(self.path, lambda: TensorFiles(self.path))
         _located(self.path, lambda: self._check_tensors(described))
         self.config = self._with_stored_head(described)
