@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from models.command_line import main as models_main
+from models.config import debug
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA
+from tests.models.hugging_face.tiny_folders import FOLDERS
 from train.command_line import main
+from train.config import Config
+from train.initial_weights import with_model_of
 from train.log_file import read_log
 
 RUN = shlex.split(
@@ -55,6 +59,14 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(tmp_path, monkeypat
     name, whole = "model.layers.0.mlp.up_proj.weight", [slice(None)] * 2
     assert not np.array_equal(trained.read(name, whole), original.read(name, whole))
     assert trained.stop_tokens == original.stop_tokens == (257, 259)
+
+
+def test_a_run_has_the_head_that_is_stored_beside_a_tied_embedding(tmp_path):
+    FOLDERS["tied, head differs"](tmp_path)
+    config = with_model_of(Config(debug(), init_from=str(tmp_path)))
+    assert not config.model.tied_head
+    FOLDERS["tied, no head"](tmp_path)
+    assert with_model_of(Config(debug(), init_from=str(tmp_path))).model.tied_head
 
 
 @pytest.mark.parametrize(

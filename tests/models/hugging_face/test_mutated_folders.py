@@ -75,12 +75,13 @@ def check(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]) -> str
         change(root / "model")
         sentence = ""
         with opened_files(monkeypatch) as opened:
-            began = time.perf_counter()
+            # Of the processor, since this machine may be busy. What waits for ever is seen too.
+            began = time.thread_time()
             try:
                 use(root / "model")
             except ValueError as error:
                 sentence = str(error)
-            seconds = time.perf_counter() - began
+            seconds = time.thread_time() - began
         outside = [path for path in opened if not Path(path).is_relative_to(root / "model")]
         assert not outside
         assert seconds < SECONDS
