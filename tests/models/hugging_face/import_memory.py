@@ -26,8 +26,9 @@ from safetensors.numpy import save_file
 
 from models.config import LlamaConfig
 from models.families import PRESETS, write_config
-from models.hugging_face.folder import CONFIG, INDEX, ModelFolder
+from models.hugging_face.folder import CONFIG, ModelFolder
 from models.hugging_face.reading import load
+from models.hugging_face.tensor_files import INDEX
 from models.hugging_face.tensor_names import tensors
 
 
