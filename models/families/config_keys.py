@@ -64,9 +64,9 @@ def numbers(low: float, high: float = math.inf, *, open_low: bool = False) -> Ki
     return Kind(f"a finite number of {words}{limit}", contains)
 
 
-def fractions(*, open_low: bool = False) -> Kind:
-    """Numbers from 0 to 1 with a decimal point, as Hugging Face's library wants some keys."""
-    among = numbers(0, 1, open_low=open_low)
+def fractions(low: float = 0) -> Kind:
+    """Numbers up to 1 with a decimal point, as Hugging Face's library wants some keys."""
+    among = numbers(low, 1)
     return Kind(
         among.words.replace("number", "number with a decimal point,"),
         lambda value: isinstance(value, float) and among.contains(value),

@@ -49,6 +49,8 @@ class Family:
 
 #: A number of layers that no model has ends in a sentence rather than in an endless loop.
 _LAYERS = integers(1, 10_000)
+#: Less is 0 in float32, and a row of zeros then becomes NaN.
+_SMALLEST_EPSILON = 1e-30
 
 COMMON_KEYS = (
     Key("architectures", or_null(TEXTS), None),
@@ -62,7 +64,7 @@ COMMON_KEYS = (
     # Null: hidden_size / num_attention_heads.
     Key("head_dim", or_null(SIZE), None),
     Key("hidden_act", TEXT, "silu", supported=("silu", "swish")),
-    Key("rms_norm_eps", fractions(open_low=True), 1e-6),
+    Key("rms_norm_eps", fractions(_SMALLEST_EPSILON), 1e-6),
     Key("tie_word_embeddings", FLAG, False),
     # Dropout of attention weights, which training here does not have.
     Key("attention_dropout", numbers(0, 1), 0.0, supported=(0.0,)),

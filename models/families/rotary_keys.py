@@ -17,12 +17,13 @@ from models.families.config_keys import (
     shown,
 )
 
+_BASE = numbers(1)
 #: Hugging Face's library has written `rope_parameters` since version 5, and before that
 #: `rope_theta` and `rope_scaling`.
 ROTARY_KEYS = (
     Key("rope_parameters", or_null(OBJECT), None),
     Key("rope_scaling", or_null(OBJECT), None),
-    Key("rope_theta", POSITIVE, 10_000.0),
+    Key("rope_theta", _BASE, 10_000.0),
     Key("partial_rotary_factor", POSITIVE, 1.0, supported=(1.0,)),
 )
 
@@ -46,7 +47,7 @@ def read_rotary(values: ConfigValues, longest_context: int) -> tuple[float, Rota
     common = (
         Key("rope_type", TEXT, "default"),
         Key("type", TEXT, "default"),
-        Key("rope_theta", POSITIVE, values["rope_theta"]),
+        Key("rope_theta", _BASE, values["rope_theta"]),
         Key("partial_rotary_factor", POSITIVE, 1.0, supported=(1.0,)),
     )
     if kind == "default":

@@ -74,7 +74,7 @@ def wrong(kind: str) -> list[Any]:
     return {
         "size": [0, -1, 1.5, 8.0, "8", True, [8], {}, None, 10**18, float("nan")],
         "flag": ["false", "true", 0, 1, None, [], {}],
-        "epsilon": [0, -1e-6, float("inf"), float("nan"), "1e-6", None, 10**400, True],
+        "epsilon": [0, 1e-300, -1e-6, float("inf"), float("nan"), "1e-6", None, 10**400, True],
         "tokens": ["2", 2.0, True, [[2]], ["2"], {}, 2**63, [None]],
     }[kind]
 

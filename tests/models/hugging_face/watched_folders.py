@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 
 from models.families import write_config
 from models.hugging_face import ModelFolder
+from models.rotary import frequencies
 from tests.models.hugging_face.tiny_folders import FOLDERS
 
 SECONDS = 5
@@ -57,6 +59,7 @@ def use(folder: Path) -> None:
     """All that reads a folder of unknown origin before its tensors are read."""
     read = ModelFolder(folder)
     write_config(read.config)
+    assert np.all(np.isfinite(frequencies(read.config)))
     assert all(isinstance(token, int) for token in read.stop_tokens)
     assert read.dtypes[""] in ("bfloat16", "float16", "float32")
 
