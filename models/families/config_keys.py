@@ -160,7 +160,7 @@ class ConfigValues(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def says(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether the file has a key."""
         return name in self._given
 

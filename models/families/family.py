@@ -113,7 +113,7 @@ def common_fields(values: ConfigValues) -> Fields:
         norm_epsilon=values["rms_norm_eps"],
         tied_head=values["tie_word_embeddings"],
         # Limits prompts; the numbers do not depend on it. A file may leave it open.
-        context_length=context if values.says("max_position_embeddings") else None,
+        context_length=context if values.has("max_position_embeddings") else None,
     )
 
 
