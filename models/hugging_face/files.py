@@ -12,7 +12,7 @@ from models.families.config_keys import shown, shown_name
 
 #: Bytes of JSON, as far more than the index of the largest model has. More would take seconds.
 LARGEST_JSON = 16 * 2**20
-_LONGEST_REASON = 200
+_DEEPEST, _LONGEST_REASON = 100, 200
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -78,6 +78,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
         raise ValueError(f"{name} cannot be read ({reason(error)}); download it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not a JSON object; download it again")
+    if _is_deep(value):
+        raise ValueError(f"{name} cannot be read (nested too deeply); download it again")
     return value
 
 
@@ -124,6 +126,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {shown(name)} is there twice, with two values")
         value[name] = item
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether JSON is nested more deeply than what walks through it should recurse."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

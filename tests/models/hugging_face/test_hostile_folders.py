@@ -78,6 +78,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index is a list": (in_json(INDEX, lambda index: [index]), "index.json is not a JSON object"),
     "index is deep": (with_text(INDEX, "[" * 10**6), "nested too deeply"),
     "config is deep": (with_text("config.json", '{"a":' * 10**5), "nested too deeply"),
+    "config is rather deep": (
+        with_text("config.json", '{"a":' * 101 + "1" + "}" * 101),
+        "config.json cannot be read .nested too deeply",
+    ),
     "config is large": (with_text("config.json", " " * (2**24 + 1)), "expected at most 16777216"),
     "byte-order mark": (with_text("config.json", "\ufeff{}"), "config.json cannot be read .*BOM"),
     "not UTF-8": (with_text("config.json", b"\xff\xfe{}"), "config.json cannot be read"),
