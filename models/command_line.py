@@ -125,10 +125,11 @@ def run_import(command: Import) -> None:
     from models.checkpoint.orbax_manager import save_params
     from models.generation import Generator
     from models.hugging_face import ModelFolder, load
+    from models.hugging_face.files import real_path
     from models.hugging_face.writing import check_empty, keep_origin
 
     folder = ModelFolder(command.source)
-    target = Path(command.directory).expanduser().resolve()
+    target = real_path(command.directory)
     check_empty(target)
     model = Generator(
         folder.config, mesh=_mesh(folder.config, command.devices), dtype=command.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -218,7 +219,8 @@ def find_checkpoint(path: str | Path) -> SavedCheckpoint:
     Raises:
         ValueError: there is none.
     """
-    folder = Path(path).expanduser().resolve()
+    # `Path.resolve` raises RuntimeError for a circle of links.
+    folder = Path(os.path.realpath(Path(path).expanduser()))
     if _step_of(folder.name) is not None and _is_whole(folder):
         return SavedCheckpoint(folder)
     steps = whole_steps(folder)

@@ -58,7 +58,8 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
     `read_config` reads the same model from it.
 
     Raises:
-      ValueError: for a model that has what its family has not.
+      ValueError: for a model that has what its family has not, or that Hugging Face's library would
+        refuse.
     """
     family = FAMILIES[config.family]
     values = {
@@ -67,7 +68,13 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
         **common_keys(config),
         **family.write(config),
     }
-    again = read_config(values)
+    try:
+        again = read_config(values)
+    except ValueError as error:
+        raise ValueError(
+            f"models of the family {family.name!r} with these sizes are refused by Hugging Face's"
+            f" library ({error}); choose other sizes or another model.family"
+        ) from error
     for name in ("projection_bias", "query_key_norm", "sliding_window"):
         if getattr(again, name) != getattr(config, name):
             raise ValueError(

@@ -129,7 +129,7 @@ def common_keys(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         **write_rotary(config.rotary_base, config.rotary_scaling),
-        "rms_norm_eps": config.norm_epsilon,
+        "rms_norm_eps": float(config.norm_epsilon),
         "tie_word_embeddings": config.tied_head,
         # A file without them names tokens of Llama 2.
         "bos_token_id": None,

@@ -66,7 +66,7 @@ def write_rotary(base: float, scaling: RotaryScaling) -> dict[str, Any]:
     """The keys of which `read_rotary` reads a base and a scaling, in the form that all versions of
     Hugging Face's library read."""
     if scaling.factor == 1:
-        return {"rope_theta": base, "rope_scaling": None}
+        return {"rope_theta": float(base), "rope_scaling": None}
     parameters = {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -74,7 +74,7 @@ def write_rotary(base: float, scaling: RotaryScaling) -> dict[str, Any]:
         "high_freq_factor": scaling.high_frequency_factor,
         "original_max_position_embeddings": scaling.original_context,
     }
-    return {"rope_theta": base, "rope_scaling": parameters}
+    return {"rope_theta": float(base), "rope_scaling": parameters}
 
 
 _MISSING = object()

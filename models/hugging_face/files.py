@@ -15,6 +15,11 @@ LARGEST_JSON = 16 * 2**20
 _DEEPEST, _LONGEST_REASON = 100, 200
 
 
+def real_path(path: str | Path) -> Path:
+    """The path without links. `Path.resolve` raises RuntimeError for a circle of links."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
 def find_file(folder: Path, name: str) -> Path | None:
     """The path to open for a file of a folder, or None if there is no such file.
 
@@ -35,14 +40,14 @@ def find_file(folder: Path, name: str) -> Path | None:
             f"{shown(name)} is no name of a file in the folder; download the folder again"
         )
     try:
-        path = Path(os.path.realpath(folder / name))
+        path = real_path(folder / name)
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         # A path that is too long, goes through a file, or may not be read, or a circle of links.
         raise ValueError(f"{shown_name(name)} cannot be read ({reason(error)})") from None
-    root = Path(os.path.realpath(folder))
+    root = real_path(folder)
     if not any(path.is_relative_to(place) for place in (root, *_blobs(root))):
         raise ValueError(
             f"{shown_name(name)} is a link to {path}, outside the folder; put the file itself in"

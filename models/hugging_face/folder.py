@@ -14,7 +14,7 @@ import numpy as np
 from models.config import LlamaConfig
 from models.families import read_config
 from models.families.config_keys import TOKENS, shown, shown_name
-from models.hugging_face.files import find_file, read_json
+from models.hugging_face.files import find_file, read_json, real_path
 from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
 from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
 from models.log import warn_once
@@ -49,7 +49,7 @@ class ModelFolder:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser().resolve()
+        self.path = real_path(path)
         described = _described(self.path)
         # Before anything is loaded, since they are copied at the end.
         for name in (GENERATION_CONFIG, *TOKENIZER_FILES):

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from models.config import LlamaConfig
 from models.families import read_config, write_config
-from models.hugging_face.files import find_file, read_json
+from models.hugging_face.files import find_file, read_json, real_path
 from models.hugging_face.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelFolder
 from models.hugging_face.tensor_files import INDEX, WEIGHTS
 from models.hugging_face.tensor_names import Tensor, tensors
@@ -35,7 +35,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
       source: the model's folder, or a directory of checkpoints that has such a copy.
       directory: where the copy goes; one that is there already is replaced.
     """
-    source, target = Path(source).expanduser().resolve(), Path(directory).expanduser() / ORIGIN
+    source, target = real_path(source), Path(directory).expanduser() / ORIGIN
     if ModelFolder.is_one(source):
         model = ModelFolder(source)
         tied_head, dtypes = model.config.tied_head, json.dumps(model.dtypes)
@@ -51,7 +51,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in _COPIED:
         file = find_file(origin, name)
-        if file is not None and file != (target / name).resolve():
+        if file is not None and file != real_path(target / name):
             shutil.copyfile(file, target / name)
     (target / _DTYPES).write_text(dtypes)
     values = read_json(target, CONFIG) or {}
@@ -86,7 +86,7 @@ def write(
     Raises:
       ValueError: the folder has something in it, or the model is of no family.
     """
-    target = Path(directory).expanduser().resolve()
+    target = real_path(directory)
     check_empty(target)
     unpadded = dataclasses.replace(config, padded_vocabulary_size=None)
     saved = None if origin is None else Path(origin)

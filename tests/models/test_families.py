@@ -192,3 +192,10 @@ def test_a_sliding_window_of_qwen_is_that_of_all_layers(keys, window):
 def test_a_model_that_its_family_has_not_is_not_written():
     with pytest.raises(ValueError, match="projection_bias=True: models of the family 'llama' have"):
         write_config(dataclasses.replace(SMALL, projection_bias=True))
+
+
+def test_a_model_that_the_library_would_refuse_is_not_written():
+    model = dataclasses.replace(SMALL, features=33, head_dim=8)
+    sentence = "models of the family 'llama' with these sizes are refused .*hidden_size=33 is not a"
+    with pytest.raises(ValueError, match=sentence):
+        write_config(model)

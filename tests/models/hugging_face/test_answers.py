@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from models.config import LlamaConfig
-from models.families import read_config
+from models.families import read_config, write_config
 from models.generation import Generator
 from models.generation.generator import make_mesh
 from models.hugging_face import ModelFolder, load
@@ -73,6 +73,7 @@ def test_a_config_is_read_as_the_library_reads_it_or_refused(name):
     assert config.num_heads == answer["num_heads"]
     assert config.norm_epsilon == answer["norm_epsilon"]
     assert config.tied_head == answer["tied_head"]
+    assert read_config(write_config(config)) == config
 
 
 def test_every_file_has_an_answer():

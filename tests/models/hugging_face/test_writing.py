@@ -182,3 +182,20 @@ def test_a_path_that_the_system_refuses_is_a_sentence(commands, tmp_path, capsys
     with pytest.raises(SystemExit):
         commands(["import", str(DATA / "qwen2"), str(tmp_path / "file" / "in")])
     assert "give a path that can be read or written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["import", "LOOP", "OUT"], "config.json cannot be read (Too many levels of symbolic"),
+        (["import", str(DATA / "qwen2"), "LOOP"], "LOOP: "),
+        (["export", "LOOP", "OUT"], "LOOP': holds no checkpoint"),
+        (["generate", "LOOP", "--prompt", "x"], "config.json cannot be read"),
+    ],
+    ids=str,
+)
+def test_a_circle_of_links_is_a_sentence(commands, tmp_path, capsys, arguments, sentence):
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    with pytest.raises(SystemExit):
+        commands([str(tmp_path / a) if a.isupper() else a for a in arguments])
+    assert sentence in capsys.readouterr().err
