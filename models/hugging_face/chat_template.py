@@ -5,6 +5,7 @@ Template and variables are those of Hugging Face's `apply_chat_template`.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_TEMPLATE_BYTES, _MAX_SETTINGS_BYTES = 2**22, 2**27
 _MAX_TEMPLATES = 100
 
-_TOKEN_NAMES = {f"{name}_token" for name in "bos eos unk sep pad cls mask".split()}
+_TOKEN_NAMES = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 #: Tokens that a folder need not name, as the class of its tokenizer has them.
 _CLASS_TOKENS = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
@@ -45,6 +46,9 @@ class ChatTemplate:
     tokenizer_config.json, one or several by name; chat_template.json. Of several, the one named
     "tool_use" writes conversations with tools, and "default" all others.
 
+    Attributes:
+      source: the file with the template.
+
     Args:
       folder: the folder.
       variables: what else the template is given, in types of JSON, such as
@@ -56,10 +60,10 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None):
-        self.folder = Path(folder).expanduser()
-        settings = _object_or_nothing(self.folder / _SETTINGS)
-        self._source, self._templates = _find_templates(self.folder, settings)
-        self._variables = _special_tokens(self.folder, settings)
+        path = Path(folder).expanduser()
+        settings = _object_or_nothing(path / _SETTINGS)
+        self.source, self._templates = _find_templates(path, settings)
+        self._variables = _special_tokens(path, settings)
         self._variables |= _checked_variables(variables or {})
         for name in {_DEFAULT, _WITH_TOOLS} & set(self._templates):
             template = self._templates[name]
@@ -67,7 +71,7 @@ class ChatTemplate:
                 self._render(template, [], [], {})
             except TemplateError as error:
                 raise ValueError(
-                    f"{self._source}: the chat template is not one ({error}); correct it, or take"
+                    f"{self.source}: the chat template is not one ({error}); correct it, or take"
                     " the file of the model's publisher"
                 ) from error
 
@@ -130,7 +134,7 @@ class ChatTemplate:
                 _check_unicode(text)
         except TemplateError as error:
             raise ValueError(
-                f"{self._source}: the chat template does not take it ({error})"
+                f"{self.source}: the chat template does not take it ({error})"
             ) from error
         return texts
 
@@ -138,7 +142,7 @@ class ChatTemplate:
         name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self._templates else _DEFAULT
         if name not in self._templates:
             raise ValueError(
-                f"{self._source}: has the chat templates {', '.join(sorted(self._templates))} and"
+                f"{self.source}: has the chat templates {', '.join(sorted(self._templates))} and"
                 f" none that is named {_DEFAULT}; name one so"
             )
         return self._templates[name]
@@ -155,7 +159,27 @@ class ChatTemplate:
                 template, messages, beginnings, {**self._variables, **given}
             )
         except ImportError as error:
-            raise ImportError(f"{self._source}: its chat template {error}") from error
+            raise ImportError(f"{self.source}: its chat template {error}") from error
+
+
+def read_variables(text: str) -> dict[str, Any]:
+    """The variables in the value of the flag ``--chat-template-kwargs``.
+
+    Raises:
+      ValueError: it is not a JSON object.
+    """
+    try:
+        variables = json.loads(text)
+        # Half a surrogate pair has no place in a template either.
+        json.dumps(variables, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"chat_template_kwargs={reprlib.repr(text)}: expected a JSON object, such as"
+            " '{\"enable_thinking\": false}'"
+        )
+    return _checked_variables(variables)
 
 
 # The template
@@ -189,7 +213,7 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 def _named_templates(file: Path, value: Any) -> dict[str, str]:
     """The templates of the value of chat_template: a string, or a list of names and strings."""
-    found = {_DEFAULT: value}
+    found: dict[Any, Any] = {_DEFAULT: value}
     if isinstance(value, list) and value and len(value) <= _MAX_TEMPLATES:
         pairs = [entry if isinstance(entry, dict) else {} for entry in value]
         found = {entry.get("name"): entry.get("template") for entry in pairs}
@@ -240,7 +264,8 @@ def _token(file: Path, name: str, value: Any) -> str:
     token = value.get("content") if isinstance(value, dict) else value
     if not isinstance(token, str):
         raise ValueError(
-            f"{file}: {name}={reprlib.repr(value)}: expected a string, or an object with its content"
+            f"{file}: {name}={reprlib.repr(value)}: expected a string, or an object with its"
+            " content; take the file of the model's publisher"
         )
     return token
 

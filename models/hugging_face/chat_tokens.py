@@ -85,9 +85,9 @@ class ChatTokens:
         for place, before, after in turns:
             if not after.startswith(before):
                 raise ValueError(
-                    f"the chat template ends the prompt for message {place} with"
-                    f" {_end(before)!r}, and begins the message in another way; give the template"
-                    " variables with which it does not, or a template that writes both alike"
+                    f"{self._template.source}: the chat template ends the prompt for message"
+                    f" {place} with {_end(before)!r} and does not begin the message so; give it"
+                    " variables with which it does, or a template that writes both alike"
                 )
         return list(self._learnt(turns))[::-1]
 
@@ -142,9 +142,9 @@ class ChatTokens:
                 if self._decode(found.tokens) == text:
                     return found
         raise ValueError(
-            f"the tokenizer joins the end of the prompt, {_end(before)!r}, with the answer, and"
-            " its parts cannot be encoded apart; use a chat template whose prompts end in a"
-            " special token or a line break"
+            f"{self._template.source}: the tokenizer joins the end of the prompt,"
+            f" {_end(before)!r}, with the answer, and cannot encode its parts; use a chat template"
+            " whose prompts end in a special token or a line break"
         )
 
     def _encoded_after(self, first: str, text: str, offset: int) -> _Encoded:
@@ -179,7 +179,8 @@ class _Encoded(NamedTuple):
 
 
 def _joined(*parts: _Encoded) -> _Encoded:
-    return _Encoded(sum((p.tokens for p in parts), []), sum((p.ends for p in parts), []))
+    tokens = [token for part in parts for token in part.tokens]
+    return _Encoded(tokens, [end for part in parts for end in part.ends])
 
 
 def _end(text: str) -> str:

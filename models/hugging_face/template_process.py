@@ -126,8 +126,8 @@ class _TemplateProcess:
             process = subprocess.Popen(
                 # Nothing of the user's: neither site-packages, which sys_path names, nor settings.
                 [sys.executable, "-I", "-S", "-B", str(_PROGRAM)],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 # An interrupt from the terminal is for this process alone.
                 process_group=0,

@@ -1,9 +1,9 @@
 """Renders chat templates, as a program of its own: ``python template_worker.py``.
 
-Templates come with models that anybody may publish, and a template can compute without end. So this
-process has little memory, no files and no processes, and a clock that ends it. It imports jinja2 and
-no part of this repository. `template_process` starts it, and speaks to it over standard input and
-output: messages of JSON, each after its length in eight bytes.
+Templates come with models that anybody may publish, and a template can compute without end. So
+this process has little memory, no files and no processes, and a clock that ends it. It imports
+jinja2 and no part of this repository. `template_process` starts it, and speaks to it over standard
+input and output: messages of JSON, each after its length in eight bytes.
 
 The first message has the limits and the module path. Every other one has a template, or means the
 one before; what it is rendered with; and which beginnings of a conversation to render. The answer
@@ -34,8 +34,9 @@ MAX_CHARACTERS = 2**28
 _MEMORY = "memory"
 #: Modules that jinja2 imports where it uses them, and codecs.
 _IMPORTED_LATER = (
-    "jinja2.constants", "jinja2.debug", "jinja2.ext", "pprint", "encodings.latin_1", "encodings.unicode_escape",
-    "encodings.raw_unicode_escape", "encodings.utf_16", "encodings.utf_32",
+    "jinja2.constants", "jinja2.debug", "jinja2.ext", "pprint", "encodings.latin_1",
+    "encodings.unicode_escape", "encodings.raw_unicode_escape", "encodings.utf_16",
+    "encodings.utf_32",
 )  # fmt: skip
 
 

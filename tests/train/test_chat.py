@@ -180,7 +180,7 @@ def test_a_masked_token_does_not_count(monkeypatch):
 
 
 BAD_LINES = {
-    "{": "line 1: not JSON",
+    "{": "line 1: expected JSON, an object in each line",
     "{}": 'line 1: expected {"messages":',
     '{"messages": []}': 'line 1: expected {"messages":',
     '{"messages": [{"role": "boss", "content": "x"}]}': "message 0 has no role that is one of",
@@ -202,9 +202,9 @@ def test_a_line_that_is_no_conversation_is_refused(tmp_path, line):
     ("template", "sentence"),
     [
         (None, "has no chat template, in chat_template.jinja or as chat_template in"),
-        ("{% for %}", "its chat template is not one"),
+        ("{% for %}", r"chat_template.jinja: the chat template is not one \(line 1: "),
         ("{{ raise_exception('no system role') }}", r"line 1: .*does not take it \(no system role"),
-        ("{{ messages | length }}{{ messages[-1].content }}", "writes message 2 in another way"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "does not begin the message so"),
     ],
 )
 def test_a_template_that_does_not_serve_is_refused(tmp_path, template, sentence):
