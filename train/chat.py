@@ -81,7 +81,7 @@ def read_chats(
                 try:
                     examples = chats.examples(messages, **given)
                 except ValueError as error:
-                    raise ValueError(f"{where}: {error}; correct or remove the line") from error
+                    raise ValueError(f"{where}: {error}") from error
                 divided += len(examples) > 1
                 for example in examples:
                     packed.add(*example)

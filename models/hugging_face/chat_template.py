@@ -28,9 +28,10 @@ _MAX_TEMPLATE_BYTES, _MAX_SETTINGS_BYTES = 2**22, 2**27
 _MAX_TEMPLATES = 100
 
 _TOKEN_NAMES = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+_SENTENCEPIECE_CLASS, _TOKENIZER = "LlamaTokenizer", "tokenizer.json"
 #: Tokens that a folder need not name, as the class of its tokenizer has them.
 _CLASS_TOKENS = {
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    _SENTENCEPIECE_CLASS: {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
 }
 #: Names of what a model thinks before it answers, of which the first is the standard one.
@@ -71,7 +72,7 @@ class ChatTemplate:
                 self._render(template, [], [], {})
             except TemplateError as error:
                 raise ValueError(
-                    f"{self.source}: the chat template is not one ({error}); correct it, or take"
+                    f"{self.source}: the chat template cannot be used ({error}); correct it, or take"
                     " the file of the model's publisher"
                 ) from error
 
@@ -134,7 +135,8 @@ class ChatTemplate:
                 _check_unicode(text)
         except TemplateError as error:
             raise ValueError(
-                f"{self.source}: the chat template does not take it ({error})"
+                f"{self.source}: the chat template does not take the conversation ({error}); change"
+                " the one or the other"
             ) from error
         return texts
 
@@ -212,9 +214,11 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 
 def _named_templates(file: Path, value: Any) -> dict[str, str]:
-    """The templates of the value of chat_template: a string, or a list of names and strings."""
+    """The templates of the value of chat_template: a string, or names and strings."""
     found: dict[Any, Any] = {_DEFAULT: value}
-    if isinstance(value, list) and value and len(value) <= _MAX_TEMPLATES:
+    if isinstance(value, dict) and value and len(value) <= _MAX_TEMPLATES:
+        found = value
+    elif isinstance(value, list) and value and len(value) <= _MAX_TEMPLATES:
         pairs = [entry if isinstance(entry, dict) else {} for entry in value]
         found = {entry.get("name"): entry.get("template") for entry in pairs}
     for name, template in found.items():
@@ -237,8 +241,7 @@ def _named_templates(file: Path, value: Any) -> dict[str, str]:
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens by name, such as "bos_token"; of the model's own kinds too."""
-    named = settings.get("tokenizer_class")
-    tokens = dict(_CLASS_TOKENS.get(str(named).removesuffix("Fast"), {}))
+    tokens: dict[str, Any] = _class_tokens(folder, settings)
     own: dict[str, Any] = settings.get("extra_special_tokens") or {}
     sources: list[tuple[Path, Mapping[str, Any]]] = [(folder / _SETTINGS, settings)]
     # Files with added_tokens_decoder repeat all tokens, and are newer than the other file.
@@ -254,6 +257,20 @@ def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
             elif values is own or (name.endswith("_token") and _is_token(value)):
                 tokens[name] = _token(file, name, value)
     return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _class_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens that the class of a tokenizer has where no file names them."""
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    if name == _SENTENCEPIECE_CLASS:
+        # Many byte-level tokenizers declare this class, which they are not.
+        try:
+            content = read_text(folder / _TOKENIZER, _MAX_SETTINGS_BYTES)
+        except FileNotFoundError:
+            return {}
+        if '"ByteLevel"' in content:
+            return {}
+    return dict(_CLASS_TOKENS.get(name, {}))
 
 
 def _is_token(value: Any) -> bool:

@@ -27,6 +27,7 @@ _MAX_ANSWER_BYTES = 2**31
 #: Seconds without an answer after which the process is taken to hang, on top of its own limit,
 #: which is of computation and does not pass while other programs are running.
 _WAIT_SECONDS = 60.0
+_BYTES_PER_SECOND = 10**6
 
 #: Limits of a template, in seconds of computation and in bytes.
 LIMIT_SECONDS = 2.0
@@ -123,15 +124,22 @@ class _TemplateProcess:
             raise TemplateError("no Python is known (sys.executable) that could render it")
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
-                # Nothing of the user's: neither site-packages, which sys_path names, nor settings.
-                [sys.executable, "-I", "-S", "-B", str(_PROGRAM)],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                # An interrupt from the terminal is for this process alone.
-                process_group=0,
-            )
+            try:
+                process = subprocess.Popen(
+                    # No settings of the user's. The module path comes in the first message.
+                    [sys.executable, "-I", "-S", "-B", str(_PROGRAM)],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    # An interrupt from the terminal is for this process alone.
+                    process_group=0,
+                )
+            except OSError as error:
+                ours.close()
+                reason = error.strerror or error
+                raise TemplateError(f"no process can be started that renders it ({reason})") from (
+                    error
+                )
         self._process, self._pipe, self._template = process, ours, None
         self._limits = (seconds, memory_bytes)
         self._stop = weakref.finalize(self, _stop, process, ours, os.getpid())
@@ -151,7 +159,7 @@ class _TemplateProcess:
         assert self._pipe is not None and self._process is not None
         content = _encoded(message)
         try:
-            self._pipe.settimeout(seconds)
+            self._pipe.settimeout(seconds + len(content) / _BYTES_PER_SECOND)
             self._pipe.sendall(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
             length = int.from_bytes(self._receive(_LENGTH_BYTES), "big")
             if length > _MAX_ANSWER_BYTES:
@@ -161,7 +169,7 @@ class _TemplateProcess:
             # Interrupted, its next answer would be to this message.
             self._stop()
             if isinstance(error, TimeoutError):
-                raise TemplateError(_too_long()) from error
+                raise TemplateError("the process that renders it does not answer") from error
             if isinstance(error, (OSError, EOFError)):
                 raise TemplateError(_cause_of_death(self._process.returncode)) from error
             raise
@@ -182,12 +190,13 @@ class _TemplateProcess:
 
 
 def _stop(process: subprocess.Popen[bytes], pipe: socket.socket, owner: int) -> None:
-    if os.getpid() != owner:
-        # A fork has no such process.
-        return
     pipe.close()
-    process.kill()
-    process.wait()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+    else:
+        # A fork had a copy of the pipe. The process is not its child, so it waits for none.
+        process.returncode = 0
 
 
 def _encoded(message: Mapping[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ _INPUT, _OUTPUT = 0, 1
 _LENGTH_BYTES = 8
 #: Seconds between two looks whether the parent is still alive. Another process may hold a copy of
 #: its end of the pipe, which then does not close.
-_PARENT_CHECK_SECONDS = 5.0
+_PARENT_CHECK_SECONDS = 1.0
 #: Seconds that each text adds to the limit, so that long conversations have enough.
 _SECONDS_PER_TEXT = 0.02
 MAX_CHARACTERS = 2**28

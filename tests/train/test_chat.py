@@ -202,8 +202,8 @@ def test_a_line_that_is_no_conversation_is_refused(tmp_path, line):
     ("template", "sentence"),
     [
         (None, "has no chat template, in chat_template.jinja or as chat_template in"),
-        ("{% for %}", r"chat_template.jinja: the chat template is not one \(line 1: "),
-        ("{{ raise_exception('no system role') }}", r"line 1: .*does not take it \(no system role"),
+        ("{% for %}", r"chat_template.jinja: the chat template cannot be used \(line 1: "),
+        ("{{ raise_exception('no system role') }}", r"line 1: .*does not take the conversation \(no system role"),
         ("{{ messages | length }}{{ messages[-1].content }}", "does not begin the message so"),
     ],
 )
