@@ -139,7 +139,7 @@ def _conversation(record: Any, where: str) -> tuple[list[dict[str, Any]], dict[s
     for place, message in enumerate(messages):
         _check_message(message, f"{where}: message {place}")
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers or not all(map(_says_something, answers)):
+    if not answers or not all(map(_has_words, answers)):
         raise ValueError(
             f"{where}: has {'an empty answer' if answers else 'no answer'}, a message of the role"
             " assistant; correct or remove the line"
@@ -170,5 +170,5 @@ def _check_message(message: Any, which: str) -> None:
     as_utf8(content, which)
 
 
-def _says_something(answer: Mapping[str, Any]) -> bool:
+def _has_words(answer: Mapping[str, Any]) -> bool:
     return bool((answer.get("content") or "").strip() or answer.get("tool_calls"))

@@ -72,8 +72,8 @@ class ChatTemplate:
                 self._render(template, [], [], {})
             except TemplateError as error:
                 raise ValueError(
-                    f"{self.source}: the chat template cannot be used ({error}); correct it, or take"
-                    " the file of the model's publisher"
+                    f"{self.source}: the chat template cannot be used ({error}); correct it, or"
+                    " take the file of the model's publisher"
                 ) from error
 
     def render(

@@ -50,8 +50,8 @@ def record(folder: Path, conversations: list[dict[str, Any]]) -> None:
         else:
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(copy)
         texts = {
-            conversation["name"]: [rendered(tokenizer, conversation, asks) for asks in (False, True)]
-            for conversation in conversations
+            each["name"]: [rendered(tokenizer, each, asks) for asks in (False, True)]
+            for each in conversations
         }
     expected = {"transformers": transformers.__version__, "texts": texts}
     text = json.dumps(expected, indent=1, ensure_ascii=False)
@@ -60,7 +60,9 @@ def record(folder: Path, conversations: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     conversations = json.loads((HERE / "conversations.json").read_text(encoding="utf-8"))
-    for folder in sorted(path for path in HERE.iterdir() if path.is_dir() and path.name != "hostile"):
+    for folder in sorted(path for path in HERE.iterdir() if path.is_dir()):
+        if folder.name == "hostile":
+            continue
         print(folder.name)
         record(folder, conversations)
 

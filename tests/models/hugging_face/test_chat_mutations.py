@@ -44,7 +44,8 @@ FRAGMENTS = [
     " | tojson", " | tojson(indent=9 ** 9)", " | indent(9 ** 9)", " * 9 ** 9", " ** 9 ** 9",
     "['__class__']", ".__class__", ".mro()", "[::-1]", "[0]", "[-9:9]", "(", ")", "[", "]", "'",
     '"', "\\", "\\ud800", "\0", "\r\n", "\ufeff", "😀", "{{ 1 / 0 }}", "{{ range(99999) | list }}",
-    "{{ self }}", "{{ 'a'.encode('utf-7') }}", "{{ messages.append(1) }}", "{{ raise_exception() }}",
+    "{{ self }}", "{{ 'a'.encode('utf-7') }}", "{{ messages.append(1) }}", 
+    "{{ raise_exception() }}",
     "{{ strftime_now('%' ~ messages) }}", "{{ '%s%s' % messages }}", "{{ '{0.a}'.format(1) }}",
     "{% for i in range(9999) %}", "{% for i in [1] recursive %}{{ loop([1]) }}", "- ", "-", " ~ ",
 ]  # fmt: skip
@@ -120,7 +121,10 @@ def watched():
 
 
 def seconds_of_computation() -> float:
-    """Of this process and of those that it has ended, so that a busy machine does not matter."""
+    """The computation of this process and of those that it has ended.
+
+    A busy machine does not change it.
+    """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,5 +219,3 @@ def test_a_missing_jinja2_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("models.hugging_face.template_process._current", None)
     with pytest.raises(ImportError, match=r"jinja: its chat template needs .*\[hf\]'"):
         ChatTemplate(tmp_path)
-
-

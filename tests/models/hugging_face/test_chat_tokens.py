@@ -75,7 +75,7 @@ def qwen() -> Tokenizer:
 
 
 def sentencepiece(scheme: str) -> Tokenizer:
-    """With byte fallback; the word boundary is put before a text by a normalizer or by Metaspace."""
+    """With byte fallback; a normalizer or Metaspace puts the word boundary before a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if scheme == "normalizer":
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -109,8 +109,8 @@ def trained(kind: str) -> Tokenizer:
     if "sentencepiece" in kind:
         fallback = [f"<0x{byte:02X}>" for byte in range(256)]
         alphabet = []
-        strip = [] if "never" in kind else [decoders.Strip(" ", 1, 0)]
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        first_space = [] if "never" in kind else [decoders.Strip(" ", 1, 0)]
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *first_space]
         tokenizer.decoder = decoders.Sequence(steps)
     elif kind == "unigram":
         letters = sorted(set("".join([*TEXTS, *ANSWERS, "USER:\t"])))
@@ -148,20 +148,20 @@ def test_each_answer_is_learnt_whole_after_the_tokens_of_its_prompt(tmp_path, ki
     tokenizer = trained(kind)
     chats = ChatTokens(with_template(tmp_path, text), tokenizer)
     for answer in ANSWERS:
-        said = {"role": "assistant", "content": answer}
+        reply = {"role": "assistant", "content": answer}
         first, second = {"role": "user", "content": "question"}, {"role": "user", "content": "no"}
-        examples = chats.examples([first, said, second, said])
+        examples = chats.examples([first, reply, second, reply])
         # A decoder drops a space, or the mark of one, at the beginning.
         found = [text.strip(" ") for example in examples for text in learnt(example, tokenizer)]
         assert found == [(answer + end).strip(" ")] * 2
-        for prompt in (chats.prompt([first]), chats.prompt([first, said, second])):
+        for prompt in (chats.prompt([first]), chats.prompt([first, reply, second])):
             assert any(
                 example.tokens[: len(prompt)] == prompt and example.answers[len(prompt)]
                 for example in examples
             )
         # What is learnt from follows nothing but its prompt: no other token has been changed.
         whole = tokenizer.decode(examples[-1].tokens, skip_special_tokens=False)
-        rendered = chats._template.render([first, said, second, said])
+        rendered = chats._template.render([first, reply, second, reply])
         again = tokenizer.encode(rendered, add_special_tokens=False).ids
         assert whole == tokenizer.decode(again, skip_special_tokens=False)
 
@@ -207,8 +207,8 @@ def test_variables_choose_what_a_prompt_ends_with(tmp_path):
     text = CHATML.replace(
         "assistant\n{% endif %}", "assistant\n{% if quiet %}<think></think>{% endif %}{% endif %}"
     ).replace("{{ m.content }}", "{{ m.prefix }}{{ m.content }}")
-    said = {"role": "assistant", "content": "yes", "prefix": "<think></think>"}
-    messages = [{"role": "user", "content": "a"}, said]
+    reply = {"role": "assistant", "content": "yes", "prefix": "<think></think>"}
+    messages = [{"role": "user", "content": "a"}, reply]
     tokenizer = trained("qwen")
     folder = with_template(tmp_path, text)
     for variables, expected in (
@@ -217,8 +217,8 @@ def test_variables_choose_what_a_prompt_ends_with(tmp_path):
     ):
         (example,) = ChatTokens(folder, tokenizer, variables).examples(messages)
         assert learnt(example, tokenizer) == [expected]
-    with pytest.raises(ValueError, match="ends the prompt for message 1 with .*does not begin"):
-        del said["prefix"]
+    with pytest.raises(ValueError, match=r"ends the prompt for message 1 with .*does not begin"):
+        del reply["prefix"]
         ChatTokens(folder, tokenizer, {"quiet": True}).examples(messages)
 
 
