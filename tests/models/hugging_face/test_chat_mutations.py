@@ -44,7 +44,7 @@ FRAGMENTS = [
     " | tojson", " | tojson(indent=9 ** 9)", " | indent(9 ** 9)", " * 9 ** 9", " ** 9 ** 9",
     "['__class__']", ".__class__", ".mro()", "[::-1]", "[0]", "[-9:9]", "(", ")", "[", "]", "'",
     '"', "\\", "\\ud800", "\0", "\r\n", "\ufeff", "😀", "{{ 1 / 0 }}", "{{ range(99999) | list }}",
-    "{{ self }}", "{{ 'a'.encode('utf-7') }}", "{{ messages.append(1) }}", 
+    "{{ self }}", "{{ 'a'.encode('utf-7') }}", "{{ messages.append(1) }}",
     "{{ raise_exception() }}",
     "{{ strftime_now('%' ~ messages) }}", "{{ '%s%s' % messages }}", "{{ '{0.a}'.format(1) }}",
     "{% for i in range(9999) %}", "{% for i in [1] recursive %}{{ loop([1]) }}", "- ", "-", " ~ ",
