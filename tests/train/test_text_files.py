@@ -7,6 +7,8 @@ import hashlib
 import itertools
 import json
 import lzma
+import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import IO
 import numpy as np
 import pytest
 
+from train import text_files
 from train.data import TextData, open_dataset
 from train.text_files import read_documents
 
@@ -229,3 +232,81 @@ def test_text_that_begins_like_a_binary_file_is_read(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("GIF89 is the name of a format")
     assert open_text(path).token_count == 30
+
+
+# JSON lines as they occur
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_text(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}\r\n')
+    assert list(read_documents(str(path), "text")) == [b"one", b"two"]
+    # Alone at the beginning: within a file it is a character.
+    path.write_bytes(b'{"text": "one"}\n\xef\xbb\xbf{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl': line 2: expected JSON"):
+        list(read_documents(str(path), "text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": "a", "n": ' + "1" * 5000 + "}", b"a"),
+        ('{"text": "a", "n": [NaN, -Infinity, 1e999]}', b"a"),
+        ('{"text": "a", "text": "b"}', b"b"),
+        (r'{"text": "\ud83d\ude00 \u0000"}', "😀 \0".encode()),
+        ('{"text": ""}', b""),
+    ],
+)
+def test_what_does_not_concern_the_text_does_not_matter(tmp_path: Path, line: str, text: bytes):
+    (tmp_path / "a.jsonl").write_text(line)
+    assert list(read_documents(str(tmp_path / "a.jsonl"), "text")) == [text]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"text": "a", "n": ' + "[" * 10**5, r"nested too deeply"),
+        ('{"text": "a", "n": ' + '{"a":' * 10**5, r"nested too deeply"),
+        ('{"text": "a"', r"Expecting ',' delimiter at character 12"),
+        ('{"text": "a"} {"text": "b"}', r"Extra data at character 14"),
+        ('{"text": "a\tb"}', r"Invalid control character at at character 11"),
+    ],
+)
+def test_a_line_that_json_cannot_be_read_from_says_why(tmp_path: Path, line: str, found: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line)
+    sentence = rf"a.jsonl': line 2: expected JSON, an object in each line, found .* \({found}\); "
+    with pytest.raises(ValueError, match=sentence):
+        list(read_documents(str(tmp_path / "a.jsonl"), "text"))
+
+
+def test_a_number_in_place_of_the_text_is_refused(tmp_path: Path):
+    for value in ("1" * 5000, "1", "NaN", "true", "null", "[]"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
+        with pytest.raises(ValueError, match=r"line 1: expected a JSON object with a \"text\" str"):
+            list(read_documents(str(tmp_path / "a.jsonl"), "text"))
+
+
+def test_a_file_without_lines_does_not_fill_the_memory(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(text_files, "_MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 10**6))
+    with pytest.raises(
+        ValueError, match=r"a.jsonl.gz': line 2: longer than 100 bytes; give a file"
+    ):
+        list(read_documents(str(path), "text"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a socket"])
+def test_what_can_be_read_only_once_or_without_end_is_refused(tmp_path: Path, name: str, kind: str):
+    path = tmp_path / name
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(path))
+    reason = "No such device" if kind == "a socket" else f"it is {kind}, not a regular file"
+    with pytest.raises(ValueError, match=rf"data='.*{name}': cannot be read \({reason}"):
+        open_text(path)
