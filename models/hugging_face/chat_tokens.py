@@ -62,7 +62,8 @@ class ChatTokens:
         Raises:
           ValueError: the template or the tokenizer does not take it.
         """
-        return self._encode(self._template.render(messages, asks=True, **given)).tokens
+        (encoded,) = self._encode(self._template.render(messages, asks=True, **given))
+        return encoded.tokens
 
     def examples(self, messages: Messages, **given: Any) -> list[Example]:
         """The sequences from which the answers of a conversation are learnt.
@@ -94,8 +95,9 @@ class ChatTokens:
     def _learnt(self, turns: Sequence[tuple[int, str, str]]) -> Iterator[Example]:
         """The sequences, from the last to the first."""
         current, text, answers = None, "", []
-        for _, before, after in reversed(turns):
-            prompt = self._encode(before)
+        # In parallel, and with the text that often is the only sequence.
+        *prompts, last = self._encode(*(before for _, before, _ in turns), turns[-1][2])
+        for (_, before, after), prompt in zip(reversed(turns), reversed(prompts), strict=True):
             size = len(prompt.tokens)
             if (
                 current is None
@@ -104,7 +106,8 @@ class ChatTokens:
             ):
                 if current is not None:
                     yield Example(current.tokens, answers)
-                current, text = self._continued(prompt, before, after), after
+                (whole,) = [last] if current is None else self._encode(after)
+                current, text = self._continued(prompt, whole, before, after), after
                 answers = [0] * len(current.tokens)
             for place in self._answer(current, size, text, len(after)):
                 answers[place] = 1
@@ -122,9 +125,15 @@ class ChatTokens:
             last = special[-1] + 1
         return range(first, last)
 
-    def _continued(self, prompt: _Encoded, before: str, after: str) -> _Encoded:
-        """The tokens of a prompt, and after them those of the answer in the text `after`."""
-        whole = self._encode(after)
+    def _continued(self, prompt: _Encoded, whole: _Encoded, before: str, after: str) -> _Encoded:
+        """The tokens of a prompt, and after them those of its answer.
+
+        Args:
+          prompt: the tokens of the text `before`.
+          whole: the tokens of the text `after`, which begins with `before`.
+          before: the text of the prompt.
+          after: the text with the answer.
+        """
         if whole.tokens[: len(prompt.tokens)] == prompt.tokens:
             return whole
         # A token has the end of the prompt and the beginning of the answer in it. After the prompt
@@ -149,21 +158,22 @@ class ChatTokens:
 
     def _encoded_after(self, first: str, text: str, offset: int) -> _Encoded:
         """The tokens of a text behind `first`, without those of `first`."""
-        encoded = self._encode(first + text)
+        (encoded,) = self._encode(first + text)
         start = sum(end <= len(first) for end in encoded.ends) if first else 0
         ends = [end - len(first) + offset for end in encoded.ends[start:]]
         return _Encoded(encoded.tokens[start:], ends)
 
-    def _encode(self, text: str) -> _Encoded:
-        """The tokens of a text that a template wrote, which has the special tokens in it."""
+    def _encode(self, *texts: str) -> list[_Encoded]:
+        """The tokens of texts that a template wrote, which have the special tokens in them."""
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except BaseException as error:
             # A failed assertion in the tokenizer's Rust code is not an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise ValueError(f"the tokenizer failed for the text {text[:60]!r}: {error}") from error
-        return _Encoded(encoding.ids, [end for _, end in encoding.offsets])
+            text = texts[-1][:60]
+            raise ValueError(f"the tokenizer failed for the text {text!r}: {error}") from error
+        return [_Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
