@@ -66,6 +66,20 @@ def test_one_process_serves_all_templates():
     assert template_process._process()._process is process
 
 
+def test_its_limits_are_those_of_the_operating_system():
+    render("a", [], [(0, False)], {})
+    process = template_process._process()._process
+    assert process is not None
+    with open(f"/proc/{process.pid}/limits") as file:
+        limits = {line[:25].strip(): line[26:].split()[:2] for line in file}
+    assert limits["Max address space"] == [str(template_process.LIMIT_MEMORY_BYTES)] * 2
+    assert limits["Max open files"] == ["3", "3"]
+    for name in ("Max file size", "Max core file size", "Max processes"):
+        assert limits[name] == ["0", "0"]
+    assert os.path.realpath(f"/proc/{process.pid}/fd/2") == os.devnull
+    assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+
+
 def test_many_threads_get_their_own_answers():
     output = run("""
 answers = []
@@ -80,7 +94,7 @@ print(len(answers), all(answers))
 
 
 def test_a_fork_has_a_process_of_its_own():
-    """As data loaders fork their workers."""
+    """As data loaders fork their workers, also while another thread is rendering."""
     output = run("""
 print(rendered("a"))
 mine = worker()
@@ -88,7 +102,8 @@ queue = multiprocessing.get_context("fork").Queue()
 def ask():
     queue.put((rendered("b"), worker()))
 process = multiprocessing.get_context("fork").Process(target=ask, daemon=True)
-process.start()
+with renderer._process()._lock:
+    process.start()
 text, its_own = queue.get()
 process.join()
 print(text, its_own != mine, worker() == mine, rendered("c"))
