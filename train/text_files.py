@@ -266,7 +266,7 @@ def _parquet_documents(path: str, text_column: str) -> Iterator[bytes]:
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     yield _row_document(value, f"data={path!r}: row {row} of {text_column!r}")
                     row += 1
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"data={path!r}: cannot be read as Parquet ({reason}); copy the file again"

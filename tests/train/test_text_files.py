@@ -16,8 +16,12 @@ from typing import IO
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.models.hugging_face.folders import DATA
 from train import text_files
+from train.chat import read_chats
 from train.data import TextData, open_dataset
 from train.text_files import read_documents
 
@@ -199,6 +203,14 @@ def test_damaged_parquet_is_refused(tmp_path: Path, kept: int):
         open_text(shard)
 
 
+def test_parquet_with_names_that_are_not_utf8_is_refused(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"], "a long name": [1]}), path)
+    path.write_bytes(path.read_bytes().replace(b"a long name", b"\xfd long name"))
+    with pytest.raises(ValueError, match=r"a.parquet': cannot be read as Parquet \(.*0xfd"):
+        open_text(path)
+
+
 def test_damaged_gzip_is_refused(tmp_path: Path):
     whole = gzip.compress(b"text " * 1000)
     for i, content in enumerate((whole[:-12], b"text", whole[:20] + b"\xff" * 10 + whole[30:])):
@@ -310,3 +322,45 @@ def test_what_can_be_read_only_once_or_without_end_is_refused(tmp_path: Path, na
     reason = "No such device" if kind == "a socket" else f"it is {kind}, not a regular file"
     with pytest.raises(ValueError, match=rf"data='.*{name}': cannot be read \({reason}"):
         open_text(path)
+
+
+LINES = [
+    b'{"text": "one"}', b'{"messages": [{"role": "assistant", "content": "x"}]}', b'{"text": 1}',
+    b'{"text": "a", "n": ' + b"1" * 5000 + b"}", b"[" * 10**5, b'{"a":' * 10**5, b'"\\ud800"',
+    b'{"text": "\\ud83d\\ude00\\ud800"}', b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"", b" ", b"null",
+    b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+    b'{"messages": [{"role": "assistant", "content": "x", "tool_calls": [[[]]]}], "tools": [{}]}',
+    b'{"messages": [{"role": "assistant", "content": "x"}], "tools": [' + b"[" * 900 + b"]" * 900,
+]  # fmt: skip
+
+
+@st.composite
+def files_of_lines(draw: st.DrawFn) -> bytes:
+    content = draw(st.sampled_from([b"\n", b"\r\n", b"\r"])).join(
+        draw(st.lists(st.sampled_from(LINES), min_size=1, max_size=3))
+    )
+    for _ in range(draw(st.integers(0, 3))):
+        place = draw(st.integers(0, len(content)))
+        new = draw(st.binary(max_size=2) | st.sampled_from([b"{", b"}", b'"', b"\\u", b"[", b"]"]))
+        content = content[:place] + new + content[place + draw(st.integers(0, 3)) :]
+    return content
+
+
+@given(files_of_lines(), st.sampled_from(["a.jsonl", "a.json.gz", "a.txt"]), st.booleans())
+def test_changed_lines_end_in_documents_or_in_a_sentence(content: bytes, name: str, cut: bool):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, name)
+        if name.endswith(".gz"):
+            content = gzip.compress(content, mtime=0)[: -9 if cut else None]
+        Path(path).write_bytes(content)
+        readers = (
+            lambda: [document.decode() for document in read_documents(path, "text")],
+            lambda: read_chats([path], str(DATA / "llama3" / "tokenizer.json"), 16),
+        )
+        for read in readers:
+            try:
+                read()
+            except ValueError as error:
+                sentence = str(error)
+                assert sentence.startswith(f"data={path!r}: ") and len(sentence) < 900
+                assert "\n" not in sentence

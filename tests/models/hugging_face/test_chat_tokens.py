@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -240,3 +244,33 @@ def test_a_tokenizer_that_fails_is_a_sentence(tmp_path):
     chats = ChatTokens(with_template(tmp_path, "{{ messages[0].content }}"), tokenizer)
     with pytest.raises(ValueError, match=r"the tokenizer failed for the text 'b': .*\[UNK\]"):
         chats.prompt([{"role": "user", "content": "b"}])
+
+
+PIECES = [
+    " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "a", "answer", "Yes", " the", ".", "!", "'s", "1",
+    "ü", "e\u0301", "中", "ﬁ", "😀", "👩\u200d🚀", "<", "</s>", "<|im_end|>", "▁", "Ġ",
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.sampled_from(PIECES), max_size=4).map("".join),
+    st.sampled_from(["</s>", "<|im_end|>\n", "\n", "", "  ", "</s> </s>"]),
+    st.lists(st.lists(st.sampled_from(PIECES), min_size=1).map("".join), min_size=2, max_size=6),
+)
+def test_any_text_follows_its_prompt(kind, before, after, texts):
+    tokenizer, turns = trained(kind), len(texts) // 2 * 2
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [
+        {"role": role, "content": text} for role, text in zip(roles, texts[:turns], strict=False)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        chats = ChatTokens(with_template(Path(name), spoken(before, after)), tokenizer)
+        examples = chats.examples(messages)
+        for place in range(1, turns, 2):
+            prompt = chats.prompt(messages[:place])
+            assert any(example.tokens[: len(prompt)] == prompt for example in examples)
+        again = tokenizer.encode(chats._template.render(messages), add_special_tokens=False).ids
+    last = examples[-1].tokens
+    decoded = [tokenizer.decode(t, skip_special_tokens=False) for t in (last, again)]
+    assert decoded[0] == decoded[1]
