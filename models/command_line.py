@@ -68,6 +68,8 @@ class Generate:
     """One or several prompts. The answer to one is printed as it comes."""
     chat: bool = False
     """Prompts are messages of a user, written by the tokenizer's chat template."""
+    chat_template_kwargs: str = "{}"
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     max_new_tokens: int = 256
     """Largest number of tokens of an answer."""
     temperature: float = 0.0
@@ -178,7 +180,14 @@ def run_generate(command: Generate) -> None:
     from models.generation import Generator, Sampling
     from models.generation.text import answer
     from models.hugging_face import ModelFolder, load
+    from models.hugging_face.chat_template import read_variables
 
+    chat_variables = read_variables(command.chat_template_kwargs)
+    if chat_variables and not command.chat:
+        raise ValueError(
+            f"chat_template_kwargs={command.chat_template_kwargs!r}: expected chat too; add --chat,"
+            " or leave this out"
+        )
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     folder = ModelFolder(command.source)
     # Read before anything is compiled.
@@ -198,6 +207,7 @@ def run_generate(command: Generate) -> None:
         command.prompt,
         sys.stdout,
         chat=command.chat,
+        chat_variables=chat_variables,
         max_new_tokens=command.max_new_tokens,
         sampling=sampling,
         tokens_per_launch=command.tokens_per_launch,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.hugging_face.chat_template import ChatTemplate, Messages
-from train.text_files import opened
+from models.hugging_face.chat_tokens import ChatTokens
+from train.text_files import as_utf8, json_lines, opened, read_json
 from train.tokenizer import read_tokenizer
 
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+#: What a line may have beside its messages, for the template: name and Python's type.
+_GIVEN: dict[str, type] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 
 
 class ChatStream(NamedTuple):
@@ -31,17 +32,26 @@ class ChatStream(NamedTuple):
     """Hex digest of the files."""
     cut: int
     """Number of conversations that were longer than a sequence, and are cut."""
+    divided: int
+    """Number of conversations that became several, as the template writes an answer in another way
+    when others follow."""
     vocabulary_size: int
 
 
-def read_chats(paths: Sequence[str], tokenizer: str | None, sequence_length: int) -> ChatStream:
+def read_chats(
+    paths: Sequence[str],
+    tokenizer: str | None,
+    sequence_length: int,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatStream:
     """Reads conversations and packs them.
 
     Args:
       paths: JSON lines, each an object with "messages": a list of objects with "role" and
-        "content".
+        "content". It may have "tools", "documents" and "chat_template_kwargs" for the template.
       tokenizer: a tokenizer.json, in a folder with a chat template.
       sequence_length: tokens of a sequence.
+      variables: more variables of the template, such as ``{"enable_thinking": False}``.
 
     Raises:
       ValueError: without a tokenizer or a template; for a file that cannot be read, and a line that
@@ -53,20 +63,31 @@ def read_chats(paths: Sequence[str], tokenizer: str | None, sequence_length: int
             "chat: expected tokenizer too; add --tokenizer FOLDER/tokenizer.json, whose folder has"
             " a chat template"
         )
-    model, digest = read_tokenizer(tokenizer), hashlib.sha256()
-    template = ChatTemplate(Path(tokenizer).expanduser().parent)
+    model, digest, divided = read_tokenizer(tokenizer), hashlib.sha256(), 0
+    chats = ChatTokens(Path(tokenizer).expanduser().parent, model, variables)
     packed = _Packed(sequence_length)
     for path in paths:
+        if path.lower().endswith(".parquet"):
+            raise ValueError(
+                f"data={path!r}: conversations are read from JSON lines, not from Parquet; write"
+                " each row as a line of JSON"
+            )
         with opened("data", path) as file:
-            for number, line in enumerate(file, start=1):
+            for where, line, text in json_lines(file, path):
                 digest.update(line)
-                if not line.strip():
+                if not text:
                     continue
-                where = f"data={path!r}: line {number}"
-                packed.add(*_encoded(_messages(line, where), template, model, where))
+                messages, given = _conversation(read_json(text, where), where)
+                try:
+                    examples = chats.examples(messages, **given)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
+                divided += len(examples) > 1
+                for example in examples:
+                    packed.add(*example)
     tokens, answers, starts = packed.finish()
     size = max(model.get_vocab().values()) + 1
-    return ChatStream(tokens, answers, starts, digest.hexdigest(), packed.cut, size)
+    return ChatStream(tokens, answers, starts, digest.hexdigest(), packed.cut, divided, size)
 
 
 class _Packed:
@@ -107,12 +128,8 @@ class _Packed:
         self._answers.extend(answers)
 
 
-def _messages(line: bytes, where: str) -> Messages:
-    """The messages of a line of a file."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}); correct or remove the line") from error
+def _conversation(record: Any, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages of a line, and what else it has for the template."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(
@@ -120,61 +137,38 @@ def _messages(line: bytes, where: str) -> Messages:
             " correct or remove the line"
         )
     for place, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise ValueError(
-                f"{where}: message {place} has no role that is one of {', '.join(_ROLES)}; correct"
-                " or remove the line"
-            )
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: message {place} has no content that is text; correct it")
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    if not answers or not all(answer.strip() for answer in answers):
+        _check_message(message, f"{where}: message {place}")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers or not all(map(_has_words, answers)):
         raise ValueError(
             f"{where}: has {'an empty answer' if answers else 'no answer'}, a message of the role"
             " assistant; correct or remove the line"
         )
-    return messages
+    given = {name: record[name] for name in _GIVEN if record.get(name) is not None}
+    for name, value in given.items():
+        kind = _GIVEN[name]
+        entries = value if kind is list else []
+        if not isinstance(value, kind) or not all(isinstance(entry, dict) for entry in entries):
+            wanted = "a list of objects" if kind is list else "an object"
+            raise ValueError(f"{where}: expected {name!r} to be {wanted}; correct it")
+    if "chat_template_kwargs" in given:
+        given["variables"] = given.pop("chat_template_kwargs")
+    return messages, given
 
 
-def _encoded(
-    messages: Messages, template: ChatTemplate, model: Any, where: str
-) -> tuple[list[int], list[int]]:
-    """The tokens of a conversation, and 1 for those of its answers."""
-    try:
-        text = template.render(messages)
-        spans = list(_answer_spans(messages, template, text))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; correct or remove the line") from error
-    # The template writes the special tokens.
-    encoding = model.encode(text, add_special_tokens=False)
-    special = {n for n, token in model.get_added_tokens_decoder().items() if token.special}
-    tokens, answers = encoding.ids, [0] * len(encoding.ids)
-    for start, stop in spans:
-        inside = [
-            place
-            for place, (first, last) in enumerate(encoding.offsets)
-            if start <= first and last <= stop and first < last
-        ]
-        ends = [place for place in inside if tokens[place] in special]
-        for place in inside:
-            # What a template writes after the token that ends an answer is not of the answer.
-            answers[place] = int(not ends or place <= ends[-1])
-    return tokens, answers
+def _check_message(message: Any, which: str) -> None:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise ValueError(
+            f"{which} has no role that is one of {', '.join(_ROLES)}; correct or remove the line"
+        )
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        # Who calls a tool need not say anything.
+        return
+    if not isinstance(content, str):
+        raise ValueError(f"{which} has no content that is text; correct it")
+    as_utf8(content, which)
 
 
-def _answer_spans(
-    messages: Messages, template: ChatTemplate, text: str
-) -> Iterator[tuple[int, int]]:
-    """Where each answer begins and ends in the text of a conversation."""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = template.render(messages[:number], asks=True)
-        after = template.render(messages[: number + 1])
-        if not (text.startswith(after) and after.startswith(before)):
-            raise ValueError(
-                f"the chat template writes message {number} in another way when others follow it,"
-                " so it is not known where the answer is; give each answer a line of its own, with"
-                " what precedes it"
-            )
-        yield len(before), len(after)
+def _has_words(answer: Mapping[str, Any]) -> bool:
+    return bool((answer.get("content") or "").strip() or answer.get("tool_calls"))

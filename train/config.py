@@ -173,6 +173,8 @@ class Config:
     chat: bool = False
     """--data and --eval-data have conversations: JSON lines with "messages", written by the chat
     template beside --tokenizer. They are kept apart, and the loss is that of answers alone."""
+    chat_template_kwargs: str = "{}"
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     eval_data: str | None = None
     """File or glob of held-out text, read as --data is; default: none is evaluated."""
     eval_interval: int = 100

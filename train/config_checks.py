@@ -10,6 +10,7 @@ from typing import get_args
 import collective_matmul
 import collective_matmul.layers
 from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
+from models.hugging_face.chat_template import read_variables
 from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
 
 
@@ -32,6 +33,11 @@ def check(config: Config, sizes: MeshSizes) -> None:
             raise ValueError(
                 f"{name}={getattr(config, name)}: expected {', '.join(most)} or {last}"
             )
+    if read_variables(config.chat_template_kwargs) and not config.chat:
+        raise ValueError(
+            f"chat_template_kwargs={config.chat_template_kwargs!r}: expected chat too; add --chat,"
+            " or leave this out"
+        )
     if config.scan_layers < 0:
         raise ValueError(f"scan_layers={config.scan_layers}: expected at least 0")
     if config.weight_gather == "matmuls" and config.overlap == "rewrite":

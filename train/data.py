@@ -20,12 +20,12 @@ import hashlib
 import platform
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -183,6 +183,7 @@ def open_dataset(
     text_column: str = "text",
     separate_documents: bool = False,
     chat: bool = False,
+    chat_variables: Mapping[str, Any] | None = None,
 ) -> TextData:
     """Reads and tokenizes a whole text, one group of documents at a time.
 
@@ -197,6 +198,7 @@ def open_dataset(
       separate_documents: whether batches say where documents end.
       chat: whether the text is of conversations, as `read_chats` takes them. They are documents
         that are kept apart.
+      chat_variables: of the chat template, for conversations.
 
     Raises:
       ValueError: nothing matches ``data``; a file is empty, unreadable, binary or not UTF-8; a line
@@ -212,7 +214,7 @@ def open_dataset(
         if value < least:
             raise ValueError(f"{argument}={value}: give a whole number of at least {least}")
     if chat:
-        return _open_chats(data, tokenizer, sequence_length, batch_size, seed)
+        return _open_chats(data, tokenizer, sequence_length, batch_size, seed, chat_variables or {})
     paths: list[str] = []
     if data is None:
         description = f"Python {platform.python_version()} manual (pydoc_data.topics)"
@@ -246,12 +248,17 @@ def open_dataset(
 
 
 def _open_chats(
-    data: str | None, tokenizer: str | None, sequence_length: int, batch_size: int, seed: int
+    data: str | None,
+    tokenizer: str | None,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    variables: Mapping[str, Any],
 ) -> TextData:
     if data is None:
         raise ValueError("chat: expected data too; add --data FILE.jsonl, with conversations")
     paths = find_files(data)
-    stream = read_chats(paths, tokenizer, sequence_length)
+    stream = read_chats(paths, tokenizer, sequence_length, variables)
     if not len(stream.tokens):
         raise ValueError(f"data={data!r}: there is no conversation; give lines with messages")
     learnt = int(stream.answers.sum())
@@ -259,6 +266,10 @@ def _open_chats(
     if stream.cut:
         description += (
             f", {stream.cut:,} conversations cut to sequence_length={sequence_length} tokens"
+        )
+    if stream.divided:
+        description += (
+            f", {stream.divided:,} conversations divided, as the template rewrites earlier answers"
         )
     return TextData(
         description=description,

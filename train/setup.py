@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
+from models.hugging_face.chat_template import read_variables
 from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
 from train.checkpoint import Checkpoints
@@ -153,6 +154,7 @@ def _open_text(config: Config, data: str | None) -> TextData:
         text_column=config.text_column,
         separate_documents=config.separate_documents,
         chat=config.chat,
+        chat_variables=read_variables(config.chat_template_kwargs),
     )
     if text.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(

@@ -10,9 +10,11 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
+
+from models.hugging_face.regular_files import open_regular
 
 #: What common binary files begin with, and what to do about them.
 _SIGNATURES = {
@@ -37,6 +39,8 @@ _SIGNATURES = {
     b"GGUF": "a GGUF model: leave it out",
 }
 _PARQUET_ROWS = 1024
+#: Of JSON lines, so that a file that has none does not fill the memory.
+_MAX_LINE_BYTES = 2**30
 
 
 def find_files(data: str) -> list[str]:
@@ -74,10 +78,12 @@ def read_documents(path: str, text_column: str) -> Iterator[bytes]:
     Args:
       path: ``.parquet`` has a document in each row; ``.jsonl`` or ``.json`` in each line; any other
         file is one document. All but Parquet may be compressed, with ``.gz`` at the end.
-      text_column: the column of Parquet, and the key of JSON lines, that has the text.
+      text_column: the column of Parquet, and the key of JSON lines, that has the text. Of a key
+        that a line has twice, the last counts.
 
     Raises:
-      ValueError: the file cannot be read, is binary or not UTF-8, or a row or line has no text.
+      ValueError: the file cannot be read, is a pipe or a device, is binary or not UTF-8, or a row
+        or line has no text.
       ImportError: for Parquet without the package pyarrow.
     """
     name = path.lower()
@@ -98,10 +104,11 @@ def opened(argument: str, path: str) -> Iterator[IO[bytes]]:
     """Opens a file to read its bytes, decompressed if its name ends in .gz.
 
     Raises:
-      ValueError: it cannot be opened or read; names `argument`.
+      ValueError: it cannot be opened or read, or is not a regular file, which alone can be read
+        twice; names `argument`.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if path.lower().endswith(".gz"):
                 with gzip.open(file) as decompressed:
                     yield decompressed  # pyright: ignore[reportReturnType]
@@ -150,33 +157,86 @@ def _binary_kind(content: bytes) -> str | None:
 # JSON lines
 
 
-def _json_documents(file: IO[bytes], path: str, text_column: str) -> Iterator[bytes]:
-    offset = 0
-    for number, line in enumerate(file, start=1):
-        text = _check_text(line, path, offset).strip()
-        if text:
-            yield _json_document(text, text_column, f"data={path!r}: line {number}")
+def json_lines(file: IO[bytes], path: str) -> Iterator[tuple[str, bytes, str]]:
+    """Yields the lines of a file.
+
+    Yields:
+      Where the line is, for sentences; its bytes; and its text, without white space around it and
+      without the byte-order mark that a file may begin with. An empty text is no record.
+
+    Raises:
+      ValueError: the file is binary or not UTF-8, or has no lines.
+    """
+    offset, number = 0, 0
+    while line := file.readline(_MAX_LINE_BYTES + 1):
+        number += 1
+        where = f"data={path!r}: line {number}"
+        if len(line) > _MAX_LINE_BYTES:
+            raise ValueError(
+                f"{where}: longer than {_MAX_LINE_BYTES:,} bytes; give a file with a JSON object in"
+                " each line"
+            )
+        text = _check_text(line, path, offset)
+        yield where, line, (text.removeprefix("\ufeff") if number == 1 else text).strip()
         offset += len(line)
 
 
-def _json_document(line: str, text_column: str, where: str) -> bytes:
+def read_json(text: str, where: str, parse_int: Callable[[str], Any] | None = None) -> Any:
+    """The value of a line of JSON.
+
+    Args:
+      text: the line.
+      where: where it is, for sentences.
+      parse_int: makes a value of the digits of a whole number; default: an int.
+
+    Raises:
+      ValueError: it is not JSON, or has nesting or numbers beyond what Python reads.
+    """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
+        return json.loads(text, parse_int=parse_int)
+    except RecursionError as error:
+        reason, cause = "nested too deeply", error
+    except json.JSONDecodeError as error:
+        reason, cause = f"{error.msg} at character {error.pos}", error
+    except ValueError as error:
+        # Python names one of its functions after a semicolon.
+        reason, cause = str(error).split(";")[0], error
+    raise ValueError(
+        f"{where}: expected JSON, an object in each line, found {_shortened(text)} ({reason});"
+        " correct or remove the line"
+    ) from cause
+
+
+def _json_documents(file: IO[bytes], path: str, text_column: str) -> Iterator[bytes]:
+    for where, _, text in json_lines(file, path):
+        if text:
+            yield _json_document(text, text_column, where)
+
+
+def _json_document(line: str, text_column: str, where: str) -> bytes:
+    # No number is used; an int of many digits would be refused.
+    record = read_json(line, where, parse_int=float)
     if not isinstance(record, dict) or not isinstance(record.get(text_column), str):
         raise ValueError(
             f"{where}: expected a JSON object with a {json.dumps(text_column)} string, such as "
             f'{{{json.dumps(text_column)}: "..."}}, found {_shortened(line)}; correct or remove '
             "the line, or name the key of the text by text_column"
         )
+    return as_utf8(record[text_column], f"{where}: the text")
+
+
+def as_utf8(text: str, what: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+      ValueError: it has half a surrogate pair, as an escape in JSON may.
+    """
     try:
-        return record[text_column].encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where}: the text has half a surrogate pair, "
-            f"{record[text_column][error.start]!r}, at character {error.start}, which no "
-            "UTF-8 text can hold; correct or remove the line"
+            f"{what} has half a surrogate pair, {text[error.start]!r}, at character {error.start},"
+            " which no UTF-8 text can hold; correct or remove the line"
         ) from error
 
 
@@ -206,7 +266,7 @@ def _parquet_documents(path: str, text_column: str) -> Iterator[bytes]:
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     yield _row_document(value, f"data={path!r}: row {row} of {text_column!r}")
                     row += 1
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"data={path!r}: cannot be read as Parquet ({reason}); copy the file again"

@@ -20,6 +20,7 @@ NEW_FIELDS: dict[str, Any] = {
     "fp8": None,
     "fp8_layers": "layers.*",
     "chat": False,
+    "chat_template_kwargs": "{}",
     "eval_only": False,
 }
 #: The same of `models.config.LlamaConfig`.

@@ -8,7 +8,7 @@ from typing import IO, Any
 import jax
 
 from models.generation.generator import Generator
-from models.hugging_face.chat_template import ChatTemplate
+from models.hugging_face.chat_tokens import ChatTokens
 from models.hugging_face.folder import ModelFolder
 
 
@@ -20,6 +20,7 @@ def answer(
     output: IO[str] | None = None,
     *,
     chat: bool = False,
+    chat_variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
     """The answers of a model to prompts.
@@ -32,6 +33,7 @@ def answer(
       output: where answers are written: the one to a single prompt as it comes, several when all
         are there. None: nowhere.
       chat: whether each prompt is a user's message, to be written by the chat template.
+      chat_variables: variables of the chat template, such as ``{"enable_thinking": False}``.
       **options: of the generator's call; tokens_per_launch is 1 where an answer is written as it
         comes.
 
@@ -40,18 +42,18 @@ def answer(
         do not fit the model.
     """
     tokenizer = folder.tokenizer()
-    texts = list(prompts)
     if chat:
-        template = ChatTemplate(folder.path)
-        users = ([{"role": "user", "content": prompt}] for prompt in prompts)
-        texts = [template.render(messages, asks=True) for messages in users]
+        chats = ChatTokens(folder.path, tokenizer, chat_variables)
+        encoded = [chats.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    else:
+        encoded = [encode(tokenizer, prompt) for prompt in prompts]
     stream = None
     if output is not None and len(prompts) == 1:
         stream = _Stream(tokenizer, output)
         options["tokens_per_launch"] = 1
     answers = generator(
         params,
-        [encode(tokenizer, text) for text in texts],
+        encoded,
         stop_tokens=folder.stop_tokens,
         on_token=stream,
         **options,

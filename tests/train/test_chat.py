@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,12 +15,17 @@ import jax
 import numpy as np
 import pytest
 
+from models.families import PRESETS
+from models.generation.text import answer
+from tests.models.hugging_face.chat_folders import with_template
 from tests.models.hugging_face.folders import DATA
 from train import step as train_step
 from train.chat import read_chats
 from train.command_line import main
+from train.config import Config
 from train.data import open_dataset
 from train.log_file import read_log
+from train.setup import open_held_out
 from train.tokenizer import read_tokenizer
 
 TOKENIZER = str(DATA / "llama3" / "tokenizer.json")
@@ -92,6 +100,116 @@ def test_the_token_after_white_space_that_ends_an_answer_is_not_of_it(tmp_path):
     learnt = [int(t) for t, a in zip(stream.tokens, stream.answers, strict=True) if a]
     decoded = read_tokenizer(TOKENIZER).decode(learnt, skip_special_tokens=False)
     assert decoded == "Yes<|end|>Nö.<|end|>"
+
+
+SPACE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def chat_folder(path: Path, template: str, **settings: Any) -> str:
+    """A tokenizer.json in a folder with this template, whose tokens join spaces with words."""
+    values = json.loads(Path(TOKENIZER).read_text(encoding="utf-8"))
+    vocabulary = values["model"]["vocab"]
+    # In the place of a byte that no text has.
+    vocabulary["ĠY"] = vocabulary.pop("ÿ")
+    values["model"]["merges"] = [["Ġ", "Y"]]
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    with_template(path, template, **settings)
+    return str(path / "tokenizer.json")
+
+
+def learnt_text(stream: Any, tokenizer: str) -> str:
+    tokens = [int(t) for t, a in zip(stream.tokens, stream.answers, strict=True) if a]
+    return read_tokenizer(tokenizer).decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [SPACE, SPACE.replace(": ", "\n"), SPACE.replace(": ", ":")])
+def test_generation_asks_with_the_tokens_that_training_has_before_an_answer(tmp_path, template):
+    tokenizer = chat_folder(tmp_path / "model", template)
+    asked: list[list[int]] = []
+
+    class Folder:
+        path = tmp_path / "model"
+        stop_tokens = (259,)
+
+        def tokenizer(self) -> Any:
+            return read_tokenizer(tokenizer)
+
+    def generator(params: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        asked.extend(prompts)
+        return [[1] for _ in prompts]
+
+    made: Any = generator
+    folder: Any = Folder()
+    answer(made, {}, folder, ["Grüße"], chat=True)
+    chats = [question("Grüße", "Yes, you."), question("Grüße", "No")]
+    stream = read_chats([lines(tmp_path / "a.jsonl", *chats)], tokenizer, 200)
+    for start in stream.starts[:2]:
+        tokens = stream.tokens[start : start + len(asked[0])].tolist()
+        assert tokens == asked[0]
+        assert stream.answers[start : start + len(asked[0]) + 1].tolist() == [0] * len(tokens) + [1]
+    assert learnt_text(stream, tokenizer) == "Yes, you.<|end|>No<|end|>"
+
+
+def test_answers_that_a_template_rewrites_are_learnt_from_sequences_of_their_own(tmp_path):
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+        "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    tokenizer = chat_folder(tmp_path / "model", template)
+    data = open_dataset(
+        lines(tmp_path / "a.jsonl", CHAT),
+        tokenizer,
+        sequence_length=100,
+        batch_size=1,
+        seed=0,
+        chat=True,
+    )
+    assert learnt_text(data, tokenizer) == "<think></think>Yes<|end|><think></think>Nö.<|end|>"
+    assert "1 conversations divided, as the template rewrites earlier" in data.description
+
+
+def test_a_line_gives_the_template_tools_documents_and_variables(tmp_path):
+    template = (
+        "{{ bos_token }}{{ tools | tojson }}{{ documents | tojson }}{{ tone }}{{ more }}"
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or m.tool_calls }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    tokenizer = chat_folder(tmp_path / "model", template, bos_token="<|begin_of_text|>")
+    chat = [
+        {"role": "user", "content": "Sum?"},
+        {"role": "assistant", "content": None, "tool_calls": ["sum"]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three"},
+    ]
+    line = {"messages": chat, "tools": [{"name": "sum"}], "documents": [{"title": "T"}]}
+    line["chat_template_kwargs"] = {"tone": "kind"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+    stream = read_chats([str(tmp_path / "a.jsonl")], tokenizer, 250, {"tone": "dry", "more": 1})
+    text = read_tokenizer(tokenizer).decode(stream.tokens.tolist(), skip_special_tokens=False)
+    begin = '<|begin_of_text|>[{"name": "sum"}][{"title": "T"}]kind1<|start|>user\nSum?<|end|>'
+    assert text.startswith(begin)
+    assert learnt_text(stream, tokenizer) == "['sum']<|end|>Three<|end|>"
+
+
+def test_variables_of_a_run_reach_the_template(tmp_path):
+    tokenizer = chat_folder(tmp_path / "model", SPACE.replace("{% for", "{{ tone }}{% for", 1))
+    config = Config(
+        model=dataclasses.replace(PRESETS["llama3-8b"](), vocabulary_size=260),
+        eval_data=lines(tmp_path / "a.jsonl", CHAT),
+        tokenizer=tokenizer,
+        chat=True,
+        chat_template_kwargs='{"tone": "dry"}',
+        sequence_length=100,
+    )
+    text = open_held_out(config)
+    assert text is not None
+    read = read_tokenizer(tokenizer).decode(text.tokens.tolist())
+    assert read.startswith("drysystem: Be brief.")
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +298,23 @@ def test_a_masked_token_does_not_count(monkeypatch):
 
 
 BAD_LINES = {
-    "{": "line 1: not JSON",
+    "{": "line 1: expected JSON, an object in each line",
     "{}": 'line 1: expected {"messages":',
     '{"messages": []}': 'line 1: expected {"messages":',
     '{"messages": [{"role": "boss", "content": "x"}]}': "message 0 has no role that is one of",
     '{"messages": [{"role": "user", "content": 3}]}': "message 0 has no content that is text",
+    '{"messages": [{"role": [], "content": ""}]}': "message 0 has no role that is one of",
+    '{"messages": [{"role": "user", "content": null}]}': "message 0 has no content that is text",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': "message 0 has half a surrogate pair",
+    '{"messages": [{"role": "assistant", "tool_calls": []}]}': "message 0 has no content that is",
+    f'{{"messages": {"[" * 10**5}': "line 1: expected JSON, .*found .*nested too deeply",
+    f'{{"messages": {"1" * 5000}}}': "line 1: expected JSON, .*found .*Exceeds the limit",
+    '{"messages": NaN}': 'line 1: expected {"messages":',
+    '"\\ud800"': 'line 1: expected {"messages":',
+    '{"messages": "\0"}': "a binary file, not text: a NUL byte at offset 14",
+    '{"messages": [{"role": "assistant", "content": "x"}], "tools": {}}': "expected 'tools' to be",
+    '{"messages": [{"role": "assistant", "content": "x"}], "documents": [1]}': "expected 'docume",
+    '{"messages": [{"role": "assistant", "content": "x"}], "chat_template_kwargs": 1}': "an object",
     '{"messages": [{"role": "user", "content": "x"}]}': "line 1: has no answer",
     '{"messages": [{"role": "assistant", "content": " "}]}': "line 1: has an empty answer",
 }
@@ -195,16 +325,48 @@ def test_a_line_that_is_no_conversation_is_refused(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError) as error:
         read_chats([str(tmp_path / "a.jsonl")], TOKENIZER, 32)
-    assert BAD_LINES[line] in str(error.value)
+    assert re.search(re.escape(BAD_LINES[line]).replace(r"\.\*", ".*"), str(error.value))
+    assert str(error.value).startswith(f"data='{tmp_path / 'a.jsonl'}': ")
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_skipped(tmp_path):
+    plain = lines(tmp_path / "a.jsonl", CHAT, CHAT)
+    windows = tmp_path / "b.jsonl"
+    text = Path(plain).read_text().replace("\n", "\r\n\r\n")
+    windows.write_text("\ufeff" + text, encoding="utf-8", newline="")
+    streams = [read_chats([str(path)], TOKENIZER, 200) for path in (plain, windows)]
+    np.testing.assert_array_equal(streams[0].tokens, streams[1].tokens)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a"])
+@pytest.mark.parametrize("kind", ["a directory", "a pipe", "a device", "nothing"])
+def test_what_is_no_file_of_conversations_is_refused(tmp_path, name, kind):
+    make = {
+        "a directory": lambda path: path.mkdir(),
+        "a pipe": os.mkfifo,
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "nothing": lambda path: path.write_bytes(b""),
+    }
+    make[kind](tmp_path / name)
+    sentence = "not from Parquet|there is no conversation|not a whole gzip file|" + kind
+    with pytest.raises(ValueError, match=sentence):
+        open_dataset(
+            str(tmp_path / name),
+            TOKENIZER,
+            sequence_length=8,
+            batch_size=1,
+            seed=0,
+            chat=True,
+        )
 
 
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
         (None, "has no chat template, in chat_template.jinja or as chat_template in"),
-        ("{% for %}", "its chat template is not one"),
-        ("{{ raise_exception('no system role') }}", r"line 1: .*does not take it \(no system role"),
-        ("{{ messages | length }}{{ messages[-1].content }}", "writes message 2 in another way"),
+        ("{% for %}", r"chat_template.jinja: the chat template cannot be used \(line 1: "),
+        ("{{ raise_exception('no system role') }}", r"line 1: .*not take the .*\(no system role"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "does not begin the message so"),
     ],
 )
 def test_a_template_that_does_not_serve_is_refused(tmp_path, template, sentence):
@@ -221,6 +383,8 @@ def test_a_template_that_does_not_serve_is_refused(tmp_path, template, sentence)
     [
         ("--chat", "chat: expected data too"),
         ("--chat --data DATA", "chat: expected tokenizer too; add --tokenizer"),
+        ("--chat-template-kwargs {}x", "chat_template_kwargs='{}x': expected a JSON object, such"),
+        ('--chat-template-kwargs {"a":1}', "expected chat too; add --chat, or leave this out"),
         ("--eval-only", "eval_only: expected eval_data too"),
         ("--eval-only --eval-data DATA", "and neither of them is given"),
         ("--eval-only --eval-data DATA --init-from a --checkpoint-dir b", "and both of them is"),

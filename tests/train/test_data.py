@@ -298,12 +298,12 @@ def test_an_unreadable_file_is_refused(tmp_path: Path):
 
 
 def test_a_file_without_permission_is_refused(counting_file: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replaces `open`, since permissions do not stop the superuser."""
+    """Permissions do not stop the superuser."""
 
-    def refuse(path: str, mode: str) -> None:
+    def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(text_files, "open", refuse, raising=False)
+    monkeypatch.setattr(text_files, "open_regular", refuse)
     with pytest.raises(ValueError, match=r"counting.jsonl': cannot be read \(Permission denied\)"):
         open_text(counting_file)
 

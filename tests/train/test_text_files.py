@@ -7,6 +7,8 @@ import hashlib
 import itertools
 import json
 import lzma
+import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +16,12 @@ from typing import IO
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.models.hugging_face.folders import DATA
+from train import text_files
+from train.chat import read_chats
 from train.data import TextData, open_dataset
 from train.text_files import read_documents
 
@@ -196,6 +203,14 @@ def test_damaged_parquet_is_refused(tmp_path: Path, kept: int):
         open_text(shard)
 
 
+def test_parquet_with_names_that_are_not_utf8_is_refused(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"], "a long name": [1]}), path)
+    path.write_bytes(path.read_bytes().replace(b"a long name", b"\xfd long name"))
+    with pytest.raises(ValueError, match=r"a.parquet': cannot be read as Parquet \(.*0xfd"):
+        open_text(path)
+
+
 def test_damaged_gzip_is_refused(tmp_path: Path):
     whole = gzip.compress(b"text " * 1000)
     for i, content in enumerate((whole[:-12], b"text", whole[:20] + b"\xff" * 10 + whole[30:])):
@@ -229,3 +244,123 @@ def test_text_that_begins_like_a_binary_file_is_read(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("GIF89 is the name of a format")
     assert open_text(path).token_count == 30
+
+
+# JSON lines as they occur
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_text(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}\r\n')
+    assert list(read_documents(str(path), "text")) == [b"one", b"two"]
+    # Alone at the beginning: within a file it is a character.
+    path.write_bytes(b'{"text": "one"}\n\xef\xbb\xbf{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl': line 2: expected JSON"):
+        list(read_documents(str(path), "text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": "a", "n": ' + "1" * 5000 + "}", b"a"),
+        ('{"text": "a", "n": [NaN, -Infinity, 1e999]}', b"a"),
+        ('{"text": "a", "text": "b"}', b"b"),
+        (r'{"text": "\ud83d\ude00 \u0000"}', "😀 \0".encode()),
+        ('{"text": ""}', b""),
+    ],
+)
+def test_what_does_not_concern_the_text_does_not_matter(tmp_path: Path, line: str, text: bytes):
+    (tmp_path / "a.jsonl").write_text(line)
+    assert list(read_documents(str(tmp_path / "a.jsonl"), "text")) == [text]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"text": "a", "n": ' + "[" * 10**5, r"nested too deeply"),
+        ('{"text": "a", "n": ' + '{"a":' * 10**5, r"nested too deeply"),
+        ('{"text": "a"', r"Expecting ',' delimiter at character 12"),
+        ('{"text": "a"} {"text": "b"}', r"Extra data at character 14"),
+        ('{"text": "a\tb"}', r"Invalid control character at at character 11"),
+    ],
+)
+def test_a_line_that_json_cannot_be_read_from_says_why(tmp_path: Path, line: str, found: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line)
+    sentence = rf"a.jsonl': line 2: expected JSON, an object in each line, found .* \({found}\); "
+    with pytest.raises(ValueError, match=sentence):
+        list(read_documents(str(tmp_path / "a.jsonl"), "text"))
+
+
+def test_a_number_in_place_of_the_text_is_refused(tmp_path: Path):
+    for value in ("1" * 5000, "1", "NaN", "true", "null", "[]"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
+        with pytest.raises(ValueError, match=r"line 1: expected a JSON object with a \"text\" str"):
+            list(read_documents(str(tmp_path / "a.jsonl"), "text"))
+
+
+def test_a_file_without_lines_does_not_fill_the_memory(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(text_files, "_MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 10**6))
+    with pytest.raises(
+        ValueError, match=r"a.jsonl.gz': line 2: longer than 100 bytes; give a file"
+    ):
+        list(read_documents(str(path), "text"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a socket"])
+def test_what_can_be_read_only_once_or_without_end_is_refused(tmp_path: Path, name: str, kind: str):
+    path = tmp_path / name
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(path))
+    reason = "No such device" if kind == "a socket" else f"it is {kind}, not a regular file"
+    with pytest.raises(ValueError, match=rf"data='.*{name}': cannot be read \({reason}"):
+        open_text(path)
+
+
+LINES = [
+    b'{"text": "one"}', b'{"messages": [{"role": "assistant", "content": "x"}]}', b'{"text": 1}',
+    b'{"text": "a", "n": ' + b"1" * 5000 + b"}", b"[" * 10**5, b'{"a":' * 10**5, b'"\\ud800"',
+    b'{"text": "\\ud83d\\ude00\\ud800"}', b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"", b" ", b"null",
+    b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+    b'{"messages": [{"role": "assistant", "content": "x", "tool_calls": [[[]]]}], "tools": [{}]}',
+    b'{"messages": [{"role": "assistant", "content": "x"}], "tools": [' + b"[" * 900 + b"]" * 900,
+]  # fmt: skip
+
+
+@st.composite
+def files_of_lines(draw: st.DrawFn) -> bytes:
+    content = draw(st.sampled_from([b"\n", b"\r\n", b"\r"])).join(
+        draw(st.lists(st.sampled_from(LINES), min_size=1, max_size=3))
+    )
+    for _ in range(draw(st.integers(0, 3))):
+        place = draw(st.integers(0, len(content)))
+        new = draw(st.binary(max_size=2) | st.sampled_from([b"{", b"}", b'"', b"\\u", b"[", b"]"]))
+        content = content[:place] + new + content[place + draw(st.integers(0, 3)) :]
+    return content
+
+
+@given(files_of_lines(), st.sampled_from(["a.jsonl", "a.json.gz", "a.txt"]), st.booleans())
+def test_changed_lines_end_in_documents_or_in_a_sentence(content: bytes, name: str, cut: bool):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, name)
+        if name.endswith(".gz"):
+            content = gzip.compress(content, mtime=0)[: -9 if cut else None]
+        Path(path).write_bytes(content)
+        readers = (
+            lambda: [document.decode() for document in read_documents(path, "text")],
+            lambda: read_chats([path], str(DATA / "llama3" / "tokenizer.json"), 16),
+        )
+        for read in readers:
+            try:
+                read()
+            except ValueError as error:
+                sentence = str(error)
+                assert sentence.startswith(f"data={path!r}: ") and len(sentence) < 900
+                assert "\n" not in sentence
