@@ -14,7 +14,9 @@ import numpy as np
 
 from models.config import LlamaConfig
 from models.families import read_config
+from models.hugging_face.regular_files import open_regular
 from models.hugging_face.tensor_names import tensors
+from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -101,26 +103,27 @@ class ModelFolder:
         """The tokenizer, an object of the package tokenizers.
 
         Raises:
-          ValueError: there is no tokenizer.json, or it cannot be read.
+          ValueError: there is no tokenizer.json, or it cannot be read; or a file beside it.
           ImportError: the package is not installed.
         """
+        file = self.path / "tokenizer.json"
         try:
-            import tokenizers
+            with open_regular(file) as opened:
+                return parse_tokenizer(opened.read(), self.path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.path}: has no tokenizer.json; give the folder with the tokenizer that the"
+                " model was trained with"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except TokenizerError as error:
+            raise ValueError(f"{file}: not a tokenizer ({error})") from error
         except ImportError as error:
             raise ImportError(
                 f"{self.path}: reading its tokenizer needs the package tokenizers;"
                 " pip install 'collective_matmul[hf]'"
             ) from error
-        file = self.path / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(
-                f"{self.path}: has no tokenizer.json; give the folder with the tokenizer that the"
-                " model was trained with"
-            )
-        try:
-            return tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:
-            raise ValueError(f"{file}: not a tokenizer ({error})") from error
 
     def _checked(self, step: Any) -> Any:
         try:
