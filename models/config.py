@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: More layers would be built one by one for ever, and larger heads have gigabytes of frequencies.
+_LARGEST = {"num_layers": 10_000, "head_dim": 2**16}
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -62,8 +65,12 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{field.name}={value}: expected at least 1")
+            if isinstance(value, int) and not isinstance(value, bool):
+                most = _LARGEST.get(field.name, 2**31 - 1)
+                if value < 1:
+                    raise ValueError(f"{field.name}={value}: expected at least 1")
+                if value > most:
+                    raise ValueError(f"{field.name}={value}: expected at most {most}")
         for name in ("rotary_base", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a positive number")
