@@ -26,7 +26,8 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
     A tensor axis of 0 stays within a process, of `local_devices` devices; default: all.
 
     Raises:
-      ValueError: if a size is negative or very large, or the mesh needs more devices than there are.
+      ValueError: if a size is negative or beyond all machines, or the mesh needs more devices than
+        there are.
     """
     mesh = config.mesh
     for name in AXES:

@@ -11,11 +11,12 @@ from numbers import Integral
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from models.random_keys import check_seed, random_key
 
-_FLOAT32 = jnp.finfo(jnp.float32)
+_LEAST, _MOST = (float(value) for value in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ def choose(
       int32 [B], the same on every device.
     """
     # Of a smaller temperature, float32 holds fewer digits or none.
-    if sampling.temperature < _FLOAT32.tiny:
+    if sampling.temperature < _LEAST:
         return _likeliest(logits, axis_name)
     logits = lax.all_gather(logits, axis_name, axis=1, tiled=True, to="invarying")
     logits = logits[:, :vocabulary_size].astype(jnp.float32)
     # The largest is 0, which no temperature makes infinite.
     logits -= jnp.max(logits, axis=1, keepdims=True)
-    logits /= min(sampling.temperature, float(_FLOAT32.max))
+    logits /= min(sampling.temperature, _MOST)
     if sampling.top_k or sampling.top_p < 1:
         logits = jnp.where(logits >= _threshold(logits, sampling), logits, -jnp.inf)
     numbers = jnp.arange(len(logits))
