@@ -38,14 +38,28 @@ def parse_tokenizer(content: bytes, folder: Path) -> Any:
         # A file may configure both for single prompts; they would cut or pad other texts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    declared = DeclaredTokens(folder).special()
-    # Tokens that the vocabulary lacks would get numbers that the model may not have.
-    known = [name for name in declared if tokenizer.token_to_id(name) is not None]
+    names = DeclaredTokens(folder).special()
     with reported(""):
-        tokenizer.add_special_tokens(
-            [tokenizers.AddedToken(name, special=True, normalized=False) for name in known]
-        )
+        tokenizer.add_special_tokens(_made_special(tokenizer, names))
     return tokenizer
+
+
+def _made_special(tokenizer: Any, names: list[str]) -> list[Any]:
+    """Those of the named tokens that are not special yet, as special ones.
+
+    Tokens that the vocabulary lacks would get numbers that the model may not have.
+    """
+    from tokenizers import AddedToken
+
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    made = []
+    for name in names:
+        if name in added and not added[name].special:
+            added[name].special = True
+            made.append(added[name])
+        elif name not in added and tokenizer.token_to_id(name) is not None:
+            made.append(AddedToken(name, special=True, normalized=False))
+    return made
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
