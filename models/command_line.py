@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 
 from models.config import LlamaConfig, config_from_json
+from models.simulated_devices import simulate_devices
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 _SMALLEST_SHARD = 1e-6
@@ -227,8 +228,4 @@ def _mesh(config: LlamaConfig, devices: Devices) -> jax.sharding.Mesh:
 
 
 def _simulate(devices: int) -> None:
-    """Has as many simulated devices as asked for. To be called before JAX finds its devices."""
-    if devices < 1:
-        raise ValueError(f"devices.cpu_devices={devices}: expected at least 1")
-    if jax.config.values["jax_num_cpu_devices"] != devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+    simulate_devices("devices.cpu_devices", devices)

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: More layers would be built one by one for ever, and larger heads have gigabytes of frequencies.
+_LARGEST = {"num_layers": 10_000, "head_dim": 2**16}
+
 
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
@@ -78,8 +81,12 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{field.name}={value}: expected at least 1")
+            if isinstance(value, int) and not isinstance(value, bool):
+                most = _LARGEST.get(field.name, 2**31 - 1)
+                if value < 1:
+                    raise ValueError(f"{field.name}={value}: expected at least 1")
+                if value > most:
+                    raise ValueError(f"{field.name}={value}: expected at most {most}")
         for name in ("rotary_base", "norm_epsilon"):
             _check_positive(name, getattr(self, name))
         if self.num_heads % self.num_key_value_heads:

@@ -15,6 +15,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from models.simulated_devices import simulate_devices
 from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
             return
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
-        simulate_devices(config)
+        simulate_devices("cpu_devices", config.cpu_devices)
         if config.dry_run:
             config = with_model_of(config)
             dry_run(config, mesh_sizes(config, _any_number(config)), Console())
@@ -103,18 +104,6 @@ def refusing() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
         raise SystemExit(130) from None
-
-
-def simulate_devices(config: Config) -> None:
-    """Simulates devices on a machine without GPUs. Call it before JAX initializes its backend.
-
-    Raises:
-      ValueError: for fewer than one device.
-    """
-    if config.cpu_devices < 1:
-        raise ValueError(f"cpu_devices={config.cpu_devices}: expected at least 1")
-    if jax.config.values["jax_num_cpu_devices"] != config.cpu_devices:
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
 
 
 def announce(setup: Setup, console: Console) -> None:

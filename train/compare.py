@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from train.command_line import announce, parse, refusing, simulate_devices
+from models.simulated_devices import simulate_devices
+from train.command_line import announce, parse, refusing
 from train.config import Config
 from train.loop import train
 from train.metrics import Record
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
                     f"{field}={' and '.join(map(str, dict.fromkeys(values)))}: expected the same in"
                     " all variants"
                 )
-        simulate_devices(configs["a"])
+        simulate_devices("cpu_devices", configs["a"].cpu_devices)
         curves = {}
         for name, config in configs.items():
             console.rule(f"{name}: {' '.join(changes[name])}")

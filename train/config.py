@@ -233,7 +233,7 @@ class Config:
         if self.profile is None:
             return None
         first, _, last = self.profile.partition(":")
-        if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
             raise ValueError(
                 f"profile={self.profile!r}: expected FIRST:LAST, two steps from 1 on, as in 10:13"
             )

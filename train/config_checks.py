@@ -11,7 +11,11 @@ import collective_matmul
 import collective_matmul.layers
 from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
+from models.random_keys import check_seed
 from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
+
+#: Steps, tokens and their places are counted in int32.
+_LARGEST = 2**31 - 1
 
 
 def check(config: Config, sizes: MeshSizes) -> None:
@@ -20,13 +24,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     Raises:
       ValueError: if they do not.
     """
-    for name in (
-        "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
-        "max_to_keep", "log_interval", "eval_interval", "eval_batches",
-    ):  # fmt: skip
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+    _check_whole_numbers(config)
     for name, allowed in (("zero", Zero), ("weight_gather", WeightGather)):
         if getattr(config, name) not in get_args(allowed):
             *most, last = map(str, get_args(allowed))
@@ -38,8 +36,6 @@ def check(config: Config, sizes: MeshSizes) -> None:
             f"chat_template_kwargs={config.chat_template_kwargs!r}: expected chat too; add --chat,"
             " or leave this out"
         )
-    if config.scan_layers < 0:
-        raise ValueError(f"scan_layers={config.scan_layers}: expected at least 0")
     if config.weight_gather == "matmuls" and config.overlap == "rewrite":
         raise ValueError(
             "weight_gather='matmuls': expected blocks with overlap='rewrite', whose layers do not"
@@ -73,6 +69,26 @@ def check(config: Config, sizes: MeshSizes) -> None:
         )
     if Path(config.profile_dir).is_file():
         raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")
+
+
+def _check_whole_numbers(config: Config) -> None:
+    """Raises ValueError for a number below the least that means something, or beyond int32."""
+    for name in (
+        "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
+        "max_to_keep", "log_interval", "eval_interval", "eval_batches", "scan_layers",
+        "resume_step",
+    ):  # fmt: skip
+        value, least = getattr(config, name), int(name not in ("scan_layers", "resume_step"))
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: expected at least {least}")
+        if value is not None and value > _LARGEST:
+            raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
+    if config.batch_size * config.sequence_length > _LARGEST:
+        raise ValueError(
+            f"batch_size={config.batch_size}, sequence_length={config.sequence_length}: expected at"
+            f" most {_LARGEST} tokens in a batch; make one smaller"
+        )
+    check_seed(config.seed)
 
 
 def _check_overlap(value: str) -> None:
@@ -131,11 +147,11 @@ def check_optimizer(config: OptimizerConfig) -> None:
     for name, fits, expected in (
         ("learning_rate", 0 < config.learning_rate < math.inf, "a positive number"),
         ("final_learning_rate_fraction", 0 <= config.final_learning_rate_fraction <= 1, "0 to 1"),
-        ("warmup_steps", config.warmup_steps >= 0, "at least 0"),
+        ("warmup_steps", 0 <= config.warmup_steps < _LARGEST, f"0 to {_LARGEST - 1}"),
         (
             "decay_steps",
-            config.decay_steps is None or config.decay_steps > config.warmup_steps,
-            f"more than optimizer.warmup_steps={config.warmup_steps}",
+            config.decay_steps is None or config.warmup_steps < config.decay_steps <= _LARGEST,
+            f"more than optimizer.warmup_steps={config.warmup_steps}, and at most {_LARGEST}",
         ),
         ("weight_decay", 0 <= config.weight_decay < math.inf, "at least 0"),
         ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),

@@ -93,9 +93,10 @@ def with_model_of(config: Config) -> Config:
             " config.json says what the model is"
         )
     padded = dataclasses.replace(model, padded_vocabulary_size=config.model.padded_vocabulary_size)
-    tokenizer = root / "tokenizer.json"
+    # The file may be a link; what belongs to it is beside the link.
+    tokenizer = root.resolve() / "tokenizer.json"
     if config.tokenizer is None and tokenizer.is_file():
-        config = dataclasses.replace(config, tokenizer=str(tokenizer.resolve()))
+        config = dataclasses.replace(config, tokenizer=str(tokenizer))
     return dataclasses.replace(config, model=padded)
 
 

@@ -13,6 +13,8 @@ from train.config import Config, MeshSizes
 AXES = MeshSizes._fields
 #: The axes whose devices have sequences of their own.
 BATCH_AXES = ("data", "fsdp")
+#: Far more than there are in one place.
+_MOST_DEVICES = 2**20
 
 
 def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -> MeshSizes:
@@ -24,14 +26,15 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
     A tensor axis of 0 stays within a process, of `local_devices` devices; default: all.
 
     Raises:
-      ValueError: if a size is negative, or the mesh needs more devices than there are.
+      ValueError: if a size is negative or beyond all machines, or the mesh needs more devices than
+        there are.
     """
     mesh = config.mesh
     for name in AXES:
-        if getattr(mesh, name) < 0:
+        if not 0 <= getattr(mesh, name) <= _MOST_DEVICES:
             raise ValueError(
                 f"mesh.{name}={getattr(mesh, name)}: expected a number of devices, or 0 for what"
-                " fits"
+                f" fits; at most {_MOST_DEVICES}"
             )
     remaining = max(devices // (max(mesh.data, 1) * max(mesh.fsdp, 1)), 1)
     remaining = math.gcd(remaining, local_devices or remaining)

@@ -31,6 +31,7 @@ from models.fp8_layers import scopes
 from models.llama import Llama
 from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.prequantized import prequantized_state
+from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.muon import muon
@@ -157,7 +158,7 @@ class ModelFunctions:
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
             weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
             key_value_copies=config.model.key_value_copies(self._sizes.tensor),
-            rngs=Keys(jax.random.key(config.seed)),
+            rngs=Keys(random_key(config.seed)),
         )
 
     def _parameter_use(self, config: Config) -> ParameterUse:

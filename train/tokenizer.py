@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from models.hugging_face.declared_tokens import DeclaredTokens
+from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer, reported
 from train.text_files import opened
 
 END_OF_DOCUMENT_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
@@ -21,9 +24,9 @@ class EncodingError(ValueError):
       number: the document's, counted from 1 without empty ones.
     """
 
-    def __init__(self, number: int, text: str, reason: str):
+    def __init__(self, number: int, reason: str):
         self.number = number
-        super().__init__(f"the tokenizer failed for the text {text[:60]!r}: {reason}")
+        super().__init__(reason)
 
 
 @dataclass(frozen=True)
@@ -48,35 +51,34 @@ def read_tokenizer(path: str) -> Any:
     """A Hugging Face tokenizer.json as an object of the package tokenizers.
 
     Raises:
-      ValueError: the file cannot be read.
+      ValueError: the file or one beside it cannot be read.
       ImportError: the package tokenizers is not installed.
     """
+    with opened("tokenizer", path) as file:
+        content = file.read()
     try:
-        import tokenizers
+        return parse_tokenizer(content, _folder(path))
+    except TokenizerError as error:
+        raise ValueError(
+            f"tokenizer={path!r}: not a Hugging Face tokenizer ({error}); give a tokenizer.json"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"tokenizer={path!r}: {error}") from error
     except ImportError as error:
         raise ImportError(
             f"tokenizer={path!r}: reading it needs the package tokenizers; "
             "pip install 'collective_matmul[hf]', or leave tokenizer out to train on bytes"
         ) from error
-    with opened("tokenizer", path) as file:
-        content = file.read()
-    try:
-        model = tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise ValueError(
-            f"tokenizer={path!r}: not a Hugging Face tokenizer ({error}); give a tokenizer.json"
-        ) from error
-    # A file may configure both for single prompts; they would cut or pad documents.
-    model.no_truncation()
-    model.no_padding()
-    return model
 
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Reads a Hugging Face tokenizer.json.
 
+    The token that ends a document is the one that a file beside it declares, as
+    `DeclaredTokens.end` says, or else a special token of a usual name.
+
     Raises:
-      ValueError: the file cannot be read, or has no end-of-document token.
+      ValueError: the file or one beside it cannot be read, or there is no end-of-document token.
       ImportError: the package tokenizers is not installed.
     """
     model = read_tokenizer(path)
@@ -89,7 +91,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             number += len(texts)
 
     vocabulary = model.get_vocab()
-    return Tokenizer(encode, max(vocabulary.values()) + 1, _end_of_document(vocabulary, path))
+    return Tokenizer(encode, max(vocabulary.values()) + 1, _end_of_document(model, path))
 
 
 def _encoded(model: Any, texts: list[str], number: int) -> Iterator[list[int]]:
@@ -99,27 +101,39 @@ def _encoded(model: Any, texts: list[str], number: int) -> Iterator[list[int]]:
       EncodingError: the tokenizer fails, for the first document for which it does.
     """
     try:
-        encodings = model.encode_batch_fast(texts, add_special_tokens=False)
-    except BaseException as error:
-        # A failed assertion in the tokenizer's Rust code is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        with reported(texts[0]):
+            encodings = model.encode_batch_fast(texts, add_special_tokens=False)
+    except TokenizerError as error:
         if len(texts) == 1:
-            raise EncodingError(number, texts[0], str(error)) from error
+            raise EncodingError(number, str(error)) from error
         for i, text in enumerate(texts):
             yield from _encoded(model, [text], number + i)
     else:
         yield from (encoding.ids for encoding in encodings)
 
 
-def _end_of_document(vocabulary: dict[str, int], path: str) -> int:
+def _end_of_document(model: Any, path: str) -> int:
+    try:
+        declared = DeclaredTokens(_folder(path)).end(model.get_vocab())
+    except ValueError as error:
+        raise ValueError(f"tokenizer={path!r}: {error}") from error
+    if declared is not None:
+        return declared
+    added = model.get_added_tokens_decoder().items()
+    # Ordinary text may have these names too, and would end documents where it occurs.
+    special = {token.content: number for number, token in added if token.special}
     for name in END_OF_DOCUMENT_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
+        if name in special:
+            return special[name]
     raise ValueError(
-        f"tokenizer={path!r}: has no end-of-document token; "
-        f"add one of {', '.join(END_OF_DOCUMENT_NAMES)} to its special tokens"
+        f"tokenizer={path!r}: has no end-of-document token; name one as eos_token in a"
+        " tokenizer_config.json beside it, or add one of"
+        f" {', '.join(END_OF_DOCUMENT_NAMES)} to its special tokens"
     )
+
+
+def _folder(path: str) -> Path:
+    return Path(path).expanduser().parent
 
 
 def _grouped(documents: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:

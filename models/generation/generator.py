@@ -33,6 +33,8 @@ CACHE_SPEC = P(None, AXIS)
 _DECODE_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": str(2**20)}
 #: Lengths of prompts are padded to this times a power of two, so that few programs are compiled.
 _SHORTEST = 128
+#: Places are int32.
+_MOST_TOKENS = 2**31 - 1
 
 
 class Generator:
@@ -120,22 +122,30 @@ class Generator:
           ValueError: for an empty prompt, or one that leaves no room in the context of the model.
         """
         check_prompts(prompts, self.config)
-        if max_new_tokens < 1 or tokens_per_launch < 1:
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens}, tokens_per_launch={tokens_per_launch}: expected"
-                " at least 1 of both"
-            )
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("tokens_per_launch", tokens_per_launch),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
         answers = _Answers(prompts, max_new_tokens, self.config.context_length, on_token)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = self._padded(prompts)
-        launches = -(-(answers.longest - 1) // tokens_per_launch)
         unit = math.lcm(_SHORTEST, self.mesh.shape[AXIS])
+        tokens_per_launch = min(tokens_per_launch, _rounded_up(answers.longest, unit))
+        launches = -(-(answers.longest - 1) // tokens_per_launch)
         capacity = max(tokens.shape[1], int(lengths.max()) + 1 + launches * tokens_per_launch)
-        settings = sampling, tuple(stop_tokens)
-        with jax.set_mesh(self.mesh):
-            first, ends, caches = self.prefill(-(-capacity // unit) * unit, *settings)(
-                params, tokens, lengths
+        capacity = _rounded_up(capacity, unit)
+        if capacity > _MOST_TOKENS:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: expected less; the cache has place for at most"
+                f" {_MOST_TOKENS} tokens of a prompt and its answer"
             )
+        # Others are never chosen, and int32 may not hold them.
+        stop = tuple(t for t in stop_tokens if 0 <= t < self.config.vocabulary_size)
+        settings = sampling, stop
+        with jax.set_mesh(self.mesh):
+            first, ends, caches = self.prefill(capacity, *settings)(params, tokens, lengths)
             waiting = first[None]
             launch = self.decode(tokens_per_launch, *settings)
             # The next launch runs while the host reads the tokens of the last one.
@@ -143,9 +153,9 @@ class Generator:
                 if answers.all_ended:
                     break
                 new, ends, caches = launch(params, ends, caches)
-                answers.take(np.asarray(waiting), settings[1])
+                answers.take(np.asarray(waiting), stop)
                 waiting = new
-            answers.take(np.asarray(waiting), settings[1])
+            answers.take(np.asarray(waiting), stop)
         return answers.tokens
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -274,6 +284,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], config: LlamaConfig) -> None
                 f"prompts: number {number} has {len(prompt)} tokens, and the model's context is of"
                 f" {config.context_length}, answer included; shorten the prompt"
             )
+
+
+def _rounded_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 def _is_any_of(tokens: jax.Array, values: tuple[int, ...]) -> jax.Array:

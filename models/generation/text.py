@@ -7,9 +7,12 @@ from typing import IO, Any
 
 import jax
 
+from models.generation.answer_text import AnswerText
 from models.generation.generator import Generator
 from models.hugging_face.chat_tokens import ChatTokens
+from models.hugging_face.declared_tokens import DeclaredTokens
 from models.hugging_face.folder import ModelFolder
+from models.hugging_face.tokenizer import encode_prompt
 
 
 def answer(
@@ -23,7 +26,9 @@ def answer(
     chat_variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
-    """The answers of a model to prompts.
+    """The answers of a model to prompts, as texts that go on where the prompts end.
+
+    An answer in a chat has no space before its first word.
 
     Args:
       generator: the generator of the folder's model.
@@ -46,57 +51,36 @@ def answer(
         chats = ChatTokens(folder.path, tokenizer, chat_variables)
         encoded = [chats.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
-        encoded = [encode(tokenizer, prompt) for prompt in prompts]
-    stream = None
-    if output is not None and len(prompts) == 1:
-        stream = _Stream(tokenizer, output)
+        encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    # A message begins anew, and other answers go on with the prompt.
+    written = [AnswerText(tokenizer, [] if chat else tokens) for tokens in encoded]
+    streams = output is not None and len(prompts) == 1
+    if streams:
         options["tokens_per_launch"] = 1
-    answers = generator(
-        params,
-        encoded,
-        stop_tokens=folder.stop_tokens,
-        on_token=stream,
-        **options,
-    )
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
-    if output is not None and stream is None:
+
+    def take(number: int, token: int) -> None:
+        text = written[number].add(token)
+        if streams and text:
+            assert output is not None
+            output.write(text)
+            output.flush()
+
+    generator(params, encoded, stop_tokens=_stop_tokens(folder), on_token=take, **options)
+    rest = [each.finish() for each in written]
+    texts = [each.text for each in written]
+    if streams:
+        assert output is not None
+        output.write(rest[0] + "\n")
+    elif output is not None:
         for prompt, text in zip(prompts, texts, strict=True):
             between = "\n" if chat else ""
             output.write(f"{prompt}{between}{text}\n\n")
-    elif output is not None and stream is not None:
-        # What is no whole letter at the end.
-        output.write(texts[0].removeprefix(stream.written) + "\n")
     return texts
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens of a prompt. A beginning-of-text token that it has already is not doubled."""
-    tokens = tokenizer.encode(prompt).ids
-    bare = tokenizer.encode(prompt, add_special_tokens=False).ids
-    begins_twice = len(tokens) > len(bare) > 0 and tokens[:1] == bare[:1]
-    is_special = bool(bare) and _is_special(tokenizer, bare[0])
-    return bare if begins_twice and is_special else tokens
-
-
-def _is_special(tokenizer: Any, token: int) -> bool:
-    added = tokenizer.get_added_tokens_decoder().get(token)
-    return added is not None and added.special
-
-
-class _Stream:
-    """Writes text as soon as its tokens are there. Some letters consist of several tokens."""
-
-    def __init__(self, tokenizer: Any, output: IO[str]):
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer, self._output = tokenizer, output
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self.written = ""
-
-    def __call__(self, number: int, token: int) -> None:
-        del number
-        text = self._stream.step(self._tokenizer, token)
-        if text:
-            self.written += text
-            self._output.write(text)
-            self._output.flush()
+def _stop_tokens(folder: ModelFolder) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the model, or else that of its tokenizer."""
+    if folder.stop_tokens:
+        return folder.stop_tokens
+    end = DeclaredTokens(folder.path).end(folder.tokenizer().get_vocab())
+    return () if end is None else (end,)

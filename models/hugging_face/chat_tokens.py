@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.hugging_face.chat_template import ChatTemplate, Messages
+from models.hugging_face.tokenizer import encode_rendered
 
 #: What a word may follow, to be encoded as it is where no word begins.
 _BEFORE_A_WORD = ("", "\n", "a")
@@ -165,14 +166,7 @@ class ChatTokens:
 
     def _encode(self, *texts: str) -> list[_Encoded]:
         """The tokens of texts that a template wrote, which have the special tokens in them."""
-        try:
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            # A failed assertion in the tokenizer's Rust code is not an Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            text = texts[-1][:60]
-            raise ValueError(f"the tokenizer failed for the text {text!r}: {error}") from error
+        encodings = encode_rendered(self._tokenizer, texts)
         return [_Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -15,8 +15,10 @@ from models.config import LlamaConfig
 from models.families import read_config
 from models.families.config_keys import TOKENS, shown, shown_name
 from models.hugging_face.files import find_file, read_json, real_path
+from models.hugging_face.regular_files import open_regular
 from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
 from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
+from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer
 from models.log import warn_once
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -120,16 +122,9 @@ class ModelFolder:
         """The tokenizer, an object of the package tokenizers.
 
         Raises:
-          ValueError: there is no tokenizer.json, or it cannot be read.
+          ValueError: there is no tokenizer.json, or it cannot be read; or a file beside it.
           ImportError: the package is not installed.
         """
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(
-                f"{self.path}: reading its tokenizer needs the package tokenizers;"
-                " pip install 'collective_matmul[hf]'"
-            ) from error
         file = _located(self.path, lambda: find_file(self.path, "tokenizer.json"))
         if file is None:
             raise ValueError(
@@ -137,9 +132,17 @@ class ModelFolder:
                 " model was trained with"
             )
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:
+            with open_regular(file) as opened:
+                return parse_tokenizer(opened.read(), self.path)
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except TokenizerError as error:
             raise ValueError(f"{file}: not a tokenizer ({error})") from error
+        except ImportError as error:
+            raise ImportError(
+                f"{self.path}: reading its tokenizer needs the package tokenizers;"
+                " pip install 'collective_matmul[hf]'"
+            ) from error
 
     def _with_stored_head(self, described: LlamaConfig) -> LlamaConfig:
         """The model with a head of its own if one is stored that is not the embedding."""

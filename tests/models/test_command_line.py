@@ -10,8 +10,9 @@ import pytest
 from models.command_line import main
 from models.generation import Generator
 from models.generation.generator import make_mesh
-from models.generation.text import answer, encode
+from models.generation.text import answer
 from models.hugging_face import ModelFolder, load
+from models.hugging_face.tokenizer import encode_prompt
 from tests.models.hugging_face.folders import DATA
 
 
@@ -41,7 +42,10 @@ def test_one_answer_is_printed_as_it_comes_and_several_when_they_are_there(
     made = Generator(folder.config, mesh=make_mesh(1), dtype="float32")
     params = load(folder, made.abstract_params)
     (tokens,) = made(
-        params, [encode(tokenizer, "Hello")], max_new_tokens=6, stop_tokens=folder.stop_tokens
+        params,
+        [encode_prompt(tokenizer, "Hello")],
+        max_new_tokens=6,
+        stop_tokens=folder.stop_tokens,
     )
     assert one == tokenizer.decode(tokens) + "\n"
 
@@ -56,9 +60,9 @@ def test_a_stream_is_the_text_of_all_tokens(folder):
 def test_beginning_of_text_is_not_doubled(folder):
     tokenizer = folder.tokenizer()
     letters = np.frombuffer(b"Hi", np.uint8)
-    assert len(encode(tokenizer, "Hi")) == 1 + len(letters)
-    assert encode(tokenizer, "<|begin_of_text|>Hi") == encode(tokenizer, "Hi")
-    assert encode(tokenizer, "Hi")[0] == 256
+    assert len(encode_prompt(tokenizer, "Hi")) == 1 + len(letters)
+    assert encode_prompt(tokenizer, "<|begin_of_text|>Hi") == encode_prompt(tokenizer, "Hi")
+    assert encode_prompt(tokenizer, "Hi")[0] == 256
 
 
 def test_a_chat_is_written_by_the_template(folder):

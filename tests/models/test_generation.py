@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cache
 
 import jax
@@ -86,7 +87,7 @@ def test_drawn_tokens_depend_on_the_seed_and_not_on_the_mesh():
         return made(params, PROMPTS, max_new_tokens=NEW, sampling=sampling, tokens_per_launch=4)
 
     assert draw(1, seed=3) == draw(4, seed=3)
-    assert draw(1, seed=3) != draw(1, seed=4)
+    assert draw(1, seed=3) != draw(1, seed=2**63 + 3)
 
 
 def test_an_answer_ends_before_a_stop_token_and_tokens_are_passed_on_as_they_come():
@@ -160,12 +161,44 @@ def test_tokens_are_drawn_as_often_as_their_probability(sampling, kept):
 
 
 @pytest.mark.parametrize(
+    ("sampling", "scale", "kept"),
+    [
+        # Divided by these, logits are infinite in float32, or the temperature is 0.
+        (Sampling(temperature=2e-38), 50, [0]),
+        (Sampling(temperature=1e-39), 1, [0]),
+        (Sampling(temperature=1e-300, top_k=3, top_p=0.9), 1, [0]),
+        (Sampling(temperature=1.0, top_p=1e-60), 1, [0]),
+        (Sampling(temperature=1e300, top_k=10**30), 1, [0, 1, 2, 3, 4, 5]),
+    ],
+    ids=str,
+)
+def test_numbers_that_float32_does_not_hold_mean_what_they_say(sampling, scale, kept):
+    """They are limits: the likeliest token, or all alike."""
+    probabilities = np.zeros(6)
+    probabilities[kept] = 1 / len(kept)
+    # As above.
+    np.testing.assert_allclose(drawn(sampling, scale * LOGITS), probabilities, atol=0.032)
+
+
+def test_numbers_of_tokens_that_nobody_counts_to_change_nothing():
+    model = dataclasses.replace(MODELS["biases"], context_length=13)
+    made = Generator(model, mesh=make_mesh(1), implementation="xla", dtype="float32")
+    params = params_of("biases", made)
+    expected_answers = made(params, PROMPTS, max_new_tokens=13)
+    more = dict(max_new_tokens=10**30, tokens_per_launch=2**64, stop_tokens=[-1, 2**40])
+    assert made(params, PROMPTS, **more) == expected_answers
+    unlimited = Generator(dataclasses.replace(model, context_length=None), mesh=make_mesh(1))
+    with pytest.raises(ValueError, match=r"max_new_tokens=4294967296: expected less; the cache"):
+        unlimited({}, PROMPTS, max_new_tokens=2**32)
+
+
+@pytest.mark.parametrize(
     ("prompts", "options", "sentence"),
     [
         ([], {}, "prompts: expected at least one"),
         ([[1], []], {}, "prompts: number 1 has no tokens"),
         ([[24]], {}, "number 0 has a token outside of the vocabulary of 24"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0, tokens_per_launch=16: expected at lea"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0: expected at least 1"),
         ([[1] * 13], {}, "number 0 has 13 tokens, and the model's context is of 13, answer incl"),
     ],
 )
@@ -182,6 +215,12 @@ def test_bad_prompts_are_refused(prompts, options, sentence):
         ({"temperature": -1.0}, "temperature=-1.0: expected a number of at least 0"),
         ({"top_k": -1}, "top_k=-1: expected a whole number"),
         ({"top_p": 0.0}, "top_p=0.0: expected more than 0 and at most 1"),
+        ({"top_p": math.nan}, "top_p=nan: expected more than 0 and at most 1"),
+        ({"temperature": math.inf}, "temperature=inf: expected a number of at least 0"),
+        ({"temperature": math.nan}, "temperature=nan: expected a number of at least 0"),
+        ({"top_k": 1.5}, "top_k=1.5: expected a whole number"),
+        ({"seed": -1}, "seed=-1: expected a whole number from 0 to"),
+        ({"seed": 2**64}, r"seed=18446744073709551616: expected a whole number from 0 to"),
     ],
 )
 def test_bad_sampling_is_refused(options, sentence):
