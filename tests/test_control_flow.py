@@ -31,7 +31,9 @@ def in_cond(op: Callable) -> Callable:
 
 
 def in_switch(op: Callable) -> Callable:
-    return lambda x, w: lax.switch(lax.axis_index("d"), (op, lambda x, w: jnp.zeros_like(NOTHING)), x, w)
+    return lambda x, w: lax.switch(
+        lax.axis_index("d"), (op, lambda x, w: jnp.zeros_like(NOTHING)), x, w
+    )
 
 
 def in_while(op: Callable) -> Callable:
@@ -42,7 +44,9 @@ def in_while(op: Callable) -> Callable:
 
 
 def in_scan(op: Callable) -> Callable:
-    return lambda x, w: lax.scan(lambda y, _: (op(x, w), None), jnp.zeros_like(NOTHING), length=2)[0]
+    return lambda x, w: lax.scan(lambda y, _: (op(x, w), None), jnp.zeros_like(NOTHING), length=2)[
+        0
+    ]
 
 
 divergent = pytest.mark.parametrize("around", [in_cond, in_switch, in_while])

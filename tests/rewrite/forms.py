@@ -197,7 +197,9 @@ def _contracted_and_used_whole(x, w):
 def _weight_gradient(x, w):
     """Uses the gathered array for a weight gradient only, like a backward with saved products."""
     whole = gather(x)
-    return jnp.tensordot(whole, jnp.ones((2, 4, 1), w.dtype) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
+    return jnp.tensordot(
+        whole, jnp.ones((2, 4, 1), w.dtype) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1))
+    )
 
 
 def _weight_gradient_of_merged_rows(x, w):

@@ -258,9 +258,15 @@ def test_differences_compares_what_json_keeps() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["params"].update(norm=jnp.zeros(5, jnp.float32)), r"params.norm was float32\[16\], is "),
+        (
+            lambda s: s["params"].update(norm=jnp.zeros(5, jnp.float32)),
+            r"params.norm was float32\[16\], is ",
+        ),
         (lambda s: s["params"].update(norm=jnp.zeros(16, jnp.bfloat16)), r"is bfloat16\[16\]"),
-        (lambda s: s["params"].update(bias=jnp.zeros(5, jnp.float32)), r"params.bias was not set, is float32"),
+        (
+            lambda s: s["params"].update(bias=jnp.zeros(5, jnp.float32)),
+            r"params.bias was not set, is float32",
+        ),
         (lambda s: s.pop("step"), r"step was int32\[\], is not set"),
     ],
 )
