@@ -21,7 +21,7 @@ from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table, can_have_entry
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch.table_files import writable_path
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import how_to_simulate
