@@ -18,7 +18,7 @@ from typing import NamedTuple
 #: Sizes of arrays on one device stay below these, so that programs are cheap to execute.
 MAX_ELEMENTS, MAX_SIZE, MAX_RANK = 320, 24, 4
 #: Sizes of weights' dimensions on one device.
-SIZES = (2, 3, 4, 6)
+SIZES = (1, 2, 3, 4, 6)
 Shape = tuple[int, ...]
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
