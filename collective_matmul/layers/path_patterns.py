@@ -53,9 +53,7 @@ def check_all_match(plan: ParallelStyles, paths: Collection[str], library: str) 
     """
     for pattern in plan:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            raise ValueError(
-                f"plan[{pattern!r}]: matches no layer; {_layers_of(paths, library)}"
-            )
+            raise ValueError(f"plan[{pattern!r}]: matches no layer; {_layers_of(paths, library)}")
 
 
 def _layers_of(paths: Collection[str], library: str) -> str:
