@@ -171,9 +171,15 @@ def in_place_kernel(
 
     With `writes_all` it writes every element, and the outs only tell their types: results are new
     arrays. XLA may allocate an empty array long before the kernel that it is for.
+
+    Kernels compute indices in int32, so they are traced without 64-bit types.
     """
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.enable_x64(False):
+            return launch(*operands)
+
+    def launch(*operands: jax.Array) -> tuple[jax.Array, ...]:
         count = len(operands)
         types = tuple(map(jax.typeof, outs))
         if writes_all:

@@ -19,7 +19,7 @@ Implementation = str | Sequence[str] | None
 
 _EXPECTED = "expected None (choose per shape), or one or several of {}"
 
-#: Dtypes of the ops. float64 is for tests that enable it in JAX.
+#: Dtypes of the ops. float64 needs 64-bit types, which JAX_ENABLE_X64 enables.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
@@ -111,7 +111,12 @@ def fp8(value: RecipeName | None) -> RecipeName | None:
     return value
 
 
-def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:
+def arrays(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    shards: WeightShards | None = None,
+    recipe: RecipeName | None = None,
+) -> None:
     """Raises TypeError unless x and every w are arrays of one floating dtype.
 
     Sharded weights may have a wider dtype than x, to which they are cast.
@@ -134,6 +139,17 @@ def arrays(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = 
     if x.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
         raise TypeError(f"x and w are {x.dtype}; expected a floating-point dtype: {names}")
+    if recipe is not None:
+        quantizable("x", x, recipe)
+
+
+def quantizable(argument: str, array: jax.Array, recipe: RecipeName) -> None:
+    """Raises TypeError for float64, whose range is larger than that of the scales."""
+    if array.dtype == jnp.float64:
+        raise TypeError(
+            f"{argument}: float64 with fp8={recipe!r}, whose scales are float32; cast it to float32"
+            " or leave fp8 out"
+        )
 
 
 def weights(ws: Sequence[jax.Array]) -> None:
@@ -150,11 +166,16 @@ def weights(ws: Sequence[jax.Array]) -> None:
             raise TypeError(f"w: {w.dtype}, the first is {ws[0].dtype}; expected one of {names}")
 
 
-def operands(x: jax.Array, ws: Sequence[jax.Array], shards: WeightShards | None = None) -> None:
+def operands(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    shards: WeightShards | None = None,
+    recipe: RecipeName | None = None,
+) -> None:
     """Raises unless x [..., K] and every w [K, *N] can be multiplied in one floating dtype."""
     if not ws:
         raise ValueError("w=(): expected a weight or a sequence of at least one")
-    arrays(x, ws, shards)
+    arrays(x, ws, shards, recipe)
     parts = shards.axis_size if shards is not None and shards.dimension == 0 else 1
     if x.ndim < 2:
         raise ValueError(

@@ -97,7 +97,7 @@ def collective_einsum(
     """
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
-    checks.arrays(x, (w,))
+    checks.arrays(x, (w,), recipe=recipe)
     labels_x, labels_w, labels_y = parse(subscripts, (x.ndim, w.ndim))
     label = einsum_checks.communicated_label(gather, scatter, labels_x, labels_w, labels_y)
     sizes_x, sizes_w = (

@@ -222,7 +222,8 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
         values = message_values(x, contracted, w.operand_dtype)
         scales = message_scales(x, contracted, 1)
         product = lax.dot_general(values, w.values, dimensions, preferred_element_type=jnp.float32)
-        return (product * scales * _as_row(w.scales, x.ndim)).astype(w.product_dtype)
+        scaled = scaled_sums(product, scales, _as_row(w.scales, x.ndim))
+        return scaled.astype(w.product_dtype)
     # For GPUs, XLA drops a rounding to 8 bits whose result is widened in the same program.
     x, w = lax.optimization_barrier((x, w))
     return lax.dot_general(
@@ -232,6 +233,14 @@ def scaled_matmul(x: jax.Array, w: ScaledMatrix) -> jax.Array:
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     ).astype(w.product_dtype)
+
+
+def scaled_sums(sums: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """``sums * row * column``, where nothing in between overflows unless the result does.
+
+    A scale of rows above 1 comes after that of columns, which may be small. Others come before.
+    """
+    return sums * jnp.minimum(row, 1.0) * column * jnp.maximum(row, 1.0)
 
 
 def dequantized(w: ScaledMatrix) -> jax.Array:
@@ -328,7 +337,8 @@ def _largest_magnitude(w: Array, axes: tuple[int, ...]) -> jax.Array:
         return jnp.maximum(_magnitude(x), _magnitude(y))
 
     largest = lax.reduce(jnp.asarray(w, jnp.float32), np.float32(0), larger, axes)
-    return lax.expand_dims(largest, axes)
+    # A reduction of one number returns it without calling `larger`.
+    return lax.expand_dims(_magnitude(largest), axes)
 
 
 def _magnitude(x: Array) -> jax.Array:

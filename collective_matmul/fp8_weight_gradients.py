@@ -79,7 +79,8 @@ def _with_common_scale(
         ratios = lax.expand_dims(ratios, (*range(dimension), *range(dimension + 1, len(divided))))
         multiplied = values.reshape(divided).astype(jnp.float32) * ratios
         values = multiplied.astype(recipe.gradient_dtype).reshape(values.shape)
-    return values, x_largest * dy_largest
+    # Not infinite, of which a sum of zero would make a NaN.
+    return values, jnp.minimum(x_largest * dy_largest, 2.0**127)
 
 
 def _scales_of_shards(message: jax.Array, shards: int, dimension: int) -> jax.Array:

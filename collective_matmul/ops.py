@@ -136,7 +136,7 @@ def all_gather_matmul(
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     ws, copies = unwrapped(tuple(w) if isinstance(w, Sequence) else (w,), recipe, shards, x)
-    checks.operands(x, ws, shards)
+    checks.operands(x, ws, shards, recipe)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
     x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
     if x.size:
@@ -201,7 +201,7 @@ def matmul_reduce_scatter(
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     (w,), copies = unwrapped((w,), recipe, shards, x)
-    checks.operands(x, (w,), shards)
+    checks.operands(x, (w,), shards, recipe)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
@@ -261,7 +261,7 @@ def matmul_all_reduce(
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
     (w,), copies = unwrapped((w,), recipe, shards, x)
-    checks.operands(x, (w,), shards)
+    checks.operands(x, (w,), shards, recipe)
     x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
     if x.size:
         if recipe is not None:

@@ -191,6 +191,7 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
         raise ValueError(f"fp8=None: expected a recipe: {', '.join(map(repr, RECIPES))}")
     checks.fp8(fp8)
     checks.weights(ws)
+    checks.quantizable("w", ws[0], fp8)
     recipe = RECIPES[fp8]
     shards = checks.weight_shards(weight_axis_name, weight_dimension)
     matrices = [lax.stop_gradient(w).reshape(w.shape[0], math.prod(w.shape[1:])) for w in ws]

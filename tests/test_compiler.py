@@ -149,7 +149,7 @@ def test_all_that_jit_offers() -> None:
     assert list(inspect.signature(double).parameters) == ["x"]
     assert double.eval_shape(1.0).shape == ()
     assert double.trace(1.0).jaxpr.eqns
-    assert double.lower(1.0).compile()(jnp.float32(1)) == 2
+    assert double.lower(jnp.float32(1)).compile()(jnp.float32(1)) == 2
     assert jax.export.export(double)(jnp.float32(1)).call(jnp.float32(1)) == 2
     double.clear_cache()
     assert double(1.0) == 2

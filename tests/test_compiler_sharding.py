@@ -78,7 +78,9 @@ LOCAL: dict[str, Callable[[Maps, Any], Any]] = {
     "split": lambda to, x: jnp.split(to.rows(x), 2, 1)[0],
     "pad": lambda to, x: jnp.pad(to.rows(x), ((0, 0), (1, 1))),
     "sort": lambda to, x: jnp.sort(jnp.cumsum(to.rows(x), 1), 1),
-    "update": lambda to, x: lax.dynamic_update_slice(to.rows(x), jnp.ones((16, 1)), (0, 2)),
+    "update": lambda to, x: lax.dynamic_update_slice(
+        to.rows(x), jnp.ones((16, 1), x.dtype), (0, 2)
+    ),
     "take": lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=1),
     "lookup": lambda to, x: jnp.take(W, to.rows(x)[:, 0].astype(int), axis=0),
     "each": lambda to, x: jnp.take_along_axis(to.rows(x), jnp.zeros((16, 1), int), 1),

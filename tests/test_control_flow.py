@@ -20,28 +20,33 @@ from tests.conftest import MeshFactory
 from tests.dispatch.tables import measure_as
 
 X, W = np.ones((4, 8), "float32"), np.ones((8, 4), "float32")
+NOTHING = np.zeros((4, 4), "float32")
 
 
 def in_cond(op: Callable) -> Callable:
     def body(x: Any, w: Any) -> Any:
-        return lax.cond(x[0, 0] > 0, jax.jit(op), lambda x, w: jnp.zeros((4, 4)), x, w)
+        return lax.cond(x[0, 0] > 0, jax.jit(op), lambda x, w: jnp.zeros_like(NOTHING), x, w)
 
     return body
 
 
 def in_switch(op: Callable) -> Callable:
-    return lambda x, w: lax.switch(lax.axis_index("d"), (op, lambda x, w: jnp.zeros((4, 4))), x, w)
+    return lambda x, w: lax.switch(
+        lax.axis_index("d"), (op, lambda x, w: jnp.zeros_like(NOTHING)), x, w
+    )
 
 
 def in_while(op: Callable) -> Callable:
     def body(x: Any, w: Any) -> Any:
-        return lax.fori_loop(0, x[0, 0].astype(int), lambda i, y: op(x, w), jnp.zeros((4, 4)))
+        return lax.fori_loop(0, x[0, 0].astype(int), lambda i, y: op(x, w), jnp.zeros_like(NOTHING))
 
     return body
 
 
 def in_scan(op: Callable) -> Callable:
-    return lambda x, w: lax.scan(lambda y, _: (op(x, w), None), jnp.zeros((4, 4)), length=2)[0]
+    return lambda x, w: lax.scan(lambda y, _: (op(x, w), None), jnp.zeros_like(NOTHING), length=2)[
+        0
+    ]
 
 
 divergent = pytest.mark.parametrize("around", [in_cond, in_switch, in_while])

@@ -179,3 +179,33 @@ def test_an_unknown_recipe_is_refused(make_mesh: MeshFactory) -> None:
     fun = jax.shard_map(op, mesh=make_mesh({AXIS: 2}), in_specs=P(), out_specs=P(None, AXIS))
     with pytest.raises(ValueError, match=r"fp8='mxfp8': expected None .*'rowwise'"):
         jax.eval_shape(fun, jnp.ones((2, 8)), jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (16, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_one_contracted_number_and_one_column(recipe: Recipe, sizes: tuple[int, int]) -> None:
+    """A reduction of one number is the number itself, which may be negative or infinite."""
+    x, w = drawn(ROWS, sizes[0]), drawn(*sizes, seed=1)
+    w[-1, -1] = -abs(w[-1, -1])
+    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    # Both operands round by 2⁻⁴ at most.
+    assert (abs(product - x @ w) <= 2.0**-2.9 * (abs(x) @ abs(w))).all()
+    for value in (np.inf, -np.inf, np.nan):
+        w[-1, -1] = value
+        dirty = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+        assert np.isnan(dirty[:, -1]).all()
+        np.testing.assert_array_equal(dirty[:, :-1], product[:, :-1])
+
+
+@pytest.mark.parametrize("contracted", [1, 2, CONTRACTED])
+@pytest.mark.parametrize("sizes", [(1e35, 1e-3), (1e-3, 1e35), (1e36, 1e-36), (1e-34, 1e34)])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_large_rows_times_small_columns(
+    recipe: Recipe, sizes: tuple[float, float], contracted: int
+) -> None:
+    """Scales do not overflow where their product with the sum does not."""
+    x, w = drawn(ROWS, contracted) * sizes[0], drawn(contracted, 8, seed=1) * sizes[1]
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    magnitudes = abs(x).astype(np.float64) @ abs(w).astype(np.float64)
+    assert (abs(product - x.astype(np.float64) @ w) <= 2.0**-2.9 * magnitudes).all()

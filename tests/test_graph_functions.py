@@ -65,7 +65,7 @@ def trained(jit: Callable) -> tuple[list[float], Any]:
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
     state = {"metrics": metrics, "again": [model], "rngs": nnx.Rngs(7)}
-    x = jax.random.normal(jax.random.key(1), (8, 4))
+    x = jax.random.normal(jax.random.key(1), (8, 4), jnp.float32)
     step = jit(train_step)
     losses = [float(step(model, optimizer, state=state, x=x)) for _ in range(3)]
     assert model.outer is model.inner

@@ -370,9 +370,9 @@ def test_layers_refuse_kernels_that_were_quantized_otherwise(make_mesh: MeshFact
     mesh = make_mesh({"tensor": 1})
     fun = jax.shard_map(shared, mesh=mesh, in_specs=P(), out_specs=P(None, None, "tensor"))
     with pytest.raises(ValueError, match="1 of 2 weights are quantized, as numbers 0 of 1"):
-        jax.eval_shape(fun, jnp.ones((2, 8, 16)))
+        jax.eval_shape(fun, jnp.ones((2, 8, 16), jnp.float32))
     with (
         jax.set_mesh(make_mesh({"tensor": 2})),
         pytest.raises(ValueError, match=r"kernel: quantized, in a layer outside of a shard_map"),
     ):
-        alone(layers.down)(jnp.ones((2, 8, 32)))
+        alone(layers.down)(jnp.ones((2, 8, 32), jnp.float32))

@@ -44,7 +44,7 @@ def _poisoned() -> Iterator[None]:
 
 def assert_same(actual: Any, expected: Any) -> None:
     def compare(a: jax.Array, b: jax.Array) -> None:
-        assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
+        assert np.max(np.abs(np.asarray(a) - np.asarray(b))) <= 1e-5 * np.max(np.abs(b))
 
     jax.tree.map(compare, actual, expected)
 

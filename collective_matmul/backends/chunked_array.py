@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax import lax
 
 from collective_matmul._compat import vary_over, varying_axes
@@ -154,8 +155,10 @@ def write(chunk: Rows, value: jax.Array, dimension: int) -> jax.Array:
     array = chunk.array
     if array.shape == value.shape:
         return value
-    start: list[Any] = [0] * array.ndim
-    start[dimension] = chunk.start if array.shape[dimension] > chunk.size else 0
+    # Places are int32, as axis indices are; with JAX_ENABLE_X64, Python's 0 would be an int64.
+    start: list[Any] = [np.int32(0)] * array.ndim
+    if array.shape[dimension] > chunk.size:
+        start[dimension] = chunk.start
     if chunk.column_blocks > 1:
         start[-1] = chunk.column_block * chunk.columns
     return lax.dynamic_update_slice(array, value, start)

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import itertools
 import os
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,22 +34,46 @@ def file_name(device_kind: str) -> str:
     return f"{data.folder_name(device_kind)}.jsonl"
 
 
-def cache_path(device_kind: str) -> Path:
-    """The file of the user's own table.
+def cache_path(device_kind: str) -> Path | None:
+    """The file of the user's own table; None for a user without a home directory.
 
     It is stored in the directory that the environment variable COLLECTIVE_MATMUL_CACHE_DIR
     names, else in ``collective_matmul`` beneath XDG_CACHE_HOME or ``~/.cache``.
     """
     folder = os.environ.get(CACHE_VARIABLE)
     if not folder:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        try:
+            caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # In containers, a user may have neither HOME nor a name.
+            return None
         folder = Path(caches) / "collective_matmul"
     return Path(folder) / file_name(device_kind)
 
 
+def writable_path(device_kind: str, path: str | os.PathLike | None = None) -> Path:
+    """The file to save a table in, `path` or the user's own; makes its folder.
+
+    Raises:
+      ValueError: if it cannot be written.
+    """
+    chosen = cache_path(device_kind) if path is None else Path(path)
+    advice = f"give another path, or set {CACHE_VARIABLE} to a folder that can be written"
+    if chosen is None:
+        raise ValueError(f"path=None: this user has no home directory for the table; {advice}")
+    try:
+        chosen.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=chosen.parent):
+            return chosen
+    except OSError as error:
+        raise ValueError(
+            f"path={str(chosen)!r}: the table cannot be written there ({error.strerror}); {advice}"
+        ) from error
+
+
 def known(device_kind: str) -> list[tuple[str, Table]]:
     """The tables used for a kind of device, each with its origin in words, best first."""
-    tables = [("your table", read_users(cache_path(device_kind)))]
+    path = cache_path(device_kind)
+    tables = [] if path is None else [("your table", read_users(path))]
     tables.append((f"table of {device_kind}", _shipped(device_kind)))
     if device_kind in DEVICE_ALIASES:
         other, reason = DEVICE_ALIASES[device_kind]
@@ -60,7 +85,7 @@ def read_users(path: Path) -> Table | None:
     """The table at `path`; None if there is no file, or, after a warning, a damaged one."""
     try:
         return _read(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 300)

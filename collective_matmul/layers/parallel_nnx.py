@@ -102,9 +102,16 @@ def _matched_layers(
 
     for path, node in nodes:
         pattern = path_patterns.matches(plan, path)
-        if pattern is None or (not path and not _is_attention(node)):
+        if pattern is None or (not path and pattern and not _is_layer(node)):
             continue
         style = plan[pattern]
+        if not path and not isinstance(style, Heads):
+            path_patterns.check_layer(plan, pattern, path, node, LINEAR_LAYERS, "nnx")
+            raise ValueError(
+                f"plan[{pattern!r}]: the model itself is the {type(node).__name__}, which cannot"
+                " be replaced in place; make it an attribute of a module, or construct a"
+                " collective_matmul.layers.ColumnParallelLinear or RowParallelLinear"
+            )
         if not isinstance(style, Heads):
             add(path, node, style, pattern)
             continue
@@ -112,10 +119,13 @@ def _matched_layers(
         layer_checks.heads(path, node, options["axis_name"], options["mesh"])
         for name, of_layer in style.layers().items():
             add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
-    takes = (*LINEAR_LAYERS, *ATTENTION_MODULES)
-    paths = [path for path, node in nodes if path_patterns.class_that_calls(type(node)) in takes]
+    paths = [path for path, node in nodes if _is_layer(node)]
     path_patterns.check_all_match(plan, paths, "nnx")
     return entries
+
+
+def _is_layer(node: Any) -> bool:
+    return path_patterns.class_that_calls(type(node)) in (*LINEAR_LAYERS, *ATTENTION_MODULES)
 
 
 def _is_attention(node: Any) -> bool:

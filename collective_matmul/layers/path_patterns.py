@@ -53,10 +53,16 @@ def check_all_match(plan: ParallelStyles, paths: Collection[str], library: str) 
     """
     for pattern in plan:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            raise ValueError(
-                f"plan[{pattern!r}]: matches no layer; the {library} layers here are"
-                f" {', '.join(sorted(filter(None, paths))) or '(none)'}"
-            )
+            raise ValueError(f"plan[{pattern!r}]: matches no layer; {_layers_of(paths, library)}")
+
+
+def _layers_of(paths: Collection[str], library: str) -> str:
+    named = ", ".join(sorted(filter(None, paths)))
+    if named:
+        return f"the {library} layers here are {named}"
+    if paths:
+        return f"the model itself is the only {library} layer here, and its path is ''"
+    return f"the model has no {library} layers that Column(), Row() or Heads() take"
 
 
 def check_layer(

@@ -107,8 +107,10 @@ class ScaledMultiplication(PersistentGemm, ABC):
                 x_scales = self.read_x_scales(tile, part, 0)
                 self.accumulate(accumulator, tile, part, stages, in_parts)
             scaled = self.product_of(accumulator, tile, stages)
-            scaled *= lax.broadcast_in_dim(x_scales, shape, (0,))
-            return scaled * lax.broadcast_in_dim(w_scales, shape, (1,))
+            # As in `collective_matmul.fp8.scaled_sums`.
+            scaled *= lax.broadcast_in_dim(jnp.minimum(x_scales, 1.0), shape, (0,))
+            scaled *= lax.broadcast_in_dim(w_scales, shape, (1,))
+            return scaled * lax.broadcast_in_dim(jnp.maximum(x_scales, 1.0), shape, (0,))
 
         return pl.run_scoped(accumulate, accumulator=plgpu.ACC(shape, jnp.float32))
 
@@ -126,7 +128,8 @@ class ScaledMultiplication(PersistentGemm, ABC):
             total, stage, (x_scales, w_scale) = carry
             # The next step's scales are read now, as that takes long, and after the last use of
             # this step's: so they get the same registers. Copying them from others would wait.
-            scales = x_scales * w_scale
+            # Blocks of zero sums times an infinite scale would be NaN.
+            scales = jnp.minimum(x_scales * w_scale, jnp.finfo(jnp.float32).max)
             following = read_scales(step + 1)
             product = self.multiply_block(stage, part, stages, waited)
             total += product * lax.broadcast_in_dim(scales, product.shape, (0,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from collective_matmul._compat import ShardingTypeError
@@ -14,7 +15,7 @@ from collective_matmul.fp8 import RecipeName
 from collective_matmul.gradients import OpParams
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.divergence import Axes
-from collective_matmul.rewrite.graph import Graph
+from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.replacements import replacements_of, signature
 from collective_matmul.rewrite.report import source_of
 from collective_matmul.rewrite.site_selection import PlacedMatch
@@ -108,6 +109,8 @@ class SiteTracer:
             source=source_of(equation),
             replaces=collective.kind,
         )
+        if type_of(equation.invars[0]).dtype == jnp.float64:
+            call = call.without_fp8("float64 has more range than the scales, which are float32")
         replacements = replacements_of(placed, equation, call)
         key = shard_maps, call, call.source, signature(placed, replacements)
         if key not in self._traced:

@@ -197,7 +197,10 @@ def executed_by(graph: Graph, sites: Sequence[TracedSite]) -> frozenset[int]:
     """The equations of a jaxpr that sites replace, and gathers of weights that only they need."""
     consumed = frozenset().union(*(site.placed.consumed for site in sites))
     weights = (weight for site in sites for weight in site.placed.weights)
-    return consumed | unused_after(graph, weights, consumed)
+    # A site that cannot gather its weight, such as an all-reduce, reads what the program gathers.
+    made = (equation for site in sites for _, new in site.equations for equation in new)
+    read = frozenset(var for equation in made for var in variables(equation.invars))
+    return consumed | unused_after(graph, weights, consumed, read)
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:

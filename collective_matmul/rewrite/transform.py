@@ -246,10 +246,16 @@ def _is_array(leaf: Any) -> bool:
 
 def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> None:
     replaced = sum(site.replaced for site in found)
-    if require is not None and replaced < require:
+    if require is None or replaced >= require:
+        return
+    if not in_shard_map:
+        raise ValueError(f"require={require}: {NOTHING_SHOWN}")
+    if not found:
         raise ValueError(
-            f"require={require}: only {replaced} gathers and sums over devices were replaced;"
-            f" see why the others were left alone, or require fewer\n{table(found)}"
-            if in_shard_map
-            else f"require={require}: {NOTHING_SHOWN}"
+            f"require={require}: the function has no gathers and no sums over devices; require 0,"
+            " or pass the function that communicates"
         )
+    raise ValueError(
+        f"require={require}: only {replaced} gathers and sums over devices were replaced;"
+        f" see why the others were left alone, or require fewer\n{table(found)}"
+    )

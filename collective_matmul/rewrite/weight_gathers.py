@@ -9,6 +9,8 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Literal
 
+from jax.extend.core import Var
+
 from collective_matmul.rewrite.collective_equations import collective_of, kind_of
 from collective_matmul.rewrite.commuting import ShardOp, commuting_op
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
@@ -100,11 +102,22 @@ def _matrix_dimension(matmul: Matmul, dimension: int) -> Literal[0, 1] | None:
     return None
 
 
-def unused_after(graph: Graph, weights: Iterable[GatheredWeight], consumed: Set[int]) -> set[int]:
-    """The equations of gathers of weights that nothing needs once others are consumed."""
+def unused_after(
+    graph: Graph, weights: Iterable[GatheredWeight], consumed: Set[int], read: Set[Var]
+) -> set[int]:
+    """The equations of gathers of weights that nothing needs once others are consumed.
+
+    Args:
+      graph: the program.
+      weights: the gathers.
+      consumed: indices of the equations that sites replace.
+      read: variables that the replacements read.
+    """
     unused: set[int] = set()
     for index in sorted({index for weight in weights for index in weight.chain}, reverse=True):
         (var,) = graph.equations[index].outvars
-        if var not in graph.results and unused.union(consumed).issuperset(graph.users(var)):
+        if var in graph.results or var in read:
+            continue
+        if unused.union(consumed).issuperset(graph.users(var)):
             unused.add(index)
     return unused

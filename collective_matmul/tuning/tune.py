@@ -21,7 +21,7 @@ from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table, can_have_entry
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch.table_files import writable_path
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import how_to_simulate
@@ -73,8 +73,9 @@ def tune(
     Raises:
       ValueError: for unknown names, a function without collective matmuls, arguments without a
         function, fewer devices than a site has, devices of different kinds, a table at `path` for
-        another kind, several processes, or numbers that do not allow a measurement.
-      OSError: if the table cannot be written.
+        another kind, several processes, numbers that do not allow a measurement, or a folder that
+        cannot be written.
+      OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
         raise ValueError(f"limit_seconds={limit_seconds}: expected more than 0")
@@ -91,7 +92,7 @@ def tune(
     tuner = _Tuner(
         devices=found,
         implementations=tuple(dict.fromkeys((REFERENCE.name, *names))),
-        path=cache_path(kind) if path is None else Path(path),
+        path=writable_path(kind, path),
         measure=timed,
         groups=groups,
         limit_seconds=limit_seconds,

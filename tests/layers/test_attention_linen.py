@@ -137,7 +137,7 @@ def test_dropout_stays_the_same(broadcast: bool, mesh: Mesh) -> None:
 def test_decoding_stays_the_same_with_a_cache_sharded_over_heads(context: str, mesh: Mesh) -> None:
     module = Attention(options=linen.FrozenDict(decode=True))
     model = parallelize(module, {NO_PATH: Heads()}, mesh=mesh, implementation="ring")
-    whole = jnp.ones((2, 3, FEATURES))
+    whole = jnp.ones((2, 3, FEATURES), jnp.float32)
     actual, expected = made(model, whole), made(module, whole)
 
     def step(values: Any, x: jax.Array) -> Any:

@@ -327,7 +327,10 @@ def test_the_example_of_the_readme_computes_the_same() -> None:
         def __call__(self, x):
             return self.down(nnx.gelu(self.up(x)))
 
-    model, x = FeedForward(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (4, 16, 64))
+    model, x = (
+        FeedForward(nnx.Rngs(0)),
+        jax.random.normal(jax.random.key(1), (4, 16, 64), jnp.float32),
+    )
     before = model(x)
     with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("tensor",))):
         parallelize(model, {"up": Column(), "down": Row()})

@@ -112,11 +112,11 @@ def _reshaped_across_columns(h, w):
 
 
 def _bias_after(h, w):
-    return scatter(h @ w) + jnp.arange(4.0).reshape(1, 1, 4)
+    return scatter(h @ w) + jnp.arange(4, dtype=h.dtype).reshape(1, 1, 4)
 
 
 def _bias_before(h, w):
-    return scatter(h @ w + jnp.arange(4.0).reshape(1, 1, 4))
+    return scatter(h @ w + jnp.arange(4, dtype=h.dtype).reshape(1, 1, 4))
 
 
 def _sum_of_two_matmuls(h, w):
@@ -197,11 +197,13 @@ def _contracted_and_used_whole(x, w):
 def _weight_gradient(x, w):
     """Uses the gathered array for a weight gradient only, like a backward with saved products."""
     whole = gather(x)
-    return jnp.tensordot(whole, jnp.ones((2, 4, 1)) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1)))
+    return jnp.tensordot(
+        whole, jnp.ones((2, 4, 1), w.dtype) * w[0].reshape(1, 1, -1), ((0, 1), (0, 1))
+    )
 
 
 def _weight_gradient_of_merged_rows(x, w):
-    rows = jnp.ones((8, 1)) * w[:1]
+    rows = jnp.ones((8, 1), w.dtype) * w[:1]
     return jnp.tensordot(rows, gather(x).reshape(8, 4), ((0,), (0,)))
 
 

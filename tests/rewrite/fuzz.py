@@ -57,7 +57,12 @@ def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str
       Refused: if something is wrong with the program itself.
     """
     promotion = "strict" if case.strict else "standard"
-    with jax.numpy_dtype_promotion(promotion), warnings.catch_warnings(), np.errstate(all="ignore"):
+    with (
+        jax.numpy_dtype_promotion(promotion),
+        jax.enable_x64(case.wide),
+        warnings.catch_warnings(),
+        np.errstate(all="ignore"),
+    ):
         warnings.simplefilter("ignore")
         arguments, structs = values_of(case), structs_of(case)
         try:
@@ -72,7 +77,7 @@ def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         wrong = _difference(case, expected_program, expected, actual_program, arguments)
         # The gradient of what `overlap` returns has collectives of its own.
-        if not wrong and second_pass and case.mode not in ("after", "vmapped"):
+        if not wrong and second_pass and not case.fp8 and case.mode not in ("after", "vmapped"):
             wrong = _second_pass(case, actual_program, structs)
         if not wrong and compiled:
             wrong = _executed(case, plain, rewritten, expected)
@@ -85,6 +90,8 @@ def _difference(
     types = [(v.shape, v.dtype) for v in plain.out_avals]
     if types != [(v.shape, v.dtype) for v in rewritten.out_avals]:
         return f"types: {rewritten.out_avals} instead of {plain.out_avals}"
+    if case.fp8:
+        return _difference_in_fp8(plain, expected, rewritten, arguments)
     try:
         actual = simulate_jaxpr(rewritten, arguments, float64=True)
     except DeadlockError as error:
@@ -107,6 +114,26 @@ def _difference(
     ]
     wrong = mismatch(ours, expected, bounds)
     return f"rounding: {wrong}" if wrong else None
+
+
+def _difference_in_fp8(
+    plain: Any, expected: list, rewritten: Any, arguments: list[np.ndarray]
+) -> str | None:
+    """What is off by more than operands in 8 bits explain: much less than a wrong place is off."""
+    try:
+        actual = simulate_jaxpr(rewritten, arguments)
+    except DeadlockError as error:
+        return f"waits for ever: {error}"
+    except Exception as error:
+        return f"cannot be executed: {type(error).__name__}: {error}".splitlines()[0][:200]
+    bounds = [0.25] * len(expected)
+    for seed in range(3):
+        noise = np.random.default_rng(seed)
+        nudged = [np.asarray(x, float) * (1 + noise.normal(0, 2**-4, x.shape)) for x in arguments]
+        errors = map(_error, simulate_jaxpr(plain, nudged, True), expected)
+        bounds = [max(bound, WORSE * error) for bound, error in zip(bounds, errors, strict=True)]
+    wrong = mismatch(actual, expected, bounds)
+    return f"in 8 bits: {wrong}" if wrong else None
 
 
 def _error(actual: Any, expected: Any) -> float:
@@ -134,7 +161,7 @@ def _second_pass(case: Case, program: Any, structs: list) -> str | None:
 
 def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> str | None:
     """Compiles and executes both forms, in the program's dtypes."""
-    if len(case.manual) < len(case.mesh) and (case.explicit or case.rounds):
+    if len(case.manual) < len(case.mesh) and (case.explicit or case.rounds or case.fp8):
         # Arguments would have to be placed first; XLA for CPUs aborts, as 16-bit sums over devices
         # are impossible beside automatic axes (jaxlib 0.10 to 0.12), whether rewritten or not.
         return None
@@ -150,6 +177,8 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
         except Exception as refusal:
             raise Refused(str(refusal)) from refusal
         return f"cannot be compiled: {type(error).__name__}: {error}".splitlines()[0][:200]
+    if case.fp8:
+        return None  # It rounds more; that it compiles and runs is what the compiler adds.
     floor = UNIT[case.dtype] if case.rounds else 1e-4
     bounds = [WORSE * (_error(x, y) + floor) for x, y in zip(expected, exact, strict=True)]
     wrong = mismatch(actual, exact, bounds)

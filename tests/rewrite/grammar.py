@@ -9,6 +9,7 @@ that the program itself never waits for ever.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from typing import NamedTuple
 #: Sizes of arrays on one device stay below these, so that programs are cheap to execute.
 MAX_ELEMENTS, MAX_SIZE, MAX_RANK = 320, 24, 4
 #: Sizes of weights' dimensions on one device.
-SIZES = (2, 3, 4, 6)
+SIZES = (1, 2, 3, 4, 6)
 Shape = tuple[int, ...]
-Spec = tuple[str | None, ...]
+Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 class Value(NamedTuple):
@@ -60,14 +61,18 @@ class Source:
         return f"{prefix}{self.names}"
 
     def argument(self, shape: Shape) -> Value:
-        """An argument with this shape on each device. Axes shard a dimension of it or none."""
+        """An argument with this shape on each device. Axes shard a dimension of it or none.
+
+        Several may shard one dimension, in any order.
+        """
         sizes = list(shape)
-        spec: list[str | None] = [None] * len(shape)
-        for axis, size in self.axes.items():
+        sharded: list[tuple[str, ...]] = [()] * len(shape)
+        for axis in self.random.sample([*self.axes], len(self.axes)):
             if self.chance(0.5):
                 i = self.random.randrange(len(shape))
-                if spec[i] is None:
-                    sizes[i], spec[i] = sizes[i] * size, axis
+                if not sharded[i] or self.chance(0.5):
+                    sizes[i], sharded[i] = sizes[i] * self.axes[axis], (*sharded[i], axis)
+        spec = [axes if len(axes) > 1 else axes[0] if axes else None for axes in sharded]
         value = Value(f"a{len(self.arguments)}", shape)
         self.arguments.append((tuple(sizes), tuple(spec)))
         self.local[value.name] = value
@@ -114,8 +119,10 @@ class Block:
         return self.random.choice(self.scope)
 
     def axis(self) -> tuple[str, int]:
-        axis = self.random.choice(self.axes)
-        return axis, self.source.axes[axis]
+        """The axes of a collective as source text, seldom several in any order, and their size."""
+        count = self.random.choice((1, 1, 1, 1, 2)) if len(self.axes) > 1 else 1
+        axes = tuple(self.random.sample(self.axes, count))
+        return repr(axes if count > 1 else axes[0]), math.prod(map(self.source.axes.get, axes))
 
     # Collectives.
 
@@ -126,32 +133,27 @@ class Block:
         shape = (*x.shape[:i], x.shape[i] * size, *x.shape[i + 1 :])
         if not fits(shape):
             return x
-        forms = [f"lax.all_gather({x.name}, '{axis}', axis={i}, tiled=True)"] * 3
-        forms += [f"lax.all_gather({x.name}, '{axis}', axis={i}).reshape{shape}"]
+        forms = [f"lax.all_gather({x.name}, {axis}, axis={i}, tiled=True)"] * 3
+        forms += [f"lax.all_gather({x.name}, {axis}, axis={i}).reshape{shape}"]
         if i and len(shape) > 1:
             swapped = f"jnp.swapaxes({x.name}, 0, {i})"
-            forms += [f"jnp.swapaxes(lax.all_gather({swapped}, '{axis}', tiled=True), 0, {i})"]
+            forms += [f"jnp.swapaxes(lax.all_gather({swapped}, {axis}, tiled=True), 0, {i})"]
         return self.assign(self.random.choice(forms), shape)
 
     def scatter(self, x: Value) -> Value:
-        divisible = [
-            (axis, i)
-            for axis in self.axes
-            for i, size in enumerate(x.shape)
-            if size and size % self.source.axes[axis] == 0
-        ]
-        if not divisible:
+        axis, size = self.axis() if self.axes else ("", 1)
+        divisible = [i for i, rows in enumerate(x.shape) if rows and rows % size == 0]
+        if not axis or not divisible:
             return self.sum(x)
-        axis, i = self.random.choice(divisible)
-        size = self.source.axes[axis]
+        i = self.random.choice(divisible)
         rows = x.shape[i] // size
         shape = (*x.shape[:i], rows, *x.shape[i + 1 :])
         split = (*x.shape[:i], size, rows, *x.shape[i + 1 :])
-        start = f"lax.axis_index('{axis}') * {rows}"
-        forms = [f"lax.psum_scatter({x.name}, '{axis}', scatter_dimension={i}, tiled=True)"] * 3
+        start = f"lax.axis_index({axis}) * {rows}"
+        forms = [f"lax.psum_scatter({x.name}, {axis}, scatter_dimension={i}, tiled=True)"] * 3
         forms += [
-            f"lax.psum_scatter({x.name}.reshape{split}, '{axis}', scatter_dimension={i})",
-            f"lax.dynamic_slice_in_dim(lax.psum({x.name}, '{axis}'), {start}, {rows}, {i})",
+            f"lax.psum_scatter({x.name}.reshape{split}, {axis}, scatter_dimension={i})",
+            f"lax.dynamic_slice_in_dim(lax.psum({x.name}, {axis}), {start}, {rows}, {i})",
         ]
         return self.assign(self.random.choice(forms), shape)
 
@@ -159,7 +161,7 @@ class Block:
         if not self.axes:
             return x
         axis, _ = self.axis()
-        axes = repr(self.axes) if self.chance(0.1) else repr(axis)
+        axes = repr(self.axes) if self.chance(0.1) else axis
         name = self.random.choice(("psum", "psum", "pmean"))
         return self.assign(f"lax.{name}({x.name}, {axes})", x.shape)
 
@@ -195,6 +197,26 @@ class Block:
         order = self.random.sample(range(len(x.shape)), len(x.shape))
         shape = tuple(x.shape[i] for i in order)
         return self.assign(f"jnp.transpose({x.name}, {tuple(order)})", shape)
+
+    def reshape(self, x: Value) -> Value:
+        """A dimension split, a dimension of size 1 added or removed, or rows merged."""
+        y, shape, forms = x.name, x.shape, []
+        for i, size in enumerate(shape):
+            forms += [
+                (f"{y}.reshape{parts}", parts)
+                for part in (2, 3, 4)
+                if size > part and size % part == 0
+                for parts in [(*shape[:i], size // part, part, *shape[i + 1 :])]
+            ]
+            if size == 1 and len(shape) > 1:
+                forms += [(f"jnp.squeeze({y}, {i})", (*shape[:i], *shape[i + 1 :]))] * 3
+        place = self.random.randint(0, len(shape))
+        forms += [(f"jnp.expand_dims({y}, {place})", (*shape[:place], 1, *shape[place:]))]
+        if len(shape) > 2:
+            rows = math.prod(shape[:-1])
+            forms += [(f"jnp.reshape({y}, (-1, {shape[-1]}))", (rows, shape[-1]))] * 2
+        expression, shape = self.random.choice(forms)
+        return self.assign(expression, shape) if fits(shape) and 0 not in shape else x
 
     def combine(self, x: Value) -> Value:
         others = [value for value in self.scope if value.shape == x.shape]
@@ -266,7 +288,7 @@ class Block:
             self.source.rounds = True
             names = [f"{name}.astype(jnp.bfloat16)" for name in names]
             return f"{function}{', '.join(names)}).astype({dtype})"
-        if self.source.dtype != "float32" and self.chance(0.4):
+        if self.source.dtype in ("bfloat16", "float16") and self.chance(0.4):
             return (
                 f"{function}{', '.join(names)}, preferred_element_type=jnp.float32).astype({dtype})"
             )
@@ -276,7 +298,7 @@ class Block:
 
     def sometimes_between(self, x: Value) -> Value:
         while self.chance(0.25):
-            x = self.between(x)
+            x = self.between(x) if self.chance(0.6) else self.reshape(x)
         return x
 
     def gathered(self, x: Value) -> Value:
@@ -304,10 +326,11 @@ class Block:
 
 
 def fits(shape: Shape) -> bool:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements <= MAX_ELEMENTS and max(shape, default=0) <= MAX_SIZE and len(shape) <= MAX_RANK
+    return (
+        math.prod(shape) <= MAX_ELEMENTS
+        and max(shape, default=0) <= MAX_SIZE
+        and len(shape) <= MAX_RANK
+    )
 
 
 def names_in(lines: list[str]) -> set[str]:

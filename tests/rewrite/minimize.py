@@ -77,6 +77,7 @@ def _unused(case: Case) -> Iterator[Case]:
 
 def _simpler(case: Case) -> Iterator[Case]:
     changes = {"mode": "not", "dtype": "float32", "strict": False, "implementation": "ring"}
+    changes |= {"wide": False, "fp8": None}
     changes |= {"check_vma": True, "explicit": False}
     for name, value in changes.items():
         if getattr(case, name) != value:
@@ -124,6 +125,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from collective_matmul import overlap
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 6)
+jax.config.update("jax_enable_x64", {case.wide})
 jax.config.update("jax_numpy_dtype_promotion", "{"strict" if case.strict else "standard"}")
 axes, manual, check_vma = {dict(case.mesh)}, {case.manual}, {case.check_vma}
 shapes = {[shape for shape, _ in case.arguments]}
@@ -133,7 +135,7 @@ mesh = jax.make_mesh(
     axis_types=({"".join(f"AxisType.{k}, " for k in kinds)}),
 )
 def ring(fun):
-    return overlap(fun, implementation="{case.implementation}")
+    return overlap(fun, implementation="{case.implementation}", fp8={case.fp8!r})
 def vary(x):
     for axis in manual if check_vma else ():
         try: x = lax.pcast(x, axis, to="varying")

@@ -28,6 +28,7 @@ def add_statement(block: Block) -> None:
         block.sum: 0.5,
         block.between: 1,
         block.merge: 0.5,
+        block.reshape: 1,
         block.combine: 1,
         block.scale: 0.3,
     }

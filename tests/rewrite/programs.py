@@ -111,7 +111,10 @@ def loss_of(fun: Callable) -> Callable:
 
     def loss(*arguments: Any) -> jax.Array:
         terms = [
-            jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+            jnp.sum(
+                y.astype(jnp.float32)
+                * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+            )
             for y in jax.tree.leaves(fun(*arguments))
         ]
         return jnp.sum(jnp.stack(terms))

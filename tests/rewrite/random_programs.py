@@ -18,12 +18,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.fp8 import RECIPES
 from collective_matmul.rewrite import overlap
 from tests.rewrite.grammar import SIZES, Block, Shape, Source, Spec
 from tests.rewrite.nested_blocks import add_statement
 from tests.rewrite.programs import gradients_of, loss_of
 
-MESHES = ({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3})
+MESHES = (
+    *({"t": 2}, {"t": 3}, {"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 2, "d": 3}),
+    *({"t": 1, "d": 2}, {"d": 1, "t": 2}, {"f": 2, "d": 1, "t": 2}),
+)
 IMPLEMENTATIONS = ("ring",) * 6 + ("xla", "ring_two_way", "ring_direct")
 MODES = ("not", "not", "inside", "before", "after", "vmapped", "forward")
 
@@ -41,6 +45,8 @@ class Case:
       explicit: whether the other axes are Explicit, with the leading dimensions over them.
       dtype: of the arguments.
       rounds: whether anything is computed in a coarser dtype than float32.
+      wide: whether JAX has 64-bit types.
+      fp8: as for `overlap`.
       mode: "not" differentiated, or "inside" the shard_map, "before" or "after" the rewrite;
         "vmapped" after the rewrite, or differentiated "forward" before it.
       check_vma: as for `jax.shard_map`.
@@ -57,6 +63,8 @@ class Case:
     explicit: bool
     dtype: str
     rounds: bool
+    wide: bool
+    fp8: str | None
     mode: str
     check_vma: bool
     strict: bool
@@ -81,9 +89,12 @@ def drawn(seed: int) -> Case:
     generator = random.Random(seed)
     mesh = generator.choice(MESHES)
     manual = tuple(mesh)
-    if len(mesh) > 1 and generator.random() < 0.15:
+    if len(mesh) > 1 and generator.random() < 0.2:
         manual = ("t",)
-    dtype = generator.choice(("float32",) * 5 + ("bfloat16", "float16"))
+    wide = generator.random() < 0.15
+    dtypes = ("float32",) * 5 + ("bfloat16", "float16")
+    dtype = generator.choice((*dtypes, "float64", "float64") if wide else dtypes)
+    fp8 = generator.choice(tuple(RECIPES)) if generator.random() < 0.12 else None
     mode = generator.choice(MODES)
     source = Source(generator, {axis: mesh[axis] for axis in manual}, dtype, mode != "not")
     shapes = [generator.choice(((2, 6, 4), (2, 2, 4), (6, 4), (2, 3, 4))), (4, 4)]
@@ -102,7 +113,9 @@ def drawn(seed: int) -> Case:
         manual,
         explicit=generator.random() < 0.5,
         dtype=dtype,
-        rounds=source.rounds or dtype != "float32",
+        rounds=source.rounds or dtype in ("bfloat16", "float16"),
+        wide=wide,
+        fp8=fp8,
         mode=mode,
         check_vma=generator.random() < 0.5,
         strict=generator.random() < 0.3,
@@ -149,7 +162,7 @@ def functions(case: Case) -> tuple[Callable, Callable]:
         axis_names=set(case.manual),
         check_vma=case.check_vma,
     )
-    rewrite = functools.partial(overlap, implementation=case.implementation)
+    rewrite = functools.partial(overlap, implementation=case.implementation, fp8=case.fp8)
     if case.mode == "before":
         return gradients_of(fun, count), rewrite(gradients_of(fun, count))
     if case.mode == "after":

@@ -115,7 +115,7 @@ def _gradient_of_contrastive(x, w):
         whole = gather(x)
         return jnp.sum(jnp.sin(whole @ w @ whole.T))
 
-    return jax.grad(loss, (0, 1))(x, w[:, :1] * jnp.ones((1, w.shape[0])))[0]
+    return jax.grad(loss, (0, 1))(x, w[:, :1] * jnp.ones((1, w.shape[0]), w.dtype))[0]
 
 
 #: Bodies of x [8, 6], with sharded rows, and w [6, 4], and the number of sites that are replaced.

@@ -63,6 +63,8 @@ def case_of(*lines: str, arguments: tuple, implementation: str, mode: str = "not
         explicit=False,
         dtype="float32",
         rounds=False,
+        wide=False,
+        fp8=None,
         mode=mode,
         check_vma=False,
         strict=False,
@@ -109,6 +111,21 @@ def test_one_pass_replaces_a_gather_with_the_matmuls_that_transpose_nothing() ->
         mode="forward",
     )
     assert finding(case) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_all_reduce_reads_a_weight_that_another_site_could_gather(size: int) -> None:
+    """The scatter over d would gather y1 in its loop, and the weight gradient needs it whole."""
+    case = case_of(
+        "y1 = lax.all_gather(a0, 't', axis=2, tiled=True)",
+        "y2 = jnp.einsum('cv,abc->bva', a1, y1)",
+        "y3 = lax.psum_scatter(y2, 'd', scatter_dimension=1, tiled=True)",
+        arguments=(((2, 2, 4), (None, None, None)), ((8, 2), (None, None))),
+        implementation="ring",
+        mode="inside",
+    )
+    axes = ("d", "t")
+    assert finding(replace(case, mesh=(("d", size), ("t", 2)), manual=axes, check_vma=True)) is None
 
 
 def test_chunks_that_an_explicit_axis_cannot_divide() -> None:

@@ -321,7 +321,7 @@ def test_a_summed_constant_beside_sites_keeps_its_value(
         def loss(x: jax.Array, w: jax.Array) -> jax.Array:
             return lax.psum(jnp.sum(jnp.tanh(lax.all_gather(x, AXIS, tiled=True) @ w)), AXIS)
 
-        ones = jnp.ones(4) if collective == "psum_scatter" else 1.0
+        ones = jnp.ones(4, x.dtype) if collective == "psum_scatter" else jnp.ones((), x.dtype)
         dx, dw = jax.grad(loss, (0, 1))(x, w)
         tiled = {"tiled": True} if collective == "psum_scatter" else {}
         return dx, dw * jnp.sum(getattr(lax, collective)(ones, AXIS, **tiled))

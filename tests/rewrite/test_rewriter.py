@@ -50,7 +50,7 @@ def scanned(x, up, down):
     def layer(x, scale):
         return x + mlp(x, up * scale, down), None
 
-    return lax.scan(layer, x, jnp.array([1.0, 2.0, 3.0]), unroll=1, reverse=True)[0]
+    return lax.scan(layer, x, jnp.array([1.0, 2.0, 3.0], x.dtype), unroll=1, reverse=True)[0]
 
 
 def repeated(x, up, down):
@@ -193,7 +193,9 @@ def _scans(whole, up):
 
 
 def _repeats(whole, up):
-    return lax.fori_loop(0, 2, lambda _, y: y + whole @ up, jnp.zeros((2, 4, up.shape[1])))
+    return lax.fori_loop(
+        0, 2, lambda _, y: y + whole @ up, jnp.zeros((2, 4, up.shape[1]), up.dtype)
+    )
 
 
 def _branches(whole, up):
@@ -226,7 +228,9 @@ def _solves(x, up, down):
     """The matrix of a linear solver is a function, which must stay linear."""
 
     def product(v):
-        return lax.all_gather(v, AXIS, axis=1, tiled=True)[:, : v.shape[1]] @ jnp.eye(6)
+        return lax.all_gather(v, AXIS, axis=1, tiled=True)[:, : v.shape[1]] @ jnp.eye(
+            6, dtype=v.dtype
+        )
 
     return lax.custom_linear_solve(product, x, lambda _, b: b, lambda _, b: b)
 
@@ -265,7 +269,9 @@ def test_equations_without_a_site_are_unchanged(mesh: Mesh) -> None:
 
     def body(x, up, down):
         y = jax.jit(jnp.sin)(x)
-        y = lax.scan(lambda y, scale: (y * scale, None), y, jnp.arange(3.0), unroll=3)[0]
+        y = lax.scan(lambda y, scale: (y * scale, None), y, jnp.arange(3, dtype=y.dtype), unroll=3)[
+            0
+        ]
         return jax.jit(mlp)(y, up, down)
 
     program = program_of(body)

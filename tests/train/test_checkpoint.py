@@ -48,9 +48,9 @@ def make_state(seed: int = 0, mesh: jax.sharding.Mesh | None = None, width: int 
     """A train state after one optimizer step, so that no moment is zero."""
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
-        "layers": {i: {"w": jax.random.normal(keys[i], (8, width))} for i in range(2)},
+        "layers": {i: {"w": jax.random.normal(keys[i], (8, width), jnp.float32)} for i in range(2)},
         "embedding": jax.random.normal(keys[2], (width, 8)).astype(jnp.bfloat16),
-        "norm": jnp.full(width, 1 / 3),
+        "norm": jnp.full(width, 1 / 3, jnp.float32),
     }
     _, opt_state = OPTIMIZER.update(params, OPTIMIZER.init(params), params)
     state = {"params": params, "opt_state": opt_state, "step": jnp.int32(seed)}
@@ -258,9 +258,15 @@ def test_differences_compares_what_json_keeps() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["params"].update(norm=jnp.zeros(5)), r"params.norm was float32\[16\], is "),
+        (
+            lambda s: s["params"].update(norm=jnp.zeros(5, jnp.float32)),
+            r"params.norm was float32\[16\], is ",
+        ),
         (lambda s: s["params"].update(norm=jnp.zeros(16, jnp.bfloat16)), r"is bfloat16\[16\]"),
-        (lambda s: s["params"].update(bias=jnp.zeros(5)), r"params.bias was not set, is float32"),
+        (
+            lambda s: s["params"].update(bias=jnp.zeros(5, jnp.float32)),
+            r"params.bias was not set, is float32",
+        ),
         (lambda s: s.pop("step"), r"step was int32\[\], is not set"),
     ],
 )
