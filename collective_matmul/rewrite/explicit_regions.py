@@ -33,6 +33,7 @@ from collective_matmul.rewrite.placements import (
     dot_placement,
     explicit_axes,
     gathered_operand,
+    is_local,
     may_communicate,
     placement,
     sums,
@@ -342,6 +343,9 @@ class _Regions:
                 else:
                     reasons.append(f"its matmul communicates by itself ({described(equation)})")
             elif (op := commutes(self.graph, equation)) is not None and op.operand is var:
+                if not is_local(equation, axis):
+                    reasons.append(f"{described(equation)} shards its result over {axis!r} again")
+                    continue
                 devices = type_of(var).sharding.mesh.shape[axis]
                 after = None if dimension is None else op.dimension_after(dimension, devices)
                 self._follow(user, path, after, axis, dots, reasons)

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import NamedSharding
 
 from collective_matmul._compat import ShardingTypeError, traced_as
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
@@ -23,6 +22,7 @@ from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
     is_local,
     is_minor,
+    local_shape,
     only_axes,
     placement,
     sharing,
@@ -99,26 +99,38 @@ class ManualRegion:
         orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
         if not local or any(pair[::-1] in orders for pair in orders):
             return _SHARED
-        manual = self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
-        return manual | self._local_axes(graph, mesh, manual)
+        manual = self.axes | further
+        manual |= self._local_axes(graph, mesh, manual)
+        left = {axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
+        if not left:
+            return manual
+        # XLA cannot sum over one device beside axes that are left to it, as gradients would.
+        single = {axis for axis, size in mesh.shape.items() if size == 1}
+        if self.axes <= single:
+            return "its axis has one device, and other mesh axes are left to the compiler"
+        return manual - (single - self.axes - further)
 
     def _local_axes(self, graph: Graph, mesh: Any, manual: frozenset[str]) -> frozenset[str]:
-        """Further axes that can become manual, as nothing communicates over them."""
+        """Further axes that can become manual, as nothing communicates over them.
+
+        None whose dimension another axis shards that is not manual, or shards in two orders.
+        """
         equations = [graph.equations[index] for index in self.equations]
         atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
         found = {
             axis
             for axis in mesh.explicit_axes
-            if axis not in manual and all(is_local(equation, axis) for equation in equations)
+            if all(is_local(equation, axis) for equation in equations)
         }
+        found |= {axis for axis, size in mesh.shape.items() if size == 1}
         groups = {sharing(atom, axis) for atom in atoms for axis in mesh.explicit_axes}
+        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
+        found -= {axis for pair in orders if pair[::-1] in orders for axis in pair}
         for _ in mesh.axis_names:
             for group in groups:
                 if not manual.union(found).issuperset(group):
                     found -= set(group)
-        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
-        unordered = {axis for pair in orders if pair[::-1] in orders for axis in pair}
-        return frozenset() if found & unordered else frozenset(found)
+        return frozenset(found) - manual
 
 
 def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
@@ -184,8 +196,7 @@ class _Body:
         self._graph, self._region, self._manual = graph, region, manual
         self._arrays = arrays
         self._whole: dict[Var, jax.Array] = {}
-        self._mesh = jax.sharding.get_abstract_mesh()
-        self._has_explicit_axes = bool(self._mesh.explicit_axes)
+        self._has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
     def run(self) -> dict[Var, jax.Array]:
         """Executes the equations. Returns all arrays, by their variables."""
@@ -243,8 +254,8 @@ class _Body:
             return lax.convert_element_type(operands[0], params["new_dtype"])
         op = commuting_op(self._graph, equation)
         if op is not None and op.reshapes:
-            local = NamedSharding(self._mesh, only_axes(spec_of(result), self._manual))
-            shape = local.shard_shape(type_of(result).shape)
+            # A summand of each device is whole, also where the sum is typed as scattered.
+            shape = local_shape(result, self._manual - {self._region.summed})
             return lax.reshape(operands[0], shape, out_sharding=self._spec(result))
         made = equation.primitive.bind(*operands, **params)
         return made[0] if equation.primitive.multiple_results else made

@@ -6,6 +6,7 @@ same; or `PARTIAL` if each device has a summand (an array of type "unreduced").
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Set
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.commuting import RESHAPES
+from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 PARTIAL = "partial"
 #: Anything else, such as an operand of a product of summands.
@@ -60,6 +62,38 @@ def is_shared(atom: Atom, axis: str) -> bool:
 def is_minor(atom: Atom, axis: str) -> bool:
     """Whether an axis divides the blocks of all axes that shard a dimension together with it."""
     return sharing(atom, axis)[-1:] in ((), (axis,))
+
+
+def local_shape(atom: Atom, axes: Set[str]) -> Shape:
+    """The shape of what a device has of an array, if only these axes shard it."""
+    spec, shape = spec_of(atom), type_of(atom).shape
+    sizes = type_of(atom).sharding.mesh.shape if spec.partitions else {}
+    return tuple(
+        size // math.prod(sizes[name] for name in names if name in axes)
+        for size, names in zip(shape, _names_by_dimension(atom), strict=True)
+    )
+
+
+def _names_by_dimension(atom: Atom) -> list[tuple[str, ...]]:
+    """The axes that shard each dimension of an array, in their order."""
+    entries = spec_of(atom).partitions
+    entries = (*entries, *[None] * (type_of(atom).ndim - len(entries)))
+    return [e if isinstance(e, tuple) else () if e is None else (e,) for e in entries]
+
+
+def _stride(atom: Atom, axis: str) -> int | None:
+    """How many elements, in memory, are between the blocks that an axis divides an array into.
+
+    Of a reshaped array, a device has the same elements if this stays the same. None if no dimension
+    is sharded over the axis.
+    """
+    dimension = placement(atom, axis)
+    if not isinstance(dimension, int):
+        return None
+    shape, mesh = type_of(atom).shape, type_of(atom).sharding.mesh.shape
+    names = _names_by_dimension(atom)[dimension]
+    outer = math.prod(mesh[name] for name in names[: names.index(axis) + 1])
+    return math.prod(shape[dimension:]) // outer
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -145,6 +179,11 @@ def is_local(equation: JaxprEqn, axis: str, whole: Set[Atom] = frozenset()) -> b
         return dot_placement(equation, *places) == after
     if equation.primitive.name == "reshard":
         return places == [after]
+    if equation.primitive.name in RESHAPES:
+        (operand,) = arrays
+        before = None if operand in whole else _stride(operand, axis)
+        stays = before == _stride(equation.outvars[0], axis)
+        return stays and (places[0] == PARTIAL) == (after == PARTIAL)
     # A sum of a sharded array and one that is not.
     return len(places) < 2 or set(places) == {after}
 
