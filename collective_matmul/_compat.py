@@ -165,16 +165,19 @@ def _reduced(reduction: Callable, x: jax.Array, axis_name: str) -> jax.Array:
 
 def _widened(reduction: Callable, x: jax.Array) -> jax.Array:
     """A reduction over an axis, in 32 bits where XLA cannot compile it in 16 bits."""
-    # 0.10.2 to 0.12: XLA for CPUs ends the process at a reduction of 16-bit numbers beside axes that
-    # are left to it ("Invalid binary instruction opcode copy").
-    half = x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
-    if not (half and partly_automatic() and _runs_on_cpus()):
+    if not (partly_automatic() and ends_the_process(x.dtype)):
         return reduction(x)
     return reduction(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _runs_on_cpus() -> bool:
-    """Whether the traced program is for CPUs, by its mesh or else by the default backend."""
+def ends_the_process(dtype: Any) -> bool:
+    """Whether reductions over devices of this dtype do, beside axes that the compiler shards.
+
+    0.10.2 to 0.12: XLA for CPUs stops at those in 16 bits ("Invalid binary instruction opcode
+    copy"). The mesh tells what the program is for, or else the default backend.
+    """
+    if dtype.itemsize != 2 or not jnp.issubdtype(dtype, jnp.floating):
+        return False
     of_mesh = jax.sharding.get_abstract_mesh().abstract_device
     return (of_mesh or jax.devices()[0]).device_kind == "cpu"
 

@@ -26,6 +26,7 @@ from collective_matmul.rewrite.manual_regions import (
     ManualRegion,
     as_shard_map,
     commutes,
+    gradients_end_the_process,
     other_axes_stay,
 )
 from collective_matmul.rewrite.placements import (
@@ -43,12 +44,14 @@ from collective_matmul.rewrite.report import (
     FoundSite,
     described,
     is_ours,
+    kept,
     left_alone_by_type,
 )
 
 #: Replaces the sites in a shard_map, and reports on them; the same object if it has none.
 Rewrite = Callable[[JaxprEqn], tuple[JaxprEqn, list[FoundSite]]]
 _SUMMED = "its matmul belongs to another site, which sums over devices"
+_GRADIENTS = "XLA for CPUs cannot sum its gradients in 16 bits beside the axes that are left to it"
 _NEEDED = "overlap needs a matmul there, as in reshard(x, P()) @ w"
 
 
@@ -137,7 +140,12 @@ class _Regions:
             array = self.graph.equations[region.anchor].invars[0]
             self._left_alone(region.anchor, array, min(region.axes), equation)
             return False
-        new, found = self._rewrite(equation)
+        if gradients_end_the_process(equation):
+            with record_decisions(hidden=True):
+                new, found = equation, self._rewrite(equation)[1]
+            found = [kept(site, _GRADIENTS) for site in found]
+        else:
+            new, found = self._rewrite(equation)
         self.found += [(region.anchor, site) for site in found]
         if new is equation:
             self._kept |= region.replaced if any(site.kept for site in found) else set()
@@ -182,7 +190,7 @@ class _Regions:
         Else `plain`, the region without their gathers, if these are possible in the op.
         """
         equation = as_shard_map(self.graph, region)
-        if isinstance(equation, str):
+        if isinstance(equation, str) or gradients_end_the_process(equation):
             return False
         with record_decisions(hidden=True) as decisions:
             new, found = self._rewrite(equation)

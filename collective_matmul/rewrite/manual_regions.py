@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from collective_matmul._compat import ShardingTypeError, traced_as
+from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
+    axes_in,
     is_local,
     is_minor,
     local_shape,
@@ -181,6 +182,21 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     source = graph.equations[region.anchor].source_info
     invars = [inputs[program.invars.index(atom)] for atom in equation.invars]
     return equation.replace(invars=invars, outvars=outputs, source_info=source)
+
+
+def gradients_end_the_process(equation: JaxprEqn) -> bool:
+    """Whether XLA for CPUs cannot compile the gradients of a `shard_map`.
+
+    JAX sums those of an operand over the axes that do not shard it, in its own dtype.
+    """
+    parameters = equation.params
+    mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
+    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    with jax.sharding.use_abstract_mesh(mesh):
+        return not manual.issuperset(several) and any(
+            ends_the_process(type_of(atom).dtype) and not axes_in(spec).issuperset(several & manual)
+            for atom, spec in zip(equation.invars, parameters["in_specs"], strict=True)
+        )
 
 
 class _Body:

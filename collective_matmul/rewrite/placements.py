@@ -224,7 +224,7 @@ def reshard_kind(equation: JaxprEqn) -> str | None:
 def explicit_axes(equation: JaxprEqn) -> Iterator[str]:
     """The explicit axes that the types of an equation name, each once, in their order."""
     atoms = (*equation.invars, *equation.outvars)
-    yield from dict.fromkeys(axis for atom in atoms for axis in _axes_in(spec_of(atom)))
+    yield from dict.fromkeys(axis for atom in atoms for axis in _named(spec_of(atom)))
 
 
 def may_communicate(equation: JaxprEqn) -> bool:
@@ -238,7 +238,7 @@ def auto_axes(jaxpr: Jaxpr) -> tuple[str, ...]:
     """The axes of type Auto and several devices, of meshes with Explicit axes that shard arrays."""
     for equation in jaxpr.eqns:
         for atom in (*equation.invars, *equation.outvars):
-            if next(_axes_in(spec_of(atom)), None) is not None:
+            if next(_named(spec_of(atom)), None) is not None:
                 mesh = type_of(atom).sharding.mesh
                 return tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
         for inner in jaxprs_in_params(equation.params):
@@ -261,7 +261,12 @@ def shows_sharding(jaxpr: Jaxpr) -> bool:
     return _showing[jaxpr]
 
 
-def _axes_in(spec: PartitionSpec) -> Iterator[str]:
+def axes_in(spec: PartitionSpec) -> frozenset[str]:
+    """The axes that a spec names."""
+    return frozenset(_named(spec))
+
+
+def _named(spec: PartitionSpec) -> Iterator[str]:
     for entry in spec.partitions:
         yield from (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
     yield from sorted(spec.unreduced)
