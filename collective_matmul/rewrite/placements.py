@@ -64,6 +64,13 @@ def is_minor(atom: Atom, axis: str) -> bool:
     return sharing(atom, axis)[-1:] in ((), (axis,))
 
 
+def against_mesh_order(atom: Atom) -> bool:
+    """Whether axes shard a dimension of an array in another order than that of the mesh."""
+    order = type_of(atom).sharding.mesh.axis_names
+    names = (map(order.index, each) for each in _names_by_dimension(atom))
+    return any(places != sorted(places) for places in map(list, names))
+
+
 def local_shape(atom: Atom, axes: Set[str]) -> Shape:
     """The shape of what a device has of an array, if only these axes shard it."""
     spec, shape = spec_of(atom), type_of(atom).shape
