@@ -97,9 +97,9 @@ class Rewriter:
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
-        #: Whether sites that gain nothing stay as they are. Not those with a result whose axes are in
-        #: another order than in the mesh: up to jaxlib 0.12, XLA puts blocks of what it scatters in
-        #: the places of others then.
+        #: Whether sites that gain nothing stay as they are. Not where a result has axes in another
+        #: order than the mesh: up to jaxlib 0.12, XLA puts blocks of what it scatters in the places
+        #: of others then.
         self._keeps = True
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:

@@ -93,31 +93,39 @@ def finding(case: ExplicitCase, mesh: Mesh, compiled: bool = False) -> tuple[str
         return (f"values: {wrong}" if wrong else None), sites
 
 
-def refused_by_xla(jaxpr: Jaxpr, left: frozenset[str] = frozenset()) -> str | None:
+def refused_by_xla(jaxpr: Jaxpr, mesh: Any = None, left: tuple[str, ...] = ()) -> str | None:
     """What XLA does not compile in a `shard_map` that leaves axes of several devices to it.
 
-    Checked here, because it ends the process. As measured with jaxlib 0.10.2 to 0.12 on CPUs.
+    Looked for, because it may end the process. As measured with jaxlib 0.10.2 to 0.12 on CPUs.
+
+    Args:
+      jaxpr: a program.
+      mesh: that of the `shard_map` around it, if there is one.
+      left: the axes that it leaves.
     """
     for equation in jaxpr.eqns:
-        name, parameters = equation.primitive.name, equation.params
+        name, parameters, inside = equation.primitive.name, equation.params, (mesh, left)
         if left and name in _SUMS:
             axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
             axes = axes if isinstance(axes, tuple) else (axes,)
-            mesh = jax.sharding.get_abstract_mesh()
             if name in _ALL_REDUCES and math.prod(mesh.shape[axis] for axis in axes) == 1:
-                return f"{name} over {axes}, of one device, beside {sorted(left)}"
+                return f"{name} over {axes}, of one device, beside {left}"
             if any(type_of(atom).dtype.itemsize == 2 for atom in equation.invars):
-                return f"{name} in 16 bits beside {sorted(left)}"
+                return f"{name} in 16 bits beside {left}"
         if left and name == "reduce":
-            return f"a reduction by a function of its own beside {sorted(left)}"
-        inside = left
+            return f"a reduction by a function of its own beside {left}"
         if name == "shard_map":
-            mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-            inside = frozenset(a for a, n in mesh.shape.items() if n > 1 and a not in manual)
+            inside = parameters["mesh"], _left(parameters)
         for inner in jaxprs_in_params(parameters):
-            if found := refused_by_xla(inner, inside):
+            if found := refused_by_xla(inner, *inside):
                 return found
     return None
+
+
+def _left(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """The axes of several devices that a `shard_map` leaves to the compiler."""
+    shape, manual = parameters["mesh"].shape, parameters["newly_manual_axes"]
+    return tuple(axis for axis, size in shape.items() if size > 1 and axis not in manual)
 
 
 def _executed(
