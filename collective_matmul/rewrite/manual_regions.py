@@ -33,6 +33,8 @@ from collective_matmul.rewrite.placements import (
 
 ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
 _SHARED = "a dimension is sharded over several mesh axes at once"
+#: XLA cannot sum over one device beside axes that are left to it, as gradients would be.
+_ONE_DEVICE = "a mesh axis of it has one device, and others of several are left to the compiler"
 _BINARY: dict[str, Callable] = {**ADDITIONS, "mul": lax.mul, "div": lax.div}
 
 
@@ -102,14 +104,22 @@ class ManualRegion:
             return _SHARED
         manual = self.axes | further
         manual |= self._local_axes(graph, mesh, manual)
-        left = {axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
-        if not left:
+        return self._beside_others(graph, mesh, manual, self.axes | further)
+
+    def _beside_others(
+        self, graph: Graph, mesh: Any, manual: frozenset[str], needed: frozenset[str]
+    ) -> frozenset[str] | str:
+        """The manual axes, if XLA can compile gradients beside those that are left to it.
+
+        Else only the `needed` ones of them, or why these cannot be manual either.
+        """
+        if all(axis in manual for axis, size in mesh.shape.items() if size > 1):
             return manual
-        # XLA cannot sum over one device beside axes that are left to it, as gradients would.
         single = {axis for axis, size in mesh.shape.items() if size == 1}
-        if self.axes <= single:
-            return "its axis has one device, and other mesh axes are left to the compiler"
-        return manual - (single - self.axes - further)
+        manual -= single - needed
+        replicated = (manual - axes_in(spec_of(var)) for var in self.inputs(graph))
+        sums_over_one = self.axes <= single or any(axes and axes <= single for axes in replicated)
+        return _ONE_DEVICE if sums_over_one else manual
 
     def _local_axes(self, graph: Graph, mesh: Any, manual: frozenset[str]) -> frozenset[str]:
         """Further axes that can become manual, as nothing communicates over them.

@@ -117,7 +117,7 @@ def test_reasons() -> None:
     """An axis of one device; and a weight whose gradient would be summed in 16 bits."""
     (alone,) = [s for s in left(dot(), OVER_D, mesh_of((1, 1, 2))) if s.axes == ("d",)]
     assert alone.kind == "psum"
-    assert alone.reason == "its axis has one device, and other mesh axes are left to the compiler"
+    assert "has one device, and others of several are left to the compiler" in alone.reason
 
     def whole_weight(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.dot(reshard(x, P()), w, out_sharding=P("d"))
