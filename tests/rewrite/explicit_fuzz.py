@@ -2,8 +2,9 @@
 
 `tests.rewrite.explicit_grammar` draws them. Each program is compared with its rewritten form in
 float64, by the simulator, and all results must have the same types. What XLA is known to refuse is
-looked for in the rewritten form. One program in `COMPILED` is also compiled and executed. See
-`tests.rewrite.fuzz` for programs with `shard_map`.
+looked for in the rewritten form. One program in `COMPILED` is also compiled and executed. Set
+``JAX_ENABLE_X64=1`` for programs with 64-bit types. See `tests.rewrite.fuzz` for programs with
+`shard_map`.
 """
 
 from __future__ import annotations

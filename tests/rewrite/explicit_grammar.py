@@ -3,7 +3,8 @@
 A seed determines the program. Statements are drawn while JAX traces them: one that JAX refuses is
 dropped. They are matmuls, reshards, sums and maps, and what changes the layout: transposes, merges
 and splits of dimensions, `squeeze` and `expand_dims`. Dimensions may be sharded over several axes
-in any order; axes may have one device, or be left to the compiler (type Auto).
+in any order; axes may have one device, or be left to the compiler (type Auto). Where 64-bit types
+are enabled, arguments may have them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.fp8 import RecipeName
+
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
 MESHES += ({"d": 2, "t": 2, "f": 2}, {"d": 2, "f": 2, "t": 2}, {"s": 1, "d": 2, "t": 2})
 MESHES += ({"t": 1, "d": 2}, {"d": 2, "t": 2, "s": 1, "f": 2})
@@ -29,7 +32,16 @@ MODES = ("not", "not", "before", "after")
 AROUND = ("nothing", "nothing", "jit", "checkpoint", "scan", "cond")
 IMPLEMENTATIONS = ("ring", "ring", "xla", "ring_two_way")
 DTYPES = ("float32", "float32", "float32", "bfloat16")
-RECIPES = (None, None, None, None, None, "tensorwise", "rowwise", "blockwise")
+RECIPES: tuple[RecipeName | None, ...] = (
+    None,
+    None,
+    None,
+    None,
+    None,
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+)
 #: Kinds of statements, and those that often follow a statement of another kind.
 KINDS = ("dot",) * 6 + ("reshard",) * 4 + ("sum",) * 3 + ("map",) * 2 + ("layout",) * 3
 FOLLOWING = {
@@ -60,7 +72,7 @@ class ExplicitCase:
     mode: str
     around: str
     implementation: str
-    fp8: str | None
+    fp8: RecipeName | None
     dtype: str
     arguments: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -262,8 +274,17 @@ def drawn(seed: int) -> tuple[ExplicitCase, Mesh]:
     generator = random.Random(seed)
     sizes = generator.choice(MESHES)
     auto = generator.sample([*sizes], 1) if len(sizes) > 1 and generator.random() < 0.1 else ()
-    options = (generator.choice(each) for each in (MODES, AROUND, IMPLEMENTATIONS, RECIPES, DTYPES))
-    case = ExplicitCase(sizes, tuple(auto), *options)
+    dtypes = (*DTYPES, "float64") if jax.config.read("jax_enable_x64") else DTYPES
+    choose = generator.choice
+    case = ExplicitCase(
+        sizes,
+        tuple(auto),
+        choose(MODES),
+        choose(AROUND),
+        choose(IMPLEMENTATIONS),
+        choose(RECIPES),
+        choose(dtypes),
+    )
     mesh = _mesh(tuple(sizes.items()), case.auto)
     drawing = _Drawing(generator, case)
     drawing.argument(generator.choice(SHAPES))

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap
+from collective_matmul.fp8 import RecipeName
 from collective_matmul.rewrite import FoundSite, find_sites
 from tests.rewrite.explicit_fuzz import refused_by_xla
 from tests.rewrite.programs import gradients_of
@@ -98,7 +99,7 @@ def plain_sum(mesh: Mesh) -> Callable:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("auto", ["", "d"])
-def test_scales_of_weights_that_another_axis_shards(recipe: str, auto: str) -> None:
+def test_scales_of_weights_that_another_axis_shards(recipe: RecipeName, auto: str) -> None:
     mesh = mesh_of((2, 1, 2), auto)
     with jax.set_mesh(mesh):
         operands = structs(REDUCED, mesh, "bfloat16")
