@@ -139,7 +139,8 @@ class _Regions:
         equation = as_shard_map(self.graph, region)
         if isinstance(equation, str):
             array = self.graph.equations[region.anchor].invars[0]
-            self._left_alone(region.anchor, array, min(region.axes), equation, self._kind(region))
+            kind = region.kind(self.graph)
+            self._left_alone(region.anchor, array, min(region.axes), equation, kind)
             return False
         if gradients_end_the_process(equation):
             with record_decisions(hidden=True):
@@ -231,22 +232,10 @@ class _Regions:
                 self._accept_with_weights(region)
 
     def _left_alone(
-        self,
-        index: int,
-        array: Atom,
-        axis: str,
-        reason: str,
-        kind: CollectiveKind = "all_gather",
+        self, index: int, array: Atom, axis: str, reason: str, kind: CollectiveKind = "all_gather"
     ) -> None:
         site = left_alone_by_type(self.graph.equations[index], kind, array, axis, reason)
         self.found.append((index, site))
-
-    def _kind(self, region: ManualRegion) -> CollectiveKind:
-        """What a region communicates."""
-        if region.summed is None:
-            return "all_gather"
-        (result,) = self.graph.equations[region.equations[-1]].outvars
-        return "psum" if placement(result, region.summed) is None else "reduce_scatter"
 
     def _group(self, region: ManualRegion) -> EquationGroup:
         return EquationGroup(region.replaced, tuple(region.inputs(self.graph)))

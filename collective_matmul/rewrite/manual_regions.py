@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
+from collective_matmul.rewrite.collective_equations import CollectiveKind
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
@@ -78,6 +79,13 @@ class ManualRegion:
             for var in made
             if var in graph.results or not self.replaced.issuperset(graph.users(var))
         ]
+
+    def kind(self, graph: Graph) -> CollectiveKind:
+        """What it communicates."""
+        if self.summed is None:
+            return "all_gather"
+        (result,) = graph.equations[self.equations[-1]].outvars
+        return "psum" if placement(result, self.summed) is None else "reduce_scatter"
 
     def manual(self, graph: Graph, mesh: Any) -> frozenset[str] | str:
         """The axes that become manual, or why they cannot.

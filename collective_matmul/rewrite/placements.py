@@ -64,8 +64,12 @@ def is_minor(atom: Atom, axis: str) -> bool:
     return sharing(atom, axis)[-1:] in ((), (axis,))
 
 
-def against_mesh_order(atom: Atom) -> bool:
-    """Whether axes shard a dimension of an array in another order than that of the mesh."""
+def misplaced_by_xla(atom: Atom) -> bool:
+    """Whether axes shard a dimension of an array in another order than that of the mesh.
+
+    If such an array is a sum that is scattered, XLA up to jaxlib 0.12 puts its blocks in the places
+    of others.
+    """
     order = type_of(atom).sharding.mesh.axis_names
     names = (map(order.index, each) for each in _names_by_dimension(atom))
     return any(places != sorted(places) for places in map(list, names))

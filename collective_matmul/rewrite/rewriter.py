@@ -30,7 +30,7 @@ from collective_matmul.rewrite.gathers import match_gather
 from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.placements import against_mesh_order, shows_sharding
+from collective_matmul.rewrite.placements import misplaced_by_xla, shows_sharding
 from collective_matmul.rewrite.preference import (
     gathered_weights,
     priority,
@@ -97,9 +97,7 @@ class Rewriter:
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
-        #: Whether sites that gain nothing stay as they are. Not where a result has axes in another
-        #: order than the mesh: up to jaxlib 0.12, XLA puts blocks of what it scatters in the places
-        #: of others then.
+        #: Whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
         self._keeps = True
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
@@ -155,12 +153,11 @@ class Rewriter:
             before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
             graph = inlined_graph if after > before else graph
         values = self._divergence.values(graph.jaxpr, region)
-
         before = self.found
 
         def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
             self.found = []
-            self._keeps = not any(map(against_mesh_order, equation.outvars))
+            self._keeps = not any(map(misplaced_by_xla, equation.outvars))
             new = self._rewrite_shard_map(equation, values)
             self._keeps = True
             self._regions.add(id(new.params["jaxpr"]))
