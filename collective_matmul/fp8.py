@@ -325,7 +325,7 @@ def _largest_magnitude(w: Array, axes: tuple[int, ...]) -> jax.Array:
     compiler may divide w over devices, which it cannot do to a reduction by another function.
     """
     if not on_one_device():
-        return jnp.max(_magnitude(w), axes, keepdims=True)
+        return jnp.max(_magnitude(w), axes, keepdims=True, initial=0)
 
     def larger(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.maximum(_magnitude(x), _magnitude(y))
