@@ -126,6 +126,62 @@ def partly_automatic() -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
+def on_one_device() -> bool:
+    """Whether each array here is on one device: the compiler divides none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not partly_automatic() if mesh.manual_axes else jax.device_count() == 1
+
+
+def psum(x: jax.Array, axis_name: str) -> jax.Array:
+    """`lax.psum` over one axis, also beside mesh axes that are left to the compiler."""
+    return _reduced(lambda x: lax.psum(x, axis_name), x, axis_name)
+
+
+def pmax(x: jax.Array, axis_name: str) -> jax.Array:
+    """`lax.pmax`, likewise."""
+    return _reduced(lambda x: lax.pmax(x, axis_name), x, axis_name)
+
+
+def psum_scatter(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+    """A tiled `lax.psum_scatter`, likewise."""
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, axis_name, scatter_dimension=dimension, tiled=True)
+
+    return _widened(scatter, x)
+
+
+def _reduced(reduction: Callable, x: jax.Array, axis_name: str) -> jax.Array:
+    """A reduction over an axis that keeps the shape."""
+    if lax.axis_size(axis_name) > 1 or not partly_automatic():
+        return _widened(reduction, x)
+    # 0.10.2 to 0.12: XLA refuses a reduction over one device beside automatic axes, but no gather
+    # ("Cross-partition allreduce must be in (partial) manual partitioning mode").
+    if not tracks_varying_axes(axis_name):
+        return x
+    whole = lax.all_gather(lax.expand_dims(x, (0,)), axis_name, tiled=True, to="invarying")
+    return lax.squeeze(whole, (0,))
+
+
+def _widened(reduction: Callable, x: jax.Array) -> jax.Array:
+    """A reduction over an axis, in 32 bits where XLA cannot compile it in 16 bits."""
+    if not (partly_automatic() and ends_the_process(x.dtype)):
+        return reduction(x)
+    return reduction(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def ends_the_process(dtype: Any) -> bool:
+    """Whether reductions over devices of this dtype do, beside axes that the compiler shards.
+
+    0.10.2 to 0.12: XLA for CPUs stops at those in 16 bits ("Invalid binary instruction opcode
+    copy"). The mesh tells what the program is for, or else the default backend.
+    """
+    if dtype.itemsize != 2 or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    return (of_mesh or jax.devices()[0]).device_kind == "cpu"
+
+
 _axis_indices: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar(
     "axis_indices", default=types.MappingProxyType({})
 )

@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul._compat import axis_index
+from collective_matmul._compat import axis_index, on_one_device, pmax
 from collective_matmul.fp8_messages import (
     message,
     message_scale_bytes,
@@ -190,7 +190,7 @@ def quantize_weights(
     common = functools.reduce(jnp.maximum, largest)
     divides_columns = axis_name is not None and dimension == 1
     if axis_name is not None and (recipe.name == "tensorwise" or not divides_columns):
-        common = lax.pmax(common, axis_name)
+        common = pmax(common, axis_name)
     scale = recipe.scale(common, recipe.dtype)
     # One scale for the array is there already for the columns of other shards.
     repeats = lax.axis_size(axis_name) if divides_columns and recipe.name == "tensorwise" else 1
@@ -330,8 +330,11 @@ def _largest_magnitude(w: Array, axes: tuple[int, ...]) -> jax.Array:
     """The largest finite magnitudes along some axes, which have size 1 in the result, float32.
 
     It reads w once. The same as a maximum of magnitudes XLA divides into three kernels for GPUs
-    where columns are reduced; two of them write an array of w's shape.
+    where columns are reduced; two of them write an array of w's shape. That is what it is where the
+    compiler may divide w over devices, which it cannot do to a reduction by another function.
     """
+    if not on_one_device():
+        return jnp.max(_magnitude(w), axes, keepdims=True, initial=0)
 
     def larger(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.maximum(_magnitude(x), _magnitude(y))

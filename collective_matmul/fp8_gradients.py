@@ -28,7 +28,7 @@ import jax
 from jax import lax
 
 from collective_matmul import gradients
-from collective_matmul._compat import tracks_varying_axes, vary_over, varying_axes
+from collective_matmul._compat import psum, tracks_varying_axes, vary_over, varying_axes
 from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import contract_rows, matmul
 from collective_matmul.backends.base import Backend, GatherResidual
@@ -207,7 +207,7 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(xs[0]))
     else:
-        dy = lax.psum(dy, call.axis_name)
+        dy = psum(dy, call.axis_name)
     (quantized,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
     scaled = _each_weight(call, ws, dy.dtype, copies, transposed=True)
     dxs = [matmul(quantized, w) for w in scaled]

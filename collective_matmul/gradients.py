@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import (
     inside_branch_or_loop,
+    psum,
     tracks_varying_axes,
     vary_over,
     varying_axes,
@@ -297,7 +298,7 @@ def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
     if tracks_varying_axes(call.axis_name):
         dy = vary_over(dy, varying_axes(xs[0]))
     else:
-        dy = lax.psum(dy, call.axis_name)
+        dy = psum(dy, call.axis_name)
     dxs = tuple(matmul(dy, w, transpose_w=True) for w in ws)
     return dxs, tuple(contract_rows(x, dy) for x in xs)
 

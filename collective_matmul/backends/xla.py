@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
-from collective_matmul._compat import partly_automatic
+from collective_matmul._compat import partly_automatic, psum, psum_scatter
 from collective_matmul.backends.arithmetic import Weight, add, contract_rows, einsum, matmul
 from collective_matmul.backends.base import (
     Backend,
@@ -92,11 +92,11 @@ class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
 
     def reduce_scatter(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """[..., D*m, ...] -> [..., m, ...]."""
-        return lax.psum_scatter(x, axis_name, scatter_dimension=dimension, tiled=True)
+        return psum_scatter(x, axis_name, dimension)
 
     def all_reduce(self, x: jax.Array, axis_name: str) -> jax.Array:
         """[...] -> [...], typed as replicated over the axis."""
-        return lax.psum(x, axis_name)
+        return psum(x, axis_name)
 
     def gather_einsum(
         self,

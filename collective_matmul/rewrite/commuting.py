@@ -20,7 +20,7 @@ from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
 
 #: Elementwise operations without other operands.
 _ELEMENTWISE = frozenset({"pvary", "name", "copy", "copy_p", "neg", "optimization_barrier"})
-_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 _OTHERS = frozenset({"transpose", "convert_element_type", "sharding_constraint"})
 #: Shard ops that keep the elements and their order in memory.
 _VALUE_PRESERVING = frozenset(
@@ -67,7 +67,7 @@ class CommutingOp:
     @property
     def reshapes(self) -> bool:
         """Whether it is a reshape, by whichever primitive."""
-        return self.equation.primitive.name in _RESHAPES
+        return self.equation.primitive.name in RESHAPES
 
     def exact_factor(self, graph: Graph) -> float | None:
         """The factor, if it only multiplies and the product of any number is exact; else None.
@@ -147,7 +147,7 @@ def commuting_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
         operand = _scaled_operand(graph, equation)
         if operand is None:
             return None
-    elif name in _ELEMENTWISE | _RESHAPES | _OTHERS and len(equation.invars) == 1:
+    elif name in _ELEMENTWISE | RESHAPES | _OTHERS and len(equation.invars) == 1:
         (operand,) = equation.invars
     else:
         return None

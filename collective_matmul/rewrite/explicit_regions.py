@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.dispatch.recording import record, record_decisions
+from collective_matmul.rewrite.collective_equations import CollectiveKind
 from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup, Scheduled, in_order
 from collective_matmul.rewrite.explicit_sums import summands
 from collective_matmul.rewrite.explicit_weights import (
@@ -26,6 +27,7 @@ from collective_matmul.rewrite.manual_regions import (
     ManualRegion,
     as_shard_map,
     commutes,
+    gradients_end_the_process,
     other_axes_stay,
 )
 from collective_matmul.rewrite.placements import (
@@ -33,6 +35,7 @@ from collective_matmul.rewrite.placements import (
     dot_placement,
     explicit_axes,
     gathered_operand,
+    is_local,
     may_communicate,
     placement,
     sums,
@@ -42,12 +45,14 @@ from collective_matmul.rewrite.report import (
     FoundSite,
     described,
     is_ours,
+    kept,
     left_alone_by_type,
 )
 
 #: Replaces the sites in a shard_map, and reports on them; the same object if it has none.
 Rewrite = Callable[[JaxprEqn], tuple[JaxprEqn, list[FoundSite]]]
 _SUMMED = "its matmul belongs to another site, which sums over devices"
+_GRADIENTS = "XLA for CPUs cannot sum its gradients in 16 bits beside the axes that are left to it"
 _NEEDED = "overlap needs a matmul there, as in reshard(x, P()) @ w"
 
 
@@ -134,9 +139,15 @@ class _Regions:
         equation = as_shard_map(self.graph, region)
         if isinstance(equation, str):
             array = self.graph.equations[region.anchor].invars[0]
-            self._left_alone(region.anchor, array, min(region.axes), equation)
+            kind = region.kind(self.graph)
+            self._left_alone(region.anchor, array, min(region.axes), equation, kind)
             return False
-        new, found = self._rewrite(equation)
+        if gradients_end_the_process(equation):
+            with record_decisions(hidden=True):
+                new, found = equation, self._rewrite(equation)[1]
+            found = [kept(site, _GRADIENTS) for site in found]
+        else:
+            new, found = self._rewrite(equation)
         self.found += [(region.anchor, site) for site in found]
         if new is equation:
             self._kept |= region.replaced if any(site.kept for site in found) else set()
@@ -181,7 +192,7 @@ class _Regions:
         Else `plain`, the region without their gathers, if these are possible in the op.
         """
         equation = as_shard_map(self.graph, region)
-        if isinstance(equation, str):
+        if isinstance(equation, str) or gradients_end_the_process(equation):
             return False
         with record_decisions(hidden=True) as decisions:
             new, found = self._rewrite(equation)
@@ -220,8 +231,10 @@ class _Regions:
             if region is not None:
                 self._accept_with_weights(region)
 
-    def _left_alone(self, index: int, array: Atom, axis: str, reason: str) -> None:
-        site = left_alone_by_type(self.graph.equations[index], "all_gather", array, axis, reason)
+    def _left_alone(
+        self, index: int, array: Atom, axis: str, reason: str, kind: CollectiveKind = "all_gather"
+    ) -> None:
+        site = left_alone_by_type(self.graph.equations[index], kind, array, axis, reason)
         self.found.append((index, site))
 
     def _group(self, region: ManualRegion) -> EquationGroup:
@@ -342,6 +355,9 @@ class _Regions:
                 else:
                     reasons.append(f"its matmul communicates by itself ({described(equation)})")
             elif (op := commutes(self.graph, equation)) is not None and op.operand is var:
+                if not is_local(equation, axis):
+                    reasons.append(f"{described(equation)} shards its result over {axis!r} again")
+                    continue
                 devices = type_of(var).sharding.mesh.shape[axis]
                 after = None if dimension is None else op.dimension_after(dimension, devices)
                 self._follow(user, path, after, axis, dots, reasons)

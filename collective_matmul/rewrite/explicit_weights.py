@@ -103,7 +103,10 @@ def with_weights(
         for side, atom in enumerate(equations[index].invars)
         if isinstance(atom, Var) and atom in weights
     )
+    asking = {weight.index for weight in weights.values()}
     local = all(is_local(equations[index], other, whole) for index in region.equations)
+    local &= all(is_local(equations[index], axis) for index in copied)
+    local &= all(is_local(equations[index], other) for index in copied - asking)
     if not gathers_alone or not local:
         return None
     gathered = {shard: (other, weight.dimension) for shard, weight in weights.items()}

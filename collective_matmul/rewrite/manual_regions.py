@@ -15,14 +15,16 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import NamedSharding
 
-from collective_matmul._compat import ShardingTypeError, traced_as
+from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
+from collective_matmul.rewrite.collective_equations import CollectiveKind
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
+    axes_in,
     is_local,
     is_minor,
+    local_shape,
     only_axes,
     placement,
     sharing,
@@ -32,6 +34,8 @@ from collective_matmul.rewrite.placements import (
 
 ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
 _SHARED = "a dimension is sharded over several mesh axes at once"
+#: XLA cannot sum over one device beside axes that are left to it, as gradients would be.
+_ONE_DEVICE = "a mesh axis of it has one device, and others of several are left to the compiler"
 _BINARY: dict[str, Callable] = {**ADDITIONS, "mul": lax.mul, "div": lax.div}
 
 
@@ -76,6 +80,13 @@ class ManualRegion:
             if var in graph.results or not self.replaced.issuperset(graph.users(var))
         ]
 
+    def kind(self, graph: Graph) -> CollectiveKind:
+        """What it communicates."""
+        if self.summed is None:
+            return "all_gather"
+        (result,) = graph.equations[self.equations[-1]].outvars
+        return "psum" if placement(result, self.summed) is None else "reduce_scatter"
+
     def manual(self, graph: Graph, mesh: Any) -> frozenset[str] | str:
         """The axes that become manual, or why they cannot.
 
@@ -99,26 +110,46 @@ class ManualRegion:
         orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
         if not local or any(pair[::-1] in orders for pair in orders):
             return _SHARED
-        manual = self.axes | further | {axis for axis, size in mesh.shape.items() if size == 1}
-        return manual | self._local_axes(graph, mesh, manual)
+        manual = self.axes | further
+        manual |= self._local_axes(graph, mesh, manual)
+        return self._beside_others(graph, mesh, manual, self.axes | further)
+
+    def _beside_others(
+        self, graph: Graph, mesh: Any, manual: frozenset[str], needed: frozenset[str]
+    ) -> frozenset[str] | str:
+        """The manual axes, if XLA can compile gradients beside those that are left to it.
+
+        Else only the `needed` ones of them, or why these cannot be manual either.
+        """
+        if all(axis in manual for axis, size in mesh.shape.items() if size > 1):
+            return manual
+        single = {axis for axis, size in mesh.shape.items() if size == 1}
+        manual -= single - needed
+        replicated = (manual - axes_in(spec_of(var)) for var in self.inputs(graph))
+        sums_over_one = self.axes <= single or any(axes and axes <= single for axes in replicated)
+        return _ONE_DEVICE if sums_over_one else manual
 
     def _local_axes(self, graph: Graph, mesh: Any, manual: frozenset[str]) -> frozenset[str]:
-        """Further axes that can become manual, as nothing communicates over them."""
+        """Further axes that can become manual, as nothing communicates over them.
+
+        None whose dimension another axis shards that is not manual, or shards in two orders.
+        """
         equations = [graph.equations[index] for index in self.equations]
         atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
         found = {
             axis
             for axis in mesh.explicit_axes
-            if axis not in manual and all(is_local(equation, axis) for equation in equations)
+            if all(is_local(equation, axis) for equation in equations)
         }
+        found |= {axis for axis, size in mesh.shape.items() if size == 1}
         groups = {sharing(atom, axis) for atom in atoms for axis in mesh.explicit_axes}
+        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
+        found -= {axis for pair in orders if pair[::-1] in orders for axis in pair}
         for _ in mesh.axis_names:
             for group in groups:
                 if not manual.union(found).issuperset(group):
                     found -= set(group)
-        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
-        unordered = {axis for pair in orders if pair[::-1] in orders for axis in pair}
-        return frozenset() if found & unordered else frozenset(found)
+        return frozenset(found) - manual
 
 
 def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
@@ -171,6 +202,21 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     return equation.replace(invars=invars, outvars=outputs, source_info=source)
 
 
+def gradients_end_the_process(equation: JaxprEqn) -> bool:
+    """Whether XLA for CPUs cannot compile the gradients of a `shard_map`.
+
+    JAX sums those of an operand over the axes that do not shard it, in its own dtype.
+    """
+    parameters = equation.params
+    mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
+    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    with jax.sharding.use_abstract_mesh(mesh):
+        return not manual.issuperset(several) and any(
+            ends_the_process(type_of(atom).dtype) and not axes_in(spec).issuperset(several & manual)
+            for atom, spec in zip(equation.invars, parameters["in_specs"], strict=True)
+        )
+
+
 class _Body:
     """The equations of a region, executed on local arrays."""
 
@@ -184,8 +230,7 @@ class _Body:
         self._graph, self._region, self._manual = graph, region, manual
         self._arrays = arrays
         self._whole: dict[Var, jax.Array] = {}
-        self._mesh = jax.sharding.get_abstract_mesh()
-        self._has_explicit_axes = bool(self._mesh.explicit_axes)
+        self._has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
     def run(self) -> dict[Var, jax.Array]:
         """Executes the equations. Returns all arrays, by their variables."""
@@ -243,8 +288,8 @@ class _Body:
             return lax.convert_element_type(operands[0], params["new_dtype"])
         op = commuting_op(self._graph, equation)
         if op is not None and op.reshapes:
-            local = NamedSharding(self._mesh, only_axes(spec_of(result), self._manual))
-            shape = local.shard_shape(type_of(result).shape)
+            # A summand of each device is whole, also where the sum is typed as scattered.
+            shape = local_shape(result, self._manual - {self._region.summed})
             return lax.reshape(operands[0], shape, out_sharding=self._spec(result))
         made = equation.primitive.bind(*operands, **params)
         return made[0] if equation.primitive.multiple_results else made

@@ -6,6 +6,7 @@ same; or `PARTIAL` if each device has a summand (an array of type "unreduced").
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Set
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.rewrite.commuting import RESHAPES
+from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 PARTIAL = "partial"
 #: Anything else, such as an operand of a product of summands.
@@ -60,6 +62,49 @@ def is_shared(atom: Atom, axis: str) -> bool:
 def is_minor(atom: Atom, axis: str) -> bool:
     """Whether an axis divides the blocks of all axes that shard a dimension together with it."""
     return sharing(atom, axis)[-1:] in ((), (axis,))
+
+
+def misplaced_by_xla(atom: Atom) -> bool:
+    """Whether axes shard a dimension of an array in another order than that of the mesh.
+
+    If such an array is a sum that is scattered, XLA up to jaxlib 0.12 puts its blocks in the places
+    of others.
+    """
+    order = type_of(atom).sharding.mesh.axis_names
+    names = (map(order.index, each) for each in _names_by_dimension(atom))
+    return any(places != sorted(places) for places in map(list, names))
+
+
+def local_shape(atom: Atom, axes: Set[str]) -> Shape:
+    """The shape of what a device has of an array, if only these axes shard it."""
+    spec, shape = spec_of(atom), type_of(atom).shape
+    sizes = type_of(atom).sharding.mesh.shape if spec.partitions else {}
+    return tuple(
+        size // math.prod(sizes[name] for name in names if name in axes)
+        for size, names in zip(shape, _names_by_dimension(atom), strict=True)
+    )
+
+
+def _names_by_dimension(atom: Atom) -> list[tuple[str, ...]]:
+    """The axes that shard each dimension of an array, in their order."""
+    entries = spec_of(atom).partitions
+    entries = (*entries, *[None] * (type_of(atom).ndim - len(entries)))
+    return [e if isinstance(e, tuple) else () if e is None else (e,) for e in entries]
+
+
+def _stride(atom: Atom, axis: str) -> int | None:
+    """How many elements, in memory, are between the blocks that an axis divides an array into.
+
+    Of a reshaped array, a device has the same elements if this stays the same. None if no dimension
+    is sharded over the axis.
+    """
+    dimension = placement(atom, axis)
+    if not isinstance(dimension, int):
+        return None
+    shape, mesh = type_of(atom).shape, type_of(atom).sharding.mesh.shape
+    names = _names_by_dimension(atom)[dimension]
+    outer = math.prod(mesh[name] for name in names[: names.index(axis) + 1])
+    return math.prod(shape[dimension:]) // outer
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -145,6 +190,11 @@ def is_local(equation: JaxprEqn, axis: str, whole: Set[Atom] = frozenset()) -> b
         return dot_placement(equation, *places) == after
     if equation.primitive.name == "reshard":
         return places == [after]
+    if equation.primitive.name in RESHAPES:
+        (operand,) = arrays
+        before = None if operand in whole else _stride(operand, axis)
+        stays = before == _stride(equation.outvars[0], axis)
+        return stays and (places[0] == PARTIAL) == (after == PARTIAL)
     # A sum of a sharded array and one that is not.
     return len(places) < 2 or set(places) == {after}
 
@@ -185,7 +235,7 @@ def reshard_kind(equation: JaxprEqn) -> str | None:
 def explicit_axes(equation: JaxprEqn) -> Iterator[str]:
     """The explicit axes that the types of an equation name, each once, in their order."""
     atoms = (*equation.invars, *equation.outvars)
-    yield from dict.fromkeys(axis for atom in atoms for axis in _axes_in(spec_of(atom)))
+    yield from dict.fromkeys(axis for atom in atoms for axis in _named(spec_of(atom)))
 
 
 def may_communicate(equation: JaxprEqn) -> bool:
@@ -199,7 +249,7 @@ def auto_axes(jaxpr: Jaxpr) -> tuple[str, ...]:
     """The axes of type Auto and several devices, of meshes with Explicit axes that shard arrays."""
     for equation in jaxpr.eqns:
         for atom in (*equation.invars, *equation.outvars):
-            if next(_axes_in(spec_of(atom)), None) is not None:
+            if next(_named(spec_of(atom)), None) is not None:
                 mesh = type_of(atom).sharding.mesh
                 return tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
         for inner in jaxprs_in_params(equation.params):
@@ -222,7 +272,12 @@ def shows_sharding(jaxpr: Jaxpr) -> bool:
     return _showing[jaxpr]
 
 
-def _axes_in(spec: PartitionSpec) -> Iterator[str]:
+def axes_in(spec: PartitionSpec) -> frozenset[str]:
+    """The axes that a spec names."""
+    return frozenset(_named(spec))
+
+
+def _named(spec: PartitionSpec) -> Iterator[str]:
     for entry in spec.partitions:
         yield from (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
     yield from sorted(spec.unreduced)

@@ -123,6 +123,11 @@ def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSi
     return _site(equation, matmuls, decision, decision.reason)
 
 
+def kept(site: FoundSite, reason: str) -> FoundSite:
+    """The report of a site whose own equations stay for this reason, if an op would replace it."""
+    return replace(site, kept=True, reason=reason) if site.replaced else site
+
+
 def kept_as_it_is(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
     """The report of a site where the op would transpose arrays for XLA's own collective."""
     reason = f"arrays would be transposed without gain ({decision.reason})"

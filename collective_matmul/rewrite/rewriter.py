@@ -30,7 +30,7 @@ from collective_matmul.rewrite.gathers import match_gather
 from collective_matmul.rewrite.graph import Graph, executes_jaxprs
 from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.placements import shows_sharding
+from collective_matmul.rewrite.placements import misplaced_by_xla, shows_sharding
 from collective_matmul.rewrite.preference import (
     gathered_weights,
     priority,
@@ -97,6 +97,8 @@ class Rewriter:
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
+        #: Whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
+        self._keeps = True
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
@@ -151,12 +153,13 @@ class Rewriter:
             before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
             graph = inlined_graph if after > before else graph
         values = self._divergence.values(graph.jaxpr, region)
-
         before = self.found
 
         def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
             self.found = []
+            self._keeps = not any(map(misplaced_by_xla, equation.outvars))
             new = self._rewrite_shard_map(equation, values)
+            self._keeps = True
             self._regions.add(id(new.params["jaxpr"]))
             return new, self.found
 
@@ -339,7 +342,7 @@ class Rewriter:
                 refused.append(match.index)
             again = [self._match(graph, index, selection.consumed) for index in refused]
             matches = [match for match in again if not isinstance(match, str)]
-        sites = [site for _, site in accepted.values() if not stays_itself(site)]
+        sites = [site for _, site in accepted.values() if not (self._keeps and stays_itself(site))]
         sites = self._tracer.without_needed(graph, sites, *context)
         reports |= _reports(graph, accepted, sites)
         self.found += [reports[index] for index in sorted(reports)]

@@ -1,256 +1,39 @@
 """Random programs over Explicit mesh axes: ``python -m tests.rewrite.explicit_fuzz``.
 
-A seed determines the program. Statements are drawn while JAX traces them: one that JAX refuses is
-dropped. Each program is compared with its rewritten form in float64, by the simulator, and all
-results must have the same types. See `tests.rewrite.fuzz` for programs with `shard_map`.
+`tests.rewrite.explicit_grammar` draws them. Each program is compared with its rewritten form in
+float64, by the simulator, and all results must have the same types. What XLA is known to refuse is
+looked for in the rewritten form. One program in `COMPILED` is also compiled and executed. Set
+``JAX_ENABLE_X64=1`` for programs with 64-bit types. See `tests.rewrite.fuzz` for programs with
+`shard_map`.
 """
 
 from __future__ import annotations
 
-import random
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, reshard
-from jax.sharding import PartitionSpec as P
+from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul.rewrite import find_sites, overlap
-from tests.rewrite.fuzz import TOLERANCE, Search, main, mismatch
+from collective_matmul.rewrite.graph import type_of
+from tests.rewrite.explicit_grammar import ExplicitCase, drawn, structs_of
+from tests.rewrite.fuzz import TOLERANCE, UNIT, WORSE, Search, _error, main, mismatch
 from tests.rewrite.programs import gradients_of
 from tests.rewrite.simulator import simulate_jaxpr
 
-MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
-MESHES += ({"d": 2, "t": 2, "f": 2},)
-SIZES = (6, 6, 12, 4)
-MODES = ("not", "not", "before", "after")
-AROUND = ("nothing", "nothing", "jit", "checkpoint", "scan", "cond")
-IMPLEMENTATIONS = ("ring", "ring", "xla", "ring_two_way")
-
-
-@dataclass
-class ExplicitCase:
-    """A program and how it is executed.
-
-    Attributes:
-      mesh: the axes, of type Explicit, with their sizes.
-      mode: "not" differentiated, or "before" or "after" the rewrite.
-      around: what the statements are inside.
-      implementation: as for `overlap`.
-      arguments: shapes and specs.
-      lines: the statements, over arrays a0, a1, ... and y0, y1, ...
-    """
-
-    mesh: dict[str, int]
-    mode: str
-    around: str
-    implementation: str
-    arguments: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        details = f"# {self.mesh} {self.mode} {self.around} {self.implementation}"
-        arguments = [f"# a{i}: {shape} {spec}" for i, (shape, spec) in enumerate(self.arguments)]
-        return "\n".join([details, *arguments, *self.lines])
-
-    def fun(self, *arguments: jax.Array) -> Any:
-        names = _names(arguments)
-        for line in self.lines:
-            exec(line, names)
-        return names[self.lines[-1].split(" = ")[0]], names[self.lines[0].split(" = ")[0]]
-
-    def whole(self, *arguments: jax.Array) -> Any:
-        """The function with what is around the statements."""
-        if self.around == "jit":
-            return jax.jit(self.fun)(*arguments)
-        if self.around == "checkpoint":
-            return jax.checkpoint(self.fun)(*arguments)
-        if self.around == "cond":
-            return lax.cond(
-                jnp.sum(arguments[0]) > 0,
-                self.fun,
-                lambda *a: self.fun(a[0] * 2, *a[1:]),
-                *arguments,
-            )
-        if self.around == "scan":
-            first, *others = arguments
-
-            def step(carry, _):
-                y, z = self.fun(carry, *others)
-                return carry + jnp.mean(y), z
-
-            return lax.scan(step, first, None, length=2)
-        return self.fun(*arguments)
-
-
-def _names(arguments: Iterable[Any]) -> dict[str, Any]:
-    names: dict[str, Any] = {f"a{i}": array for i, array in enumerate(arguments)}
-    return names | {"jax": jax, "jnp": jnp, "lax": lax, "P": P, "reshard": reshard}
-
-
-class _Drawing:
-    """Draws statements while they are traced."""
-
-    def __init__(self, generator: random.Random, case: ExplicitCase):
-        self.generator, self.case = generator, case
-        self.arguments: dict[str, jax.Array] = {}
-
-    def spec(self, shape: tuple[int, ...]) -> P:
-        entries: list[Any] = [None] * len(shape)
-        for axis, size in self.case.mesh.items():
-            i = self.generator.randrange(-1, len(shape))
-            if i < 0 or shape[i] % size:
-                continue
-            if entries[i] is None:
-                entries[i] = axis
-            elif (
-                isinstance(entries[i], str) and shape[i] % (self.case.mesh[entries[i]] * size) == 0
-            ):
-                pair = [entries[i], axis]
-                self.generator.shuffle(pair)
-                entries[i] = tuple(pair)
-        return P(*entries)
-
-    def argument(self, shape: tuple[int, ...]) -> str:
-        self.case.arguments.append((shape, self.spec(shape)))
-        return f"a{len(self.case.arguments) - 1}"
-
-    def candidates(self, scope: dict[str, Any]) -> list[str]:
-        """Statements to try, the one that is wanted most first."""
-        choose = self.generator.choice
-        names = [name for name in scope if name.startswith(("a", "y"))]
-        x = choose(names[-3:])
-        shape = scope[x].shape
-        kind = choose(("dot",) * 5 + ("reshard",) * 4 + ("sum",) * 3 + ("map",) * 2 + ("layout",))
-        if kind == "reshard":
-            return [f"reshard({x}, {self.spec(shape)})"]
-        if kind == "map":
-            return [choose(("jnp.sin({})", "{} * 0.5", "-{}", "{}.astype('bfloat16')")).format(x)]
-        if kind == "sum":
-            same = [n for n in names if scope[n].shape == shape and n != x] or [x]
-            y, spec = choose(same), self.spec(shape)
-            operator = choose("+-")
-            return [f"{x} {operator} {y}", f"reshard({x}, {spec}) {operator} reshard({y}, {spec})"]
-        if kind == "layout":
-            order = list(range(len(shape)))
-            self.generator.shuffle(order)
-            merged = (shape[0] * shape[1], *shape[2:]) if len(shape) > 1 else shape
-            return [choose((f"jnp.transpose({x}, {order})", f"{x}.reshape({merged})"))]
-        return self.dots(names, scope, x)
-
-    def dots(self, names: list[str], scope: dict[str, Any], x: str) -> list[str]:
-        shape, choose = scope[x].shape, self.generator.choice
-        i = self.generator.randrange(len(shape))
-        others = [n for n in names if len(scope[n].shape) == 2 and shape[i] in scope[n].shape]
-        is_new = not others or self.generator.random() < 0.5
-        w_shape = choose(((shape[i], choose(SIZES)), (choose(SIZES), shape[i])))
-        w = self.argument(w_shape) if is_new else choose(others)
-        w_shape = w_shape if is_new else scope[w].shape
-        j = w_shape.index(shape[i])
-        dot = f"jnp.tensordot({x}, {w}, (({i},), ({j},))"
-        if is_new:
-            return [f"# {dot})"]
-        result = shape[:i] + shape[i + 1 :] + w_shape[:j] + w_shape[j + 1 :]
-        typed = f"{dot}, out_sharding={self.spec(result)})"
-        spec = scope[x].sharding.spec
-        axis = spec[i] if i < len(spec) else None
-        if isinstance(axis, str) and axis in self.case.mesh and self.generator.random() < 0.3:
-            columns = P(*(axis if k == j else None for k in range(2)))
-            entries = (None if axis in (entry or ()) else entry for entry in self.spec(result))
-            summands = P(*entries, unreduced=frozenset({axis}))
-            dot = f"jnp.tensordot({x}, reshard({w}, {columns}), (({i},), ({j},))"
-            return [f"reshard({dot}, out_sharding={summands}), {self.spec(result)})"]
-        if len(self.case.mesh) > 1 and len(shape) > 1 and self.generator.random() < 0.3:
-            return [self.layer(x, w, len(shape), i, j), typed]
-        return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
-
-    def layer(self, x: str, w: str, dimensions: int, i: int, j: int) -> str:
-        """A matmul with a gather of x or a sum, and a weight that a second axis shards."""
-        choose, rows = self.generator.choice, [k for k in range(dimensions) if k != i]
-        axis, other = self.generator.sample(list(self.case.mesh), 2)
-        gathered, *batch = self.generator.sample(rows, len(rows))
-        columns, along = 1 - j, {k: other for k in batch[:1]}
-        if self.generator.random() < 0.5:
-            before, whole, product = {gathered: axis, **along}, along, {len(rows): axis}
-            sharded = choose(({columns: axis, j: other}, {columns: (axis, other)}))
-        else:
-            before = whole = {i: axis, **along}
-            sharded, product = {j: axis, columns: other}, {rows.index(gathered): axis}
-        product |= {rows.index(k): name for k, name in along.items()}
-        weight = {k: axis for k, names in sharded.items() if axis in names}
-        x, w = f"reshard({x}, {_spec(before)})", f"reshard({w}, {_spec(sharded)})"
-        dot = f"jnp.tensordot(reshard({x}, {_spec(whole)}), reshard({w}, {_spec(weight)})"
-        return f"{dot}, (({i},), ({j},)), out_sharding={_spec(product)})"
-
-
-def _spec(entries: dict[int, Any]) -> P:
-    return P(*(entries.get(k) for k in range(max(entries, default=-1) + 1)))
-
-
-def drawn(seed: int) -> tuple[ExplicitCase, Mesh]:
-    """The program of a seed, and its mesh. Trace the program inside the mesh."""
-    generator = random.Random(seed)
-    sizes = generator.choice(MESHES)
-    case = ExplicitCase(
-        sizes, generator.choice(MODES), generator.choice(AROUND), generator.choice(IMPLEMENTATIONS)
-    )
-    mesh = _mesh(tuple(sizes.items()))
-    drawing = _Drawing(generator, case)
-    drawing.argument(generator.choice(((6, 6, 12), (6, 12, 6), (12, 6), (2, 6, 4))))
-    for _ in range(2):
-        drawing.argument((generator.choice(SIZES), generator.choice(SIZES)))
-    with jax.set_mesh(mesh):
-        for _ in range(generator.choice((3, 4, 5, 6, 8))):
-            _add_statement(drawing, mesh)
-    return case, mesh
-
-
-def _add_statement(drawing: _Drawing, mesh: Mesh) -> None:
-    """Adds a statement that JAX accepts after the others, if one is found soon."""
-    case = drawing.case
-    for _ in range(4):
-        scope = _types(case, mesh, case.lines)
-        for text in drawing.candidates(scope):
-            if text.startswith("# "):  # It has a new argument: what it is used for is drawn next.
-                break
-            line = f"y{len(case.lines)} = {text}"
-            try:
-                _types(case, mesh, [*case.lines, line])
-            except Exception:  # JAX refuses it.
-                continue
-            case.lines.append(line)
-            return
-
-
-def _types(case: ExplicitCase, mesh: Mesh, lines: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def program(*arguments: jax.Array) -> None:
-        names = _names(arguments)
-        for line in lines:
-            exec(line, names)
-        found.update((k, jax.typeof(v)) for k, v in names.items() if isinstance(v, jax.Array))
-
-    jax.eval_shape(program, *_structs(case, mesh))
-    return found
-
-
-def _structs(case: ExplicitCase, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-        for shape, spec in case.arguments
-    ]
-
-
-def _mesh(sizes: tuple[tuple[str, int], ...]) -> Mesh:
-    names, counts = zip(*sizes, strict=True)
-    devices = jax.devices()[: int(np.prod(counts))]
-    return jax.make_mesh(counts, names, (AxisType.Explicit,) * len(names), devices=devices)
+#: One program in this number is compiled.
+COMPILED = 40
+#: Sums over devices, and those of them that keep the shape.
+_SUMS = {"psum", "psum_invariant", "reduce_scatter", "pmax", "pmin"}
+_ALL_REDUCES = _SUMS - {"reduce_scatter"}
+#: From this error on, XLA computes the plain program wrongly: by whether it rounds to 16 bits.
+_WRONG = {False: 0.01, True: 0.3}
 
 
 def functions(case: ExplicitCase) -> tuple[Callable, Callable]:
@@ -258,7 +41,7 @@ def functions(case: ExplicitCase) -> tuple[Callable, Callable]:
     count = len(case.arguments)
 
     def rewrite(fun: Callable) -> Callable:
-        return overlap(fun, implementation=case.implementation)
+        return overlap(fun, implementation=case.implementation, fp8=case.fp8)
 
     if case.mode == "before":
         return gradients_of(case.whole, count), rewrite(gradients_of(case.whole, count))
@@ -271,17 +54,20 @@ class Refused(Exception):
     """JAX refuses the plain program."""
 
 
-def finding(case: ExplicitCase, mesh: Mesh) -> tuple[str | None, int]:
+def finding(case: ExplicitCase, mesh: Mesh, compiled: bool = False) -> tuple[str | None, int]:
     """What is wrong with the rewritten form of a program, if anything is; the number of sites.
 
     Raises:
       Refused: if something is wrong with the program itself.
     """
     generator = np.random.default_rng(0)
-    arguments = [generator.standard_normal(shape, np.float32) for shape, _ in case.arguments]
+    arguments = [
+        generator.standard_normal(shape, np.float32).astype(case.dtype)
+        for shape, _ in case.arguments
+    ]
     with jax.set_mesh(mesh), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        structs = _structs(case, mesh)
+        structs = structs_of(case, mesh)
         plain, rewritten = functions(case)
         try:
             program = jax.make_jaxpr(plain)(*structs)
@@ -291,18 +77,94 @@ def finding(case: ExplicitCase, mesh: Mesh) -> tuple[str | None, int]:
         try:
             found = find_sites(case.whole, implementation=case.implementation)(*structs)
             new = jax.make_jaxpr(rewritten)(*structs)
-            actual = simulate_jaxpr(new, arguments, float64=True)
+            # What is rounded to 8 bits has other values.
+            is_exact = case.fp8 is None
+            actual = simulate_jaxpr(new, arguments, float64=True) if is_exact else expected
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0][:300], 0
         sites = sum(site.replaced for site in found)
         types = [str(aval) for aval in program.out_avals], [str(aval) for aval in new.out_avals]
         if types[0] != types[1]:
             return f"types: {types[1]} instead of {types[0]}", sites
+        if refused := refused_by_xla(new.jaxpr):
+            return f"XLA: {refused}", sites
         wrong = mismatch(actual, expected, [TOLERANCE] * len(expected))
+        if not wrong and compiled:
+            wrong = _executed(case, mesh, expected, arguments)
         return (f"values: {wrong}" if wrong else None), sites
 
 
-def search(seeds: Iterable[int], every: int = 0, stop: int = 10**9) -> Search:
+def refused_by_xla(jaxpr: Jaxpr, mesh: Any = None, left: tuple[str, ...] = ()) -> str | None:
+    """What XLA does not compile in a `shard_map` that leaves axes of several devices to it.
+
+    Looked for, because it may end the process. As measured with jaxlib 0.10.2 to 0.12 on CPUs.
+
+    Args:
+      jaxpr: a program.
+      mesh: that of the `shard_map` around it, if there is one.
+      left: the axes that it leaves.
+    """
+    for equation in jaxpr.eqns:
+        name, parameters, inside = equation.primitive.name, equation.params, (mesh, left)
+        if left and name in _SUMS:
+            axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
+            axes = axes if isinstance(axes, tuple) else (axes,)
+            if name in _ALL_REDUCES and math.prod(mesh.shape[axis] for axis in axes) == 1:
+                return f"{name} over {axes}, of one device, beside {left}"
+            if any(type_of(atom).dtype.itemsize == 2 for atom in equation.invars):
+                return f"{name} in 16 bits beside {left}"
+        if left and name == "reduce":
+            return f"a reduction by a function of its own beside {left}"
+        if name == "shard_map":
+            inside = parameters["mesh"], _left(parameters)
+        for inner in jaxprs_in_params(parameters):
+            if found := refused_by_xla(inner, *inside):
+                return found
+    return None
+
+
+def _left(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """The axes of several devices that a `shard_map` leaves to the compiler."""
+    shape, manual = parameters["mesh"].shape, parameters["newly_manual_axes"]
+    return tuple(axis for axis, size in shape.items() if size > 1 and axis not in manual)
+
+
+def _executed(
+    case: ExplicitCase, mesh: Mesh, exact: list[Any], arguments: list[np.ndarray]
+) -> str | None:
+    """Compiles and executes both forms, in the program's dtypes."""
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, (_, spec) in zip(arguments, case.arguments, strict=True)
+    ]
+    results = []
+    for fun in functions(case):
+        try:
+            results.append(jax.tree.leaves(jax.jit(fun)(*placed)))
+        except Exception as error:
+            if not results:
+                raise Refused(str(error)) from error
+            return f"cannot be compiled: {type(error).__name__}: {error}".splitlines()[0][:300]
+    if case.fp8 is not None:
+        return None
+    rounds = case.dtype == "bfloat16" or any("bfloat16" in line for line in case.lines)
+    floor = UNIT["bfloat16"] if rounds else 1e-4
+    for number, (x, y, z) in enumerate(zip(*results, exact, strict=True)):
+        plain, ours = _error(x, z), _error(y, z)
+        if plain > _WRONG[rounds]:
+            print(
+                f"# XLA: result {number} of the plain program is off by {plain:.3g},"
+                f" of the rewritten one by {ours:.3g}\n{case}",
+                flush=True,
+            )
+        elif ours > WORSE * (plain + floor):
+            return f"executed: result {number} is off by {ours:.3g}, without overlap {plain:.3g}"
+    return None
+
+
+def search(
+    seeds: Iterable[int], every: int = 0, stop: int = 10**9, compiled: bool = False
+) -> Search:
     """Compares the program of each seed with its rewritten form."""
     result = Search()
     for seed in seeds:
@@ -310,20 +172,23 @@ def search(seeds: Iterable[int], every: int = 0, stop: int = 10**9) -> Search:
         try:
             if not case.lines:
                 raise Refused
-            wrong, sites = finding(case, mesh)
+            wrong, sites = finding(case, mesh, compiled and seed % COMPILED == 0)
         except Refused:
             result.refused += 1
             continue
         result.programs, result.sites = result.programs + 1, result.sites + sites
         if wrong:
-            print(f"# seed {seed}: {wrong}\n{case}", flush=True)
+            print(f"# seed {seed}, program {result.programs}: {wrong}\n{case}", flush=True)
             result.findings.append((seed, wrong, case))
             if len(result.findings) >= stop:
                 break
         if every and result.programs % every == 0:
-            print(f"# {result.programs} programs, {result.refused} refused, {result.sites} sites")
+            print(
+                f"# {result.programs} programs, {result.refused} refused, {result.sites} sites",
+                flush=True,
+            )
     return result
 
 
 if __name__ == "__main__":
-    main("python -m tests.rewrite.explicit_fuzz", search)
+    main("python -m tests.rewrite.explicit_fuzz", functools.partial(search, compiled=True))

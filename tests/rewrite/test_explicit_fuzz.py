@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import _compat
 from collective_matmul.rewrite import explicit_regions, manual_regions, placements, weight_gathers
 from tests.rewrite.explicit_fuzz import search
 
@@ -103,6 +104,11 @@ def forget_the_order_of_axes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_minor", lambda atom, axis: True)
 
 
+def sum_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside axes that are left to the compiler, which then ends the process."""
+    monkeypatch.setattr(_compat, "ends_the_process", lambda dtype: False)
+
+
 MISTAKES = [
     gather_in_another_order,
     gather_over_another_axis,
@@ -112,6 +118,7 @@ MISTAKES = [
     forget_a_result,
     divide_weights_along_the_other_dimension,
     forget_the_order_of_axes,
+    sum_in_16_bits,
 ]
 
 
