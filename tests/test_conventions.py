@@ -73,6 +73,9 @@ PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.layers"}
 #: The one benchmark module that imports private names; the other modules import them from it.
 BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 
+#: The files that may import private parts of JAX, one for each of two programs.
+PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
+
 #: Where the name of a backend may be compared, besides the registry.
 BACKEND_FILES = {
     "xla": "collective_matmul/backends/xla.py",
@@ -166,7 +169,7 @@ def private_imports(tree: SourceTree) -> Findings:
 
 def private_jax(tree: SourceTree) -> Findings:
     for module in tree.modules:
-        if module.path != "collective_matmul/_compat.py":
+        if module.path not in PRIVATE_JAX:
             yield from (Finding(place, "is private JAX") for place in module.private_jax())
 
 

@@ -1,27 +1,24 @@
 """What the processes of a run decide together: to refuse invalid input, and to stop after a step.
 
-Every process calls these functions in the same order, as each waits for the others. In a run of one
-process they communicate nothing.
+Every process calls these functions in the same order, as each waits for the others. Texts go
+through the coordination service of `jax.distributed`, so they arrive where devices cannot
+communicate. In a run of one process nothing is communicated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train._compat import exchange
 from train.shutdown import Shutdown
-
-# Texts are gathered in multiples of this size, so that few programs are compiled.
-_TEXT_BYTES = 4096
 
 
 class AgreedError(ValueError):
@@ -35,17 +32,6 @@ def is_agreed(error: BaseException | None) -> bool:
     return getattr(error, "agreed", False)
 
 
-def gather_texts(text: str) -> list[str]:
-    """The texts of all processes, on all of them, in order."""
-    if jax.process_count() == 1:
-        return [text]
-    own = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([own.size], np.int32)).reshape(-1)
-    padded = np.pad(own, (0, -(-int(sizes.max()) // _TEXT_BYTES) * _TEXT_BYTES - own.size))
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Refuses invalid input on all processes, if one of them does.
@@ -57,10 +43,10 @@ def together() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as error:
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():
             raise
         own = error
-    for number, message in enumerate(gather_texts("" if own is None else str(own))):
+    for number, message in enumerate(exchange("" if own is None else str(own))):
         if message:
             where = "" if number == 0 else f"process {number}: "
             raise AgreedError(where + message) from own
@@ -72,10 +58,10 @@ def check_same(what: str, value: Any, advice: str) -> None:
     Raises:
       AgreedError: they do not; the message names what differs, and ends with the advice.
     """
-    values = gather_texts(json.dumps(value, sort_keys=True))
+    values = exchange(value)
     for number, other in enumerate(values):
         if other != values[0]:
-            named = ", ".join(_differences("", json.loads(values[0]), json.loads(other)))
+            named = ", ".join(_differences("", values[0], other))
             raise AgreedError(
                 f"process {number} has another {what} than process 0: {named}; {advice}"
             )

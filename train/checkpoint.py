@@ -263,7 +263,9 @@ def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+            reason = errno.EROFS if read_only else errno.EACCES
+            raise OSError(reason, os.strerror(reason))
         return path, RunLock(path) if is_first() else None
     except OSError as error:
         raise ValueError(

@@ -109,12 +109,13 @@ def refusing() -> Iterator[None]:
 def announce(setup: Setup, console: Console) -> None:
     """Prints what is trained: the model, the mesh and the data."""
     config, mesh, text = setup.config, setup.mesh, setup.text
-    kind = mesh.devices.flat[0].device_kind
+    kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    rest = f"; {unused} more are not used" if unused else ""
     for line in (
         f"{config.preset}: {setup.model.parameter_count:,} parameters,"
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
-        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices",
+        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
         *describe_processes(),
         *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
         f"data: {text.description}, {text.token_count:,} tokens,"

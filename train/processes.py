@@ -17,9 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.agreement import is_agreed
+from train._compat import exchange, process_id
+from train.agreement import AgreedError, is_agreed
 from train.config import DistributedConfig
-from train.launchers import Placement, find_placement, local_device_ids
+from train.gpu_binding import View, installed_gpus, jax_uses_gpus, own_share, view, visible_gpus
+from train.launchers import Placement, find_placement
 from train.supervisor import RESUME
 
 _FLAGS = "--distributed.coordinator-address, --distributed.num-processes, --distributed.process-id"
@@ -34,12 +36,12 @@ def own_name(error: BaseException) -> str:
     """The beginning of an error that only this one of several processes has; "" otherwise."""
     if is_agreed(error) or not jax.distributed.is_initialized():
         return ""
-    return f"process {jax.process_index()}: "
+    return f"process {process_id()}: "
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints and logs."""
-    return jax.process_index() == 0
+    """Whether this is the process that prints and logs. Opens no device."""
+    return process_id() == 0
 
 
 @contextlib.contextmanager
@@ -50,7 +52,8 @@ def connected(config: DistributedConfig) -> Iterator[None]:
     would wait for them, and they for it.
 
     Raises:
-      ValueError: the flags are not complete, or JAX cannot find the other processes.
+      ValueError: the flags are not complete, JAX cannot find the other processes, or those of a
+        node cannot share its GPUs evenly.
     """
     placement = find_run(config, os.environ)
     if placement is None:
@@ -58,6 +61,7 @@ def connected(config: DistributedConfig) -> Iterator[None]:
         return
     _initialize(config, placement)
     try:
+        _bind_gpus()
         yield
     except BaseException as error:
         leaving = isinstance(error, SystemExit)
@@ -75,7 +79,7 @@ def connected(config: DistributedConfig) -> Iterator[None]:
 def _print_failure(error: BaseException) -> None:
     """Says that a program failed, which also happens where another process has died in it."""
     print(
-        f"error: process {jax.process_index()}: a program failed ({' '.join(str(error).split())});"
+        f"error: process {process_id()}: a program failed ({' '.join(str(error).split())});"
         f" if another process has died, {RESUME}",
         file=sys.stderr,
     )
@@ -124,18 +128,17 @@ def find_run(config: DistributedConfig, variables: Mapping[str, str]) -> Placeme
 def _initialize(config: DistributedConfig, placement: Placement) -> None:
     if config.coordinator_address is not None and placement.process_id == 0:
         _check_port(config.coordinator_address)
-    devices = [*local_device_ids(placement)]
     # Else JAX replaces the handler of SIGTERM, which is `Shutdown`'s.
     jax.config.update("jax_enable_preemption_service", False)
     # Where JAX is given none, it takes one GPU per process under Slurm and Open MPI; an empty list
-    # takes all.
+    # takes all that are visible, see `_bind_gpus`.
     own_choice = "JAX_LOCAL_DEVICE_IDS" in os.environ
     try:
         jax.distributed.initialize(
             config.coordinator_address,
             placement.num_processes,
             placement.process_id,
-            local_device_ids=None if own_choice else devices,
+            local_device_ids=None if own_choice else [],
             heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
         )
     except (ValueError, RuntimeError) as error:
@@ -144,6 +147,31 @@ def _initialize(config: DistributedConfig, placement: Placement) -> None:
             f" ({' '.join(str(error).split())}); give {_FLAGS}, or --distributed.num-processes 1"
             " for a run of one process"
         ) from error
+
+
+def _bind_gpus() -> None:
+    """Lets this process see its share of the GPUs that several see. Call it before JAX opens them.
+
+    Raises:
+      AgreedError: they cannot share them evenly, or one of them cannot find its GPUs.
+    """
+    seen, own = [], {}
+    try:
+        if jax_uses_gpus(jax.config.values["jax_platforms"]):
+            seen = visible_gpus(os.environ, installed_gpus())
+            own = view(os.environ, seen)._asdict()
+    except ValueError as error:
+        own = {"refused": str(error)}
+    told = exchange(own)
+    for number, what in enumerate(told):
+        if "refused" in what:
+            raise AgreedError(f"process {number}: {what['refused']}")
+    try:
+        entries = own_share([View(**what) for what in told], process_id(), seen)
+    except ValueError as error:
+        raise AgreedError(str(error)) from error
+    if entries:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(entries)
 
 
 def _check_port(address: str) -> None:
@@ -192,7 +220,7 @@ def check_mesh(mesh: Mesh, across: bool) -> None:
         sizes = " × ".join(f"mesh.{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"{sizes}: has {mesh.size} of {jax.device_count()} devices; with several processes,"
-            " expected a mesh of all; let a size be 0 for what fits"
+            " expected a mesh of all; let a size be 0 for what fits, or start fewer processes"
         )
     tensor = mesh.axis_names.index("tensor")
     groups = np.moveaxis(mesh.devices, tensor, -1).reshape(-1, mesh.shape["tensor"])

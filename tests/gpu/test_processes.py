@@ -1,16 +1,26 @@
-"""Two processes of two GPUs each: NCCL carries rings across them, peers' copies those within."""
+"""Processes with GPUs of their own.
+
+Two of two GPUs each: NCCL carries rings across them, peers' copies those within. Two trainers that
+nothing binds to GPUs: they share those that they see.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from tests import processes
 from tests.conftest import skip_without
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES
+from tests.train.faults import curve
+from tests.train.test_several_processes import TOLERANCE
+from tests.train.trainers import Trainers, train
 
 pytestmark = pytest.mark.gpu
 
@@ -32,13 +42,48 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
         assert len(set(warnings)) == len(warnings)
 
 
+TRAINERS = "--preset debug --log-interval 1 --distributed.heartbeat-timeout-seconds 30"
+
+
+@pytest.mark.parametrize("settings", ["--mesh.data 2", "--mesh.fsdp 2 --zero 3 --scan-layers 1"])
+def test_two_trainers_share_the_gpus_of_their_node(tmp_path: Path, settings: str) -> None:
+    for count in (1, 2):
+        more = f"{settings} --mesh.tensor 1 --steps 12 --log-file {tmp_path}/{count}.jsonl"
+        devices, variables = (2 // count, {"CUDA_VISIBLE_DEVICES": ""})
+        if jax.default_backend() != "cpu":
+            skip_without(2)
+            variables = see_gpus(range(2))
+        options = {"devices": devices, "variables": variables, "common": TRAINERS}
+        outputs = train(shlex.split(more), count=count, **options)
+    assert "processes: 2, with one device each" in "\n".join(outputs[0])
+    one, two = (curve(tmp_path / f"{count}.jsonl") for count in (1, 2))
+    assert one.keys() == two.keys() == set(range(1, 13))
+    for step, values in one.items():
+        np.testing.assert_allclose(two[step], values, rtol=TOLERANCE)
+
+
+def test_two_trainers_that_see_one_gpu_are_refused() -> None:
+    if jax.default_backend() == "cpu":
+        pytest.skip("simulated devices are not shared")
+    options = {"devices": 1, "variables": see_gpus([0]), "common": TRAINERS}
+    with Trainers([], count=2, **options) as trainers:
+        assert trainers.finish() == [2, 2], trainers.everything()
+        (line,) = trainers.errors[0]
+        assert "see the same 1 GPU, which 2 processes cannot share evenly" in line
+        assert trainers.errors[1] == []
+
+
 def on_gpus(number: int) -> dict[str, str]:
-    """The environment of a process with GPUs of its own, beside what this process has allocated."""
+    """The environment of a process with GPUs of its own."""
+    return see_gpus(range(number * LOCAL_DEVICES, (number + 1) * LOCAL_DEVICES))
+
+
+def see_gpus(numbers: Iterable[int]) -> dict[str, str]:
+    """The environment of a process that sees these GPUs, beside what this process has allocated."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(d.local_hardware_id) for d in jax.devices()]
-    own = names[number * LOCAL_DEVICES : (number + 1) * LOCAL_DEVICES]
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(own),
+        "CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers),
         "JAX_PLATFORMS": "cuda,cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

@@ -1,8 +1,10 @@
 """Strikes the trainer with random faults and checks that nothing is lost and no number changes.
 
-``python -m tests.train.faults 100`` strikes 100 times: SIGKILL, SIGTERM, SIGINT and full disks,
-while it starts, trains or saves. The test suite does so less often. Full disks need ``unshare``,
-which gives the script a small file system of its own without root.
+``python -m tests.train.faults 100`` strikes 100 times: SIGKILL, SIGTERM, SIGINT, full disks and
+disks that become read-only, while it starts, trains or saves, and other data behind ``--data`` when
+it resumes. ``--flags`` are more flags of the trainer, by default those of `SHARDED`. The test suite
+does so less often. Faults of disks need ``unshare``, which gives the script a small file system of
+its own without root.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,7 +32,13 @@ import orbax.checkpoint as ocp
 
 from models.checkpoint.saved_checkpoint import CHECKSUMS, SavedCheckpoint, step_folders, whole_steps
 
-KINDS = ("SIGKILL", "SIGTERM", "SIGINT", "full disk")
+#: Faults of disks, and what the trainer says of them.
+DISK_FAULTS = {
+    "full disk": "No space left on device",
+    "read-only disk": "Read-only file system",
+}
+CHANGED_DATA = "changed data"
+KINDS = ("SIGKILL", "SIGTERM", "SIGINT", *DISK_FAULTS, CHANGED_DATA)
 LONGEST_WAIT = 5  # Maximum number of steps of a run before it is struck.
 LONGEST_LIFE = 30  # Steps of a run that are enough for the wait, and for what the fault allows.
 LONGEST_START = 5.0  # Maximum number of seconds before a fault that strikes a run that starts.
@@ -39,6 +48,11 @@ ARGUMENTS = (
     "--preset debug --model.num-layers 1 --model.features 32 --model.hidden-features 64"
     " --mesh.data 1 --mesh.tensor 2 --overlap ring --batch-size 2 --sequence-length 16"
     " --cpu-devices 2 --log-interval 1"
+)
+#: Stacked layers, and weights and Muon's state that are shards.
+SHARDED = (
+    "--mesh.fsdp 2 --mesh.tensor 1 --zero 3 --model.num-layers 2 --scan-layers 1 --overlap auto"
+    " --optimizer.kind muon"
 )
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -53,7 +67,7 @@ class Life:
 
     kind: str
     when: str
-    """ "after STEP" or "start"."""
+    """ "after STEP", "start" or "resume"."""
     resumed_from: int | None = None
     """None if it started anew."""
     last_step: int | None = None
@@ -68,7 +82,7 @@ class Life:
         began = "new" if self.resumed_from is None else f"from {self.resumed_from}"
         newest = self.whole[-1] if self.whole else "none"
         return (
-            f"{self.kind:9}  {self.when:11}  {began:9}  last step {self.last_step!s:5} "
+            f"{self.kind:14}  {self.when:8}  {began:9}  last step {self.last_step!s:5} "
             f" exit {self.exit_status!s:4}  newest checkpoint {newest}"
         )
 
@@ -138,9 +152,11 @@ class Run:
         return next((int(match[1]) for match in found if match), None)
 
 
-def uninterrupted(folder: Path, steps: int) -> tuple[dict[int, Any], dict[int, Any]]:
+def uninterrupted(
+    folder: Path, steps: int, more: Sequence[str]
+) -> tuple[dict[int, Any], dict[int, Any]]:
     """A run without faults: loss and gradient norm by step, and checksums by saved step."""
-    flags = ["--save-interval", str(SAVE_INTERVAL), "--max-to-keep", str(steps)]
+    flags = ["--save-interval", str(SAVE_INTERVAL), "--max-to-keep", str(steps), *more]
     run = Run(folder / "whole", folder / "whole.jsonl", steps, *flags, fill_cache=True)
     assert run.finish() == 0, "\n".join(run.output)
     sums = {step: saved_checksums(path) for step, path in step_folders(folder / "whole").items()}
@@ -162,13 +178,20 @@ def curve(log_file: Path) -> dict[int, tuple[float, float]]:
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 
-def strike(folder: Path, kind: str, rng: random.Random, steps: int, resume: bool) -> Life:
+def strike(
+    folder: Path, kind: str, rng: random.Random, steps: int, resume: bool, more: Sequence[str]
+) -> Life:
     """Starts the trainer, strikes it at a random moment, and waits for its end."""
     disk, life = folder / "disk", Life(kind, "start")
     flags = ["--save-interval", str(SAVE_INTERVAL), "--max-to-keep", "2"]
-    flags += ["--resume"] * resume
+    flags += [*["--resume"] * resume, *more]
+    if kind == CHANGED_DATA:
+        (folder / "other.txt").write_text("Other text than before. " * 1000)
+        flags += ["--data", str(folder / "other.txt")]
     run = Run(disk / "struck", folder / "struck.jsonl", steps, *flags)
-    if rng.random() < 0.25:
+    if kind == CHANGED_DATA:
+        life.when = "resume"
+    elif rng.random() < 0.25:
         time.sleep(rng.uniform(0, LONGEST_START))
     else:
         count = rng.randint(1, LONGEST_WAIT)
@@ -178,14 +201,24 @@ def strike(folder: Path, kind: str, rng: random.Random, steps: int, resume: bool
     if kind == "full disk":
         # The files of a checkpoint have 1 to 400 KiB, so any of them may be the first without room.
         fill(disk, leave=int(2 ** rng.uniform(0, 18)))
-    elif run.process.poll() is None:
+    elif kind == "read-only disk":
+        # The same files seen through another mount, since the trainer has its lock file open.
+        mount("--bind", str(disk), str(disk))
+        mount("-o", "remount,bind,ro", str(disk))
+    elif kind != CHANGED_DATA and run.process.poll() is None:
         run.process.send_signal(getattr(signal, kind))
     life.exit_status = run.finish()
+    if kind == "read-only disk":
+        subprocess.run(["umount", str(disk)], check=True)
     (disk / "filler").unlink(missing_ok=True)
     life.resumed_from, life.output = run.resumed_from, run.output
     life.last_step = run.logged[-1] if run.logged else None
     life.whole = whole_steps(disk / "struck")
     return life
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
 
 
 def fill(disk: Path, leave: int) -> None:
@@ -221,10 +254,15 @@ def check(life: Life, before: Sequence[int], disk: Path, sums: dict[int, Any]) -
         # save. So at most the newest save that was started is incomplete.
         begun = (reached - 1) // SAVE_INTERVAL * SAVE_INTERVAL
         assert newest >= begun - SAVE_INTERVAL, life.description()
+    elif life.kind == CHANGED_DATA:
+        assert life.exit_status == 2, life.description()
+        assert life.whole == list(before), life.description()
+        refusal = "resume: the checkpoint was saved with other data: text.sha256 was"
+        assert any(refusal in line for line in life.output), life.description()
     else:
         assert life.exit_status in (1, 2), life.description()
         message = next(line for line in life.output if line.startswith("error:"))
-        assert "No space left on device" in message, life.description()
+        assert DISK_FAULTS[life.kind] in message, life.description()
         named = re.search(r"the earlier ones are whole \((.*?)\)", message)
         steps = [int(step) for step in named[1].split(", ")] if named else []
         assert life.exit_status == 2 or steps == life.whole, life.description()
@@ -247,9 +285,11 @@ def reread(path: Path) -> None:
 
 
 def strike_often(
-    folder: Path, kinds: Sequence[str], seed: int, verbose: bool = False
+    folder: Path, kinds: Sequence[str], seed: int, more: Sequence[str] = (), verbose: bool = False
 ) -> list[Life]:
     """Strikes runs one after the other with these faults. The last run ends undisturbed.
+
+    All runs have the flags `more`.
 
     A run that is struck before its first complete checkpoint leaves nothing to resume: the next one
     starts anew.
@@ -259,12 +299,14 @@ def strike_often(
     """
     steps = (len(kinds) + 1) * LONGEST_LIFE // SAVE_INTERVAL * SAVE_INTERVAL
     (folder / "disk").mkdir(exist_ok=True)
-    expected, sums = uninterrupted(folder, steps)
+    expected, sums = uninterrupted(folder, steps, more)
     rng = random.Random(seed)
     lives: list[Life] = []
     whole: list[int] = []
     for kind in kinds:
-        life = strike(folder, kind, rng, steps, resume=bool(whole))
+        if kind == CHANGED_DATA and not whole:
+            continue  # There is nothing to resume.
+        life = strike(folder, kind, rng, steps, resume=bool(whole), more=more)
         check(life, whole, folder / "disk", sums)
         if life.last_step is not None:
             logged = curve(folder / "struck.jsonl")
@@ -278,8 +320,8 @@ def strike_often(
         if life.exit_status == 0:
             break
     if lives[-1].exit_status != 0:
-        resume = ["--resume"] * bool(whole)
-        run = Run(folder / "disk" / "struck", folder / "struck.jsonl", steps, *resume)
+        flags = [*["--resume"] * bool(whole), *more]
+        run = Run(folder / "disk" / "struck", folder / "struck.jsonl", steps, *flags)
         assert run.finish() == 0, "\n".join(run.output)
     assert curve(folder / "struck.jsonl") == expected
     last = folder / "disk" / "struck" / f"step_{steps}"
@@ -292,9 +334,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("faults", type=int)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--flags", default=SHARDED)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     options = parser.parse_args()
-    if "full disk" in options.kinds and "FAULTS_OWN_MOUNTS" not in os.environ:
+    own_disk = not DISK_FAULTS.keys().isdisjoint(options.kinds)
+    if own_disk and "FAULTS_OWN_MOUNTS" not in os.environ:
         # A new user and mount namespace, in which this user may mount.
         command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m"]
         os.environ["FAULTS_OWN_MOUNTS"] = "1"
@@ -303,17 +347,18 @@ def main() -> None:
     kinds = random.Random(options.seed).choices(options.kinds, k=options.faults)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        if "full disk" in options.kinds:
+        if own_disk:
             (Path(folder) / "disk").mkdir()
-            size = f"size={FILE_SYSTEM_BYTES}"
-            mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", f"{folder}/disk"]
-            subprocess.run(mount, check=True)
+            mount("-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "tmpfs", f"{folder}/disk")
         try:
-            lives = strike_often(Path(folder), kinds, options.seed, verbose=True)
+            lives = strike_often(
+                Path(folder), kinds, options.seed, shlex.split(options.flags), True
+            )
         finally:
-            if "full disk" in options.kinds:
+            if own_disk:
                 subprocess.run(["umount", f"{folder}/disk"], check=True)
-    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
+    struck = Counter(life.kind for life in lives)
+    counts = ", ".join(f"{count} {kind}" for kind, count in struck.items())
     resumed = sum(life.resumed_from is not None for life in lives)
     print(
         f"seed {options.seed}: {len(lives)} faults ({counts}) in"

@@ -1,8 +1,9 @@
 """Kills one process of a run of several, at random, and checks that nothing is lost but the steps
 since the last save.
 
-``python -m tests.train.process_faults 20 --processes 4`` kills one of four 20 times. The test suite
-does so less often.
+``python -m tests.train.process_faults 20 --processes 4`` kills one of four 20 times. ``--flags``
+are more flags of the trainer, by default those of `faults.SHARDED`. The test suite does so less
+often.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import argparse
 import os
 import random
 import re
+import shlex
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from models.checkpoint.saved_checkpoint import step_folders, whole_steps
-from tests.train.faults import curve, reread, saved_checksums
+from tests.train.faults import SHARDED, curve, reread, saved_checksums
 from tests.train.trainers import Trainers, train
 
 SAVE_INTERVAL = 3
@@ -30,14 +33,16 @@ LONGEST_LIFE = 12  # Steps of a run that are enough for the wait and for those u
 LONGEST_END = 60.0
 
 
-def arguments(folder: Path, steps: int, max_to_keep: int) -> list[str]:
+def arguments(folder: Path, steps: int, max_to_keep: int, more: Sequence[str]) -> list[str]:
     flags = f"--mesh.data 2 --mesh.tensor 2 --distributed.tensor-across-processes --steps {steps}"
     flags += f" --save-interval {SAVE_INTERVAL} --max-to-keep {max_to_keep}"
     files = ["--checkpoint-dir", str(folder), "--log-file", f"{folder}.jsonl"]
-    return [*flags.split(), *files]
+    return [*flags.split(), *files, *more]
 
 
-def kill_once(folder: Path, rng: random.Random, steps: int, count: int, resume: bool) -> str:
+def kill_once(
+    folder: Path, rng: random.Random, steps: int, count: int, resume: bool, more: Sequence[str]
+) -> str:
     """Starts a run, kills one of its processes, and waits for the others. Returns a line about it.
 
     Raises:
@@ -47,7 +52,7 @@ def kill_once(folder: Path, rng: random.Random, steps: int, count: int, resume: 
     struck, wait = rng.randrange(count), rng.randint(1, LONGEST_WAIT)
     # The process itself, or its parent, with which it ends.
     parent = rng.random() < 0.25
-    flags = [*arguments(folder, steps, 2), *["--resume"] * resume]
+    flags = [*arguments(folder, steps, 2, more), *["--resume"] * resume]
     with Trainers(flags, count=count, devices=DEVICES // count) as trainers:
         trainers.wait_for_steps(wait)
         time.sleep(rng.uniform(0, 0.05))
@@ -86,14 +91,23 @@ def kill_once(folder: Path, rng: random.Random, steps: int, count: int, resume: 
     )
 
 
-def kill_often(folder: Path, kills: int, count: int, seed: int, verbose: bool = False) -> list[str]:
+def kill_often(
+    folder: Path,
+    kills: int,
+    count: int,
+    seed: int,
+    more: Sequence[str] = (),
+    verbose: bool = False,
+) -> list[str]:
     """Kills runs one after the other. The last run ends undisturbed.
+
+    All runs have the flags `more`.
 
     Raises:
       AssertionError: a checkpoint is lost, or a number differs from the uninterrupted run.
     """
     steps = (kills + 1) * LONGEST_LIFE // SAVE_INTERVAL * SAVE_INTERVAL
-    train(arguments(folder / "whole", steps, steps), count=count, devices=DEVICES // count)
+    train(arguments(folder / "whole", steps, steps, more), count=count, devices=DEVICES // count)
     expected = curve(folder / "whole.jsonl")
     sums = {step: saved_checksums(path) for step, path in step_folders(folder / "whole").items()}
     assert len(sums) == steps // SAVE_INTERVAL
@@ -103,7 +117,7 @@ def kill_often(folder: Path, kills: int, count: int, seed: int, verbose: bool = 
         resume = bool(whole_steps(struck))
         if not resume:
             log.unlink(missing_ok=True)
-        lines.append(kill_once(struck, rng, steps, count, resume))
+        lines.append(kill_once(struck, rng, steps, count, resume, more))
         logged = curve(log)
         assert logged == {step: expected[step] for step in logged}, lines[-1]
         for step in whole_steps(struck):
@@ -114,7 +128,7 @@ def kill_often(folder: Path, kills: int, count: int, seed: int, verbose: bool = 
     resume = bool(whole_steps(struck))
     if not resume:
         log.unlink(missing_ok=True)
-    flags = [*arguments(struck, steps, 2), *["--resume"] * resume]
+    flags = [*arguments(struck, steps, 2, more), *["--resume"] * resume]
     train(flags, count=count, devices=DEVICES // count)
     assert curve(log) == expected
     assert saved_checksums(struck / f"step_{steps}") == sums[steps]
@@ -125,13 +139,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("kills", type=int)
     parser.add_argument("--processes", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--flags", default=SHARDED)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path, count = Path(folder), options.processes
-        lines = kill_often(path, options.kills, count, options.seed, verbose=True)
+        more = shlex.split(options.flags)
+        lines = kill_often(path, options.kills, count, options.seed, more, verbose=True)
     print(
         f"seed {options.seed}: {len(lines)} kills of one of {options.processes} processes in"
         f" {time.perf_counter() - started:.0f} s; 0 checkpoints lost, every checkpoint and every"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -345,6 +346,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             Checkpoints(directory)
     with pytest.raises(ValueError, match="not a URL"):
         Checkpoints("gs://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"), [(0, "Permission denied"), (os.ST_RDONLY, "Read-only file system")]
+)
+def test_why_a_directory_cannot_be_written_is_said(tmp_path, monkeypatch, flags, reason) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags))
+    with pytest.raises(ValueError, match=rf"cannot be written \({reason}\); give"):
+        Checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("option", ["max_to_keep", "save_interval"])

@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], status: in
 def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     log = tmp_path / "run.jsonl"
     output = printed(capsys, ["--log-file", str(log), "--checkpoint-dir", str(tmp_path / "saved")])
-    assert "mesh: data=2 × fsdp=1 × tensor=2 of cpu devices" in output
+    assert "mesh: data=2 × fsdp=1 × tensor=2 of cpu devices; 4 more are not used" in output
     assert re.search(r"data: Python .* manual .* sha256 [0-9a-f]{64}", output)
     assert "ring (requested)" in output
     columns = (

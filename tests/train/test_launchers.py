@@ -4,6 +4,8 @@ nothing."""
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -12,9 +14,12 @@ from typing import Any
 import jax
 import pytest
 
-from train import processes
-from train.config import DistributedConfig
-from train.launchers import Placement, find_placement, local_device_ids
+from train import _compat, processes
+from train.agreement import AgreedError
+from train.config import DistributedConfig, MeshSizes
+from train.gpu_binding import InstalledGpu
+from train.launchers import Placement, find_placement
+from train.mesh import make_mesh
 
 # Two nodes with one task each: `srun --nodes 2 --ntasks-per-node 1`, on the second node.
 SLURM = {
@@ -51,24 +56,36 @@ KUBERNETES = {
     "JOB_COMPLETION_INDEX": "2",
     "HOSTNAME": "train-2",
 }
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 LAUNCHED = sorted({*SLURM, *OPEN_MPI, *KUBERNETES})
 
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*LAUNCHED, "JAX_COORDINATOR_ADDRESS", "JAX_LOCAL_DEVICE_IDS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in (*LAUNCHED, "JAX_COORDINATOR_ADDRESS", "JAX_LOCAL_DEVICE_IDS", VISIBLE):
+        monkeypatch.setenv(name, "")  # So that what the code sets is undone.
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
 @pytest.fixture
 def connection(no_launcher: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What JAX, which is otherwise its own, would tell its coordination service."""
-    made: dict[str, Any] = {}
+    """What JAX, which is otherwise its own, would tell its coordination service.
+
+    Other processes say what "others" has, or that they have no GPUs.
+    """
+    made: dict[str, Any] = {"others": {}}
 
     def client(address: str, process_id: int, **_: Any) -> Any:
         made.update(address=address, process_id=process_id)
-        return types.SimpleNamespace(connect=lambda: None, shutdown=lambda: None)
+        told: dict[int, str] = made["others"]
+        return types.SimpleNamespace(
+            connect=lambda: None,
+            shutdown=lambda: None,
+            key_value_set=lambda key, text: told.__setitem__(int(key.rpartition("/")[2]), text),
+            wait_at_barrier=lambda *_: None,
+            key_value_dir_get=lambda key: [(f"{key}{n}", told.get(n, "{}")) for n in range(16)],
+        )
 
     def service(address: str, num_processes: int, **_: Any) -> Any:
         made.update(service=address)
@@ -84,6 +101,7 @@ def connection(no_launcher: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     )
     state = type(names["global_state"])()
     no_launcher.setitem(names, "global_state", state)
+    no_launcher.setattr(_compat, "global_state", state)
     made["state"] = state
     settings = ("jax_cuda_visible_devices", "jax_enable_preemption_service")
     before = {name: jax.config.values[name] for name in settings}
@@ -131,14 +149,50 @@ def test_slurm_with_one_task_per_node_drives_all_its_gpus(connection, monkeypatc
     )
 
 
-def test_slurm_with_a_task_per_gpu_gives_each_its_own(connection, monkeypatch):
+def test_slurm_with_a_task_per_gpu_shares_those_of_the_node(connection, monkeypatch):
     for name, value in SLURM_PER_GPU.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    see_gpus(monkeypatch, 8)
+    neighbours = json.dumps({"names": [f"GPU-{number}" for number in range(8)], "bound": False})
+    elsewhere = json.dumps({"names": [f"GPU-other-{number}" for number in range(8)]})
+    connection["others"] |= {
+        number: neighbours if number >= 8 else elsewhere for number in range(16)
+    }
     connect()
     assert connection["process_id"] == 13
     assert connection["state"].num_processes == 16
-    assert jax.config.values["jax_cuda_visible_devices"] == "5"
+    assert os.environ[VISIBLE] == "5"
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Lets this process see GPUs, which JAX would use."""
+    installed = [InstalledGpu(f"GPU-{number}") for number in range(count)]
+    monkeypatch.setattr(processes, "jax_uses_gpus", lambda _: True)
+    monkeypatch.setattr(processes, "installed_gpus", lambda: installed)
+
+
+def test_two_processes_by_hand_share_the_gpus_of_their_node(connection, monkeypatch):
+    see_gpus(monkeypatch, 4)
+    flags = DistributedConfig("host:1234", 2, 1)
+    connection["others"][0] = json.dumps({"names": [f"GPU-{n}" for n in range(4)]})
+    connect(flags)
+    assert os.environ[VISIBLE] == "2,3"
+
+
+def test_processes_that_cannot_share_gpus_refuse_together(connection, monkeypatch):
+    see_gpus(monkeypatch, 3)
+    flags = DistributedConfig("host:1234", 2, 1)
+    connection["others"][0] = json.dumps({"names": [f"GPU-{n}" for n in range(3)]})
+    with pytest.raises(AgreedError, match="see the same 3 GPUs, which 2 processes cannot"):
+        connect(flags)
+    assert VISIBLE not in os.environ
+
+
+def test_a_process_that_cannot_find_its_gpus_ends_all(connection, monkeypatch):
+    see_gpus(monkeypatch, 2)
+    connection["others"][0] = json.dumps({"refused": "nvidia-smi -L: no answer"})
+    with pytest.raises(AgreedError, match=r"^process 0: nvidia-smi -L: no answer"):
+        connect(DistributedConfig("host:1234", 2, 1))
 
 
 def test_open_mpi(connection, monkeypatch):
@@ -211,32 +265,19 @@ def test_kubernetes(connection, monkeypatch):
     assert connection["state"].num_processes == 4
 
 
-@pytest.mark.parametrize(
-    ("placement", "variables", "gpus", "expected"),
-    [
-        (Placement("Slurm", 2, 1), {}, 8, []),
-        (Placement("Slurm", 4, 3, local_id=1, local_processes=2), {}, 8, [4, 5, 6, 7]),
-        (Placement("Open MPI", 8, 2, local_id=2, local_processes=8), {}, 8, [2]),
-        # The launcher has bound each to a GPU of its own, which it sees alone or by its number.
-        (Placement("Slurm", 8, 2, 2, 8), {}, 1, []),
-        (Placement("Slurm", 8, 2, 2, 8), {"SLURM_GPUS_PER_TASK": "1"}, 8, []),
-        # Simulated devices.
-        (Placement("Slurm", 8, 2, 2, 8), {}, 0, []),
-    ],
-)
-def test_local_devices(placement, variables, gpus, expected):
-    assert [*local_device_ids(placement, variables, gpus)] == expected
+def test_a_mesh_that_leaves_out_devices_of_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sentence = (
+        r"mesh\.data=1 × mesh\.fsdp=1 × mesh\.tensor=2: has 2 of 8 devices; with several processes,"
+        r" expected a mesh of all; let a size be 0 for what fits, or start fewer processes"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        processes.check_mesh(make_mesh(MeshSizes(tensor=2)), across=False)
 
 
-def test_local_devices_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"3 processes on this node, which has 8 GPUs; start one"):
-        local_device_ids(Placement("Slurm", 3, 1, 1, 3), {}, 8)
-
-
-def test_slurm_counts_the_tasks_of_the_step_on_this_node():
-    uneven = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "64"}
-    placement = find_placement(uneven | {"SLURM_STEP_NUM_TASKS": "5", "SLURM_NODEID": "2"})
-    assert placement == Placement("Slurm", 5, 1, 0, 1)
+def test_slurm_counts_the_tasks_of_the_step():
+    placement = find_placement(SLURM | {"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "5"})
+    assert placement == Placement("Slurm", 5, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_bad_input_is_refused_by_all_and_printed_by_the_first(only, common, sent
         assert trainers.finish() == [2, 2], trainers.everything()
         (line,) = trainers.errors[0]
         assert sentence in line
+        assert trainers.errors[1] == []
+
+
+@pytest.mark.exhaustive
+def test_gpus_that_cannot_be_shared_are_refused_before_any_is_opened(tmp_path):
+    script = tmp_path / "nvidia-smi"
+    gpus = "\n".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})" for n in range(3))
+    script.write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    script.chmod(0o755)
+    # JAX would find no GPU here.
+    variables = {"JAX_PLATFORMS": "cuda", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with Trainers([], count=2, devices=1, variables=variables) as trainers:
+        assert trainers.finish() == [2, 2], trainers.everything()
+        (line,) = trainers.errors[0]
+        assert line.startswith("error: processes 0, 1 are on a node where they see the same 3 GPUs")
         assert trainers.errors[1] == []
 
 

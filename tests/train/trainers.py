@@ -36,6 +36,7 @@ class Trainers:
       launched: the variables that a launcher gives to a process, by its number; None for flags.
       variables: more environment.
       only: flags of one process, by its number.
+      common: flags before `arguments`, which override them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Trainers:
         launched: Callable[[int], Mapping[str, str]] | None = None,
         variables: Mapping[str, str] | None = None,
         only: Mapping[int, Sequence[str]] | None = None,
+        common: str = ARGUMENTS,
     ) -> None:
         self._reservation = socket.socket()
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -59,7 +61,7 @@ class Trainers:
         self.errors: list[list[str]] = []
         self._readers: list[threading.Thread] = []
         for number in range(count):
-            command = [sys.executable, "-m", "train", *ARGUMENTS.split(), *arguments]
+            command = [sys.executable, "-m", "train", *common.split(), *arguments]
             command += ["--cpu-devices", str(devices), *(only or {}).get(number, ())]
             environment = os.environ | ENVIRONMENT
             # Processes would read what another is writing.
