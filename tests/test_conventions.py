@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "source_location",
         "xla_options",
     ),
+    "attention": ("attention",),
     "mosaic_gpu": ("mosaic_gpu",),
     "backends": ("backends",),
     "dispatch": ("dispatch",),

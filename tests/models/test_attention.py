@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
+from models.attention import causal_attention
 
 from models import attention
-from models.attention import causal_attention
 
 SHAPES = (2, 256, 8, 64), (2, 256, 2, 64), (2, 256, 2, 64)
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models.attention import causal_attention
 
 from models import attention, rotary
-from models.attention import causal_attention
 from models.documents import Documents, locate_documents
 from tests.models import reference
 from tests.models.test_attention import SHAPES
