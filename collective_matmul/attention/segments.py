@@ -105,10 +105,11 @@ def _with_packs(ids: jax.Array, lengths: jax.Array) -> Segments:
 
 
 def _kinds(sequence_length: int, segments: int) -> list[tuple[int, int, int]]:
-    """Describes packs: the tokens of a block, how many segments may begin in one, the least length.
+    """Describes packs: the tokens of a block, how many segments may begin in one, a length.
 
-    All segments of a pack are longer than the least length. The workspace of cuDNN's backward is proportional to the largest number. Segments that are
-    longer than an eighth of a block begin in it at most eight times.
+    All segments of a pack are longer than that length. The workspace of cuDNN's backward is
+    proportional to the number of segments. Those that are longer than an eighth of a block begin
+    in it at most eight times.
     """
     if segments == 1:
         return []
