@@ -34,7 +34,7 @@ from collective_matmul import dot_product_attention, segments_of_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Settings):
+class AttentionKernels(Settings):
     """Times of attention's kernels: forward alone, and with gradients."""
 
     heads: tuple[str, ...] = ("16/4x128", "32/8x64", "8/8x256")
@@ -67,16 +67,22 @@ class Case:
     def program(self, kernel: str) -> Callable[[], Any]:
         """A compiled program of one call."""
         request, arrays = self.request, self._arrays()
-        options = {"window": request.window, "implementation": kernel}
 
         def attend(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
             segments = None
             if lengths is not None:
                 segments = segments_of_lengths(lengths, request.queries)
-            return dot_product_attention(query, key, value, segment_ids=segments, **options)
+            return dot_product_attention(
+                query,
+                key,
+                value,
+                window=request.window,
+                segment_ids=segments,
+                implementation=kernel,
+            )
 
         def both(cotangent: Any, *arrays: Any) -> Any:
-            out, pullback = jax.vjp(lambda *heads: attend(*heads, arrays[3]), *arrays[:3])
+            out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, arrays[3]), *arrays[:3])
             return out, pullback(cotangent)
 
         arguments = arrays if request.differentiated else arrays[1:]
@@ -106,7 +112,7 @@ def _lengths(request: AttentionRequest) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def cases(settings: Attention) -> Iterator[Case]:
+def cases(settings: AttentionKernels) -> Iterator[Case]:
     """All cases, those without segments first."""
     for heads, length in itertools.product(settings.heads, settings.lengths):
         count, size = heads.split("x")
@@ -123,14 +129,14 @@ def cases(settings: Attention) -> Iterator[Case]:
             window=None,
             scale=int(size) ** -0.5,
         )
-        masks: list[dict[str, int | None]] = [{"window": w or None} for w in settings.windows]
+        masks: list[dict[str, Any]] = [{"window": w or None} for w in settings.windows]
         masks += [{"segments": s} for s in settings.segments if 1 < s < length]
         for mask, both in itertools.product(masks, (False, True)):
             if (mask.get("window") or 0) < length:
                 yield Case(dataclasses.replace(request, differentiated=both, **mask))
 
 
-def run(settings: Attention) -> Report:
+def run(settings: AttentionKernels) -> Report:
     """Times all cases; writes the report after each.
 
     Raises:

@@ -30,7 +30,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
-    "attention": (attention.Attention, attention.run),
+    "attention": (attention.AttentionKernels, attention.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
             | step.Step
             | generation.Generation
             | fp8_matmuls.Fp8Matmuls
-            | attention.Attention,
+            | attention.AttentionKernels,
         ):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)

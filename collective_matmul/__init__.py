@@ -5,6 +5,7 @@ from collective_matmul.attention.attend import (
     dot_product_attention,
     explain_attention,
 )
+from collective_matmul.attention.choice import AttentionDecision
 from collective_matmul.attention.segments import Segments, segments_of_ids, segments_of_lengths
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
@@ -27,6 +28,7 @@ __all__ = [
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
     "SCALE_CHECKPOINT_NAME",
+    "AttentionDecision",
     "QuantizedWeight",
     "Segments",
     "all_gather_matmul",

@@ -83,10 +83,9 @@ def dot_product_attention(
         execute them, before anything is compiled.
     """
     _check(query, key, value, causal, window, segment_ids, max_segments, sinks)
-    requested = (implementation,) if isinstance(implementation, str) else implementation
     sharding = jax.typeof(query).sharding
     segments = _segments(segment_ids, max_segments)
-    options = (causal, window, scale, requested)
+    options = (causal, window, scale, _names(implementation))
     if AxisType.Explicit in sharding.mesh.axis_types:
         return _attend_locally(sharding.spec, (query, key, value, segments, sinks), options)
     return _attend(query, key, value, segments, sinks, *options)
@@ -118,11 +117,17 @@ def explain_attention(
     Returns:
       The decision, which prints as one line.
     """
-    requested = (implementation,) if isinstance(implementation, str) else implementation
     request = AttentionRequest.of(
         query, key, causal=causal, window=window, scale=None, segments=max_segments
     )
-    return decide(replace(request, differentiated=differentiated), requested)
+    return decide(replace(request, differentiated=differentiated), _names(implementation))
+
+
+def _names(implementation: Implementation) -> tuple[str, ...] | None:
+    """The names of requested kernels; None: none is requested."""
+    if implementation is None:
+        return None
+    return (implementation,) if isinstance(implementation, str) else tuple(implementation)
 
 
 def _attend_locally(spec: P, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> jax.Array:
@@ -157,7 +162,6 @@ def _attend(
     )
     if request.segments is None:
         segments = None
-    requested = None if requested is None else tuple(requested)
     decide(request, requested)  # Refuses here, where the call is.
     operands = query, key, value, segments, sinks
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
@@ -201,7 +205,10 @@ def _backward(
     cotangent: jax.Array,
 ) -> tuple[Any, ...]:
     kernel = _kernel_of_both_passes(request, requested)
-    *gradients, dsinks = attention_backward(kernel, *residuals, cotangent, request)
+    query, key, value, segments, sinks, out, log_sum_exp = residuals
+    *gradients, dsinks = attention_backward(
+        kernel, query, key, value, segments, sinks, out, log_sum_exp, cotangent, request
+    )
     return *gradients, None, dsinks
 
 

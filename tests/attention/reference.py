@@ -55,7 +55,7 @@ class AttentionCase:
     def heads(self) -> int:
         return self.groups * self.key_value_heads
 
-    def arrays(self, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
+    def arrays(self, seed: int = 0) -> tuple[list[Any], Any]:
         """Query, key, value and sinks, normally distributed; and the cotangent of the result."""
         rng = np.random.default_rng(seed)
         query = (self.batch, self.queries, self.heads, self.size)
@@ -74,7 +74,9 @@ class AttentionCase:
         ids = rng.integers(0, SEGMENTS, (self.batch, self.queries))
         return np.sort(ids, axis=1).astype(np.int32) * 3
 
-    def attend(self, query: Any, key: Any, value: Any, sinks: Any, ids: Any = None) -> jax.Array:
+    def attend(self, *operands: Any, ids: Any = None) -> jax.Array:
+        """Calls the op with query, key, value and sinks."""
+        query, key, value, sinks = operands
         return dot_product_attention(
             query,
             key,
@@ -93,7 +95,7 @@ class AttentionCase:
         ids = self.ids(seed)
 
         def both(operands: Any, ids: Any, cotangent: Any) -> Attended:
-            out, pullback = jax.vjp(lambda *x: self.attend(*x, ids), *operands)
+            out, pullback = jax.vjp(lambda *x: self.attend(*x, ids=ids), *operands)
             return Attended(out, *pullback(cotangent))
 
         return jit(both)(operands, ids, cotangent)

@@ -63,7 +63,7 @@ def test_inside_shard_map(make_mesh: MeshFactory, check_vma: bool) -> None:
     specs = [heads, heads, heads, P("tensor")], rows, heads
 
     def both(operands: Any, ids: Any, cotangent: Any) -> Attended:
-        out, pullback = jax.vjp(lambda *x: case.attend(*x, ids), *operands)
+        out, pullback = jax.vjp(lambda *x: case.attend(*x, ids=ids), *operands)
         gradients = pullback(cotangent)
         if not check_vma:
             gradients = (*gradients[:3], jax.lax.psum(gradients[3], "data"))
@@ -127,9 +127,9 @@ def test_backward_with_the_log_sum_exp_of_more_keys() -> None:
         )
 
     out, total = attention_forward(kernel, query, key, value, None, None, request(key))
-    halves = [
+    halves: Any = [
         attention_backward(kernel, query, k, v, None, None, out, total, cotangent, request(k))
-        for k, v in zip(np.split(key, 2, 1), np.split(value, 2, 1), strict=True)
+        for k, v in zip(jnp.split(key, 2, 1), jnp.split(value, 2, 1), strict=True)
     ]
     dquery = halves[0][0] + halves[1][0]
     dkey, dvalue = (jnp.concatenate([half[i] for half in halves], 1) for i in (1, 2))
@@ -150,7 +150,7 @@ def test_a_query_that_sees_nothing_has_zeros() -> None:
 
 
 def test_segments_are_those_of_ids() -> None:
-    ids = np.array([[2, 2, 5, 9, 9], [0, 0, 0, 0, 0]], np.int32)
+    ids = jnp.array([[2, 2, 5, 9, 9], [0, 0, 0, 0, 0]], jnp.int32)
     segments = segments_of_ids(ids, 4)
     np.testing.assert_array_equal(segments.ids, [[0, 0, 1, 2, 2], [0] * 5])
     np.testing.assert_array_equal(segments.lengths, [[2, 1, 2, 0], [5, 0, 0, 0]])
@@ -191,13 +191,14 @@ HEADS = {"query": (2, 8, 4, 16), "key": (2, 8, 2, 16), "value": (2, 8, 2, 16)}
     ],
 )
 def test_refusals(shapes: dict, options: dict, sentence: str) -> None:
-    heads = [np.zeros(shape, np.float32) for shape in (HEADS | shapes).values()]
+    heads: Any = [np.zeros(shape, np.float32) for shape in (HEADS | shapes).values()]
     with pytest.raises(ValueError, match=sentence):
         dot_product_attention(*heads, **options)
 
 
 def test_dtypes_are_refused() -> None:
-    query, key, value = (np.zeros(shape, np.float32) for shape in HEADS.values())
+    heads: Any = (np.zeros(shape, np.float32) for shape in HEADS.values())
+    query, key, value = heads
     with pytest.raises(TypeError, match="key of dtype bfloat16: expected one floating dtype"):
         dot_product_attention(query, key.astype(jnp.bfloat16), value)
 

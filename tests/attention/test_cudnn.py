@@ -22,7 +22,7 @@ from collective_matmul.attention.xla_attention import XlaAttention
 from tests.attention.reference import Attended, AttentionCase
 
 H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-XLA = XlaAttention()
+XLA: Any = XlaAttention()
 
 
 @pytest.fixture
@@ -259,11 +259,11 @@ def test_packs_hold_every_segment_once(
             return dot_product_attention(*heads, segment_ids=segments, implementation=name)
 
         @jax.jit
-        def both(*heads: Any) -> Any:
-            out, pullback = jax.vjp(attend, *heads)
-            return out, *pullback(cotangent)
+        def both(query: Any, key: Any, value: Any) -> Any:
+            out, pullback = jax.vjp(attend, query, key, value)
+            return Attended(out, *pullback(cotangent), None)
 
-        return Attended(*both(*operands[:3]), None)
+        return both(*operands[:3])
 
     # Both are float32 sums of at most 512 terms, in another order.
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ from collective_matmul.attention.xla_attention import XlaAttention
 from tests.attention.reference import AttentionCase
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-XLA = XlaAttention()
+XLA: Any = XlaAttention()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_it_is_traced_and_lowered_without_gpus(segments: bool) -> None:
     rows = P("data")
 
     def both(operands: Any, ids: Any, cotangent: Any) -> Any:
-        out, pullback = jax.vjp(lambda *x: case.attend(*x, ids), *operands)
+        out, pullback = jax.vjp(lambda *x: case.attend(*x, ids=ids), *operands)
         return out, pullback(cotangent)[:3]
 
     fun = jax.shard_map(both, mesh=mesh, in_specs=([rows] * 3 + [P()], rows, rows), out_specs=rows)
@@ -121,7 +121,7 @@ def test_it_is_traced_and_lowered_without_gpus(segments: bool) -> None:
     assert f"f32[{8 * (256 + 128 * (parts + 1))}]" in text
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(version: str, found: dict[str, str]) -> str | None:
         def look_up(name: str) -> str:
             if name not in found:

@@ -114,7 +114,7 @@ def test_the_forward_repeats_bit_for_bit(kernel: str, segments: bool) -> None:
     skip_where_refused(case)
     operands, _ = case.arrays()
     ids = case.ids()
-    run = jax.jit(lambda *operands: case.attend(*operands, ids))
+    run = jax.jit(lambda *operands: case.attend(*operands, ids=ids))
     first = np.asarray(run(*operands))
     for _ in range(50):
         np.testing.assert_array_equal(np.asarray(run(*operands)), first)
