@@ -256,7 +256,10 @@ def test_packs_hold_every_segment_once(
 
     def run(name: str) -> Attended:
         def attend(*heads: Any) -> jax.Array:
-            return dot_product_attention(*heads, segment_ids=segments, implementation=name)
+            query, key, value = heads
+            return dot_product_attention(
+                query, key, value, segment_ids=segments, implementation=name
+            )
 
         @jax.jit
         def both(query: Any, key: Any, value: Any) -> Any:
