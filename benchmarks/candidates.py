@@ -65,16 +65,23 @@ def with_fp8(chosen: Sequence[str], recipes: Sequence[RecipeName]) -> tuple[str,
     return (*chosen, *added)
 
 
+def with_attention(chosen: Sequence[str], kernels: Sequence[str]) -> tuple[str, ...]:
+    """The candidates, and the library's own choice with each kernel of attention after them."""
+    added = (f"{name}_attention_{k}" for k in kernels for name in chosen if name in AUTO)
+    return (*chosen, *added)
+
+
 def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
     """The candidate of a name, with all of its option sets, or the first one only.
 
     Args:
-      name: one of `names`, or of `with_fp8`.
+      name: one of `names`, or of `with_fp8` or `with_attention`.
       mesh: the mesh of its programs.
       try_options: whether it has all of its option sets.
     """
     tried = None if try_options else 1
-    base, _, recipe = name.partition("_fp8_")
+    without, _, attention = name.partition("_attention_")
+    base, _, recipe = without.partition("_fp8_")
     fp8 = next((known for known in get_args(RecipeName) if known == recipe), None)
     match base:
         case "baseline":
@@ -91,7 +98,7 @@ def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
             return Candidate(name, RewrittenJit(fp8), "overlap_jit")
         case _ if name == COMPUTE_ONLY:
             return Candidate(name, NoCommunication(), "jit")
-    communication = CollectiveMatmul(None if base in AUTO else base, fp8)
+    communication = CollectiveMatmul(None if base in AUTO else base, fp8, attention or None)
     if base == "auto_fused" or (base in BACKENDS and BACKENDS[base].uses_peer_kernels):
         return Candidate(name, communication, "overlap_jit(peer_kernels=True)")
     return Candidate(name, communication, "overlap_jit")

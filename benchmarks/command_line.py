@@ -9,6 +9,7 @@ from typing import Any
 import tyro
 
 from benchmarks import (
+    attention,
     configs,
     fp8_matmuls,
     generation,
@@ -29,6 +30,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
+    "attention": (attention.AttentionKernels, attention.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
@@ -45,7 +47,12 @@ def main(arguments: Sequence[str]) -> None:
     )
     try:
         if isinstance(
-            settings, Comparison | step.Step | generation.Generation | fp8_matmuls.Fp8Matmuls
+            settings,
+            Comparison
+            | step.Step
+            | generation.Generation
+            | fp8_matmuls.Fp8Matmuls
+            | attention.AttentionKernels,
         ):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)

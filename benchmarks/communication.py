@@ -155,10 +155,18 @@ class RewrittenJit(ExplicitAxes):
 
 
 class CollectiveMatmul(Communication):
-    """The ops of `collective_matmul`, with their `implementation` and `fp8`."""
+    """The ops of `collective_matmul`, with their `implementation` and `fp8`.
 
-    def __init__(self, implementation: str | None, fp8: RecipeName | None = None):
-        self.implementation, self.fp8 = implementation, fp8
+    Models attend by the kernel `attention`; None is the library's choice.
+    """
+
+    def __init__(
+        self,
+        implementation: str | None,
+        fp8: RecipeName | None = None,
+        attention: str | None = None,
+    ):
+        self.implementation, self.fp8, self.attention = implementation, fp8, attention
         self._options: Any = {"implementation": implementation, "fp8": fp8}
 
     def all_gather_matmul(self, rows, ws):

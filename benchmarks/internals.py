@@ -10,6 +10,8 @@ measurements mean the same.
 
 from __future__ import annotations
 
+from collective_matmul.attention.choice import KERNELS as ATTENTION_KERNELS
+from collective_matmul.attention.request import AttentionRequest
 from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.backends.base import Backend, Configuration
 from collective_matmul.data import MeasuredData, Record, shipped

@@ -22,7 +22,7 @@ from benchmarks import candidates, comparison, tables
 from benchmarks.candidates import Candidate
 from benchmarks.communication import CollectiveMatmul, Communication, ExplicitAxes, Rewritten
 from benchmarks.comparison import Fp8Comparison
-from benchmarks.internals import COMPUTE_ONLY, REFERENCE, RecipeName
+from benchmarks.internals import ATTENTION_KERNELS, COMPUTE_ONLY, REFERENCE, RecipeName
 from benchmarks.operands import Operands
 from benchmarks.programs import Program
 from benchmarks.pytorch import TRAINING_NAMES, runner
@@ -63,9 +63,13 @@ class TrainCase:
         return name + (f" remat {self.remat}" if self.remat != "none" else "")
 
     def config(
-        self, overlap: str = "auto", dtype: str = "bfloat16", fp8: RecipeName | None = None
+        self,
+        overlap: str = "auto",
+        dtype: str = "bfloat16",
+        fp8: RecipeName | None = None,
+        attention: str | None = None,
     ) -> Config:
-        """The trainer's configuration; without `fp8` that of the trainer's flags."""
+        """The trainer's configuration; what is None here is that of the trainer's flags."""
         preset = tyro.cli(Config, default=PRESETS[self.preset](), args=shlex.split(self.trainer))
         return dataclasses.replace(
             preset,
@@ -77,6 +81,7 @@ class TrainCase:
             overlap=overlap,
             compute_dtype=dtype,
             fp8=fp8 or preset.fp8,
+            attention=attention or preset.attention,
         )
 
     def mesh_sizes(self, devices: int) -> MeshSizes:
@@ -126,7 +131,8 @@ class TrainCase:
         """``(state, batch) -> (state, metrics)``."""
         communication = candidate.communication
         fp8 = getattr(communication, "fp8", None)
-        config = self.config(_overlap_of(communication), operands.dtype.name, fp8)
+        attention = getattr(communication, "attention", None)
+        config = self.config(_overlap_of(communication), operands.dtype.name, fp8, attention)
         sizes = self.mesh_sizes(operands.mesh.devices.size)
         check(config, sizes)
         # XLA's own programs are those that `jax.jit` compiles.
@@ -244,6 +250,9 @@ class Train(Fp8Comparison):
     baselines: tuple[str, ...] = ()
     """Before, time PyTorch in processes of its own: torch_fsdp for ZeRO 3, and for 0 torch_tp,
     torch_async_tp, both with _bf16, or with _fp8_tensorwise or _fp8_rowwise by torchao."""
+    attention: tuple[str, ...] = ()
+    """Kernels of attention: flash3, cudnn, xla. The library's own choice takes part once more with
+    each, as in auto_attention_cudnn."""
     group_seconds: float = 0.5
 
     def cases(self) -> list[TrainCase]:
@@ -266,7 +275,11 @@ def run(settings: Train) -> Report:
     check_names("preset", (settings.preset,), list(PRESETS))
     check_names("baselines", settings.baselines, sum(TRAINING_NAMES.values(), ()))
     check_names("candidates", settings.candidates, CANDIDATES)
+    check_names("attention", settings.attention, list(ATTENTION_KERNELS))
     settings, names = settings.with_fp8(), candidates.with_fp8(CANDIDATES, settings.fp8)
+    chosen = candidates.with_attention(settings.candidates, settings.attention)
+    names = candidates.with_attention(names, settings.attention)
+    settings = dataclasses.replace(settings, candidates=chosen)
     cases, found = settings.cases(), {}
     if settings.baselines:
         check_least(settings, 2, "devices")

@@ -1,5 +1,12 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
+from collective_matmul.attention.attend import (
+    ATTENTION_CHECKPOINT_NAME,
+    dot_product_attention,
+    explain_attention,
+)
+from collective_matmul.attention.choice import AttentionDecision
+from collective_matmul.attention.segments import Segments, segments_of_ids, segments_of_lengths
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
@@ -17,18 +24,25 @@ from collective_matmul.tuning.tune import tune
 from collective_matmul.xla_options import OVERLAP_OPTIONS
 
 __all__ = [
+    "ATTENTION_CHECKPOINT_NAME",
     "CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
     "SCALE_CHECKPOINT_NAME",
+    "AttentionDecision",
     "QuantizedWeight",
+    "Segments",
     "all_gather_matmul",
     "collective_einsum",
+    "dot_product_attention",
     "explain",
+    "explain_attention",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "overlap",
     "overlap_jit",
     "prequantize",
     "record_decisions",
+    "segments_of_ids",
+    "segments_of_lengths",
     "tune",
 ]

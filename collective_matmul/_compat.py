@@ -305,7 +305,12 @@ prim_requires_devices_during_lowering.add(_device_constant)
 
 
 def packed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, lengths: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    scale: float,
 ) -> jax.Array:
     """Causal attention by cuDNN within documents that are packed into blocks. Needs Hopper GPUs.
 
@@ -319,6 +324,7 @@ def packed_attention(
       starts: int32 [B, M] with M > 1, where documents begin in each block, ascending; then -1.
       lengths: int32 [B, M], their lengths, at most S; then -1. A document may continue in the next
         block.
+      scale: what scores are multiplied with.
 
     Returns:
       [B, S, N, H]. Rows of no document are not written, nor are their gradients.
@@ -347,6 +353,6 @@ def packed_attention(
         kv_seqlen=lengths,
         q_offsets=offsets,
         kv_offsets=offsets,
-        scale=query.shape[-1] ** -0.5,
+        scale=scale,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )

@@ -16,10 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collective_matmul import CHECKPOINT_NAME, SCALE_CHECKPOINT_NAME, all_gather_matmul
+from collective_matmul import (
+    ATTENTION_CHECKPOINT_NAME,
+    CHECKPOINT_NAME,
+    SCALE_CHECKPOINT_NAME,
+    all_gather_matmul,
+    dot_product_attention,
+)
 from collective_matmul import layers as collective
 from models import plain, rotary, vocabulary
-from models.attention import causal_attention
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
@@ -41,11 +46,18 @@ class Attention(nnx.Module):
       layers: the module that provides the linear layers, `collective_matmul.layers` or
         `models.plain`.
       key_value_copies: number of devices that have the same keys and values.
+      attention: the kernel, as `collective_matmul.dot_product_attention` takes it; None chooses.
       **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
     def __init__(
-        self, config: LlamaConfig, layers: Any, *, key_value_copies: int = 1, **layer_options
+        self,
+        config: LlamaConfig,
+        layers: Any,
+        *,
+        key_value_copies: int = 1,
+        attention: str | None = None,
+        **layer_options,
     ):
         self.projection = layers.AttentionProjection(
             config.features,
@@ -65,15 +77,28 @@ class Attention(nnx.Module):
             **of_layer("layers.attention.output", _of_rows(layer_options)),
         )
         self.config = config
+        self.implementation = attention
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
         query, key, value = self.heads(x, None if documents is None else documents.positions)
-        with jax.named_scope("attention"):
-            window = self.config.sliding_window
-            attended = causal_attention(query, key, value, documents, window)
+        attended = self.attend(query, key, value, documents)
         with jax.named_scope("attention_output"):
             return self.output(attended)
+
+    @jax.named_scope("attention")
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None = None
+    ) -> jax.Array:
+        """Causal attention of what `heads` returns: [B, S, heads/D, head_dim]."""
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            window=self.config.sliding_window,
+            segment_ids=None if documents is None else documents.segments,
+            implementation=self.implementation,
+        )
 
     def heads(
         self, x: jax.Array, positions: jax.Array | None
@@ -104,12 +129,17 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, layers: Any, *, key_value_copies: int = 1, **layer_options
+        self,
+        config: LlamaConfig,
+        layers: Any,
+        *,
+        key_value_copies: int = 1,
+        attention: str | None = None,
+        **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        self.attention = Attention(
-            config, layers, key_value_copies=key_value_copies, **layer_options
-        )
+        copies = {"key_value_copies": key_value_copies}
+        self.attention = Attention(config, layers, attention=attention, **copies, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.feed_forward = layers.GatedFeedForward(
             config.features,
@@ -150,7 +180,9 @@ class Llama(nnx.Module):
       fp8_layers: which layers do, as `fnmatch` patterns of the names in `FP8_LAYERS`.
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
-        matmuls; "full", everything inside a block.
+        matmuls and of attention; "full", everything inside a block.
+      attention: the kernel of attention, as `collective_matmul.dot_product_attention` takes it;
+        None chooses what was measured to be fastest.
       scan_layers: blocks per iteration of a scan over blocks, whose parameters then are stacked:
         "layers.0.norm.scale" [features] of each layer becomes "layers.norm.scale" [layers,
         features]. The time to compile does not depend on the number of layers. 0: one program of
@@ -182,6 +214,7 @@ class Llama(nnx.Module):
         fp8_layers: Sequence[str] = DEFAULT_FP8_LAYERS,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         remat: Remat = "none",
+        attention: str | None = None,
         scan_layers: int = 0,
         parameter_use: ParameterUse | None = None,
         weight_axis_name: str | None = None,
@@ -214,8 +247,8 @@ class Llama(nnx.Module):
         )
 
         def block(rngs: nnx.Rngs | Keys) -> Block:
-            copies = {"key_value_copies": key_value_copies}
-            return Block(config, layers, **copies, **{**options, "rngs": rngs})
+            own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
+            return Block(config, layers, **own, **{**options, "rngs": rngs})
 
         count = config.num_layers
         if scan_layers:
@@ -379,6 +412,7 @@ def rematerialize(fun: Callable, remat: Remat) -> Callable:
     """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":
         return fun
-    results = (CHECKPOINT_NAME, plain.CHECKPOINT_NAME) if remat == "dots" else ()
+    results = (CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME)
+    results = results if remat == "dots" else ()
     policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
     return jax.checkpoint(fun, policy=policy)

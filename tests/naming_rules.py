@@ -113,9 +113,6 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
     ("compared_backend_names", "collective_matmul/mosaic_gpu/tiling.py", "xla"): (
         "XLA's matmul in a table of matmuls"
     ),
-    ("private_imports", "models/attention.py", "collective_matmul._compat"): (
-        "the private parts of JAX are in one file, for the models too"
-    ),
     ("repeated_names", "collective_matmul/backends/", "backend"): (
         "each folder below backends/ keeps its backend there"
     ),

@@ -6,11 +6,11 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AbstractMesh
 from rich.console import Console
 from rich.table import Table
 
-from collective_matmul import explain
+from collective_matmul import AttentionDecision, explain, explain_attention
 from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.memory import Memory, abstract_batch, advice, memory_of
@@ -89,6 +89,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         sentence += f": {advice(config, mesh, memory, limit, GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
+    line = f"attention of each layer: {attention_of(config, sizes, mesh)}"
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
@@ -98,6 +100,25 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> AttentionDecision:
+    """The kernel of attention, and why; for a sequence of one document."""
+    model, dtype = config.model, config.compute_dtype
+    groups = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
+    tokens = config.batch_size // groups, config.sequence_length
+    copies = model.key_value_copies(sizes.tensor)
+    query, key = (
+        jax.ShapeDtypeStruct((*tokens, heads // sizes.tensor, model.head_dim), dtype)
+        for heads in (model.num_heads, model.num_key_value_heads * copies)
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return explain_attention(
+            query,
+            key,
+            window=model.sliding_window,
+            implementation=None if config.attention == "auto" else config.attention,
+        )
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
-from models.attention import KERNELS
 from models.split_pullback import scan_sizes
 
 #: Operations that XLA computes where their results are read.
@@ -160,7 +159,7 @@ class _Flattening:
             name = equation.primitive.name
             if _is_barrier(equation):
                 self.operations.append(Operation("optimization_barrier", own, ()))
-            if name in _CALLS and equation.params.get("name") not in KERNELS:
+            if name in _CALLS:
                 called = equation.params[_CALLS[name]]
                 called = getattr(called, "jaxpr", called)
                 inner = dict(equation.params["mesh"].shape) if name == "shard_map" else axes

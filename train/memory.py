@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from models.documents import DOCUMENTS_OF_ONE_PACK
 from models.llama import Remat
 from train.config import Config, MeshSizes, Zero
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
 from train.step import Batch, sharded_step
+
+#: The number of documents in a sequence that is assumed where they are kept apart.
+_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def abstract_batch(config: Config, sequences: int) -> Batch:
     if config.chat:
         batch["answers"] = tokens
     if config.separate_documents or config.chat:
-        # The text knows how many there are. Attention saves most for as many as one call takes.
-        documents = min(DOCUMENTS_OF_ONE_PACK, config.sequence_length)
+        # The text knows how many there are.
+        documents = min(_DOCUMENTS, config.sequence_length)
         batch["document_lengths"] = jax.ShapeDtypeStruct((sequences, documents), jnp.int32)
     return batch
 

@@ -153,6 +153,7 @@ class ModelFunctions:
             fp8_layers=tuple(config.fp8_layers.split(",")),
             dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
+            attention=None if config.attention == "auto" else config.attention,
             scan_layers=config.scan_layers,
             parameter_use=self._parameter_use(config),
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from models import vocabulary
-from models.attention import causal_attention
 from models.generation.cache import LayerCache, appended, attend, filled
 from models.llama import Block, Llama
 
@@ -47,8 +46,7 @@ def prefill(
     def apply(block: Block, x: jax.Array) -> tuple[jax.Array, LayerCache]:
         attention = block.attention
         query, key, value = attention.heads(block.attention_norm(x), None)
-        window = attention.config.sliding_window
-        x = x + attention.output(causal_attention(query, key, value, window=window))
+        x = x + attention.output(attention.attend(query, key, value))
         x = x + block.feed_forward(block.feed_forward_norm(x))
         return x, filled(key, value, capacity)
 
