@@ -351,7 +351,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"), [(0, "Permission denied"), (os.ST_RDONLY, "Read-only file system")]
 )
-def test_why_a_directory_cannot_be_written_is_said(tmp_path, monkeypatch, flags, reason) -> None:
+def test_a_read_only_file_system_is_named(tmp_path, monkeypatch, flags, reason) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags))
     with pytest.raises(ValueError, match=rf"cannot be written \({reason}\); give"):

@@ -83,19 +83,20 @@ def test_the_loss_falls_as_in_bfloat16(changes: dict[str, Any], in_bfloat16: np.
     ],
     ids=str,
 )
-def test_overlap_quantizes_the_same_layers(changes: dict[str, Any]) -> None:
+def test_overlap_quantizes_the_same_layers(
+    changes: dict[str, Any], in_bfloat16: np.ndarray
+) -> None:
     """What the plain models are rewritten to trains as the layers with `fp8` do."""
     devices = {"mesh": 1, **changes}
     mesh = MESH._replace(fsdp=devices.pop("mesh"))
-    wide = {"fp8": None, "fp8_layers": "layers.*"}
-    rewritten, layers, in_bfloat16 = (
-        Trainer(tiny(**devices | own), mesh).run(4) for own in ({}, {"overlap": "auto"}, wide)
+    rewritten, layers = (
+        Trainer(tiny(**devices | own), mesh).run(4) for own in ({}, {"overlap": "auto"})
     )
     # bfloat16 rounds sums in other orders: by 6e-5 and 2e-3. Without 8 bits, the loss differs by
     # more than 4e-4.
     np.testing.assert_allclose(rewritten["loss"], layers["loss"], rtol=1.5e-4)
     np.testing.assert_allclose(rewritten["grad_norm"], layers["grad_norm"], rtol=4e-3)
-    assert abs(in_bfloat16["loss"] / layers["loss"] - 1).max() > 3e-4
+    assert abs(in_bfloat16[:4] / layers["loss"] - 1).max() > 3e-4
 
 
 def test_rewrite_jit_gathers_shards_of_weights_in_8_bits() -> None:
@@ -312,13 +313,13 @@ def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
         return memory_of(config, make_abstract_mesh(sizes)).weights
 
     def of_a_layer(fp8: Any, **changes: Any) -> int:
-        return memory(fp8, 4, **changes) - memory(fp8, 3, **changes)
+        return memory(fp8, 3, **changes) - memory(fp8, 2, **changes)
 
     shards = sum(math.prod(shape) * count for shape, count in OF_MATMULS.items())
-    added = of_a_layer("rowwise") - of_a_layer(None)
-    assert 2 * shards < added < 2.2 * shards  # And scales.
+    without = of_a_layer(None)
+    assert 2 * shards < of_a_layer("rowwise") - without < 2.2 * shards  # And scales.
     # What the types of arrays say is quantized where it is used.
-    assert of_a_layer("rowwise", overlap="rewrite-jit") == of_a_layer(None)
+    assert of_a_layer("rowwise", overlap="rewrite-jit") == without
 
 
 def test_configurations_without_the_fields_keep_their_dtype(capsys: Any, tmp_path: Path) -> None:
