@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,13 @@ class ExplicitCase:
     def explicit(self) -> dict[str, int]:
         """The axes that specs may name, with their sizes."""
         return {axis: size for axis, size in self.mesh.items() if axis not in self.auto}
+
+    @property
+    def against_mesh_order(self) -> bool:
+        """Whether a statement shards a dimension over two axes in another order than the mesh."""
+        axes = [*self.mesh]
+        pairs = re.findall(r"(?<!P)\('(\w+)', '(\w+)'", " ".join(self.lines))
+        return any(axes.index(first) > axes.index(second) for first, second in pairs)
 
     def fun(self, *arguments: jax.Array) -> Any:
         names = _names(arguments)
