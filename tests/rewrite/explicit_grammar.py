@@ -250,6 +250,11 @@ class _Drawing:
             summands = P(*entries, unreduced=frozenset({axis}))
             dot = f"jnp.tensordot({x}, reshard({w}, {columns}), (({i},), ({j},))"
             return [f"reshard({dot}, out_sharding={summands}), {self.spec(result)})"]
+        if self.case.explicit and self.generator.random() < 0.2:
+            summed = choose([*self.case.explicit])
+            x, w = f"reshard({x}, {_spec({i: summed})})", f"reshard({w}, {_spec({j: summed})})"
+            dot = f"jnp.tensordot({x}, {w}, (({i},), ({j},))"
+            return [f"{dot}, out_sharding={self.spec(result)})", typed]
         if len(self.case.explicit) > 1 and len(shape) > 1 and self.generator.random() < 0.3:
             return [self.layer(x, w, len(shape), i, j), typed]
         return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
