@@ -27,8 +27,8 @@ from tests.rewrite.fuzz import TOLERANCE, UNIT, WORSE, Search, _error, main, mis
 from tests.rewrite.programs import gradients_of
 from tests.rewrite.simulator import simulate_jaxpr
 
-#: One program in this number is compiled.
-COMPILED = 40
+#: One program in this number is compiled, and of those with axes in another order than the mesh.
+COMPILED, COMPILED_ORDERS = 40, 5
 #: Sums over devices, and those of them that keep the shape.
 _SUMS = {"psum", "psum_invariant", "reduce_scatter", "pmax", "pmin"}
 _ALL_REDUCES = _SUMS - {"reduce_scatter"}
@@ -162,6 +162,13 @@ def _executed(
     return None
 
 
+def _is_compiled(seed: int, case: ExplicitCase) -> bool:
+    if not case.against_mesh_order:
+        return seed % COMPILED == 0
+    # XLA ends the process at some of the others, without `overlap` too (jaxlib 0.12).
+    return seed % COMPILED_ORDERS == 0 and max(case.mesh.values()) == 2
+
+
 def search(
     seeds: Iterable[int], every: int = 0, stop: int = 10**9, compiled: bool = False
 ) -> Search:
@@ -172,7 +179,7 @@ def search(
         try:
             if not case.lines:
                 raise Refused
-            wrong, sites = finding(case, mesh, compiled and seed % COMPILED == 0)
+            wrong, sites = finding(case, mesh, compiled and _is_compiled(seed, case))
         except Refused:
             result.refused += 1
             continue

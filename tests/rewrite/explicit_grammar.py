@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,13 @@ class ExplicitCase:
     def explicit(self) -> dict[str, int]:
         """The axes that specs may name, with their sizes."""
         return {axis: size for axis, size in self.mesh.items() if axis not in self.auto}
+
+    @property
+    def against_mesh_order(self) -> bool:
+        """Whether a statement shards a dimension over two axes in another order than the mesh."""
+        axes = [*self.mesh]
+        pairs = re.findall(r"(?<!P)\('(\w+)', '(\w+)'", " ".join(self.lines))
+        return any(axes.index(first) > axes.index(second) for first, second in pairs)
 
     def fun(self, *arguments: jax.Array) -> Any:
         names = _names(arguments)
@@ -242,6 +250,11 @@ class _Drawing:
             summands = P(*entries, unreduced=frozenset({axis}))
             dot = f"jnp.tensordot({x}, reshard({w}, {columns}), (({i},), ({j},))"
             return [f"reshard({dot}, out_sharding={summands}), {self.spec(result)})"]
+        if self.case.explicit and self.generator.random() < 0.2:
+            summed = choose([*self.case.explicit])
+            x, w = f"reshard({x}, {_spec({i: summed})})", f"reshard({w}, {_spec({j: summed})})"
+            dot = f"jnp.tensordot({x}, {w}, (({i},), ({j},))"
+            return [f"{dot}, out_sharding={self.spec(result)})", typed]
         if len(self.case.explicit) > 1 and len(shape) > 1 and self.generator.random() < 0.3:
             return [self.layer(x, w, len(shape), i, j), typed]
         return [f"{dot})", typed] if self.generator.random() < 0.5 else [typed]
