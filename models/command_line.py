@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -14,6 +13,7 @@ import tyro
 from rich.console import Console
 
 from models.config import LlamaConfig, config_from_json
+from models.paths import expanded
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -119,7 +119,7 @@ def run_import(command: Import) -> None:
     from models.hugging_face.writing import check_empty, keep_origin
 
     folder = ModelFolder(command.source)
-    target = Path(command.directory).expanduser().resolve()
+    target = expanded(command.directory).resolve()
     check_empty(target)
     model = Generator(
         folder.config, mesh=_mesh(folder.config, command.devices), dtype=command.dtype
@@ -137,7 +137,7 @@ def run_export(command: Export) -> None:
     from models.hugging_face import write
     from models.hugging_face.writing import CONFIG, ORIGIN, check_empty
 
-    check_empty(Path(command.directory).expanduser())
+    check_empty(expanded(command.directory))
     saved = find_checkpoint(command.checkpoint)
     config = config_from_json(saved.configuration()["model"])
     # A vocabulary that was saved cannot be padded any more.

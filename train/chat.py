@@ -6,12 +6,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from models.hugging_face.chat_template import ChatTemplate, Messages
+from models.paths import expanded
 from train.text_files import opened
 from train.tokenizer import read_tokenizer
 
@@ -54,7 +54,7 @@ def read_chats(paths: Sequence[str], tokenizer: str | None, sequence_length: int
             " a chat template"
         )
     model, digest = read_tokenizer(tokenizer), hashlib.sha256()
-    template = ChatTemplate(Path(tokenizer).expanduser().parent)
+    template = ChatTemplate(expanded(tokenizer).parent)
     packed = _Packed(sequence_length)
     for path in paths:
         with opened("data", path) as file:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.paths import expanded
+
 Messages = Sequence[Mapping[str, str]]
 
 _FILE, _SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -25,7 +27,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path):
-        self._folder = Path(folder).expanduser()
+        self._folder = expanded(folder)
         settings = _read_settings(self._folder / _SETTINGS)
         text = _template_of(self._folder, settings)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")

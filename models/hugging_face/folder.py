@@ -15,6 +15,7 @@ import numpy as np
 from models.config import LlamaConfig
 from models.families import read_config
 from models.hugging_face.tensor_names import tensors
+from models.paths import expanded
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +47,7 @@ class ModelFolder:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser().resolve()
+        self.path = expanded(path).resolve()
         self.config = self.config_of(self.path)
         self._files = self._checked(self._open)
         self._checked(self._check_tensors)
@@ -54,7 +55,7 @@ class ModelFolder:
     @staticmethod
     def is_one(path: str | Path) -> bool:
         """Whether a path is such a folder, rather than a checkpoint of the trainer."""
-        return (Path(path).expanduser() / CONFIG).is_file()
+        return (expanded(path) / CONFIG).is_file()
 
     @staticmethod
     def config_of(path: Path) -> LlamaConfig:

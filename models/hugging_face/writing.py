@@ -24,6 +24,7 @@ from models.hugging_face.folder import (
     ModelFolder,
 )
 from models.hugging_face.tensor_names import Tensor, tensors
+from models.paths import expanded
 
 #: The folder, beside checkpoints, with what a model came with apart from its weights.
 ORIGIN = "hugging_face"
@@ -38,7 +39,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
       source: the model's folder, or a directory of checkpoints that has such a copy.
       directory: where the copy goes; one that is there already is replaced.
     """
-    source, target = Path(source).expanduser().resolve(), Path(directory).expanduser() / ORIGIN
+    source, target = expanded(source).resolve(), expanded(directory) / ORIGIN
     if ModelFolder.is_one(source):
         files = {name: source / name for name in _COPIED}
         dtypes = json.dumps(ModelFolder(source).dtypes)
@@ -82,7 +83,7 @@ def write(
     Raises:
       ValueError: the folder has something in it, or the model is of no family.
     """
-    target = Path(directory).expanduser().resolve()
+    target = expanded(directory).resolve()
     check_empty(target)
     unpadded = dataclasses.replace(config, padded_vocabulary_size=None)
     saved = {} if origin is None else _origin_of(Path(origin), unpadded)
