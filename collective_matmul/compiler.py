@@ -19,6 +19,7 @@ from collective_matmul.graph_functions import (
     GraphJitted,
     GraphNodesError,
     StaticArguments,
+    check_function,
     holds_graph_nodes,
     holds_state_sharding,
     pure_function,
@@ -106,6 +107,7 @@ def overlap_jit(
     if fun is None:
         options = dict(peer_kernels=peer_kernels, compiler_options=compiler_options, **kwargs)
         return functools.partial(overlap_jit, **options)
+    check_function(fun)
     if "fused" in kwargs:
         peer_kernels = renamed_fused("overlap_jit", kwargs.pop("fused"))
     check_peer_kernels("overlap_jit", peer_kernels)

@@ -15,6 +15,7 @@ from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.dispatch.run_counts import RunCounter, count_runs
+from collective_matmul.graph_functions import check_function
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
@@ -155,6 +156,7 @@ def explain(
         peer_kernels = renamed_fused("explain", fused)
 
     check_peer_kernels("explain", peer_kernels)
+    check_function(fun)
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         traced = _traced(fun, args, kwargs, peer_kernels)

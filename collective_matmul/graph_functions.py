@@ -23,6 +23,12 @@ import jax
 SHARDINGS = ("in_shardings", "out_shardings")
 
 
+def check_function(fun: Any) -> None:
+    """Raises TypeError for what cannot be called, before it is wrapped."""
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r}: expected a function")
+
+
 class GraphNodesError(Exception):
     """Raised while a function is traced that has nnx objects, and so needs a `GraphFunction`."""
 

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -15,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from models.config import LlamaConfig, config_from_json
+from models.paths import expanded
 from models.simulated_devices import simulate_devices
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -155,7 +155,7 @@ def run_export(command: Export) -> None:
             f"max_shard_gigabytes={command.max_shard_gigabytes}: expected a number from"
             f" {_SMALLEST_SHARD:g}"
         )
-    check_empty(Path(command.directory).expanduser())
+    check_empty(expanded(command.directory))
     saved = find_checkpoint(command.checkpoint)
     config = config_from_json(saved.configuration()["model"])
     # A vocabulary that was saved cannot be padded any more.

@@ -19,7 +19,14 @@ from tests.backends.ring.test_program_structure import equations
 from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.fp8_reference import Fp8Case
-from tests.reference import AXIS, OPS, PORTABLE, assert_close, poisoned_results
+from tests.reference import (
+    AXIS,
+    OPS,
+    PORTABLE,
+    assert_close,
+    poisoned_results,
+    reference,
+)
 from tests.rewrite.simulator import simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -190,3 +197,28 @@ def test_shards_of_weights_are_quantized_as_the_whole(
         # of their own most numbers would be, and the difference 4 %.
         error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         assert error < 0.01
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1e35, 1e-5, 1e-30), (1e-30, 1e33, 1e-30)], ids=str)
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("op", OPS)
+def test_one_number_contracted_and_numbers_of_very_different_sizes(
+    op: str, fp8: str, sizes: tuple[float, float, float], make_mesh: MeshFactory
+) -> None:
+    """A device contracts one number in the forward, or in the gradient of x: a scalar head."""
+    gathers, devices = op == "all_gather_matmul", 2
+    contracted, columns = (1, 4 * devices) if gathers else (devices, 1)
+    case = Fp8Case(op, "ring", devices, (4, 2), contracted, ((columns,),), 0, fp8=fp8)
+    x, ws, dys = case.arrays(0)
+    arrays = (
+        (x * sizes[0]).astype("float32"),
+        [(w * sizes[1]).astype("float32") for w in ws],
+        [(dy * sizes[2]).astype("float32") for dy in dys],
+    )
+    actual, exact = case.run(make_mesh({AXIS: devices}), arrays, jax.jit), reference(*arrays)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
+        if np.max(np.abs(b)) < 1e-30:
+            continue  # XLA flushes numbers of that size to zero, and so may their scales be.
+        # Two operands, each rounded by 2⁻⁴ (2⁻³ in float8_e5m2), and what a large number next to
+        # them takes.
+        assert np.max(np.abs(np.asarray(a, np.float64) - b)) <= 0.25 * np.max(np.abs(b))

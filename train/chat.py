@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from models.hugging_face.chat_tokens import ChatTokens
+from models.paths import expanded
 from train.text_files import as_utf8, json_lines, opened, read_json
 from train.tokenizer import read_tokenizer
 
@@ -64,7 +64,7 @@ def read_chats(
             " a chat template"
         )
     model, digest, divided = read_tokenizer(tokenizer), hashlib.sha256(), 0
-    chats = ChatTokens(Path(tokenizer).expanduser().parent, model, variables)
+    chats = ChatTokens(expanded(tokenizer).parent, model, variables)
     packed = _Packed(sequence_length)
     for path in paths:
         if path.lower().endswith(".parquet"):

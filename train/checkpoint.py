@@ -30,6 +30,7 @@ from models.checkpoint.saved_checkpoint import (
     step_folders,
     whole_steps,
 )
+from models.paths import expanded
 from train.agreement import check_same, together
 from train.processes import is_first
 from train.run_lock import RunLock, lock_owner
@@ -259,7 +260,7 @@ def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:
             f"checkpoint_dir={str(directory)!r}: expected a folder on a file system, not a URL; "
             "mount the bucket and give the mounted path"
         )
-    path = Path(directory).expanduser().resolve()
+    path = expanded(directory).resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):

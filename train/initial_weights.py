@@ -13,6 +13,7 @@ from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.families import PRESETS
 from models.hugging_face import ModelFolder, load
 from models.hugging_face.writing import ORIGIN
+from models.paths import expanded
 from train.config import Config
 
 
@@ -69,7 +70,7 @@ def with_model_of(config: Config) -> Config:
       ValueError: the folder is damaged, or flags ask for another model.
     """
     begins = config.checkpoint_dir if config.resume else config.init_from
-    root = None if begins is None else _root(Path(begins).expanduser())
+    root = None if begins is None else _root(expanded(begins))
     if root is None:
         return config
     name = "checkpoint_dir" if config.resume else "init_from"

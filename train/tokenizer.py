@@ -11,6 +11,7 @@ import numpy as np
 
 from models.hugging_face.declared_tokens import DeclaredTokens
 from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer, reported
+from models.paths import expanded
 from train.text_files import opened
 
 END_OF_DOCUMENT_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
@@ -133,7 +134,7 @@ def _end_of_document(model: Any, path: str) -> int:
 
 
 def _folder(path: str) -> Path:
-    return Path(path).expanduser().parent
+    return expanded(path).parent
 
 
 def _grouped(documents: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:

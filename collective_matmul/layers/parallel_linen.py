@@ -185,7 +185,8 @@ class ParallelModule:
             if is_layer:
                 layers.add(path)
             # A "*" is not meant for the model as a whole, unless it is a layer.
-            pattern, style = self._style(path) if path or is_layer else (None, None)
+            is_meant = path or is_layer or "" in self.plan
+            pattern, style = self._style(path) if is_meant else (None, None)
             if pattern is None or style is None:
                 return call(*args, **kwargs)
             try:

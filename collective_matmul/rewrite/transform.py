@@ -14,7 +14,12 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul import checks
 from collective_matmul.checks import Implementation
-from collective_matmul.graph_functions import GraphFunction, GraphNodesError, pure_function
+from collective_matmul.graph_functions import (
+    GraphFunction,
+    GraphNodesError,
+    check_function,
+    pure_function,
+)
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite.placements import explicit_axes
 from collective_matmul.rewrite.report import FoundSite, consider, table
@@ -105,6 +110,7 @@ def overlap(
         `fp8` names a scope that the function does not have; at once, for an invalid `require`,
         `fp8` or `implementation`.
     """
+    check_function(fun)
     requested, recipes = checks.implementation(implementation), scoped_recipes(fp8)
     if require is not None and (type(require) is not int or require < 0):
         raise ValueError(

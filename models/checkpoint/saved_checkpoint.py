@@ -23,6 +23,7 @@ from flax import traverse_util
 from models.checkpoint.checksums import checksums, json_checksum
 from models.checkpoint.earlier_releases import trained_configuration
 from models.checkpoint.layer_layout import move_layout, other_layout, same_layout
+from models.paths import expanded
 
 PREFIX = "step"
 JSON_ITEMS = ("data_position", "configuration")
@@ -220,7 +221,7 @@ def find_checkpoint(path: str | Path) -> SavedCheckpoint:
         ValueError: there is none.
     """
     # `Path.resolve` raises RuntimeError for a circle of links.
-    folder = Path(os.path.realpath(Path(path).expanduser()))
+    folder = Path(os.path.realpath(expanded(path)))
     if _step_of(folder.name) is not None and _is_whole(folder):
         return SavedCheckpoint(folder)
     steps = whole_steps(folder)

@@ -14,6 +14,7 @@ from typing import Any
 from models.hugging_face import template_process
 from models.hugging_face.regular_files import read_json_object, read_text
 from models.hugging_face.template_process import TemplateError
+from models.paths import expanded
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -61,7 +62,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None):
-        path = Path(folder).expanduser()
+        path = expanded(folder)
         settings = _object_or_nothing(path / _SETTINGS)
         self.source, self._templates = _find_templates(path, settings)
         self._variables = _special_tokens(path, settings)

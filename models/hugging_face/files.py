@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from models.families.config_keys import shown, shown_name
+from models.paths import expanded
 
 #: Bytes of JSON, as far more than the index of the largest model has. More would take seconds.
 LARGEST_JSON = 16 * 2**20
@@ -17,7 +18,7 @@ _DEEPEST, _LONGEST_REASON = 100, 200
 
 def real_path(path: str | Path) -> Path:
     """The path without links. `Path.resolve` raises RuntimeError for a circle of links."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    return Path(os.path.realpath(expanded(path)))
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -47,8 +48,7 @@ def find_file(folder: Path, name: str) -> Path | None:
     except (OSError, ValueError) as error:
         # A path that is too long, goes through a file, or may not be read, or a circle of links.
         raise ValueError(f"{shown_name(name)} cannot be read ({reason(error)})") from None
-    root = real_path(folder)
-    if not any(path.is_relative_to(place) for place in (root, *_blobs(root))):
+    if not is_of(folder, path):
         raise ValueError(
             f"{shown_name(name)} is a link to {path}, outside the folder; put the file itself in"
             " its place, or a hard link"
@@ -56,6 +56,12 @@ def find_file(folder: Path, name: str) -> Path | None:
     if not stat.S_ISREG(mode):
         raise ValueError(f"{shown_name(name)} is a {_kind(mode)}; expected a file")
     return path
+
+
+def is_of(folder: Path, path: Path) -> bool:
+    """Whether a path without links is below a folder, or a blob of the cache that has the folder."""
+    root = real_path(folder)
+    return any(path.is_relative_to(place) for place in (root, *_blobs(root)))
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
 from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
 from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer
 from models.log import warn_once
+from models.paths import expanded
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 #: What a tokenizer may consist of.
@@ -63,7 +64,7 @@ class ModelFolder:
     @staticmethod
     def is_one(path: str | Path) -> bool:
         """Whether a path is such a folder, rather than a checkpoint of the trainer."""
-        return os.path.lexists(Path(path).expanduser() / CONFIG)
+        return os.path.lexists(expanded(path) / CONFIG)
 
     @staticmethod
     def config_of(path: Path) -> LlamaConfig:

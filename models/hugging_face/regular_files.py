@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
+from models.hugging_face.files import is_of, real_path
+
 
 def open_regular(path: str | Path) -> IO[bytes]:
     """Opens a file to read its bytes. A link is followed.
@@ -29,9 +31,16 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     """The text of a file in UTF-8.
 
     Raises:
-      ValueError: it cannot be opened, is too long or is not UTF-8; names the file.
+      ValueError: it is a link out of its folder, cannot be opened, is too long or is not UTF-8;
+        names the file.
       FileNotFoundError: it does not exist.
     """
+    real = real_path(path)
+    if not is_of(Path(path).parent, real):
+        raise ValueError(
+            f"{path}: is a link to {real}, outside the folder; put the file itself in its place, or"
+            " a hard link"
+        )
     try:
         with open_regular(path) as file:
             content = file.read(max_bytes + 1)

@@ -20,6 +20,7 @@ from models.hugging_face.files import find_file, read_json, real_path
 from models.hugging_face.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, ModelFolder
 from models.hugging_face.tensor_files import INDEX, WEIGHTS
 from models.hugging_face.tensor_names import Tensor, tensors
+from models.paths import expanded
 
 #: The folder, beside checkpoints, with what a model came with apart from its weights.
 ORIGIN = "hugging_face"
@@ -35,7 +36,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
       source: the model's folder, or a directory of checkpoints that has such a copy.
       directory: where the copy goes; one that is there already is replaced.
     """
-    source, target = real_path(source), Path(directory).expanduser() / ORIGIN
+    source, target = real_path(source), expanded(directory) / ORIGIN
     if ModelFolder.is_one(source):
         model = ModelFolder(source)
         tied_head, dtypes = model.config.tied_head, json.dumps(model.dtypes)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import os
+import pwd
 import stat
 from importlib import resources
 from pathlib import Path
@@ -35,7 +36,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file of the user's table for KIND, not there yet."""
     monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(table_files, "warn_once", functools.cache(warn_once.__wrapped__))
-    return cache_path(KIND)
+    path = cache_path(KIND)
+    assert path is not None
+    return path
 
 
 @pytest.fixture
@@ -310,5 +313,53 @@ def test_the_users_table_decides_on_a_cpu(cache: Path) -> None:
     site = site_of("all_gather_matmul", 8, 4, 4)
     assert selection.choose(site).name == "xla"
     kind = jax.devices()[0].device_kind
-    table_files.save(cache_path(kind), kind, {site.flat: entry(xla=12, ring_two_way=10)})
+    path = cache_path(kind)
+    assert path is not None
+    table_files.save(path, kind, {site.flat: entry(xla=12, ring_two_way=10)})
     assert selection.choose(site).name == "ring_two_way"
+
+
+class TestWithoutAHomeDirectory:
+    """As in containers, whose users may have numbers that the machine has no names for."""
+
+    @pytest.fixture(autouse=True)
+    def _no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown(user: int) -> None:
+            raise KeyError(f"getpwuid(): uid not found: {user}")
+
+        for name in ("COLLECTIVE_MATMUL_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+    def test_there_is_no_table_of_the_user(self) -> None:
+        assert cache_path(KIND) is None
+        shipped = table_files.known("NVIDIA H200")
+        assert [origin for origin, _ in shipped] == ["table of NVIDIA H200"]
+
+    def test_a_table_cannot_be_saved(self) -> None:
+        message = "path=None: this user has no home directory .* set COLLECTIVE_MATMUL_CACHE_DIR"
+        with pytest.raises(ValueError, match=message):
+            table_files.writable_path(KIND)
+
+    def test_a_path_of_its_own_can(self, tmp_path: Path) -> None:
+        path = tmp_path / "made" / "table.jsonl"
+        assert table_files.writable_path(KIND, path) == path
+        assert not list(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("home", ["/nonexistent/home", "/dev/null"])
+def test_a_home_directory_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: str
+) -> None:
+    for name in ("COLLECTIVE_MATMUL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    assert [origin for origin, _ in table_files.known("NVIDIA H200")] == ["table of NVIDIA H200"]
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "table.jsonl"
+    with pytest.raises(ValueError, match=r"table.jsonl': the table cannot be written there \("):
+        table_files.writable_path(KIND, path)

@@ -142,7 +142,9 @@ def test_it_is_tuned(gather: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kind = jax.devices()[0].device_kind
     (site,) = table.entries
     faster = {**entry.seconds, "toy": entry.seconds["xla"] / 2}
-    table_files.save(table_files.cache_path(kind), kind, {site: type(entry)(faster, entry.run)})
+    path = table_files.cache_path(kind)
+    assert path is not None
+    table_files.save(path, kind, {site: type(entry)(faster, entry.run)})
     assert explain(gather(None))(X, W).decisions[0].implementation == "toy"
 
 

@@ -213,3 +213,9 @@ def test_inside_shard_map_a_global_kernel_is_refused(mesh: Mesh) -> None:
     )
     with pytest.raises(ValueError, match=r"'twice.up': kernel: shape \(12, 16\).* partition_specs"):
         jax.eval_shape(call, variables(), X)
+
+
+def test_a_model_that_is_another_layer_is_refused(mesh: Mesh) -> None:
+    model = parallelize(linen.Conv(4, (3,)), {"": Column()}, mesh=mesh)
+    with pytest.raises(ValueError, match="'' is a Conv, defined in flax"):
+        jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 4, 4), "float32"))

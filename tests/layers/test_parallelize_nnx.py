@@ -336,3 +336,20 @@ def test_the_example_of_the_readme_computes_the_same() -> None:
         parallelize(model, {"up": Column(), "down": Row()})
         after = overlap_jit(lambda model, x: model(x))(model, x)
     assert abs(after - before).max() < 1e-5
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_a_linear_layer_that_is_the_model_is_refused(pattern: str, mesh: Mesh) -> None:
+    """It would have to become another object."""
+    message = rf"plan\['{re.escape(pattern)}'\]: the model itself is the Linear, which cannot be"
+    with pytest.raises(ValueError, match=message):
+        parallelize(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {pattern: Column()}, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("", "'' is a Conv, defined in flax"), ("*", "the model has no nnx layers that Column")],
+)
+def test_a_model_that_is_another_layer_is_refused(pattern: str, message: str, mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=message):
+        parallelize(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0)), {pattern: Column()}, mesh=mesh)

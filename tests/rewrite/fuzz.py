@@ -130,8 +130,11 @@ def _difference_in_fp8(
     for seed in range(3):
         noise = np.random.default_rng(seed)
         nudged = [np.asarray(x, float) * (1 + noise.normal(0, 2**-4, x.shape)) for x in arguments]
-        errors = map(_error, simulate_jaxpr(plain, nudged, True), expected)
-        bounds = [max(bound, WORSE * error) for bound, error in zip(bounds, errors, strict=True)]
+        # In its own dtypes too, as float16 may overflow.
+        own = [x.astype(y.dtype) for x, y in zip(nudged, arguments, strict=True)]
+        for results in (simulate_jaxpr(plain, nudged, True), simulate_jaxpr(plain, own)):
+            errors = [WORSE * error for error in map(_error, results, expected)]
+            bounds = [*map(max, bounds, errors)]
     wrong = mismatch(actual, expected, bounds)
     return f"in 8 bits: {wrong}" if wrong else None
 

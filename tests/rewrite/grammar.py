@@ -122,7 +122,9 @@ class Block:
         """The axes of a collective as source text, seldom several in any order, and their size."""
         count = self.random.choice((1, 1, 1, 1, 2)) if len(self.axes) > 1 else 1
         axes = tuple(self.random.sample(self.axes, count))
-        return repr(axes if count > 1 else axes[0]), math.prod(map(self.source.axes.get, axes))
+        return repr(axes if count > 1 else axes[0]), math.prod(
+            self.source.axes[axis] for axis in axes
+        )
 
     # Collectives.
 

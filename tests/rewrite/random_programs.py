@@ -64,7 +64,7 @@ class Case:
     dtype: str
     rounds: bool
     wide: bool
-    fp8: str | None
+    fp8: Any
     mode: str
     check_vma: bool
     strict: bool

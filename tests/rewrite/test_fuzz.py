@@ -46,7 +46,7 @@ def test_a_reversed_permute_is_found_and_its_program_made_small(
         return permute(x, axis_name, [(to, source) for source, to in perm], **kwargs)
 
     monkeypatch.setattr(lax, "ppermute", reversed_permute)
-    ((_, wrong, case),) = search(range(25), stop=1).findings
+    ((_, wrong, case),) = search(range(32, 40), stop=1).findings
     small = minimized(case)
     assert kind(finding(small)) == kind(wrong)
     assert len(small.lines) <= 2 < len(case.lines)
@@ -142,7 +142,7 @@ def test_chunks_that_an_explicit_axis_cannot_divide() -> None:
     assert find_sites(functions(case)[0], implementation="ring_two_way")(*arguments)[0].replaced
 
 
-@pytest.mark.parametrize("seed", [7016000, 7023200])
+@pytest.mark.parametrize("seed", [7002400, 7000100])
 def test_programs_that_end_the_process_are_not_compiled(seed: int) -> None:
     """The compiler does not survive the plain program: 16-bit sums, empty arrays."""
     assert finding(drawn(seed), compiled=True) is None

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import collective_matmul
-from collective_matmul import all_gather_matmul, overlap
+from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite import find_sites, site_tracing
 from tests.conftest import MeshFactory
@@ -134,6 +134,19 @@ def test_overlap_runs_without_jit(make_mesh: MeshFactory) -> None:
     program = gathering(body)
     fun, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     assert_same(ring(fun, require=1)(*arguments), jax.jit(fun)(*arguments))
+
+
+def test_sites_are_required_of_a_function_without_collectives(make_mesh: MeshFactory) -> None:
+    fun = jax.shard_map(jnp.sin, mesh=make_mesh({AXIS: 2}), in_specs=P(AXIS), out_specs=P(AXIS))
+    with pytest.raises(ValueError, match="require=1: the function has no gathers and no sums"):
+        overlap(fun, require=1)(np.ones(4, "float32"))
+    assert overlap(fun, require=0)(np.ones(4, "float32")).shape == (4,)
+
+
+@pytest.mark.parametrize("transform", [overlap, overlap_jit, explain])
+def test_what_is_no_function_is_refused_at_once(transform: Callable) -> None:
+    with pytest.raises(TypeError, match="fun=3: expected a function"):
+        transform(3)
 
 
 def test_fewer_sites_than_required_are_refused_with_a_table(

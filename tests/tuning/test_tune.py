@@ -35,7 +35,9 @@ JAX_VERSION = jax.__version__
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path / "cache"))
-    return cache_path(jax.devices()[0].device_kind)
+    path = cache_path(jax.devices()[0].device_kind)
+    assert path is not None
+    return path
 
 
 def read(path: Path) -> Table:
