@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_a_chat_is_written_by_the_template(folder):
     assert chat == answer(made, params, folder, [text], max_new_tokens=5)
 
 
-class Recorder:
+class _Recorder:
     """In the place of a generator: answers with these tokens, and keeps what it is given."""
 
     def __init__(self, answer: list[int]):
@@ -89,6 +90,10 @@ class Recorder:
         for number in range(len(prompts)):
             for token in self.answer:
                 on_token(number, token)
+
+
+def recorder(answer: list[int]) -> Any:
+    return _Recorder(answer)
 
 
 def changed_tokenizer(folder: ModelFolder, path: Path) -> ModelFolder:
@@ -108,13 +113,13 @@ def changed_tokenizer(folder: ModelFolder, path: Path) -> ModelFolder:
 
 
 def test_a_prompt_is_neither_cut_nor_padded(folder, tmp_path):
-    changed, made = changed_tokenizer(folder, tmp_path / "model"), Recorder([])
+    changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
     answer(made, {}, changed, ["Hello, world"])
     assert made.prompts == [[256, *encode_rendered(folder.tokenizer(), "Hello, world"), 257]]
 
 
 def test_a_rendered_chat_gets_no_special_tokens_of_the_tokenizer(folder, tmp_path):
-    changed, made = changed_tokenizer(folder, tmp_path / "model"), Recorder([])
+    changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
     answer(made, {}, changed, ["Hi"], chat=True)
     text = "<|begin_of_text|><|start|>user\nHi<|end|><|start|>assistant\n"
     assert made.prompts == [encode_rendered(folder.tokenizer(), text)]
@@ -122,7 +127,7 @@ def test_a_rendered_chat_gets_no_special_tokens_of_the_tokenizer(folder, tmp_pat
 
 
 def test_an_answer_ends_as_the_tokenizer_says_where_the_model_does_not(folder, tmp_path):
-    made, path = Recorder([]), tmp_path / "model"
+    made, path = recorder([]), tmp_path / "model"
     shutil.copytree(folder.path, path)
     (path / "generation_config.json").unlink()
     config = json.loads((path / "config.json").read_text()) | {"eos_token_id": None}
@@ -137,7 +142,7 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
     tokenizer = read_tokenizer(str(TOKENIZERS / "llama2" / "tokenizer.json"))
     monkeypatch.setattr(ModelFolder, "tokenizer", lambda self: tokenizer)
     ring = encode_rendered(tokenizer, "ring")
-    made = Recorder([*ring, tokenizer.token_to_id("<0xC3>"), *ring])
+    made = recorder([*ring, tokenizer.token_to_id("<0xC3>"), *ring])
     output = io.StringIO()
     answer(made, {}, folder, ["The"], output)
     assert output.getvalue() == " ring\ufffd ring\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,9 @@ def test_numbers_of_tokens_that_nobody_counts_to_change_nothing():
     made = Generator(model, mesh=make_mesh(1), implementation="xla", dtype="float32")
     params = params_of("biases", made)
     expected_answers = made(params, PROMPTS, max_new_tokens=13)
-    more = dict(max_new_tokens=10**30, tokens_per_launch=2**64, stop_tokens=[-1, 2**40])
+    more: dict[str, Any] = dict(
+        max_new_tokens=10**30, tokens_per_launch=2**64, stop_tokens=[-1, 2**40]
+    )
     assert made(params, PROMPTS, **more) == expected_answers
     unlimited = Generator(dataclasses.replace(model, context_length=None), mesh=make_mesh(1))
     with pytest.raises(ValueError, match=r"max_new_tokens=4294967296: expected less; the cache"):
