@@ -165,20 +165,22 @@ def test_tokens_are_drawn_as_often_as_their_probability(sampling, kept):
     ("sampling", "scale", "kept"),
     [
         # Divided by these, logits are infinite in float32, or the temperature is 0.
-        (Sampling(temperature=2e-38), 50, [0]),
-        (Sampling(temperature=1e-39), 1, [0]),
-        (Sampling(temperature=1e-300, top_k=3, top_p=0.9), 1, [0]),
-        (Sampling(temperature=1.0, top_p=1e-60), 1, [0]),
+        (Sampling(temperature=2e-38), 50, [2]),
+        (Sampling(temperature=1e-39), 1, [2]),
+        (Sampling(temperature=1e-300, top_k=3, top_p=0.9), 1, [2]),
+        (Sampling(temperature=1.0, top_p=1e-60), 1, [2]),
         (Sampling(temperature=1e300, top_k=10**30), 1, [0, 1, 2, 3, 4, 5]),
     ],
     ids=str,
 )
 def test_numbers_that_float32_does_not_hold_mean_what_they_say(sampling, scale, kept):
     """They are limits: the likeliest token, or all alike."""
+    # The likeliest is not the first, and logits have both signs.
+    logits = np.roll(LOGITS + 2, 2)
     probabilities = np.zeros(6)
     probabilities[kept] = 1 / len(kept)
     # As above.
-    np.testing.assert_allclose(drawn(sampling, scale * LOGITS), probabilities, atol=0.032)
+    np.testing.assert_allclose(drawn(sampling, scale * logits), probabilities, atol=0.032)
 
 
 def test_numbers_of_tokens_that_nobody_counts_to_change_nothing():
