@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _SEEDS = 2**64
@@ -28,4 +29,4 @@ def random_key(seed: int) -> jax.Array:
     """
     check_seed(seed)
     words = np.array([seed >> 32, seed % 2**32], np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")

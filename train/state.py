@@ -4,9 +4,8 @@ The state is one pytree of global arrays::
 
     {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
 
-Parameters are float32, keyed by their dotted path in the model. They are sharded over the tensor
-axis as the layers specify, with ZeRO over the fsdp axis too, and replicated over the data axis. The
-optimizer's moments are sharded like them.
+Parameters are float32, keyed by their path in the model. The tensor axis shards them as the layers
+specify, with ZeRO the fsdp axis too; the data axis replicates them. Moments are sharded alike.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ def read_tokenizer(path: str) -> Any:
       ValueError: the file or one beside it cannot be read.
       ImportError: the package tokenizers is not installed.
     """
+    # A pipe would block, and a device may never end.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"tokenizer={path!r}: cannot be read (not a regular file)")
     with opened("tokenizer", path) as file:
         content = file.read()
     try:

@@ -45,7 +45,7 @@ def parse_tokenizer(content: bytes, folder: Path) -> Any:
 
 
 def _made_special(tokenizer: Any, names: list[str]) -> list[Any]:
-    """Those of the named tokens that are not special yet, as special ones.
+    """Named tokens that are not special yet, as special ones.
 
     Tokens that the vocabulary lacks would get numbers that the model may not have.
     """

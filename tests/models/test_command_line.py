@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +16,10 @@ from models.generation import Generator
 from models.generation.generator import make_mesh
 from models.generation.text import answer
 from models.hugging_face import ModelFolder, load
-from models.hugging_face.tokenizer import encode_prompt
+from models.hugging_face.tokenizer import encode_prompt, encode_rendered
 from tests.models.hugging_face.folders import DATA
+from tests.models.hugging_face.test_tokenizers import DATA as TOKENIZERS
+from train.tokenizer import read_tokenizer
 
 
 @pytest.fixture
@@ -71,6 +77,80 @@ def test_a_chat_is_written_by_the_template(folder):
     text = "<|begin_of_text|><|start|>user\nHi<|end|><|start|>assistant\n"
     chat = answer(made, params, folder, ["Hi"], chat=True, max_new_tokens=5)
     assert chat == answer(made, params, folder, [text], max_new_tokens=5)
+
+
+class _Recorder:
+    """In the place of a generator: answers with these tokens, and keeps what it is given."""
+
+    def __init__(self, answer: list[int]):
+        self.answer = answer
+
+    def __call__(self, params, prompts, *, stop_tokens, on_token, **options):
+        self.prompts, self.stop_tokens = prompts, stop_tokens
+        for number in range(len(prompts)):
+            for token in self.answer:
+                on_token(number, token)
+
+
+def recorder(answer: list[int]) -> Any:
+    return _Recorder(answer)
+
+
+def changed_tokenizer(folder: ModelFolder, path: Path) -> ModelFolder:
+    """The folder with a tokenizer that cuts, pads, and ends each text with a token."""
+    from tokenizers import processors
+
+    shutil.copytree(folder.path, path)
+    tokenizer = folder.tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=300)
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=[(begin, 256), (end, 257)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return ModelFolder(path)
+
+
+def test_a_prompt_is_neither_cut_nor_padded(folder, tmp_path):
+    changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
+    answer(made, {}, changed, ["Hello, world"])
+    assert made.prompts == [[256, *encode_rendered(folder.tokenizer(), "Hello, world"), 257]]
+
+
+def test_a_rendered_chat_gets_no_special_tokens_of_the_tokenizer(folder, tmp_path):
+    changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
+    answer(made, {}, changed, ["Hi"], chat=True)
+    text = "<|begin_of_text|><|start|>user\nHi<|end|><|start|>assistant\n"
+    assert made.prompts == [encode_rendered(folder.tokenizer(), text)]
+    assert made.prompts[0][-1] != 257
+
+
+def test_an_answer_ends_as_the_tokenizer_says_where_the_model_does_not(folder, tmp_path):
+    made, path = recorder([]), tmp_path / "model"
+    shutil.copytree(folder.path, path)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text()) | {"eos_token_id": None}
+    (path / "config.json").write_text(json.dumps(config))
+    answer(made, {}, ModelFolder(path), ["Hi"])
+    assert made.stop_tokens == (259,)
+
+
+def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
+    folder, tmp_path, monkeypatch
+):
+    tokenizer = read_tokenizer(str(TOKENIZERS / "llama2" / "tokenizer.json"))
+    monkeypatch.setattr(ModelFolder, "tokenizer", lambda self: tokenizer)
+    ring = encode_rendered(tokenizer, "ring")
+    made = recorder([*ring, tokenizer.token_to_id("<0xC3>"), *ring])
+    output = io.StringIO()
+    answer(made, {}, folder, ["The"], output)
+    assert output.getvalue() == " ring\ufffd ring\n"
+    several = io.StringIO()
+    answer(made, {}, folder, ["The", "A"], several)
+    assert several.getvalue() == "The ring\ufffd ring\n\nA ring\ufffd ring\n\n"
+    # A message of a chat begins anew.
+    assert answer(made, {}, folder, ["The"], chat=True) == ["ring\ufffd ring"]
 
 
 @pytest.mark.parametrize(

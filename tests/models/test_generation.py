@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,20 +165,22 @@ def test_tokens_are_drawn_as_often_as_their_probability(sampling, kept):
     ("sampling", "scale", "kept"),
     [
         # Divided by these, logits are infinite in float32, or the temperature is 0.
-        (Sampling(temperature=2e-38), 50, [0]),
-        (Sampling(temperature=1e-39), 1, [0]),
-        (Sampling(temperature=1e-300, top_k=3, top_p=0.9), 1, [0]),
-        (Sampling(temperature=1.0, top_p=1e-60), 1, [0]),
+        (Sampling(temperature=2e-38), 50, [2]),
+        (Sampling(temperature=1e-39), 1, [2]),
+        (Sampling(temperature=1e-300, top_k=3, top_p=0.9), 1, [2]),
+        (Sampling(temperature=1.0, top_p=1e-60), 1, [2]),
         (Sampling(temperature=1e300, top_k=10**30), 1, [0, 1, 2, 3, 4, 5]),
     ],
     ids=str,
 )
 def test_numbers_that_float32_does_not_hold_mean_what_they_say(sampling, scale, kept):
     """They are limits: the likeliest token, or all alike."""
+    # The likeliest is not the first, and logits have both signs.
+    logits = np.roll(LOGITS + 2, 2)
     probabilities = np.zeros(6)
     probabilities[kept] = 1 / len(kept)
     # As above.
-    np.testing.assert_allclose(drawn(sampling, scale * LOGITS), probabilities, atol=0.032)
+    np.testing.assert_allclose(drawn(sampling, scale * logits), probabilities, atol=0.032)
 
 
 def test_numbers_of_tokens_that_nobody_counts_to_change_nothing():
@@ -185,7 +188,9 @@ def test_numbers_of_tokens_that_nobody_counts_to_change_nothing():
     made = Generator(model, mesh=make_mesh(1), implementation="xla", dtype="float32")
     params = params_of("biases", made)
     expected_answers = made(params, PROMPTS, max_new_tokens=13)
-    more = dict(max_new_tokens=10**30, tokens_per_launch=2**64, stop_tokens=[-1, 2**40])
+    more: dict[str, Any] = dict(
+        max_new_tokens=10**30, tokens_per_launch=2**64, stop_tokens=[-1, 2**40]
+    )
     assert made(params, PROMPTS, **more) == expected_answers
     unlimited = Generator(dataclasses.replace(model, context_length=None), mesh=make_mesh(1))
     with pytest.raises(ValueError, match=r"max_new_tokens=4294967296: expected less; the cache"):

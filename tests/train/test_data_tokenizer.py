@@ -12,6 +12,7 @@ import pytest
 
 from train import tokenizer as tokenizer_module
 from train.data import TextData, open_dataset
+from train.tokenizer import load_tokenizer
 
 
 def open_text(data: Path | str, tokenizer: Path) -> TextData:
@@ -93,6 +94,101 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(text_file: Path, tmp_
     path = train_tokenizer(tmp_path / "tokenizer.json", end=None)
     with pytest.raises(ValueError, match=r"tokenizer='.*tokenizer.json': has no end-of-document"):
         open_text(text_file, path)
+
+
+def test_ordinary_text_does_not_end_documents(text_file: Path, tmp_path: Path):
+    """A vocabulary may have </s> by chance, as Qwen's has."""
+    path = tmp_path / "tokenizer.json"
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "ring": 1}, "ring"))
+    model.save(str(path))
+    with pytest.raises(ValueError, match="has no end-of-document token; name one as eos_token"):
+        open_text(text_file, path)
+    model.add_special_tokens(["<eos>"])
+    model.save(str(path))
+    assert load_tokenizer(str(path)).end_of_document == 2
+
+
+END = "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "ring"}}, "ring"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "ring", "lstrip": True}}}, "ring"),
+        ({"tokenizer_config.json": {"eos_token": None}}, END),
+        ({"tokenizer_config.json": {"eos_token": ""}}, END),
+        ({"special_tokens_map.json": {"eos_token": {"content": "ring"}}}, "ring"),
+        # The second file is newer if the first lists no tokens.
+        (
+            {
+                "tokenizer_config.json": {"eos_token": END},
+                "special_tokens_map.json": {"eos_token": "ring"},
+            },
+            "ring",
+        ),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {}},
+                "special_tokens_map.json": {"eos_token": "ring"},
+            },
+            END,
+        ),
+        ({"config.json": {"eos_token_id": 1}}, END),
+        ({"config.json": {"eos_token_id": [0, 1]}}, "<bos>"),
+        ({"generation_config.json": {"eos_token_id": [0]}}, "<bos>"),
+        ({"config.json": {"eos_token_id": None}, "generation_config.json": {}}, END),
+        (
+            {"tokenizer_config.json": {"eos_token": "ring"}, "config.json": {"eos_token_id": 0}},
+            "ring",
+        ),
+    ],
+)
+def test_the_end_of_a_document_is_what_the_folder_declares(tmp_path: Path, files: dict, end: str):
+    path = tmp_path / "tokenizer.json"
+    model = pytest.importorskip("tokenizers").Tokenizer.from_file(str(train_tokenizer(path, END)))
+    model.add_tokens(["ring"])
+    model.save(str(path))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).end_of_document == model.token_to_id(end)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "</s>"}',
+            "eos_token='</s>': expected a token that",
+        ),
+        ("tokenizer_config.json", '{"eos_token": 2}', "eos_token=2: expected a string, or an obj"),
+        ("tokenizer_config.json", '{"eos_token": {"content": 2}}', "expected a string, or an obje"),
+        (
+            "special_tokens_map.json",
+            '{"additional_special_tokens": 3}',
+            "expected a list of tokens",
+        ),
+        ("special_tokens_map.json", "[]", "expected a JSON object, found list"),
+        ("tokenizer_config.json", "[" * 10**5, "nested too deeply"),
+        (
+            "config.json",
+            '{"eos_token_id": "1"}',
+            "eos_token_id='1': expected the number of a token",
+        ),
+        ("config.json", '{"eos_token_id": true}', "eos_token_id=True: expected the number"),
+        ("config.json", '{"eos_token_id": -1}', "eos_token_id=-1: expected the number of a token"),
+        ("generation_config.json", '{"eos_token_id": [1e9]}', "expected the number of a token"),
+        ("generation_config.json", '{"eos_token_id": ', "not JSON that can be read"),
+    ],
+)
+def test_a_folder_that_declares_no_token_is_named(tmp_path: Path, file, content, sentence):
+    path = train_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=r"^tokenizer='.*tokenizer.json': ") as error:
+        load_tokenizer(str(path))
+    assert file in str(error.value) and sentence in str(error.value)
 
 
 def test_a_file_that_is_not_a_tokenizer_is_refused(text_file: Path, tmp_path: Path):
