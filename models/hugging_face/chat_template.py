@@ -5,6 +5,7 @@ Template and variables are those of Hugging Face's `apply_chat_template`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None):
+        # One time for all conversations: they are the same whenever a run comes to them.
+        self._now = datetime.datetime.now()
         path = Path(folder).expanduser()
         settings = _object_or_nothing(path / _SETTINGS)
         self.source, self._templates = _find_templates(path, settings)
@@ -158,7 +161,7 @@ class ChatTemplate:
     ) -> list[str]:
         try:
             return template_process.render(
-                template, messages, beginnings, {**self._variables, **given}
+                template, messages, beginnings, {**self._variables, **given}, self._now
             )
         except ImportError as error:
             raise ImportError(f"{self.source}: its chat template {error}") from error

@@ -43,6 +43,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     texts: Sequence[tuple[int, bool]],
     variables: Mapping[str, Any],
+    now: datetime.datetime,
 ) -> list[str]:
     """The texts that a template makes of the beginnings of a conversation.
 
@@ -52,12 +53,13 @@ def render(
       texts: of each text, the number of messages, and whether it ends where an answer begins.
         Without any, the template is compiled only.
       variables: what else the template is given, in types of JSON.
+      now: the time, which the template may write.
 
     Raises:
       TemplateError: the template is none; it does not take these messages; it exceeds a limit.
       ImportError: the package jinja2 is not installed.
     """
-    return _process().render(template, messages, texts, variables)
+    return _process().render(template, messages, texts, variables, now)
 
 
 _current: _TemplateProcess | None = None
@@ -93,6 +95,7 @@ class _TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         texts: Sequence[tuple[int, bool]],
         variables: Mapping[str, Any],
+        now: datetime.datetime,
     ) -> list[str]:
         with self._lock:
             limits = (LIMIT_SECONDS, LIMIT_MEMORY_BYTES)
@@ -103,6 +106,7 @@ class _TemplateProcess:
                 "messages": messages,
                 "texts": texts,
                 "variables": variables,
+                "now": now.isoformat(),
             }
             # Known again when the answer says that it compiled.
             self._template = None
@@ -145,7 +149,6 @@ class _TemplateProcess:
         self._stop = weakref.finalize(self, _stop, process, ours, os.getpid())
         first = {
             "sys_path": [os.path.abspath(path) for path in sys.path],
-            "now": datetime.datetime.now().isoformat(),
             "seconds": seconds,
             "memory_bytes": memory_bytes,
         }

@@ -52,7 +52,7 @@ def main() -> None:
         return
     try:
         sys.path[:] = first["sys_path"]
-        environment = _make_environment(datetime.datetime.fromisoformat(first["now"]))
+        environment = _make_environment()
     except ImportError as error:
         _write_message({"error": str(error)})
         return
@@ -64,6 +64,9 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, first["seconds"] + _SECONDS_PER_TEXT * len(texts))
         answer: dict[str, Any] = {}
         try:
+            now = datetime.datetime.fromisoformat(message["now"])
+            # A variable, as the same template may be asked on another day.
+            message["variables"].setdefault("strftime_now", now.strftime)
             if message["template"] is not None:
                 template = environment.from_string(message["template"])
             answer["texts"] = [_render(template, message, *text) for text in texts]
@@ -128,7 +131,7 @@ def _reason(error: Exception) -> str:
 # The environment of templates, as transformers makes it.
 
 
-def _make_environment(now: datetime.datetime) -> Any:
+def _make_environment() -> Any:
     """The environment.
 
     Raises:
@@ -147,7 +150,6 @@ def _make_environment(now: datetime.datetime) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": now.strftime,
         "dict": _Dictionaries(),
         "namespace": _checked_namespace(),
     }
