@@ -28,6 +28,9 @@ _MAX_ANSWER_BYTES = 2**31
 #: which is of computation and does not pass while other programs are running.
 _WAIT_SECONDS = 60.0
 _BYTES_PER_SECOND = 10**6
+_TOO_DEEP = "its messages or variables are nested too deeply"
+#: Of the program.
+_MEMORY_EXIT, _DEPTH_EXIT = 3, 4
 
 #: Limits of a template, in seconds of computation and in bytes.
 LIMIT_SECONDS = 2.0
@@ -206,15 +209,17 @@ def _encoded(message: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(message).encode("ascii")
     except RecursionError as error:
-        raise TemplateError("its messages or variables are nested too deeply") from error
+        raise TemplateError(_TOO_DEEP) from error
 
 
 def _cause_of_death(code: int) -> str:
     """Why the process died, from its exit code."""
     if code == -signal.SIGPROF:
         return _too_long()
-    if code == 1:
+    if code == _MEMORY_EXIT:
         return _too_much_memory()
+    if code == _DEPTH_EXIT:
+        return _TOO_DEEP
     if code < 0:
         return f"the process that renders it died of {signal.Signals(-code).name}"
     return f"the process that renders it ended with {code}"

@@ -115,6 +115,22 @@ print(text, its_own != mine, worker() == mine, rendered("c"))
     assert output == "a\nb True True c\n"
 
 
+def test_the_limit_of_time_holds_where_a_profiler_has_taken_its_signal():
+    """Ignored and blocked signals are inherited."""
+    output = run("""
+import signal
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+renderer.LIMIT_SECONDS, renderer._WAIT_SECONDS = 0.1, 30
+endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+try:
+    renderer.render(endless, [], [(0, False)], {}, NOW)
+except ValueError as error:
+    print(error)
+""")
+    assert output == "it computes for more than 0.1 seconds\n"
+
+
 def test_it_ends_with_a_parent_that_exits():
     assert ends(int(run('rendered("a"); print(worker())')))
 
@@ -192,3 +208,20 @@ def test_a_large_conversation_passes():
     assert render("{{ messages[0].content }}", [{"content": content}], [(1, True)], {}, NOW) == [
         content
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: b'{"a": ' + b"[" * 10**6, "messages or variables are nested too deeply"),
+        (lambda: b'{"a": [' + b'"", ' * 4 * 10**7, "needs more than 0.125 GiB of memory"),
+    ],
+)
+def test_a_message_that_the_process_cannot_read_is_a_sentence(monkeypatch, make, sentence):
+    monkeypatch.setattr(template_process, "LIMIT_MEMORY_BYTES", 2**27)
+    monkeypatch.setattr(template_process, "_current", None)
+    render("a", [], [], {}, NOW)
+    content = make()
+    monkeypatch.setattr(template_process, "_encoded", lambda message: content)
+    with pytest.raises(TemplateError, match=sentence):
+        render("a", [], [], {}, NOW)
