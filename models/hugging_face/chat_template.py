@@ -218,13 +218,10 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 def _named_templates(file: Path, value: Any) -> dict[str, str]:
     """The templates of the value of chat_template: a string, or names and strings."""
-    found: dict[Any, Any] = {_DEFAULT: value}
-    if isinstance(value, dict) and value and len(value) <= _MAX_TEMPLATES:
-        found = value
-    elif isinstance(value, list) and value and len(value) <= _MAX_TEMPLATES:
-        pairs = [entry if isinstance(entry, dict) else {} for entry in value]
-        found = {entry.get("name"): entry.get("template") for entry in pairs}
-    for name, template in found.items():
+    pairs: list[tuple[Any, Any]] = [(_DEFAULT, value)]
+    if isinstance(value, (dict, list)) and 0 < len(value) <= _MAX_TEMPLATES:
+        pairs = list(value.items()) if isinstance(value, dict) else [_pair(each) for each in value]
+    for name, template in pairs:
         if not isinstance(name, str) or not isinstance(template, str):
             raise ValueError(
                 f"{file}: expected chat_template to be a string, or at most {_MAX_TEMPLATES}"
@@ -236,7 +233,11 @@ def _named_templates(file: Path, value: Any) -> dict[str, str]:
                 f"{file}: expected a chat_template of at most {_MAX_TEMPLATE_BYTES:,} characters,"
                 f" found {len(template):,}"
             )
-    return found
+    return dict(pairs)
+
+
+def _pair(entry: Any) -> tuple[Any, Any]:
+    return (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
 
 
 # Its variables

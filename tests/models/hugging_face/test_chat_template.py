@@ -190,6 +190,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path, name, kind):
         ('{"chat_template": []}', "tokenizer_config.json: expected chat_template to be a string"),
         ('{"chat_template": [{"name": "default"}]}', "expected chat_template to be a string"),
         ('{"chat_template": [{"name": 1, "template": ""}]}', "chat_template to be a string"),
+        ('{"chat_template": [{"name": [], "template": ""}]}', "chat_template to be a string"),
         ('{"chat_template": [["default", ""]]}', "expected chat_template to be a string"),
         ('{"chat_template": {}}', "expected chat_template to be a string"),
         ('{"chat_template": {"default": 1}}', "expected chat_template to be a string"),
