@@ -5,6 +5,7 @@ Template and variables are those of Hugging Face's `apply_chat_template`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,8 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None):
+        # One time for all conversations: they are the same whenever a run comes to them.
+        self._now = datetime.datetime.now()
         path = expanded(folder)
         settings = _object_or_nothing(path / _SETTINGS)
         self.source, self._templates = _find_templates(path, settings)
@@ -159,7 +162,7 @@ class ChatTemplate:
     ) -> list[str]:
         try:
             return template_process.render(
-                template, messages, beginnings, {**self._variables, **given}
+                template, messages, beginnings, {**self._variables, **given}, self._now
             )
         except ImportError as error:
             raise ImportError(f"{self.source}: its chat template {error}") from error
@@ -216,13 +219,10 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 def _named_templates(file: Path, value: Any) -> dict[str, str]:
     """The templates of the value of chat_template: a string, or names and strings."""
-    found: dict[Any, Any] = {_DEFAULT: value}
-    if isinstance(value, dict) and value and len(value) <= _MAX_TEMPLATES:
-        found = value
-    elif isinstance(value, list) and value and len(value) <= _MAX_TEMPLATES:
-        pairs = [entry if isinstance(entry, dict) else {} for entry in value]
-        found = {entry.get("name"): entry.get("template") for entry in pairs}
-    for name, template in found.items():
+    pairs: list[tuple[Any, Any]] = [(_DEFAULT, value)]
+    if isinstance(value, (dict, list)) and 0 < len(value) <= _MAX_TEMPLATES:
+        pairs = list(value.items()) if isinstance(value, dict) else [_pair(each) for each in value]
+    for name, template in pairs:
         if not isinstance(name, str) or not isinstance(template, str):
             raise ValueError(
                 f"{file}: expected chat_template to be a string, or at most {_MAX_TEMPLATES}"
@@ -234,7 +234,11 @@ def _named_templates(file: Path, value: Any) -> dict[str, str]:
                 f"{file}: expected a chat_template of at most {_MAX_TEMPLATE_BYTES:,} characters,"
                 f" found {len(template):,}"
             )
-    return found
+    return dict(pairs)
+
+
+def _pair(entry: Any) -> tuple[Any, Any]:
+    return (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
 
 
 # Its variables

@@ -59,7 +59,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def is_of(folder: Path, path: Path) -> bool:
-    """Whether a path without links is below a folder, or a blob of the cache that has the folder."""
+    """Whether a path without links is below a folder, or among the blobs of its cache."""
     root = real_path(folder)
     return any(path.is_relative_to(place) for place in (root, *_blobs(root)))
 

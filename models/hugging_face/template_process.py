@@ -28,6 +28,9 @@ _MAX_ANSWER_BYTES = 2**31
 #: which is of computation and does not pass while other programs are running.
 _WAIT_SECONDS = 60.0
 _BYTES_PER_SECOND = 10**6
+_TOO_DEEP = "its messages or variables are nested too deeply"
+#: Of the program.
+_MEMORY_EXIT, _DEPTH_EXIT = 3, 4
 
 #: Limits of a template, in seconds of computation and in bytes.
 LIMIT_SECONDS = 2.0
@@ -43,6 +46,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     texts: Sequence[tuple[int, bool]],
     variables: Mapping[str, Any],
+    now: datetime.datetime,
 ) -> list[str]:
     """The texts that a template makes of the beginnings of a conversation.
 
@@ -52,12 +56,13 @@ def render(
       texts: of each text, the number of messages, and whether it ends where an answer begins.
         Without any, the template is compiled only.
       variables: what else the template is given, in types of JSON.
+      now: the time, which the template may write.
 
     Raises:
       TemplateError: the template is none; it does not take these messages; it exceeds a limit.
       ImportError: the package jinja2 is not installed.
     """
-    return _process().render(template, messages, texts, variables)
+    return _process().render(template, messages, texts, variables, now)
 
 
 _current: _TemplateProcess | None = None
@@ -93,6 +98,7 @@ class _TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         texts: Sequence[tuple[int, bool]],
         variables: Mapping[str, Any],
+        now: datetime.datetime,
     ) -> list[str]:
         with self._lock:
             limits = (LIMIT_SECONDS, LIMIT_MEMORY_BYTES)
@@ -103,6 +109,7 @@ class _TemplateProcess:
                 "messages": messages,
                 "texts": texts,
                 "variables": variables,
+                "now": now.isoformat(),
             }
             # Known again when the answer says that it compiled.
             self._template = None
@@ -145,7 +152,6 @@ class _TemplateProcess:
         self._stop = weakref.finalize(self, _stop, process, ours, os.getpid())
         first = {
             "sys_path": [os.path.abspath(path) for path in sys.path],
-            "now": datetime.datetime.now().isoformat(),
             "seconds": seconds,
             "memory_bytes": memory_bytes,
         }
@@ -203,15 +209,17 @@ def _encoded(message: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(message).encode("ascii")
     except RecursionError as error:
-        raise TemplateError("its messages or variables are nested too deeply") from error
+        raise TemplateError(_TOO_DEEP) from error
 
 
 def _cause_of_death(code: int) -> str:
     """Why the process died, from its exit code."""
     if code == -signal.SIGPROF:
         return _too_long()
-    if code == 1:
+    if code == _MEMORY_EXIT:
         return _too_much_memory()
+    if code == _DEPTH_EXIT:
+        return _TOO_DEEP
     if code < 0:
         return f"the process that renders it died of {signal.Signals(-code).name}"
     return f"the process that renders it ended with {code}"

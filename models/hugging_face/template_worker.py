@@ -32,6 +32,8 @@ _PARENT_CHECK_SECONDS = 1.0
 _SECONDS_PER_TEXT = 0.02
 MAX_CHARACTERS = 2**28
 _MEMORY = "memory"
+#: Exit codes: a message that does not fit into the memory, or is nested too deeply to be read.
+_MEMORY_EXIT, _DEPTH_EXIT = 3, 4
 #: Modules that jinja2 imports where it uses them, and codecs.
 _IMPORTED_LATER = (
     "jinja2.constants", "jinja2.debug", "jinja2.ext", "pprint", "encodings.latin_1",
@@ -52,7 +54,7 @@ def main() -> None:
         return
     try:
         sys.path[:] = first["sys_path"]
-        environment = _make_environment(datetime.datetime.fromisoformat(first["now"]))
+        environment = _make_environment()
     except ImportError as error:
         _write_message({"error": str(error)})
         return
@@ -64,6 +66,9 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, first["seconds"] + _SECONDS_PER_TEXT * len(texts))
         answer: dict[str, Any] = {}
         try:
+            now = datetime.datetime.fromisoformat(message["now"])
+            # A variable, as the same template may be asked on another day.
+            message["variables"].setdefault("strftime_now", now.strftime)
             if message["template"] is not None:
                 template = environment.from_string(message["template"])
             answer["texts"] = [_render(template, message, *text) for text in texts]
@@ -78,7 +83,10 @@ def main() -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Takes from this process what no template needs."""
+    """Takes from this process what no template needs, and lets its clock end it."""
+    # A parent may have ignored or blocked the signal, and this process has inherited that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CORE: 0,
@@ -128,7 +136,7 @@ def _reason(error: Exception) -> str:
 # The environment of templates, as transformers makes it.
 
 
-def _make_environment(now: datetime.datetime) -> Any:
+def _make_environment() -> Any:
     """The environment.
 
     Raises:
@@ -147,7 +155,6 @@ def _make_environment(now: datetime.datetime) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": now.strftime,
         "dict": _Dictionaries(),
         "namespace": _checked_namespace(),
     }
@@ -266,6 +273,8 @@ def _write_message(value: Any) -> None:
 if __name__ == "__main__":
     try:
         main()
+    except RecursionError:
+        os._exit(_DEPTH_EXIT)
     except (BrokenPipeError, MemoryError):
         # The parent is dead, or sees that this process is.
-        os._exit(1)
+        os._exit(_MEMORY_EXIT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import pickle
 import re
 import sys
 from typing import Any
@@ -49,9 +51,15 @@ def test_the_oldest_file_counts_if_there_is_no_other(tmp_path):
     assert ChatTemplate(tmp_path).render(QUESTION) == "newer"
 
 
-def test_the_time_is_that_of_this_process(tmp_path):
-    template = ChatTemplate(with_template(tmp_path, "{{ strftime_now('%Y-%m') }}"))
-    assert re.fullmatch(r"\d{4}-\d\d", template.render(QUESTION))
+def test_the_time_is_one_for_all_conversations_of_a_template(tmp_path):
+    before = datetime.datetime.now()
+    template = ChatTemplate(with_template(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"))
+    first = template.render(QUESTION)
+    assert template.render(QUESTION) == first
+    assert before <= datetime.datetime.fromisoformat(first) <= datetime.datetime.now()
+    # Also in the worker of a data loader.
+    assert pickle.loads(pickle.dumps(template)).render(QUESTION) == first
+    assert ChatTemplate(tmp_path).render(QUESTION) > first
 
 
 def test_variables_go_before_special_tokens_and_not_before_what_is_given(tmp_path):
@@ -182,6 +190,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path, name, kind):
         ('{"chat_template": []}', "tokenizer_config.json: expected chat_template to be a string"),
         ('{"chat_template": [{"name": "default"}]}', "expected chat_template to be a string"),
         ('{"chat_template": [{"name": 1, "template": ""}]}', "chat_template to be a string"),
+        ('{"chat_template": [{"name": [], "template": ""}]}', "chat_template to be a string"),
         ('{"chat_template": [["default", ""]]}', "expected chat_template to be a string"),
         ('{"chat_template": {}}', "expected chat_template to be a string"),
         ('{"chat_template": {"default": 1}}', "expected chat_template to be a string"),

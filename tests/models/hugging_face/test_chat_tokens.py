@@ -247,8 +247,8 @@ def test_a_tokenizer_that_fails_is_a_sentence(tmp_path):
 
 
 PIECES = [
-    " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "a", "answer", "Yes", " the", ".", "!", "'s", "1",
-    "ü", "e\u0301", "中", "ﬁ", "😀", "👩\u200d🚀", "<", "</s>", "<|im_end|>", "▁", "Ġ",
+    " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "a", "answer", "Yes", " the", ".", "!", "'s",
+    "1", "ü", "e\u0301", "中", "ﬁ", "😀", "👩\u200d🚀", "<", "</s>", "<|im_end|>", "▁", "Ġ",
 ]  # fmt: skip
 
 

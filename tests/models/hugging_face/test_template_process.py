@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import select
 import signal
@@ -13,9 +14,11 @@ import pytest
 from models.hugging_face import template_process
 from models.hugging_face.template_process import TemplateError, render
 
+NOW = datetime.datetime(2000, 1, 31)
+
 #: The module alone, without JAX: programs fork, and start soon.
 PREAMBLE = f"""
-import importlib.util, os, sys, threading
+import datetime, importlib.util, os, sys, threading
 import multiprocessing
 
 def module():
@@ -25,10 +28,11 @@ def module():
     return loaded
 
 renderer = module()
+NOW = datetime.datetime(2000, 1, 1)
 
 def rendered(text):
     template = "{{{{ messages[0].content }}}}"
-    return renderer.render(template, [{{"content": text}}], [(1, True)], {{}})[0]
+    return renderer.render(template, [{{"content": text}}], [(1, True)], {{}}, NOW)[0]
 
 def worker():
     return renderer._process()._process.pid
@@ -55,19 +59,19 @@ def ends(pid: int) -> bool:
 
 
 def test_one_process_serves_all_templates():
-    first = render("{{ a }}", [], [(0, False)], {"a": 1})
+    first = render("{{ a }}", [], [(0, False)], {"a": 1}, NOW)
     process = template_process._process()._process
-    assert first == ["1"] and render("b{{ a }}", [], [(0, False), (0, True)], {}) == ["b", "b"]
-    assert render("{{ a }}", [], [(0, False)], {"a": 2}) == ["2"]
+    assert first == ["1"] and render("b{{ a }}", [], [(0, False), (0, True)], {}, NOW) == ["b", "b"]
+    assert render("{{ a }}", [], [(0, False)], {"a": 2}, NOW) == ["2"]
     with pytest.raises(TemplateError, match="division"):
-        render("{{ 1 / 0 }}", [], [(0, False)], {})
+        render("{{ 1 / 0 }}", [], [(0, False)], {}, NOW)
     # What failed is not taken for what was compiled last.
-    assert render("{{ a }}", [], [(0, False)], {"a": 3}) == ["3"]
+    assert render("{{ a }}", [], [(0, False)], {"a": 3}, NOW) == ["3"]
     assert template_process._process()._process is process
 
 
 def test_its_limits_are_those_of_the_operating_system():
-    render("a", [], [(0, False)], {})
+    render("a", [], [(0, False)], {}, NOW)
     process = template_process._process()._process
     assert process is not None
     with open(f"/proc/{process.pid}/limits") as file:
@@ -111,6 +115,22 @@ print(text, its_own != mine, worker() == mine, rendered("c"))
     assert output == "a\nb True True c\n"
 
 
+def test_the_limit_of_time_holds_where_a_profiler_has_taken_its_signal():
+    """Ignored and blocked signals are inherited."""
+    output = run("""
+import signal
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+renderer.LIMIT_SECONDS, renderer._WAIT_SECONDS = 0.1, 30
+endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+try:
+    renderer.render(endless, [], [(0, False)], {}, NOW)
+except ValueError as error:
+    print(error)
+""")
+    assert output == "it computes for more than 0.1 seconds\n"
+
+
 def test_it_ends_with_a_parent_that_exits():
     assert ends(int(run('rendered("a"); print(worker())')))
 
@@ -138,25 +158,25 @@ os.kill(os.getpid(), 9)
 
 
 def test_another_one_is_started_when_it_is_killed():
-    render("a", [], [(0, False)], {})
+    render("a", [], [(0, False)], {}, NOW)
     process = template_process._process()._process
     assert process is not None
     process.kill()
     assert ends(process.pid)
-    assert render("a", [], [(0, False)], {}) == ["a"]
+    assert render("a", [], [(0, False)], {}, NOW) == ["a"]
 
 
 def test_one_that_does_not_answer_is_ended(monkeypatch):
-    render("a", [], [(0, False)], {})
+    render("a", [], [(0, False)], {}, NOW)
     process = template_process._process()._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(template_process, "_WAIT_SECONDS", -template_process.LIMIT_SECONDS)
     with pytest.raises(TemplateError, match="the process that renders it does not answer"):
-        render("a", [], [], {})
+        render("a", [], [], {}, NOW)
     monkeypatch.undo()
     assert process.poll() is not None
-    assert render("a", [], [(0, False)], {}) == ["a"]
+    assert render("a", [], [(0, False)], {}, NOW) == ["a"]
 
 
 def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
@@ -165,12 +185,12 @@ def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
     def interrupt(count: int) -> bytearray:
         raise KeyboardInterrupt
 
-    render("a", [], [(0, False)], {})
+    render("a", [], [(0, False)], {}, NOW)
     with monkeypatch.context() as patch:
         patch.setattr(process, "_receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            render("b", [], [(0, False)], {})
-    assert render("a", [], [(0, False)], {}) == ["a"]
+            render("b", [], [(0, False)], {}, NOW)
+    assert render("a", [], [(0, False)], {}, NOW) == ["a"]
 
 
 def test_a_process_that_cannot_be_started_is_a_sentence(monkeypatch):
@@ -180,9 +200,28 @@ def test_a_process_that_cannot_be_started_is_a_sentence(monkeypatch):
     monkeypatch.setattr(template_process, "_current", None)
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(TemplateError, match=r"no process can be started .*\(Resource temp"):
-        render("a", [], [], {})
+        render("a", [], [], {}, NOW)
 
 
 def test_a_large_conversation_passes():
     content = "ü" * 10**6
-    assert render("{{ messages[0].content }}", [{"content": content}], [(1, True)], {}) == [content]
+    assert render("{{ messages[0].content }}", [{"content": content}], [(1, True)], {}, NOW) == [
+        content
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: b'{"a": ' + b"[" * 10**6, "messages or variables are nested too deeply"),
+        (lambda: b'{"a": [' + b'"", ' * 4 * 10**7, "needs more than 0.125 GiB of memory"),
+    ],
+)
+def test_a_message_that_the_process_cannot_read_is_a_sentence(monkeypatch, make, sentence):
+    monkeypatch.setattr(template_process, "LIMIT_MEMORY_BYTES", 2**27)
+    monkeypatch.setattr(template_process, "_current", None)
+    render("a", [], [], {}, NOW)
+    content = make()
+    monkeypatch.setattr(template_process, "_encoded", lambda message: content)
+    with pytest.raises(TemplateError, match=sentence):
+        render("a", [], [], {}, NOW)
