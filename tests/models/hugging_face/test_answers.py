@@ -127,4 +127,4 @@ def test_a_folder_is_the_model_that_the_library_reads_or_refused(tmp_path, name,
     assert bool(caplog.text) == (name in warned)
     expected = np.array(answer["logits"])
     # Both are float32. Other weights, frequencies or windows differ by a tenth and more.
-    np.testing.assert_allclose(logits_of(read), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits_of(read)[-2:], expected, rtol=1e-4, atol=1e-4)
