@@ -13,11 +13,13 @@ from typing import Any
 WITHOUT_INFLUENCE = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
     "_flash_attn_2_enabled", "_name_or_path", "add_cross_attention", "attn_implementation",
-    "chunk_size_feed_forward", "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder",
+    "chunk_size_feed_forward", "finetuning_task", "gradient_checkpointing", "id2label",
+    "is_decoder", "is_encoder_decoder",
     "is_llama_config", "label2id", "max_sequence_length", "neftune_noise_alpha",
-    "output_attentions", "output_hidden_states", "prefix", "problem_type", "return_dict",
-    "sep_token_id", "task_specific_params", "tokenizer_class", "torchscript",
-    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "output_attentions", "output_hidden_states", "prefix", "problem_type", "pruned_heads",
+    "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "torchscript", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     # How answers are drawn, which generation_config.json says.
     "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
     "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",

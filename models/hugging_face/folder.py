@@ -116,7 +116,14 @@ class ModelFolder:
                     f"{file}: eos_token_id={shown(found)}: expected {TOKENS.words}, or null; give"
                     " the file that the model came with"
                 )
-            return tuple(found) if isinstance(found, list) else (found,)
+            named = found if isinstance(found, list) else [found]
+            known = tuple(token for token in named if 0 <= token < self.config.vocabulary_size)
+            if len(known) < len(named):
+                warn_once(
+                    f"{self.path}: {file}: eos_token_id={shown(found)}: tokens that are not from 0"
+                    f" to {self.config.vocabulary_size - 1} are never drawn, and end no answer"
+                )
+            return known
         return ()
 
     def tokenizer(self) -> Any:

@@ -59,7 +59,9 @@ def test_two_trainers_share_the_gpus_of_their_node(tmp_path: Path, settings: str
     one, two = (curve(tmp_path / f"{count}.jsonl") for count in (1, 2))
     assert one.keys() == two.keys() == set(range(1, 13))
     for step, values in one.items():
-        np.testing.assert_allclose(two[step], values, rtol=TOLERANCE)
+        # Loss and norm of the gradient. GPUs add bfloat16 terms in another order in each run.
+        rtol = TOLERANCE if jax.default_backend() == "cpu" else [1e-2, 0.1]
+        assert np.all(np.abs(np.subtract(two[step], values)) <= np.multiply(rtol, values))
 
 
 def test_two_trainers_that_see_one_gpu_are_refused() -> None:

@@ -5,8 +5,8 @@ Run from the repository's root with transformers and PyTorch installed, after ma
     PYTHONPATH=. python tests/data/hugging_face_configs/make_answers.py
 
 For each file of configs/: the model that it describes, or the error. For each folder of
-tests/models/hugging_face/tiny_folders.py: the logits of the last two of TOKENS in float32, the error,
-or the tensors that the library makes up.
+tests/models/hugging_face/tiny_folders.py: the logits of the last two of TOKENS in float32, the
+error, or the tensors that the library makes up.
 """
 
 from __future__ import annotations

@@ -167,6 +167,31 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama-2-generation-keys": LLAMA
     | {"do_sample": True, "max_length": 4096, "temperature": 0.9, "top_p": 0.6},
+    # What a tool writes that saves all attributes, rather than those that differ from defaults.
+    "llama-2-all-keys": LLAMA
+    | {
+        "_commit_hash": None,
+        "add_cross_attention": False,
+        "chunk_size_feed_forward": 0,
+        "cross_attention_hidden_size": None,
+        "diversity_penalty": 0.0,
+        "do_sample": False,
+        "early_stopping": False,
+        "gradient_checkpointing": False,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+        "max_length": 20,
+        "num_beams": 1,
+        "output_scores": False,
+        "pruned_heads": {},
+        "return_dict": True,
+        "tf_legacy_loss": False,
+        "tie_encoder_decoder": False,
+        "torchscript": False,
+        "use_bfloat16": False,
+    },
     "code-llama": LLAMA
     | {"max_position_embeddings": 16384, "rope_theta": 1000000, "vocab_size": 32016},
     "tiny-llama": LLAMA

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA
+from tests.models.hugging_face.tiny_folders import write_folder
 
 WEIGHTS = "model.safetensors"
 
@@ -110,3 +111,12 @@ def test_frequencies_of_older_files_and_a_tied_head_are_ignored(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "model" / WEIGHTS)
     ModelFolder(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens"),
+    [(2, (2,)), ([2, 3], (2, 3)), ([-1, 2, 2**40, 16], (2,)), (-1, ()), ([], ()), (None, ())],
+    ids=str,
+)
+def test_tokens_that_are_not_in_the_vocabulary_end_nothing(tmp_path, ids, tokens):
+    assert ModelFolder(write_folder(tmp_path / "model", eos_token_id=ids)).stop_tokens == tokens
