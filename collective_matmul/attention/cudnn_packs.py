@@ -1,8 +1,8 @@
 """Causal attention within segments, by one call of cuDNN for each pack of them.
 
-cuDNN returns a log-sum-exp for each place of a segment, [places, N, tokens of a block], and takes
-it so: here it is brought to the order of tokens, [B, N, S], and back. A call leaves rows of other
-packs as they are in memory, in its result and in its gradients.
+cuDNN returns a log-sum-exp for each segment, [b * M, N, tokens of a block], those of no segment
+last, and takes it so: here it is brought to the order of tokens, [B, N, S], and back. A call leaves
+rows of other packs as they are in memory, in its result and in its gradients.
 
 Legend: B is batch, S sequence, N query heads, b blocks of a pack, M places for segments in a block.
 """
@@ -126,10 +126,14 @@ def _concatenated(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _first_tokens(pack: Pack) -> jax.Array:
-    """The first token of each place in all sequences, read as one: int32 [b * M]. Empty: -1."""
-    blocks = len(pack.starts)
-    first = pack.starts + (jnp.arange(blocks) * (pack.members.size // blocks))[:, None]
-    return jnp.where(pack.lengths > 0, first, -1).reshape(-1)
+    """The first token of each place in all sequences, read as one: int32 [b * M].
+
+    JAX gives the places that have a segment to cuDNN first, in their order. The others: -1.
+    """
+    blocks, tokens = len(pack.starts), pack.members.size
+    first = pack.starts + (jnp.arange(blocks) * (tokens // blocks))[:, None]
+    ordered = jnp.sort(jnp.where(pack.lengths > 0, first, tokens).reshape(-1))
+    return jnp.where(ordered < tokens, ordered, -1)
 
 
 def _by_token(rows: jax.Array, pack: Pack) -> jax.Array:

@@ -136,8 +136,10 @@ def fake_packed(query: Any, key: Any, value: Any, starts: Any, lengths: Any, sca
     """`packed_attention` by XLA: statistics by place, and NaN in what it does not write."""
     blocks, size, heads, _ = query.shape
     tokens = blocks * size
-    absolute = (starts + jnp.arange(blocks)[:, None] * size).reshape(-1)
-    spans = jnp.where(lengths > 0, lengths, 0).reshape(-1)
+    # Segments are moved to the front of all places.
+    order = jnp.argsort(lengths.reshape(-1) <= 0, stable=True)
+    absolute = (starts + jnp.arange(blocks)[:, None] * size).reshape(-1)[order]
+    spans = jnp.where(lengths > 0, lengths, 0).reshape(-1)[order]
     index = jnp.arange(tokens)[:, None]
     inside = (index >= absolute[None]) & (index < (absolute + spans)[None])
     written = inside.any(axis=1)
