@@ -92,9 +92,9 @@ class ExplicitCase:
 
     @property
     def against_mesh_order(self) -> bool:
-        """Whether a statement shards a dimension over two axes in another order than the mesh."""
+        """Whether a dimension is sharded over two axes in another order than that of the mesh."""
         axes = [*self.mesh]
-        pairs = re.findall(r"(?<!P)\('(\w+)', '(\w+)'", " ".join(self.lines))
+        pairs = re.findall(r"(?<!P)\('(\w+)', '(\w+)'", str(self))
         return any(axes.index(first) > axes.index(second) for first, second in pairs)
 
     def fun(self, *arguments: jax.Array) -> Any:
