@@ -102,8 +102,9 @@ def test_many_segments(kernel: str, count: int) -> None:
 
     for actual, wanted in zip(run(kernel, jnp.bfloat16), run("xla", jnp.float32), strict=True):
         error = jnp.abs(actual.astype(jnp.float32) - wanted)
-        # Three roundings to bfloat16, each relative to the largest number of its kind.
-        assert float(jnp.max(error) / jnp.max(jnp.abs(wanted))) < 3 * 2**-8
+        # Three roundings to bfloat16, each relative to the largest number of its kind. Gradients
+        # of segments of one token are differences of numbers of about 1, and zero.
+        assert float(jnp.max(error)) < 3 * 2**-8 * max(1.0, float(jnp.max(jnp.abs(wanted))))
 
 
 @pytest.mark.parametrize("kernel", ["flash3", "cudnn"])
