@@ -24,6 +24,7 @@ from collective_matmul.rewrite.placements import (
     axes_in,
     is_local,
     is_minor,
+    is_shared,
     local_shape,
     only_axes,
     placement,
@@ -124,7 +125,11 @@ class ManualRegion:
         if all(axis in manual for axis, size in mesh.shape.items() if size > 1):
             return manual
         single = {axis for axis, size in mesh.shape.items() if size == 1}
-        manual -= single - needed
+        equations = [graph.equations[index] for index in self.equations]
+        atoms = [atom for e in equations for atom in variables((*e.invars, *e.outvars))]
+        # One that shards a dimension together with a manual axis must be manual too.
+        shared = {axis for axis in single if any(is_shared(atom, axis) for atom in atoms)}
+        manual -= single - needed - shared
         replicated = (manual - axes_in(spec_of(var)) for var in self.inputs(graph))
         sums_over_one = self.axes <= single or any(axes and axes <= single for axes in replicated)
         return _ONE_DEVICE if sums_over_one else manual
