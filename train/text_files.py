@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from models.hugging_face.regular_files import open_regular
+from models.hugging_face.files import open_regular
 
 #: What common binary files begin with, and what to do about them.
 _SIGNATURES = {

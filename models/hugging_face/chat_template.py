@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.hugging_face import template_process
-from models.hugging_face.regular_files import read_json_object, read_text
+from models.hugging_face.files import read_json_object, read_text
 from models.hugging_face.template_process import TemplateError
 from models.paths import expanded
 

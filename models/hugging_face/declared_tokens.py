@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from models.hugging_face.regular_files import read_json_object
+from models.hugging_face.files import read_json_object
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 CONFIGS = "config.json", "generation_config.json"

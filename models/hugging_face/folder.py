@@ -14,8 +14,7 @@ import numpy as np
 from models.config import LlamaConfig
 from models.families import read_config
 from models.families.config_keys import TOKENS, shown, shown_name
-from models.hugging_face.files import find_file, read_json, real_path
-from models.hugging_face.regular_files import open_regular
+from models.hugging_face.files import find_file, open_regular, read_json, real_path
 from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
 from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
 from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer
