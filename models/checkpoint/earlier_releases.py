@@ -22,6 +22,7 @@ NEW_FIELDS: dict[str, Any] = {
     "chat": False,
     "chat_template_kwargs": "{}",
     "eval_only": False,
+    "attention": "auto",
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {

@@ -112,17 +112,22 @@ def changed_tokenizer(folder: ModelFolder, path: Path) -> ModelFolder:
     return ModelFolder(path)
 
 
+def rendered_tokens(tokenizer, text: str) -> list[int]:
+    (encoding,) = encode_rendered(tokenizer, [text])
+    return encoding.ids
+
+
 def test_a_prompt_is_neither_cut_nor_padded(folder, tmp_path):
     changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
     answer(made, {}, changed, ["Hello, world"])
-    assert made.prompts == [[256, *encode_rendered(folder.tokenizer(), "Hello, world"), 257]]
+    assert made.prompts == [[256, *rendered_tokens(folder.tokenizer(), "Hello, world"), 257]]
 
 
 def test_a_rendered_chat_gets_no_special_tokens_of_the_tokenizer(folder, tmp_path):
     changed, made = changed_tokenizer(folder, tmp_path / "model"), recorder([])
     answer(made, {}, changed, ["Hi"], chat=True)
     text = "<|begin_of_text|><|start|>user\nHi<|end|><|start|>assistant\n"
-    assert made.prompts == [encode_rendered(folder.tokenizer(), text)]
+    assert made.prompts == [rendered_tokens(folder.tokenizer(), text)]
     assert made.prompts[0][-1] != 257
 
 
@@ -141,7 +146,7 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
 ):
     tokenizer = read_tokenizer(str(TOKENIZERS / "llama2" / "tokenizer.json"))
     monkeypatch.setattr(ModelFolder, "tokenizer", lambda self: tokenizer)
-    ring = encode_rendered(tokenizer, "ring")
+    ring = rendered_tokens(tokenizer, "ring")
     made = recorder([*ring, tokenizer.token_to_id("<0xC3>"), *ring])
     output = io.StringIO()
     answer(made, {}, folder, ["The"], output)

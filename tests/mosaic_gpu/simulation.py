@@ -307,7 +307,9 @@ def play_scales(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     layout = SimpleNamespace(WGMMA=SimpleNamespace(reduce=lambda dimension: None))
     monkeypatch.setattr(module.plgpu, "Layout", layout, raising=False)
     monkeypatch.setattr(module.plgpu, "layout_cast", lambda x, layout: x, raising=False)
-    monkeypatch.setattr(module.jnp, "zeros", np.zeros, raising=False)
+    # Of arrays, in place of those of numbers.
+    for name in ("zeros", "minimum", "maximum", "finfo"):
+        monkeypatch.setattr(module.jnp, name, getattr(np, name), raising=False)
     monkeypatch.setattr(module, "load_in_layout", lambda ref, layout: ref.read())
 
     def broadcast_in_dim(x: np.ndarray, shape: tuple[int, ...], dimensions: tuple[int]) -> Any:

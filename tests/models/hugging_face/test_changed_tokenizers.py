@@ -63,7 +63,7 @@ def use(folder: Path) -> None:
         for text in TEXTS:
             with contextlib.suppress(ValueError):
                 tokens = encode_prompt(model, text)
-                encode_rendered(model, text)
+                encode_rendered(model, [text])
                 answer = AnswerText(model, tokens[:3])
                 parts = [answer.add(token) for token in [*tokens, 5, 2**31]]
                 assert answer.text == "".join(parts)

@@ -164,14 +164,14 @@ def test_a_long_template_is_compiled_and_a_longer_one_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-@pytest.mark.parametrize("kind", ["a directory", "a pipe", "a device", "not UTF-8"])
+@pytest.mark.parametrize("kind", ["a directory", "a pipe", "a link to /dev/zero", "not UTF-8"])
 def test_what_is_no_file_of_text_is_refused(tmp_path, name, kind):
     with_template(tmp_path, "x")
     (tmp_path / name).unlink()
     make = {
         "a directory": lambda path: path.mkdir(),
         "a pipe": os.mkfifo,
-        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
         "not UTF-8": lambda path: path.write_bytes(b"ab\xff"),
     }
     make[kind](tmp_path / name)
