@@ -28,7 +28,13 @@ import jax
 from jax import lax
 
 from collective_matmul import gradients
-from collective_matmul._compat import psum, tracks_varying_axes, vary_over, varying_axes
+from collective_matmul._compat import (
+    psum,
+    psum_scatter,
+    tracks_varying_axes,
+    vary_over,
+    varying_axes,
+)
 from collective_matmul.backends import chunked_array
 from collective_matmul.backends.arithmetic import contract_rows, matmul
 from collective_matmul.backends.base import Backend, GatherResidual
@@ -335,7 +341,7 @@ def _shard_of_gradient(call: OpParams, dw: jax.Array, w: jax.Array) -> jax.Array
     if scatters_directly(shards, call.implementation, call.divergent_axes):
         return scattered_sum(dw, shards, w.dtype)
     dw = dw.astype(w.dtype)
-    return lax.psum_scatter(dw, shards.axis_name, scatter_dimension=shards.dimension, tiled=True)
+    return psum_scatter(dw, shards.axis_name, shards.dimension)
 
 
 def _recipe(call: OpParams) -> Recipe:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from collective_matmul._compat import (
     inside_branch_or_loop,
     psum,
+    psum_scatter,
     tracks_varying_axes,
     vary_over,
     varying_axes,
@@ -219,7 +220,7 @@ def _input_gradient(
         # The gathered x was used elsewhere too: one sum over devices of both cotangents.
         products = [matmul(dy, w, transpose_w) for dy, w in zip(dys, ws, strict=True)]
         partial = add(*products, whole)
-        dx = lax.psum_scatter(partial, call.axis_name, scatter_dimension=dimension, tiled=True)
+        dx = psum_scatter(partial, call.axis_name, dimension)
         return dx, gathered
     attributes: dict[str, Any] = {"direction": "backward"}
     co_gathered = None

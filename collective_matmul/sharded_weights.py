@@ -15,6 +15,7 @@ import jax
 from jax import lax
 
 from collective_matmul import gradients
+from collective_matmul._compat import psum_scatter
 from collective_matmul.backends.base import GatherResidual, ShardedWeightBackend
 from collective_matmul.backends.weight_blocks import ShardedWeights
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
@@ -158,8 +159,7 @@ def _gather_weight_backward(shards: WeightShards, dtype, shard, gradient):
 
     def scatter(gradient):
         gradient = gradient.astype(shard.dtype)
-        dimension = shards.dimension
-        return lax.psum_scatter(gradient, shards.axis_name, scatter_dimension=dimension, tiled=True)
+        return psum_scatter(gradient, shards.axis_name, shards.dimension)
 
     return (with_auto_axes(scatter, lambda: specs_like(shard), gradient),)
 
