@@ -29,6 +29,7 @@ from collective_matmul.rewrite.manual_regions import (
     commutes,
     gradients_end_the_process,
     other_axes_stay,
+    sums_end_the_process,
 )
 from collective_matmul.rewrite.placements import (
     PARTIAL,
@@ -197,7 +198,7 @@ class _Regions:
         with record_decisions(hidden=True) as decisions:
             new, found = self._rewrite(equation)
         gathers = [s for s in found if s.kind == "all_gather" and s.axes == (axis,) and s.replaced]
-        if len(gathers) != len(weights):
+        if len(gathers) != len(weights) or sums_end_the_process(new):
             return False
         self._weights |= {(weight.shard, axis) for weight in weights}
         self._asking_weights |= {(weight.index, axis) for weight in weights}

@@ -34,6 +34,8 @@ from collective_matmul.rewrite.placements import (
 )
 
 ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
+#: Primitives of sums over devices.
+_SUMS = ("psum", "psum_invariant", "reduce_scatter")
 _SHARED = "a dimension is sharded over several mesh axes at once"
 #: XLA cannot sum over one device beside axes that are left to it, as gradients would be.
 _ONE_DEVICE = "a mesh axis of it has one device, and others of several are left to the compiler"
@@ -219,6 +221,18 @@ def gradients_end_the_process(equation: JaxprEqn) -> bool:
         return not manual.issuperset(several) and any(
             ends_the_process(type_of(atom).dtype) and not axes_in(spec).issuperset(several & manual)
             for atom, spec in zip(equation.invars, parameters["in_specs"], strict=True)
+        )
+
+
+def sums_end_the_process(equation: JaxprEqn) -> bool:
+    """Whether XLA for CPUs cannot compile a sum in a `shard_map`, as one that no op replaced."""
+    parameters = equation.params
+    mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
+    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    with jax.sharding.use_abstract_mesh(mesh):
+        return not manual.issuperset(several) and any(
+            made.primitive.name in _SUMS and ends_the_process(type_of(made.invars[0]).dtype)
+            for made in parameters["jaxpr"].eqns
         )
 
 

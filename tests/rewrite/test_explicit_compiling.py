@@ -62,6 +62,12 @@ PROGRAMS = {
     "an automatic axis": ((2, 1, 2), dot(), OVER_T, "d"),
     "scattered": ((2, 1, 2), dot("d", "t"), OVER_T, ""),
     "gathered": ((2, 1, 2), lambda x, w: reshard(x, P()) @ w, [((N, N), P("t")), REDUCED[1]], ""),
+    "gathered twice": (
+        (2, 2, 2),
+        lambda x, w: jnp.tensordot(x.T, x, ((1,), (1,)), out_sharding=P("d", "t")) - x.T + w,
+        [((N, N), P("t", "d")), ((N, N), P("d", "t"))],
+        "f",
+    ),
     "one device": ((1, 1, 2), dot(), OVER_D, ""),
     "one device, scattered": ((1, 1, 2), dot("d"), OVER_D, ""),
 }
