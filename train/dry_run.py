@@ -89,7 +89,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         sentence += f": {advice(config, mesh, memory, limit, GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
-    line = f"attention of each layer: {attention_of(config, sizes, mesh)}"
+    alone = " of whole sequences" if config.separate_documents or config.chat else ""
+    line = f"attention of each layer{alone}: {attention_of(config, sizes, mesh)}"
     console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"

@@ -4,6 +4,7 @@
 file              what it is
 ================  ==========================================================================
 attend            `dot_product_attention`, its gradients, and the two plain functions
+argument_checks   what is refused, by sentences
 request           a call as data
 segments          parts of sequences that attend to themselves only, such as documents
 choice            which kernel: requested, or measured to be the fastest

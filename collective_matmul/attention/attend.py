@@ -26,6 +26,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.attention.argument_checks import (
+    check_heads,
+    check_masks,
+    check_segments,
+    check_sinks,
+)
 from collective_matmul.attention.choice import KERNELS, AttentionDecision, decide, kernel_of
 from collective_matmul.attention.kernel import AttentionKernel
 from collective_matmul.attention.request import AttentionRequest
@@ -58,7 +64,7 @@ def dot_product_attention(
     the backward does not attend again.
 
     Arrays are those of one device, as inside `jax.shard_map`; or global over mesh axes of type
-    Explicit, which may shard B, N and K.
+    Explicit, which may shard B, and N and K alike. There is no forward mode (`jax.jvp`).
 
     Args:
       query: [B, S, N, H].
@@ -67,10 +73,12 @@ def dot_product_attention(
       causal: whether a token attends to those before it and itself alone. The last query is then
         the last token: T - S tokens have a key only.
       window: number of tokens that a token attends to, itself included; None: all. Needs `causal`.
-      segment_ids: int32 [B, S], not decreasing along each sequence: tokens attend to those of the
-        same number alone; or `Segments`, which several calls may share. None: all are one segment.
-      max_segments: for `segment_ids`, at least the number of segments in any sequence.
-      scale: what scores are multiplied with; None: H ** -0.5.
+      segment_ids: integers [B, S]: tokens attend to those of their segment alone. Each change of
+        the id begins one, also a change to padding. Or `Segments`, which several calls may share.
+        None: all are one segment.
+      max_segments: for `segment_ids`, at least the number of segments in any sequence. Further ones
+        are joined to the last.
+      scale: a number that scores are multiplied with; None: H ** -0.5.
       sinks: [N], a score for each head that takes part in the softmax and has no value, or None.
       implementation: None chooses what was measured to be fastest; or "flash3", "cudnn" or "xla",
         or several, of which the first that can is used.
@@ -82,12 +90,15 @@ def dot_product_attention(
       ValueError, TypeError: for arguments that do not fit, or an implementation that cannot
         execute them, before anything is compiled.
     """
-    _check(query, key, value, causal, window, segment_ids, max_segments, sinks)
-    sharding = jax.typeof(query).sharding
-    segments = _segments(segment_ids, max_segments)
+    window = check_masks(query, key, causal, window, scale)
+    check_heads(query, key, value)
+    check_sinks(query, sinks)
+    check_segments(query, key, segment_ids, max_segments)
     options = (causal, window, scale, _names(implementation))
+    sharding = jax.typeof(query).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
-        return _attend_locally(sharding.spec, (query, key, value, segments, sinks), options)
+        return _attend_locally(query, key, value, segment_ids, max_segments, sinks, options)
+    segments = _segments(segment_ids, max_segments)
     return _attend(query, key, value, segments, sinks, *options)
 
 
@@ -117,6 +128,8 @@ def explain_attention(
     Returns:
       The decision, which prints as one line.
     """
+    window = check_masks(query, key, causal, window, None)
+    check_heads(query, key, key)
     request = AttentionRequest.of(
         query, key, causal=causal, window=window, scale=None, segments=max_segments
     )
@@ -127,21 +140,50 @@ def _names(implementation: Implementation) -> tuple[str, ...] | None:
     """The names of requested kernels; None: none is requested."""
     if implementation is None:
         return None
-    return (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if isinstance(implementation, str):
+        return (implementation,)
+    if not isinstance(implementation, Sequence):
+        raise TypeError(f"implementation={implementation!r}: expected None, a name, or several")
+    return tuple(implementation)
 
 
-def _attend_locally(spec: P, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> jax.Array:
-    """Attention over Explicit mesh axes: each device attends with its own sequences and heads.
+def _attend_locally(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    ids: jax.Array | Segments | None,
+    most: int | None,
+    sinks: jax.Array | None,
+    options: tuple[Any, ...],
+) -> jax.Array:
+    """Attention over Explicit mesh axes: each device attends with its own sequences and heads."""
+    batch, tokens, heads, size = _entries(query)
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if tokens is not None or size is not None or _entries(array) != (batch, None, heads, None):
+            raise ValueError(
+                f"{name} of type {jax.typeof(array)}: over Explicit axes, expected arrays that are"
+                " sharded alike, and along batch and heads only; jax.sharding.reshard them to"
+                f" {P(batch, None, heads)}"
+            )
 
-    The types of queries, keys and values are sharded as `spec` says, segments as its first entry.
-    """
-    entries = (*spec, None, None, None)[:3]
+    def placed(array: Any, entry: Any) -> jax.Array:
+        return jax.sharding.reshard(jnp.asarray(array), P(entry))
+
+    segments = _segments(jax.tree.map(lambda x: placed(x, batch), ids), most)
+    sinks = None if sinks is None else placed(sinks, heads)
 
     def attend(*arrays: Any) -> jax.Array:
         return _attend(*arrays, *options)
 
-    specs = spec, spec, spec, P(spec[0] if len(spec) else None), P(entries[2])
+    spec = P(batch, None, heads)
+    specs = spec, spec, spec, P(batch), P(heads)
+    arrays = query, key, value, segments, sinks
     return jax.shard_map(attend, in_specs=specs, out_specs=spec)(*arrays)
+
+
+def _entries(array: jax.Array) -> tuple[Any, ...]:
+    """The Explicit axes that shard each of four dimensions."""
+    return (*jax.typeof(array).sharding.spec, None, None, None, None)[:4]
 
 
 def _attend(
@@ -270,69 +312,6 @@ def _segments(ids: jax.Array | Segments | None, most: int | None) -> Segments | 
         return ids
     assert most is not None
     return segments_of_ids(ids, most)
-
-
-def _check(
-    query: Any,
-    key: Any,
-    value: Any,
-    causal: bool,
-    window: int | None,
-    segment_ids: Any,
-    max_segments: int | None,
-    sinks: Any,
-) -> None:
-    """Refuses arguments that do not fit, by sentences."""
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 4:
-            raise ValueError(
-                f"{name} of shape {array.shape}: expected [batch, tokens, heads, head size]"
-            )
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
-            raise TypeError(
-                f"{name} of dtype {array.dtype}: expected one floating dtype for query, key and"
-                f" value, and query has {query.dtype}; cast them"
-            )
-    (batch, queries, heads, size), (_, keys, key_heads, _) = query.shape, key.shape
-    if key.shape != value.shape or (batch, size) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"query {query.shape}, key {key.shape}, value {value.shape}: expected keys and values"
-            " of one shape, and the batch and head size of the query"
-        )
-    if key_heads < 1 or heads % key_heads:
-        raise ValueError(
-            f"key of {key_heads} heads: expected a divisor of the query's {heads}; repeat heads of"
-            " keys and values"
-        )
-    if causal and queries > keys:
-        raise ValueError(
-            f"causal=True with {queries} queries and {keys} keys: expected a key for each query;"
-            " pass causal=False, or all keys"
-        )
-    if window is not None and (not causal or window < 1):
-        raise ValueError(
-            f"window={window} with causal={causal}: expected a positive number of tokens and"
-            " causal=True"
-        )
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks of shape {sinks.shape}: expected [{heads}], one for each head")
-    _check_segments(query, keys, segment_ids, max_segments)
-
-
-def _check_segments(query: Any, keys: int, segment_ids: Any, max_segments: int | None) -> None:
-    if segment_ids is None:
-        return
-    ids = segment_ids.ids if isinstance(segment_ids, Segments) else segment_ids
-    if ids.shape != query.shape[:2] or keys != query.shape[1]:
-        raise ValueError(
-            f"segment_ids of shape {ids.shape} with {query.shape[1]} queries and {keys} keys:"
-            f" expected {query.shape[:2]}, and as many keys as queries"
-        )
-    if not isinstance(segment_ids, Segments) and (max_segments is None or max_segments < 1):
-        raise ValueError(
-            f"max_segments={max_segments}: expected the largest number of segments in a sequence,"
-            " which is static; at most the number of tokens"
-        )
 
 
 __all__ = [

@@ -33,6 +33,9 @@ REFERENCE = XlaAttention.name
 #: Kinds of device that have not been measured: one with the same chip.
 DEVICE_ALIASES = {"NVIDIA H200": "NVIDIA H100 80GB HBM3"}
 
+#: Kernels that were chosen, and faster ones of which a warning has told.
+_WARNED: set[tuple[str, str | None]] = set()
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -56,12 +59,14 @@ class AttentionDecision:
       implementation: the name of the kernel.
       reason: why it was chosen.
       missed: what a kernel that is not possible here would gain, or None.
+      faster: the name of that kernel.
     """
 
     request: AttentionRequest
     implementation: str
     reason: str
     missed: str | None = None
+    faster: str | None = None
 
     def __str__(self) -> str:
         missed = "" if self.missed is None else f"; {self.missed}"
@@ -79,6 +84,12 @@ def decide(request: AttentionRequest, requested: Sequence[str] | None = None) ->
       ValueError: for an unknown name, or if none of the requested kernels can execute the request.
     """
     if requested is not None:
+        for name in requested or (requested,):
+            if name not in KERNELS:
+                raise ValueError(
+                    f"implementation={name!r}: expected None, or names among"
+                    f" {', '.join(map(repr, KERNELS))}"
+                )
         return _requested(request, requested)
     possible = [n for n, kernel in KERNELS.items() if kernel.unsupported_reason(request) is None]
     if possible == [REFERENCE] and not _is_gpu():
@@ -88,14 +99,20 @@ def decide(request: AttentionRequest, requested: Sequence[str] | None = None) ->
         return AttentionDecision(request, possible[0], f"{_kind()} was not measured")
     order = sorted(measured.microseconds, key=measured.microseconds.__getitem__)
     name = next((name for name in order if name in possible), possible[0])
+    if name not in measured.microseconds:
+        others = (f"{each}: {KERNELS[each].unsupported_reason(request)}" for each in order)
+        return AttentionDecision(request, name, f"no faster kernel can; {'; '.join(others)}")
+    missed = _missed(request, measured, order, name)
     return AttentionDecision(
-        request, name, _comparison(measured, order), _missed(request, measured, order, name)
+        request, name, _comparison(measured, order), missed, order[0] if missed else None
     )
 
 
 def kernel_of(decision: AttentionDecision) -> AttentionKernel:
     """The kernel of a decision. On GPUs, says once what another would gain."""
-    if decision.missed is not None and _is_gpu():
+    pair = decision.implementation, decision.faster
+    if decision.missed is not None and _is_gpu() and pair not in _WARNED:
+        _WARNED.add(pair)
         warn_once(f"attention by {decision.implementation}: {decision.missed}")
     return KERNELS[decision.implementation]
 
@@ -103,10 +120,6 @@ def kernel_of(decision: AttentionDecision) -> AttentionKernel:
 def _requested(request: AttentionRequest, requested: Sequence[str]) -> AttentionDecision:
     reasons = []
     for name in requested:
-        if name not in KERNELS:
-            raise ValueError(
-                f"implementation={name!r}: expected one of {', '.join(map(repr, KERNELS))}"
-            )
         reason = KERNELS[name].unsupported_reason(request)
         if reason is None:
             return AttentionDecision(request, name, "; ".join(["requested", *reasons]))
@@ -157,10 +170,14 @@ def _most_similar(request: AttentionRequest) -> Measured | None:
     return min(entries, key=lambda entry: _distance(entry.request, request), default=None)
 
 
+#: How much a size matters: the weight of its binary logarithm.
+_WEIGHTS = {"queries": 1.0, "keys": 1.0, "head_size": 2.0, "batch": 0.2, "heads": 0.2}
+
+
 def _distance(measured: AttentionRequest, request: AttentionRequest) -> float:
     """How unlike two requests are. Masks and passes count more than sizes."""
     distance = 0.0
-    for name, weight in (("queries", 1.0), ("head_size", 2.0), ("batch", 0.2), ("heads", 0.2)):
+    for name, weight in _WEIGHTS.items():
         distance += weight * abs(math.log2(getattr(measured, name) / getattr(request, name)))
     for name in ("window", "segments"):
         one, other = getattr(measured, name), getattr(request, name)

@@ -131,7 +131,7 @@ def _first_tokens(pack: Pack) -> jax.Array:
     JAX gives the places that have a segment to cuDNN first, in their order. The others: -1.
     """
     blocks, tokens = len(pack.starts), pack.members.size
-    first = pack.starts + (jnp.arange(blocks) * (tokens // blocks))[:, None]
+    first = pack.starts + (jnp.arange(blocks, dtype=jnp.int32) * (tokens // blocks))[:, None]
     ordered = jnp.sort(jnp.where(pack.lengths > 0, first, tokens).reshape(-1))
     return jnp.where(ordered < tokens, ordered, -1)
 
@@ -140,12 +140,13 @@ def _by_token(rows: jax.Array, pack: Pack) -> jax.Array:
     """[b * M, N, tokens of a block] -> [B, N, S]."""
     batch, tokens = pack.members.shape
     first = _first_tokens(pack)
-    place = jnp.arange(len(first))
+    place = jnp.arange(len(first), dtype=jnp.int32)
     # The last place that begins at or before a token has it, if one of the pack has.
     begun = jnp.zeros(batch * tokens, place.dtype)
     begun = begun.at[jnp.where(first < 0, batch * tokens, first)].set(place, mode="drop")
     own = lax.cummax(begun)
-    inside = jnp.clip(jnp.arange(batch * tokens) - first[own], 0, rows.shape[2] - 1)
+    index = jnp.arange(batch * tokens, dtype=jnp.int32)
+    inside = jnp.clip(index - first[own], 0, rows.shape[2] - 1)
     found = rows[own, :, inside]
     return jnp.swapaxes(found.reshape(batch, tokens, -1), 1, 2)
 
@@ -155,5 +156,6 @@ def _by_place(log_sum_exp: jax.Array, pack: Pack) -> jax.Array:
     batch, heads, tokens = log_sum_exp.shape
     size = batch * tokens // len(pack.starts)
     flat = jnp.swapaxes(log_sum_exp, 1, 2).reshape(batch * tokens, heads)
-    rows = jnp.clip(_first_tokens(pack)[:, None] + jnp.arange(size)[None], 0, batch * tokens - 1)
+    rows = _first_tokens(pack)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    rows = jnp.clip(rows, 0, batch * tokens - 1)
     return jnp.swapaxes(flat[rows], 1, 2)

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _BLOCK = 128
 _FORWARD, _FORWARD_OF_SEGMENTS = "dew_flash3_mha_fwd", "dew_flash3_mha_varlen_fwd"
 _BACKWARD, _BACKWARD_OF_SEGMENTS = "dew_flash3_mha_bwd", "dew_flash3_mha_varlen_bwd"
 _PREFIX = "collective_matmul_"
+_DETERMINISTIC = "xla_gpu_deterministic_ops=true"
 
 
 class FlashAttention3(AttentionKernel):
@@ -56,6 +58,10 @@ class FlashAttention3(AttentionKernel):
             return f"it takes bfloat16 and float16, not {request.dtype.name}"
         if request.head_size > _LARGEST_HEAD:
             return f"it takes heads of up to {_LARGEST_HEAD}, not {request.head_size}"
+        if request.scale <= 0:
+            return f"it takes positive scales, not {request.scale}"
+        if request.differentiated and _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
+            return f"its gradients are added in no fixed order, and XLA_FLAGS has {_DETERMINISTIC}"
         return missing_reason()
 
     def forward(
@@ -134,8 +140,8 @@ def _version(name: str) -> str | None:
 
 
 def _is_hopper(device_kind: str) -> bool:
-    """Whether a kind of device, which may not be there, has the chip of H100 and H200."""
-    return any(name in device_kind for name in ("H100", "H200", "H800", "GH200"))
+    """Whether a kind of device, which may not be there, has a Hopper chip: H20, H200 too."""
+    return any(name in device_kind for name in ("H100", "H20", "H800"))
 
 
 @functools.cache

@@ -73,27 +73,49 @@ def segments_of_lengths(lengths: jax.Array, sequence_length: int) -> Segments:
     """Finds the segment of each token.
 
     Args:
-      lengths: int32 [B, M], the lengths of the segments in order, and then zeros.
-      sequence_length: S, what the lengths of each sequence add up to.
+      lengths: integers [B, M], the lengths of the segments in order, and then zeros.
+      sequence_length: S, what the lengths of each sequence add up to. What is left of a sequence
+        is of the last segment.
+
+    Raises:
+      ValueError, TypeError: for lengths that are not so.
     """
-    index = jnp.arange(sequence_length, dtype=lengths.dtype)[None]
-    ends = jnp.cumsum(lengths, axis=1, dtype=lengths.dtype)
-    ids = jnp.sum(index[:, :, None] >= ends[:, None, :], axis=2, dtype=lengths.dtype)
+    _check("lengths", lengths)
+    ends = jnp.cumsum(jnp.asarray(lengths, jnp.int32), axis=1, dtype=jnp.int32)
+    ends = jnp.minimum(ends, sequence_length).at[:, -1].set(sequence_length)
+    lengths = ends - jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    index = jnp.arange(sequence_length, dtype=jnp.int32)[None, :, None]
+    ids = jnp.sum(index >= ends[:, None, :], axis=2, dtype=jnp.int32)
     return _with_packs(ids, lengths)
 
 
 def segments_of_ids(ids: jax.Array, most: int) -> Segments:
     """Numbers segments from 0.
 
+    Each change of the id begins a segment, also one to padding, or to an id that was there before.
+
     Args:
-      ids: int32 [B, S], not decreasing along each sequence.
-      most: M, at least the number of different ids in any sequence.
+      ids: integers [B, S].
+      most: M, at least the number of segments of any sequence. Further ones are joined to the last.
+
+    Raises:
+      ValueError, TypeError: for ids that are not so.
     """
+    _check("ids", ids)
     changes = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-    ids = jnp.cumsum(changes, axis=1, dtype=jnp.int32)
+    ids = jnp.minimum(jnp.cumsum(changes, axis=1, dtype=jnp.int32), most - 1)
     numbers = jnp.arange(most, dtype=jnp.int32)
     lengths = jnp.sum(ids[:, :, None] == numbers[None, None], axis=1, dtype=jnp.int32)
     return _with_packs(ids, lengths)
+
+
+def _check(name: str, array: jax.Array) -> None:
+    if len(getattr(array, "shape", ())) != 2 or array.shape[1] < 1:
+        raise ValueError(
+            f"{name} of shape {getattr(array, 'shape', None)}: expected an array [batch, n], n >= 1"
+        )
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} of dtype {array.dtype}: expected integers")
 
 
 def _with_packs(ids: jax.Array, lengths: jax.Array) -> Segments:
@@ -130,13 +152,14 @@ def _pack(
 
     def enter(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The segments of one sequence, [M], entered in its blocks."""
-        starts = jnp.cumsum(lengths) - lengths
+        starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
         chosen = belongs(lengths)
-        number = jnp.cumsum(chosen) - chosen
+        counted = chosen.astype(jnp.int32)
+        number = jnp.cumsum(counted, dtype=jnp.int32) - counted
         blocks = starts // block
         # Segments of earlier blocks come first in the order of all.
-        earlier = jnp.zeros(block_count, number.dtype).at[blocks].add(chosen, mode="drop")
-        earlier = jnp.cumsum(earlier) - earlier
+        earlier = jnp.zeros(block_count, jnp.int32).at[blocks].add(counted, mode="drop")
+        earlier = jnp.cumsum(earlier, dtype=jnp.int32) - earlier
         column = number - earlier[jnp.minimum(blocks, block_count - 1)]
         place = jnp.where(chosen, blocks, block_count), column
         empty = jnp.full((block_count, capacity), -1, lengths.dtype)

@@ -50,6 +50,7 @@ class AttentionCase:
     batch: int = 2
     key_value_heads: int = 2
     implementation: str | None = None
+    scale: float | None = None
 
     @property
     def heads(self) -> int:
@@ -86,6 +87,7 @@ class AttentionCase:
             segment_ids=ids,
             max_segments=None if ids is None else SEGMENTS,
             sinks=sinks if self.sinks else None,
+            scale=self.scale,
             implementation=self.implementation,
         )
 
@@ -107,7 +109,7 @@ class AttentionCase:
             np.asarray(x, np.float64) for x in (query, key, value, sinks, dout)
         )
         key, value = (np.repeat(x, self.groups, axis=2) for x in (key, value))
-        scale = self.size**-0.5
+        scale = self.size**-0.5 if self.scale is None else self.scale
         scores = np.einsum("bsnh,btnh->bnst", query, key) * scale
         scores = np.where(self._seen(seed), scores, -np.inf)
         sink = np.where(self.sinks, sinks, -np.inf)[None, :, None, None]
@@ -157,8 +159,9 @@ class AttentionCase:
         """
         (query, key, *_), _ = self.arrays(seed)
         largest = np.abs(np.asarray(query, np.float64)).max()
-        largest *= np.abs(np.asarray(key, np.float64)).max() * self.size**0.5
-        u = float(jnp.finfo(jnp.float32).eps) / 2
+        largest *= np.abs(np.asarray(key, np.float64)).max()
+        largest *= self.size * (self.size**-0.5 if self.scale is None else self.scale)
+        u = float(jnp.finfo("float64" if self.dtype == "float64" else "float32").eps) / 2
         terms = self.queries + self.more_keys + self.batch * self.queries
         relative = (2 * self.size * largest + terms * self.groups) * u
         relative += 4 * float(jnp.finfo(self.dtype).eps)

@@ -16,6 +16,7 @@ from collective_matmul import (
     ATTENTION_CHECKPOINT_NAME,
     dot_product_attention,
     segments_of_ids,
+    segments_of_lengths,
 )
 from collective_matmul.attention.attend import attention_backward, attention_forward
 from collective_matmul.attention.request import AttentionRequest
@@ -23,6 +24,8 @@ from collective_matmul.attention.xla_attention import XlaAttention
 from tests.attention.reference import Attended, AttentionCase
 from tests.conftest import MeshFactory
 from tests.covering import pairwise
+
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
 
 @pairwise(
@@ -52,6 +55,23 @@ def test_values_and_gradients(
         key_value_heads=1,
     )
     case.check(case.run())
+
+
+def test_a_scale_of_its_own() -> None:
+    case = AttentionCase(scale=0.7)
+    case.check(case.run())
+
+
+def test_double_precision() -> None:
+    with jax.enable_x64(True):
+        case = AttentionCase(dtype="float64", segments=True, sinks=True, window=9)
+        case.check(case.run())
+
+
+def test_scores_of_half_precision_are_wide() -> None:
+    (query, key, value, _), _ = AttentionCase(dtype="bfloat16").arrays()
+    text = str(jax.make_jaxpr(dot_product_attention)(query, key, value))
+    assert "preferred_element_type=float32" in text
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -104,7 +124,8 @@ def test_over_explicit_axes() -> None:
 
 def test_nothing_is_attended_again_under_a_policy_that_saves_it() -> None:
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_CHECKPOINT_NAME)
-    assert exponentials_of(saved) < exponentials_of(None)
+    everything = jax.checkpoint_policies.everything_saveable
+    assert exponentials_of(saved) == exponentials_of(everything) < exponentials_of(None)
 
 
 def exponentials_of(policy: Any) -> int:
@@ -170,6 +191,26 @@ def test_vmap_over_calls() -> None:
     np.testing.assert_allclose(mapped, alone, rtol=1e-6, atol=1e-6)  # Another order of sums.
 
 
+def test_more_segments_than_announced_are_joined_to_the_last() -> None:
+    ids = jnp.array([[0, 1, 1, 2, 3, 0]], jnp.int32)
+    segments = segments_of_ids(ids, 3)
+    np.testing.assert_array_equal(segments.ids, [[0, 1, 1, 2, 2, 2]])
+    np.testing.assert_array_equal(segments.offsets, [0, 1, 3, 6])
+    cut = segments_of_lengths(jnp.array([[2, 1], [5, 4]], jnp.int32), 6)
+    np.testing.assert_array_equal(cut.lengths, [[2, 4], [5, 1]])
+    np.testing.assert_array_equal(cut.ids, [[0, 0, 1, 1, 1, 1], [0] * 5 + [1]])
+
+
+@pytest.mark.parametrize("spec", [P(None, "data"), P(None, None, None, "data")], ids=str)
+def test_over_explicit_axes_tokens_and_sizes_are_whole(spec: P) -> None:
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    (query, key, value, _), _ = AttentionCase().arrays()
+    with jax.set_mesh(mesh):
+        heads = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (query, key, value)]
+        with pytest.raises(ValueError, match="sharded alike, and along batch and heads only"):
+            dot_product_attention(*heads)
+
+
 HEADS = {"query": (2, 8, 4, 16), "key": (2, 8, 2, 16), "value": (2, 8, 2, 16)}
 
 
@@ -181,11 +222,21 @@ HEADS = {"query": (2, 8, 4, 16), "key": (2, 8, 2, 16), "value": (2, 8, 2, 16)}
         ({"key": (2, 8, 3, 16), "value": (2, 8, 3, 16)}, {}, "key of 3 heads: expected a divisor"),
         ({"key": (2, 6, 2, 16), "value": (2, 6, 2, 16)}, {}, "8 queries and 6 keys"),
         ({}, {"window": 0}, "window=0 with causal=True"),
+        ({}, {"window": 2.5}, "window=2.5 with causal=True"),
+        ({}, {"scale": float("nan")}, "scale=nan: expected a finite number"),
+        ({}, {"max_segments": 4}, "max_segments=4: expected segment_ids as an array too"),
+        ({"query": (2, 0, 4, 16)}, {}, "none of them 0"),
+        ({}, {"implementation": ()}, r"implementation=\(\): expected None, or names among"),
+        ({}, {"segment_ids": np.zeros((2, 8), np.int32), "max_segments": 2.0}, "a whole number"),
         ({}, {"window": 4, "causal": False}, "window=4 with causal=False"),
         ({}, {"segment_ids": np.zeros((2, 7), np.int32)}, r"segment_ids of shape \(2, 7\)"),
         ({}, {"segment_ids": np.zeros((2, 8), np.int32)}, "max_segments=None: expected"),
-        ({}, {"sinks": np.zeros(2)}, r"sinks of shape \(2,\): expected \[4\]"),
-        ({}, {"implementation": "flash"}, "implementation='flash': expected one of 'flash3'"),
+        ({}, {"sinks": np.zeros(2)}, r"sinks of shape \(2,\): expected an array \[4\]"),
+        (
+            {},
+            {"implementation": "flash"},
+            "'flash': expected None, or names among 'flash3'",
+        ),
         ({}, {"implementation": "cudnn"}, "it runs on NVIDIA GPUs, and this is cpu"),
         ({}, {"implementation": ("flash3", "cudnn")}, "pass .*'xla'"),
     ],
@@ -199,7 +250,12 @@ def test_refusals(shapes: dict, options: dict, sentence: str) -> None:
 def test_dtypes_are_refused() -> None:
     heads: Any = (np.zeros(shape, np.float32) for shape in HEADS.values())
     query, key, value = heads
-    with pytest.raises(TypeError, match="key of dtype bfloat16: expected one floating dtype"):
+    with pytest.raises(TypeError, match="query of dtype float8_e4m3fn: expected one of bfloat16"):
+        dot_product_attention(*(x.astype(jnp.float8_e4m3fn) for x in (query, key, value)))
+    with pytest.raises(TypeError, match="segment_ids of dtype float32: expected integers"):
+        ids = jnp.zeros((2, 8), jnp.float32)
+        dot_product_attention(query, key, value, segment_ids=ids, max_segments=2)
+    with pytest.raises(TypeError, match="key of dtype bfloat16: expected one of"):
         dot_product_attention(query, key.astype(jnp.bfloat16), value)
 
 

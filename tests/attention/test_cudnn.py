@@ -213,6 +213,17 @@ def test_values_and_gradients(queries: int, options: dict[str, Any]) -> None:
     case.check(case.run())
 
 
+@pytest.mark.usefixtures("faked")
+def test_padding_is_no_part_of_the_only_segment() -> None:
+    case = AttentionCase(150, size=8, implementation="cudnn", causal=False)
+    (query, key, value, _), _ = case.arrays()
+    ids: Any = np.zeros((2, 150), np.int32)
+    out = dot_product_attention(
+        query, key, value, causal=False, segment_ids=ids, max_segments=2, implementation="cudnn"
+    )
+    np.testing.assert_allclose(out, case.run().out, rtol=1e-5, atol=1e-5)
+
+
 def random_lengths(rng: np.random.Generator, sequence: int, kind: str) -> list[int]:
     """Lengths of segments that fill a sequence."""
     draw = {

@@ -43,6 +43,7 @@ def library(name: str, results: Any, **_: Any) -> Any:
         arrays, segments = list(operands), None
         if packed:
             *arrays, starts, _ = operands
+            assert attributes["max_seqlen"] == attributes["max_seqlen_k"] == 24
             assert starts.dtype == jnp.int32
             tokens = jnp.arange(arrays[0].shape[0])
             ids = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32)
