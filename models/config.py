@@ -10,6 +10,7 @@ from typing import Any
 
 #: More layers would be built one by one for ever, and larger heads have gigabytes of frequencies.
 _LARGEST = {"num_layers": 10_000, "head_dim": 2**16}
+_LARGEST_INTEGER = 2**31 - 1
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -82,7 +83,7 @@ class LlamaConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool):
-                most = _LARGEST.get(field.name, 2**31 - 1)
+                most = _LARGEST.get(str(field.name), _LARGEST_INTEGER)
                 if value < 1:
                     raise ValueError(f"{field.name}={value}: expected at least 1")
                 if value > most:

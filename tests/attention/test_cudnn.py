@@ -277,7 +277,8 @@ def test_packs_hold_every_segment_once(
         @jax.jit
         def both(query: Any, key: Any, value: Any) -> Any:
             out, pullback = jax.vjp(attend, query, key, value)
-            return Attended(out, *pullback(cotangent), None)
+            dquery, dkey, dvalue = pullback(cotangent)
+            return Attended(out, dquery, dkey, dvalue, None)
 
         return both(*operands[:3])
 
