@@ -315,10 +315,13 @@ def _scales_of_blocks(
 def _in_blocks(x: Array, dimension: int, block: int = BLOCK) -> jax.Array:
     """Divides a dimension into blocks, the last one filled up with zeros."""
     dimension %= x.ndim
-    padding = [(0, 0)] * x.ndim
-    padding[dimension] = (0, -x.shape[dimension] % block)
-    filled = jnp.pad(x, padding) if any(padding[dimension]) else jnp.asarray(x)
-    return filled.reshape(*x.shape[:dimension], -1, block, *x.shape[dimension + 1 :])
+    padding = [(0, 0, 0)] * x.ndim
+    padding[dimension] = (0, -x.shape[dimension] % block, 0)
+    # Not by jnp.pad, whose zero is an array: loops would compute it first, and beside explicit axes
+    # JAX cannot keep it.
+    if any(padding[dimension]):
+        x = lax.pad(jnp.asarray(x), np.zeros((), x.dtype), padding)
+    return jnp.asarray(x).reshape(*x.shape[:dimension], -1, block, *x.shape[dimension + 1 :])
 
 
 def _spread(scales: jax.Array, size: int, dimension: int, block: int = BLOCK) -> jax.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 #: The scales of a row take a multiple of this: so rows are whole tiles, as our kernels read them.
@@ -30,7 +31,9 @@ def message(values: jax.Array, scales: jax.Array) -> jax.Array:
         # Unlike padding, XLA writes copies in the kernel that computes the values.
         scales = jnp.broadcast_to(scales, (*scales.shape[:-1], filled))
     else:
-        scales = jnp.pad(scales, [*[(0, 0)] * (scales.ndim - 1), (0, filled - own)])
+        # Not by jnp.pad: see `collective_matmul.fp8`.
+        widths = [*[(0, 0, 0)] * (scales.ndim - 1), (0, filled - own, 0)]
+        scales = lax.pad(scales, np.zeros((), scales.dtype), widths)
     raw = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*scales.shape[:-1], -1)
     values = lax.bitcast_convert_type(values, jnp.uint8)
     return lax.concatenate([values, raw], values.ndim - 1)

@@ -114,6 +114,22 @@ def test_scales_of_weights_that_another_axis_shards(recipe: RecipeName, auto: st
     assert refused_by_xla(program.jaxpr) is None
 
 
+def test_blocks_that_are_filled_up_in_a_loop() -> None:
+    """Gradients of a loop keep nothing that was computed where explicit axes are automatic."""
+    mesh = mesh_of((2, 1, 2))
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.dot(reshard(x, P(None, "t")), w, out_sharding=P("d", "t"))
+
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, _: (step(x, w), None), x, length=2)[0]
+
+    rewritten = overlap(loop, fp8="blockwise", implementation="ring", require=1)
+    operands = [((N, N), P("d", "t")), ((N, N), P("t"))]
+    with jax.set_mesh(mesh):
+        jax.make_jaxpr(gradients_of(rewritten, 2))(*structs(operands, mesh, "float32"))
+
+
 def left(fun: Callable, operands: Any, mesh: Mesh, dtype: str = "float32") -> list[FoundSite]:
     with jax.set_mesh(mesh):
         found = find_sites(fun, implementation="ring")(*structs(operands, mesh, dtype))
