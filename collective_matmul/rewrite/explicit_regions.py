@@ -29,7 +29,7 @@ from collective_matmul.rewrite.manual_regions import (
     commutes,
     gradients_end_the_process,
     other_axes_stay,
-    sums_end_the_process,
+    sums_cannot_be_compiled,
 )
 from collective_matmul.rewrite.placements import (
     PARTIAL,
@@ -198,7 +198,7 @@ class _Regions:
         with record_decisions(hidden=True) as decisions:
             new, found = self._rewrite(equation)
         gathers = [s for s in found if s.kind == "all_gather" and s.axes == (axis,) and s.replaced]
-        if len(gathers) != len(weights) or sums_end_the_process(new):
+        if len(gathers) != len(weights) or sums_cannot_be_compiled(new):
             return False
         self._weights |= {(weight.shard, axis) for weight in weights}
         self._asking_weights |= {(weight.index, axis) for weight in weights}

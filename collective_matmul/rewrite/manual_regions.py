@@ -224,15 +224,22 @@ def gradients_end_the_process(equation: JaxprEqn) -> bool:
         )
 
 
-def sums_end_the_process(equation: JaxprEqn) -> bool:
-    """Whether XLA for CPUs cannot compile a sum in a `shard_map`, as one that no op replaced."""
+def sums_cannot_be_compiled(equation: JaxprEqn) -> bool:
+    """Whether a `shard_map` that leaves axes has a sum, which no op replaced, that is not compiled.
+
+    XLA for CPUs ends the process at sums in 16 bits. JAX 0.12 does not lower `lax.psum_scatter`
+    beside axes of type Explicit: it takes the spec of the array for that of a scalar.
+    """
     parameters = equation.params
     mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
     several = {axis for axis, size in mesh.shape.items() if size > 1}
+    sums = [made for made in parameters["jaxpr"].eqns if made.primitive.name in _SUMS]
+    scatters = any(made.primitive.name == "reduce_scatter" for made in sums)
+    if scatters and not manual.issuperset(mesh.explicit_axes):
+        return True
     with jax.sharding.use_abstract_mesh(mesh):
         return not manual.issuperset(several) and any(
-            made.primitive.name in _SUMS and ends_the_process(type_of(made.invars[0]).dtype)
-            for made in parameters["jaxpr"].eqns
+            ends_the_process(type_of(made.invars[0]).dtype) for made in sums
         )
 
 
