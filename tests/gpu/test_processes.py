@@ -58,8 +58,8 @@ def test_two_trainers_share_the_gpus_of_their_node(tmp_path: Path, settings: str
     one, two = (curve(tmp_path / f"{count}.jsonl") for count in (1, 2))
     assert one.keys() == two.keys() == set(range(1, 13))
     for step, values in one.items():
-        # Loss and norm of the gradient, in bfloat16: sums have another order with two processes, and
-        # on GPUs in each run.
+        # Loss and norm of the gradient, in bfloat16: sums have another order with two processes,
+        # and on GPUs in each run.
         rtol = [1e-2, 0.1]
         assert np.all(np.abs(np.subtract(two[step], values)) <= np.multiply(rtol, values))
 
