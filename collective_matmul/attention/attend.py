@@ -32,7 +32,7 @@ from collective_matmul.attention.argument_checks import (
     check_segments,
     check_sinks,
 )
-from collective_matmul.attention.choice import KERNELS, AttentionDecision, decide, kernel_of
+from collective_matmul.attention.choice import AttentionDecision, decide, kernel_of
 from collective_matmul.attention.kernel import AttentionKernel
 from collective_matmul.attention.request import AttentionRequest
 from collective_matmul.attention.segments import Segments, segments_of_ids
@@ -312,13 +312,3 @@ def _segments(ids: jax.Array | Segments | None, most: int | None) -> Segments | 
         return ids
     assert most is not None
     return segments_of_ids(ids, most)
-
-
-__all__ = [
-    "ATTENTION_CHECKPOINT_NAME",
-    "KERNELS",
-    "attention_backward",
-    "attention_forward",
-    "dot_product_attention",
-    "explain_attention",
-]
