@@ -10,23 +10,8 @@ measurements mean the same.
 
 from __future__ import annotations
 
-from collective_matmul.attention.choice import KERNELS as ATTENTION_KERNELS
-from collective_matmul.attention.request import AttentionRequest
-from collective_matmul.backends import BACKENDS, REFERENCE
-from collective_matmul.backends.base import Backend, Configuration
-from collective_matmul.data import MeasuredData, Record, shipped
-from collective_matmul.dispatch.recording import Decision
-from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.fp8 import (
-    RECIPES,
-    RecipeName,
-    quantize_rows,
-    quantize_weights,
-    scaled_matmul,
-)
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.device import target as kernel_target
-from collective_matmul.mosaic_gpu.scaled_chunks import multiply as multiply_in_place
 from collective_matmul.mosaic_gpu.tiling import (
     MatmulProblem,
     MeasuredTiling,
@@ -34,6 +19,8 @@ from collective_matmul.mosaic_gpu.tiling import (
     candidate_tilings,
     predicted_microseconds,
 )
+from collective_matmul.operands.format import FORMATS, PLAIN, Format
+from collective_matmul.operands.scaled_chunks import multiply as multiply_in_place
 from collective_matmul.peer_decision import decide_once
 from collective_matmul.site import Site
 from collective_matmul.tuning.model_sites import LAYERS, Layer

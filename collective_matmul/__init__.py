@@ -11,15 +11,17 @@ from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
-from collective_matmul.fp8 import SCALE_CHECKPOINT_NAME
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.recipes.recipe import SCALE_CHECKPOINT_NAME
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from collective_matmul.quantized_weights import QuantizedWeight, prequantize
+from collective_matmul.prequantize import prequantize
 from collective_matmul.rewrite import overlap
+from collective_matmul.source_location import warn_deprecated
 from collective_matmul.tuning.tune import tune
 from collective_matmul.xla_options import OVERLAP_OPTIONS
 
@@ -29,7 +31,7 @@ __all__ = [
     "OVERLAP_OPTIONS",
     "SCALE_CHECKPOINT_NAME",
     "AttentionDecision",
-    "QuantizedWeight",
+    "Quantized",
     "Segments",
     "all_gather_matmul",
     "collective_einsum",
@@ -46,3 +48,11 @@ __all__ = [
     "segments_of_lengths",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> type:
+    """Names of earlier releases."""
+    if name == "QuantizedWeight":
+        warn_deprecated("QuantizedWeight is now called Quantized; the old name will be removed")
+        return Quantized
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,12 @@ import numpy as np
 from jax import lax
 
 from collective_matmul.backends import BACKENDS, current_name
-from collective_matmul.fp8 import RECIPES, RecipeName
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import WeightShards
+
+#: The name of a format of `collective_matmul.operands.recipes`.
+RecipeName = str
 
 #: Type of the argument `implementation`: the name of a backend; several names, of which the first
 #: that can execute the op is used; or None to choose per shape.
@@ -103,8 +107,8 @@ def weight_sharding(
 
 def fp8(value: RecipeName | None) -> RecipeName | None:
     """Raises ValueError unless `value` is None or the name of a recipe."""
-    if value is not None and not (isinstance(value, str) and value in RECIPES):
-        names = ", ".join(map(repr, RECIPES))
+    if value is not None and not (isinstance(value, str) and value in FORMATS):
+        names = ", ".join(map(repr, FORMATS))
         raise ValueError(
             f"fp8={value!r}: expected None (operands keep their dtype), or a recipe: {names}"
         )
@@ -122,7 +126,7 @@ def arrays(
     Sharded weights may have a wider dtype than x, to which they are cast.
     """
     for name, array in (("x", x), *(("w", w) for w in ws)):
-        if not isinstance(array, jax.Array | np.ndarray):
+        if not isinstance(array, jax.Array | np.ndarray | Quantized):
             raise TypeError(f"{name}: a {type(array).__name__}; expected an array")
     for w in ws:
         if shards is not None and w.dtype != ws[0].dtype:
@@ -159,7 +163,7 @@ def weights(ws: Sequence[jax.Array]) -> None:
     for w in ws:
         if not isinstance(w, jax.Array | np.ndarray):
             raise TypeError(f"w: a {type(w).__name__}; expected an array")
-        if w.ndim < 2:
+        if len(w.shape) < 2:
             raise ValueError(f"w: shape {w.shape}; expected [K, *N] with at least 2 dimensions")
         if w.dtype != ws[0].dtype or w.dtype not in DTYPES:
             names = ", ".join(dtype.name for dtype in DTYPES)
@@ -183,7 +187,7 @@ def operands(
             " least 2; add a leading dimension"
         )
     for w in ws:
-        if w.ndim < 2:
+        if len(w.shape) < 2:
             raise ValueError(f"w: shape {w.shape}; expected [K, *N] with at least 2 dimensions")
         if x.shape[-1] != w.shape[0] * parts:
             times = f" × {parts} shards" if parts > 1 else ""

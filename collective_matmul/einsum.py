@@ -6,9 +6,9 @@ described in `collective_matmul.ops`.
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,19 +16,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from collective_matmul import checks, einsum_checks, fp8_gradients
+from collective_matmul import checks, einsum_checks
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.backends.base import Backend
-from collective_matmul.checks import Implementation
+from collective_matmul.backends.base import MatmulBackend
+from collective_matmul.call import Call, call_here
+from collective_matmul.checks import Implementation, RecipeName
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.einsum_execution import contract, gather_einsum, scatter_einsum
+from collective_matmul.einsum_execution import contract
 from collective_matmul.equation import Equation, parse
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
-from collective_matmul.fp8 import RecipeName
-from collective_matmul.gradients import OpParams, op_params, pvary_all
+from collective_matmul.gradients import gather_matmul, matmul_scatter, op_of, pvary_all
+from collective_matmul.operands.format import PLAIN, Format, format_named
+from collective_matmul.operands.quantized import Quantized
 from collective_matmul.ops import named
-from collective_matmul.reverse_mode import ReverseMode
-from collective_matmul.site import Einsum, Op, Site
+from collective_matmul.site import Einsum, Site
 
 
 def collective_einsum(
@@ -110,7 +111,7 @@ def collective_einsum(
     else:
         from_w = label not in sizes_x
         einsum_checks.check_divisible(label, (sizes_x | sizes_w)[label], axis_name)
-    x, w = pvary_all(axis_name, x, w)
+    x, w = pvary_all(axis_name, (x, w))
     x, labels_x = _without_sums(x, labels_x, labels_w + labels_y)
     w, labels_w = _without_sums(w, labels_w, labels_x + labels_y)
     if from_w:
@@ -124,120 +125,105 @@ def collective_einsum(
         sizes[label] = sizes[label] // devices if gather is None else whole
         zeros = jnp.zeros([sizes[label] for label in labels_y], x.dtype)
         return named(vary_over(zeros, varying_axes(x)))
-    call = op_params(axis_name, None, requested, fp8=recipe)
-    return named(einsum(x, w, equation, call, scatters=gather is None))
+    call = call_here(axis_name, None, requested)
+    return named(einsum(x, w, equation, call, format_named(recipe), scatters=gather is None))
 
 
 def einsum(
-    a: jax.Array, b: jax.Array, equation: Equation, call: OpParams, *, scatters: bool
+    a: jax.Array, b: jax.Array, equation: Equation, call: Call, stored: Format, *, scatters: bool
 ) -> jax.Array:
-    """The einsum of the gathered a and b; or of a and b, summed and scattered if it `scatters`."""
-    if call.fp8 is None:
-        return (einsum_scattered if scatters else einsum_of_gathered)(a, b, equation, call)
+    """The einsum of the gathered a and b; or of a and b, summed and scattered if it `scatters`.
+
+    In another format than arrays, it is executed as the op of its matmul.
+    """
+    if stored is PLAIN:
+        return einsum_op((a,), (b,), EinsumCall(**vars(call), equation=equation, scatters=scatters))
     rows, columns = len(equation.rows), len(equation.columns)
     x = a.reshape(*a.shape[:rows], -1)
     w = jnp.transpose(b, [equation.b.index(label) for label in equation.matrices[0]])
     features = w.shape[w.ndim - columns :]
-    w = w.reshape(x.shape[-1], -1)
+    weight = Quantized(w.reshape(x.shape[-1], -1), None, None, stored)
     call = replace(call, dimension=equation.a.index(equation.label))
     if scatters:
-        y = fp8_gradients.matmul_scatter((x,), (w,), call)
+        y = matmul_scatter((x,), (weight,), call)
     else:
-        (y,) = fp8_gradients.gather_matmul(x, (w,), call)
+        ((y,), _) = gather_matmul(x, (weight,), call)
     return y.reshape(*y.shape[:rows], *features)
 
 
-# The types of `jax.custom_vjp` do not survive `functools.partial`.
-_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2, 3))
+@dataclass(frozen=True)
+class EinsumCall(Call):
+    """The parameters of an einsum.
+
+    Attributes:
+      equation: the einsum.
+      scatters: whether its result is scattered; else its first operand is gathered.
+    """
+
+    equation: Equation = field(kw_only=True)
+    scatters: bool = field(kw_only=True)
+
+    def choose_pass(
+        self, a: jax.Array, b: jax.Array, undivided: Equation | None = None, **attributes: Any
+    ) -> tuple[MatmulBackend, Site]:
+        """The backend for one pass, and its request.
+
+        `undivided` is the einsum that follows in a backward; `attributes` are further attributes
+        of the request.
+        """
+        equation = self.equation
+        moved = equation.transposed + (undivided.transposed if undivided else ())
+        is_matmul = equation.is_matmul
+        request = Site(
+            op="matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
+            operands=(_work(equation, a, b),),
+            dtype=a.dtype,
+            axis_name=self.axis_name,
+            axis_size=lax.axis_size(self.axis_name),
+            einsum=None if is_matmul else _einsum(equation, a, b),
+            equation=equation,
+            dimension=equation.a.index(equation.label) if is_matmul else None,
+            transpose_w=equation.is_stored_transposed,
+            transposed=tuple(dict.fromkeys(moved)),
+            divergent_axes=self.divergent_axes,
+            source=self.source,
+            replaces=self.replaces,
+            remarks=self.remarks,
+            **attributes,
+        )
+        backend: Any = choose(request, self.implementation)
+        return backend, request
 
 
-@_custom_vjp
-def einsum_of_gathered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
-    """The einsum of the gathered a and b; both vary over the axis."""
-    chosen = _chosen(call, "all_gather_matmul", equation, a, b)
+def _forward(xs: Sequence[Any], ws: Sequence[Any], call: EinsumCall) -> tuple[jax.Array, Any]:
+    (a,), (b,) = xs, ws
+    backend, request = call.choose_pass(a, b)
 
-    def of_gathered(a, b):
-        return gather_einsum(chosen, equation, a, b, call.axis_name)[0]
+    def execute(a: jax.Array, b: jax.Array) -> jax.Array:
+        return backend.execute(request, (a,), (b,))[0]
 
-    return with_auto_axes(of_gathered, lambda: _result_spec(equation, a, b), a, b)
+    return with_auto_axes(execute, lambda: _result_spec(call.equation, a, b), a, b), xs
 
 
-def _gathered_gradients(
-    equation: Equation, call: OpParams, operands: tuple[jax.Array, jax.Array], dy: jax.Array
-):
-    a, b = operands
+def _gradients(call: EinsumCall, xs: Sequence[Any], ws: Sequence[Any], dy: jax.Array) -> Any:
+    """The gradients of a and b: the input gradient's loop gathers what the other's contracts."""
+    (a,), (b,) = xs, ws
+    of_a, of_b = call.equation.gradients
+    backward = replace(call, equation=of_a, scatters=not call.scatters)
+    attributes: dict[str, Any] = {"direction": "backward", "undivided": of_b}
+    if call.scatters:
+        backend, request = backward.choose_pass(dy, b, keep_gathered=True, **attributes)
+        da, gathered = backend.execute(request, (dy,), (b,))
+        return (da,), (contract(of_b, a, gathered),)
     # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
     a, dy = lax.optimization_barrier((a, dy))
-    of_a, of_b = equation.gradients
-    left, right = (b, dy) if equation.accumulates else (dy, b)
-    attributes = {"co_gathered": a.shape, "direction": "backward", "undivided": of_b}
-    chosen = _chosen(call, "matmul_reduce_scatter", of_a, left, right, **attributes)
-    da, gathered = scatter_einsum(chosen, of_a, left, right, call.axis_name, co_gathered=a)
-    assert gathered is not None
-    return da, contract(of_b, gathered, dy)
+    left, right = (b, dy) if call.equation.accumulates else (dy, b)
+    backend, request = backward.choose_pass(left, right, co_gathered=a.shape, **attributes)
+    da, gathered = backend.execute(request, (left,), (right,), a)
+    return (da,), (contract(of_b, gathered, dy),)
 
 
-einsum_of_gathered.define_gradients(_gathered_gradients)
-
-
-@_custom_vjp
-def einsum_scattered(a: jax.Array, b: jax.Array, equation: Equation, call: OpParams) -> jax.Array:
-    """The einsum of a and b, summed and scattered along the label; both vary over the axis."""
-    chosen = _chosen(call, "matmul_reduce_scatter", equation, a, b)
-
-    def scattered(a, b):
-        return scatter_einsum(chosen, equation, a, b, call.axis_name)[0]
-
-    return with_auto_axes(scattered, lambda: _result_spec(equation, a, b), a, b)
-
-
-def _scattered_gradients(
-    equation: Equation, call: OpParams, operands: tuple[jax.Array, jax.Array], dy: jax.Array
-):
-    a, b = operands
-    of_a, of_b = equation.gradients
-    attributes = {"keep_gathered": True, "direction": "backward", "undivided": of_b}
-    chosen = _chosen(call, "all_gather_matmul", of_a, dy, b, **attributes)
-    da, gathered = gather_einsum(chosen, of_a, dy, b, call.axis_name, keep_gathered=True)
-    assert gathered is not None
-    return da, contract(of_b, a, gathered)
-
-
-einsum_scattered.define_gradients(_scattered_gradients)
-
-
-def _chosen(
-    call: OpParams,
-    op: Op,
-    equation: Equation,
-    a: jax.Array,
-    b: jax.Array,
-    undivided: Equation | None = None,
-    **attributes: Any,
-) -> Backend:
-    """The backend for one pass of an op.
-
-    `undivided` is the einsum that follows in a backward; `attributes` are further attributes of the
-    pass's `Site`.
-    """
-    moved = equation.transposed + (undivided.transposed if undivided else ())
-    site = Site(
-        op=op,
-        operands=(_work(equation, a, b),),
-        dtype=a.dtype,
-        axis_name=call.axis_name,
-        axis_size=lax.axis_size(call.axis_name),
-        einsum=None if equation.is_matmul else _einsum(equation, a, b),
-        dimension=equation.a.index(equation.label) if equation.is_matmul else None,
-        transpose_w=equation.is_stored_transposed,
-        transposed=tuple(dict.fromkeys(moved)),
-        divergent_axes=call.divergent_axes,
-        source=call.source,
-        replaces=call.replaces,
-        fp8_refused=call.fp8_refused,
-        **attributes,
-    )
-    return choose(site, call.implementation)
+einsum_op = op_of(_forward, _gradients)
 
 
 def _result_spec(equation: Equation, a: jax.Array, b: jax.Array) -> PartitionSpec:

@@ -1,16 +1,23 @@
-"""The ops on matrices with their gradients, which `collective_matmul.ops` derives.
+"""The ops with their gradients, one rule for each, whatever their operands are stored as.
 
-Call them inside `jax.shard_map`. Arguments and local shapes are those of
-`collective_matmul.backends.base`. Forward and backward pass of an op each execute with the backend
-chosen for their own site.
+`collective_matmul.ops` derives them. Call them inside `jax.shard_map`. Local shapes are those of
+`collective_matmul.backends.base`; x and the weights are operands of `collective_matmul.operands`.
+Forward and backward pass of an op each execute with the backend chosen for their own request.
+
+With the rows of a format in place of x and dy, and matrices in place of w::
+
+    y  = X w      x and w
+    dx = dY wᵀ    dy and wᵀ
+    dw = Xᵀ dY    rows in the format, if it packs gradients; else the arrays
+
+Between forward and backward pass an op keeps of x what the weight gradient contracts, and of each
+weight what the user stores: a shard is gathered again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,335 +27,345 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import (
-    inside_branch_or_loop,
     psum,
     psum_scatter,
     tracks_varying_axes,
     vary_over,
     varying_axes,
 )
-from collective_matmul.backends import chunked_array
-from collective_matmul.backends.arithmetic import add, contract_rows, matmul
-from collective_matmul.backends.base import Backend, GatherResidual
-from collective_matmul.backends.chunked_array import ChunkedArray
-from collective_matmul.dispatch.recording import record_decisions
-from collective_matmul.dispatch.selection import choose
+from collective_matmul.backends import REFERENCE
+from collective_matmul.backends.base import MatmulBackend
+from collective_matmul.call import Call
 from collective_matmul.explicit_axes import product_spec, specs_like, with_auto_axes
-from collective_matmul.fp8 import RecipeName
-from collective_matmul.reverse_mode import ReverseMode
-from collective_matmul.site import Op, Site, WeightShards
-from collective_matmul.source_location import SourceLocation, calling_location
+from collective_matmul.operands.arithmetic import add
+from collective_matmul.operands.chunked import Chunked, Gathered, whole_of
+from collective_matmul.operands.multiply import contracted, matmul, multiplied, weight_gradients
+from collective_matmul.operands.quantized import (
+    format_of,
+    gradient_of,
+    is_trained,
+    prepared,
+    read_by_backward,
+    with_read,
+)
+from collective_matmul.operands.sharded import (
+    Sharded,
+    WeightShards,
+    sharding_of,
+    stored,
+    whole,
+)
+from collective_matmul.reverse_mode import ReverseMode, undifferentiated
+from collective_matmul.schedule.direct_scatter import scattered_sum
+from collective_matmul.site import Site
 
 
-@dataclass(frozen=True)
-class OpParams:
-    """Parameters of an op, for its forward and its backward pass.
+def op_of(forward: Callable, gradients: Callable, *, keeps_gathered: bool = False) -> ReverseMode:
+    """The differentiable op ``op(xs, ws, call)``.
 
-    Attributes:
-      axis_name: the mesh axis.
-      dimension: the gathered or scattered dimension; None for `matmul_all_reduce`, and for einsums,
-        which have a label instead.
-      implementation: names of the requested backends, best first, or None.
-      transpose_w: whether weights are [N, K].
-      keep_gathered: whether the gathered array is a result too.
-      divergent_axes: see `Site`.
-      weight_shards: see `Site`.
-      fp8: see `Site`.
-      fp8_refused: see `Site`.
-      source: location of the call in the user's program.
-      replaces: the user's collective that the op replaces, or None.
+    Args:
+      forward: ``forward(xs, ws, call)`` returns the results, and what the backward keeps of xs.
+      gradients: ``gradients(call, kept, ws, cotangents)`` returns the gradients of xs, and those of
+        the trained weights as arrays, in order.
+      keeps_gathered: whether results are products and what was gathered, which the backward keeps
+        too: then `kept` is a pair. Cotangents may be symbolic zeros, which mean that nothing else
+        depends on it. JAX does not have them in a shard_map without `jax.jit`.
     """
+    op: Any = ReverseMode(lambda xs, ws, call: forward(xs, ws, call)[0], nondiff_argnums=(2,))
 
-    axis_name: str
-    dimension: int | None
-    implementation: tuple[str, ...] | None
-    transpose_w: bool = False
-    keep_gathered: bool = False
-    divergent_axes: tuple[str, ...] = ()
-    weight_shards: WeightShards | None = None
-    fp8: RecipeName | None = None
-    fp8_refused: str | None = None
-    source: SourceLocation | None = field(default=None, compare=False)
-    replaces: str | None = field(default=None, compare=False)
+    def refused(ws: Sequence[Any]) -> str | None:
+        return None if keeps_gathered else format_of(ws).second_derivative_reason
 
-    @property
-    def shard_dimension(self) -> int:
-        """The dimension that is gathered or scattered, of ops that have one."""
-        assert self.dimension is not None
-        return self.dimension
+    def keeping(xs: Any, ws: Any, call: Call) -> Any:
+        if keeps_gathered:
+            is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
+            xs, ws = jax.tree.map(lambda x: x.value, (xs, ws), is_leaf=is_primal)
+        with call.suppress_recording():
+            if reason := refused(ws):
+                results, kept = undifferentiated(forward, reason)(xs, ws, call)
+            else:
+                results, kept = op(xs, ws, call), xs
+        if not any(map(is_trained, ws)) and not jax.sharding.get_abstract_mesh().explicit_axes:
+            kept = None
+        return results, ((kept, results[1]) if keeps_gathered else kept, ws)
 
-    def choose(self, op: Op, xs: Sequence, ws: Sequence, **attributes: Any) -> Backend:
-        """The backend for one pass; `attributes` are further attributes of its `Site`."""
-        transpose_w = self.transpose_w != (attributes.get("direction") == "backward")
-        site = Site(
-            op=op,
-            operands=tuple(
-                (x.shape, w.shape[::-1] if transpose_w else w.shape)
-                for x, w in zip(xs, ws, strict=True)
-            ),
-            dtype=xs[0].dtype,
-            axis_name=self.axis_name,
-            axis_size=lax.axis_size(self.axis_name),
-            weight_shards=self.weight_shards,
-            fp8=self.fp8,
-            fp8_refused=self.fp8_refused,
-            dimension=self.dimension,
-            transpose_w=transpose_w,
-            divergent_axes=self.divergent_axes,
-            source=self.source,
-            replaces=self.replaces,
-            **attributes,
-        )
-        return choose(site, self.implementation)
+    def backward(call: Call, residuals: Any, cotangents: Any) -> Any:
+        kept, ws = residuals
+        reason = refused(ws)
+        fun = undifferentiated(gradients, reason) if reason else gradients
 
-    def without_fp8(self, reason: str) -> OpParams:
-        """The same, with operands in their dtype; `reason` says why, where they were to be fp8."""
-        return self if self.fp8 is None else replace(self, fp8=None, fp8_refused=reason)
+        def specs() -> Any:
+            rows = kept[0] if keeps_gathered else kept
+            arrays = tuple(_array_of(w) for w in ws if is_trained(w))
+            is_rows = lambda x: hasattr(x, "packed")  # noqa: E731
+            first = lambda x: jax.tree.leaves(x)[0]  # noqa: E731
+            return specs_like((jax.tree.map(first, rows, is_leaf=is_rows), arrays))
 
-    def suppress_recording(self) -> contextlib.AbstractContextManager:
-        """A context that hides decisions which were recorded when the op replaced a collective."""
-        return record_decisions(hidden=True) if self.replaces else contextlib.nullcontext()
+        dxs, dws = with_auto_axes(functools.partial(fun, call), specs, kept, ws, cotangents)
+        made = iter(dws)
+        return dxs, tuple(gradient_of(w, next(made) if is_trained(w) else None) for w in ws)
 
-
-def op_params(
-    axis_name: str,
-    dimension: int | None,
-    implementation: tuple[str, ...] | None,
-    weight_shards: WeightShards | None = None,
-    fp8: RecipeName | None = None,
-) -> OpParams:
-    """The parameters of an op that the user's program calls now."""
-    mesh = jax.sharding.get_abstract_mesh()
-    further = [a for a in mesh.manual_axes if a != axis_name and mesh.shape[a] > 1]
-    divergent = tuple(further) if further and inside_branch_or_loop() else ()
-    return OpParams(
-        axis_name,
-        dimension,
-        implementation,
-        divergent_axes=divergent,
-        weight_shards=weight_shards,
-        fp8=fp8,
-        source=calling_location(),
-    )
-
-
-# The types of `jax.custom_vjp` do not survive `functools.partial`.
-_custom_vjp: Any = functools.partial(ReverseMode, nondiff_argnums=(2,))
-
-
-def gather_matmul(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
-) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-    """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
-    return (_gather_matmul_keeping if call.keep_gathered else _gather_matmul)(x, ws, call)
-
-
-def _gather_matmul_primal(x, ws, call: OpParams) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-    chosen = call.choose("all_gather_matmul", (x,) * len(ws), ws, keep_gathered=call.keep_gathered)
-
-    def gather(x, ws):
-        return chosen.all_gather_matmul(
-            x,
-            ws,
-            call.axis_name,
-            dimension=call.shard_dimension,
-            transpose_w=call.transpose_w,
-            keep_gathered=call.keep_gathered,
-        )
-
-    return gather_with_auto_axes(gather, x, ws, call.transpose_w)
-
-
-def gather_with_auto_axes(gather: Callable, x, ws, transpose_w: bool = False):
-    """``gather(x, ws)``, products and the gathered x, under explicit axes too."""
-
-    def in_parts(x, ws):
-        ys, gathered = gather(x, ws)
-        return ys, *_parts(gathered)
-
-    def specs():
-        products = tuple(product_spec(x, w, transpose_w) for w in ws)
-        return products, specs_like(x), PartitionSpec()
-
-    ys, chunks, starts = with_auto_axes(in_parts, specs, x, ws)
-    return ys, chunks if starts is None else ChunkedArray(chunks, starts)
-
-
-def keeping_op(primal: Callable) -> ReverseMode:
-    """The op whose products and gathered x are those of `primal`, as `_gather_matmul_primal`."""
-    op = _custom_vjp(primal)
-
-    def forward(x, ws, call: OpParams):
-        x, ws = jax.tree.map(lambda x: x.value, (x, ws), is_leaf=lambda x: hasattr(x, "perturbed"))
-        return _forward(op, x, ws, call)
-
-    # A symbolic zero means that nothing else depends on the gathered array. JAX does not have them
-    # in a shard_map without `jax.jit`, so only an op that keeps the gathered array asks for them.
-    op.defvjp(forward, _gather_matmul_backward, symbolic_zeros=True)
+    op.defvjp(keeping, backward, symbolic_zeros=keeps_gathered)
     return op
 
 
-def _forward(op: Callable, x, ws, call: OpParams):
-    with call.suppress_recording():
-        ys, gathered = op(x, ws, call)
-    return (ys, gathered), (x, ws, gathered)
+def _array_of(w: Any) -> jax.Array:
+    value = stored(w)
+    return value if isinstance(value, jax.Array) else value.array
 
 
-def _gather_matmul_backward(call: OpParams, residuals, cotangents):
-    call = call.without_fp8("the program uses the gathered array elsewhere too")
-    gradients = functools.partial(_gather_matmul_gradients, call)
-    return with_auto_axes(gradients, lambda: specs_like(residuals[:2]), residuals, cotangents)
+def _weights(
+    request: Site, ws: Sequence[Any], dtype: Any, *, transposed: bool = False, together: bool = True
+) -> tuple[Any, ...]:
+    """The weights of one pass: whole, unless its loop gathers them."""
+    made = prepared(ws, dtype, transposed=transposed, together=together)
+    return made if request.weight_shards is not None else tuple(map(whole, made))
 
 
-def _gather_matmul_gradients(call: OpParams, residuals, cotangents):
-    x, ws, gathered = residuals
-    dys, dgathered = cotangents
-    dys = tuple(map(_instantiate, dys))
-    dx, gathered = _input_gradient(call, x, ws, gathered, dys, dgathered)
-    dws = chunked_array.weight_gradients(gathered, dys, dimension=call.shard_dimension)
-    dws = tuple(dw.swapaxes(0, 1) if call.transpose_w else dw for dw in dws)
-    return tie_with_barrier(gathered, dx, dws)
+def _gather_forward(x: Any, ws: Sequence[Any], call: Call) -> tuple[Any, Any]:
+    """The products, with what was gathered if the call keeps it; and what is kept of x."""
+    keep, stored_as = call.keep_gathered, format_of(ws)
+    xs = [x] * len(ws)
+    backend, request = call.choose("all_gather_matmul", xs, ws, keep_gathered=keep)
+
+    def products(x: Any, ws: Any) -> Any:
+        (rows,) = stored_as.rows([x])
+        weights = _weights(request, ws, x.dtype, together=False)
+        ys, gathered = backend.execute(request, [rows if keep else multiplied(rows)], weights)
+        chunks, starts = _parts(contracted(gathered) if keep else None)
+        return ys, chunks, starts, contracted(rows) if stored_as.packs_gradients else None
+
+    def specs() -> Any:
+        products = tuple(product_spec(x, _array_of(w), call.transpose_w) for w in ws)
+        return products, specs_like(x), PartitionSpec(), specs_like(x)
+
+    ys, chunks, starts, packed = with_auto_axes(products, specs, x, ws)
+    gathered = chunks if starts is None else Chunked(chunks, starts)
+    return (ys, gathered) if keep else ys, x if packed is None else packed
 
 
-def _input_gradient(
-    call: OpParams, x, ws, gathered: GatherResidual, dys, dgathered
-) -> tuple[Any, Any]:
-    """The gradient of x, and the gathered x: gathered again, unless the forward kept it."""
-    transpose_w, dimension = not call.transpose_w, call.shard_dimension
-    whole = _whole_cotangent(gathered, dgathered, dimension)
-    if whole is not None:
-        # The gathered x was used elsewhere too: one sum over devices of both cotangents.
-        products = [matmul(dy, w, transpose_w) for dy, w in zip(dys, ws, strict=True)]
-        partial = add(*products, whole)
-        dx = psum_scatter(partial, call.axis_name, dimension)
-        return dx, gathered
-    attributes: dict[str, Any] = {"direction": "backward"}
-    co_gathered = None
+def _gather_gradients(
+    call: Call, x: Any, ws: Sequence[Any], dys: Sequence[Any], gathered: Gathered = None
+) -> Any:
+    """The gradient of x, and of each trained weight; `gathered` is what the forward kept of X."""
+    # Before the barrier, what computes dys can also find their largest magnitudes.
+    rows = format_of(ws).rows(dys, of_gradient=True)
+    co_gathered = x if gathered is None and any(map(is_trained, ws)) else None
     if gathered is None:
         # Without the barrier, XLA would reuse the forward's gather and keep its result until now.
-        co_gathered, dys = lax.optimization_barrier((x, dys))
-        attributes["co_gathered"] = x.shape
-    chosen = call.choose("matmul_reduce_scatter", dys, ws, **attributes)
-    dx, again = chosen.matmul_reduce_scatter(
-        dys,
-        ws,
-        call.axis_name,
-        dimension=dimension,
-        transpose_w=transpose_w,
-        co_gathered=co_gathered,
+        (co_gathered, rows), ws = _held((co_gathered, rows), ws)
+    attributes = {"co_gathered": None if co_gathered is None else co_gathered.shape}
+    backend, request = call.choose(
+        "matmul_reduce_scatter", dys, ws, direction="backward", **attributes
     )
-    return dx, again if gathered is None else gathered
+    if backend.gathers_under_weight_gradients(request):
+        dws, weights, rows = backend.weight_gradients_first(request, ws, [co_gathered], rows)
+        return backend.execute(request, [*map(multiplied, rows)], weights)[0], dws
+    weights = _weights(request, ws, dys[0].dtype, transposed=True)
+    dx, co_gathered = backend.execute(request, [*map(multiplied, rows)], weights, co_gathered)
+    xs = [co_gathered if gathered is None else gathered]
+    ys = [row for w, row in zip(ws, rows, strict=True) if is_trained(w)]
+    return _with_weight_gradients(call, backend, request, dx, ws, xs, ys)
 
 
-_gather_matmul = _custom_vjp(_gather_matmul_primal)
-_gather_matmul.defvjp(functools.partial(_forward, _gather_matmul), _gather_matmul_backward)
-_gather_matmul_keeping = keeping_op(_gather_matmul_primal)
+def _gather_keeping_gradients(call: Call, kept: Any, ws: Sequence[Any], cotangents: Any) -> Any:
+    """`_gather_gradients` of an op that keeps what it gathered, from arrays."""
+    (x, gathered), (dys, dgathered) = kept, cotangents
+    dys, dimension = tuple(map(_instantiate, dys)), call.dimension
+    call, ws = call.in_arrays(ws, "the program uses the gathered array elsewhere too")
+    assert dimension is not None
+    whole_cotangent = _whole_cotangent(gathered, dgathered, dimension)
+    if whole_cotangent is None:
+        return _gather_gradients(call, x, ws, dys, gathered)
+    # What was gathered is used elsewhere too: one sum over devices of both cotangents.
+    weights = [whole(w) for w in prepared(ws, x.dtype)]
+    pairs = zip(dys, weights, strict=True)
+    products = [matmul(dy, w, not call.transpose_w) for dy, w in pairs]
+    dx = psum_scatter(add(*products, whole_cotangent), call.axis_name, dimension)
+    request = call.request("matmul_reduce_scatter", dys, ws, direction="backward")
+    return _with_weight_gradients(call, REFERENCE, request, dx, ws, [gathered], dys)
 
 
-@_custom_vjp
-def matmul_scatter(
-    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
-) -> jax.Array:
-    """``reduce_scatter(sum of x @ w)`` over pairs."""
-    chosen = call.choose("matmul_reduce_scatter", xs, ws)
-
-    def matmul_reduce_scatter(xs, ws):
-        return chosen.matmul_reduce_scatter(
-            xs, ws, call.axis_name, dimension=call.shard_dimension, transpose_w=call.transpose_w
-        )[0]
-
-    spec = lambda: product_spec(xs[0], ws[0], call.transpose_w)  # noqa: E731
-    return with_auto_axes(matmul_reduce_scatter, spec, xs, ws)
+_gather = op_of(_gather_forward, _gather_gradients)
+_gather_keeping = op_of(_gather_forward, _gather_keeping_gradients, keeps_gathered=True)
 
 
-def _matmul_scatter_gradients(call: OpParams, operands, dy):
-    xs, ws = operands
-    dimension, transpose_w = call.shard_dimension, call.transpose_w
-    attributes = {"keep_gathered": True, "direction": "backward"}
-    chosen = call.choose("all_gather_matmul", (dy,) * len(ws), ws, **attributes)
-    dxs, gathered = chosen.all_gather_matmul(
-        dy,
-        ws,
-        call.axis_name,
-        dimension=dimension,
-        transpose_w=not transpose_w,
-        keep_gathered=True,
-    )
-    dws = [weight_gradient(x, gathered, dimension, transpose_w) for x in xs]
-    return tie_with_barrier(gathered, tuple(dxs), tuple(dws))
+def gather_matmul(
+    x: jax.Array, ws: Sequence[Any], call: Call
+) -> tuple[tuple[jax.Array, ...], Gathered]:
+    """``all_gather(x) @ w`` for each w; and what was gathered, if the call keeps it."""
+    if call.keep_gathered:
+        return _gather_keeping(x, tuple(ws), call)
+    return _gather(x, tuple(ws), call), None
 
 
-matmul_scatter.define_gradients(_matmul_scatter_gradients)
+def _scatter_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
+    """The sum of products, and what is kept of the xs."""
+    backend, request = call.choose("matmul_reduce_scatter", xs, ws)
+    return _sum_of_products(backend.execute, request, xs, ws, call)
 
 
-@_custom_vjp
-def matmul_all_reduce(
-    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], call: OpParams
-) -> jax.Array:
-    """``psum(sum of x @ w)`` over pairs."""
-    chosen = call.choose("matmul_all_reduce", xs, ws)
+def _sum_of_products(
+    execute: Callable, request: Site, xs: Sequence[Any], ws: Sequence[Any], call: Call
+) -> tuple[jax.Array, Any]:
+    stored_as = format_of(ws)
 
-    def all_reduce(xs, ws):
-        return chosen.matmul_all_reduce(xs, ws, call.axis_name)
+    def product(xs: Any, ws: Any) -> Any:
+        rows, weights = stored_as.rows(xs), _weights(request, ws, xs[0].dtype)
+        y, _ = execute(request, [*map(multiplied, rows)], weights)
+        return y, tuple(map(contracted, rows)) if stored_as.packs_gradients else None
 
-    return with_auto_axes(all_reduce, lambda: product_spec(xs[0], ws[0], call.transpose_w), xs, ws)
+    spec = lambda: product_spec(xs[0], _array_of(ws[0]), call.transpose_w)  # noqa: E731
+    y, packed = with_auto_axes(product, lambda: (spec(), specs_like(tuple(xs))), xs, ws)
+    return y, xs if packed is None else packed
 
 
-def _matmul_all_reduce_gradients(call: OpParams, operands, dy):
-    xs, ws = operands  # There is no communication that a matmul could hide.
+def _scatter_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax.Array) -> Any:
+    """The gradient of each x, and of each trained weight."""
+    trained = any(map(is_trained, ws))
+    if format_of(ws).packs_gradients or sharding_of(ws[0]) is not None:
+        # Without the barrier, XLA would transpose packed rows in the forward and keep that too, or
+        # reuse the weights that the forward gathered.
+        (xs, dy), ws = _held((xs, dy), ws)
+    attributes = {"keep_gathered": trained, "direction": "backward"}
+    backend, request = call.choose("all_gather_matmul", [dy] * len(ws), ws, **attributes)
+    (rows,) = format_of(ws).rows([dy], of_gradient=True)
+    if backend.gathers_under_weight_gradients(request):
+        dws, weights, (rows,) = backend.weight_gradients_first(request, ws, xs, [rows])
+        return backend.execute(request, [rows], weights)[0], dws
+    weights = _weights(request, ws, dy.dtype, transposed=True, together=False)
+    sent = rows if trained else multiplied(rows)
+    dxs, gathered = backend.execute(request, [sent], weights)
+    kept = [x for x, w in zip(xs or (), ws, strict=trained) if is_trained(w)]
+    return _with_weight_gradients(call, backend, request, tuple(dxs), ws, kept, [gathered])
+
+
+#: ``reduce_scatter(sum of x @ w)`` over pairs.
+matmul_scatter = op_of(_scatter_forward, _scatter_gradients)
+
+
+def _all_reduce_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
+    """The sum of products, and what is kept of the xs."""
+    backend, request = call.choose("matmul_all_reduce", xs, ws)
+    return _sum_of_products(backend.execute, request, xs, ws, call)
+
+
+def _all_reduce_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax.Array) -> Any:
+    """The gradients. There is no communication that a matmul could hide."""
     if tracks_varying_axes(call.axis_name):
-        dy = vary_over(dy, varying_axes(xs[0]))
+        dy = vary_over(dy, varying_axes(jax.tree.leaves((xs, ws))[0]))
     else:
         dy = psum(dy, call.axis_name)
-    dxs = tuple(matmul(dy, w, transpose_w=True) for w in ws)
-    return dxs, tuple(contract_rows(x, dy) for x in xs)
+    (rows,) = format_of(ws).rows([dy], of_gradient=True)
+    weights = map(whole, prepared(ws, dy.dtype, transposed=True, together=False))
+    dxs = tuple(matmul(multiplied(rows), w, transpose_w=True) for w in weights)
+    trained = [(x, w) for x, w in zip(xs or (), ws, strict=False) if is_trained(w)]
+    dws = ()
+    if trained:
+        kept, ws = zip(*trained, strict=True)
+        options = {"shards": 1, "dimension": None}
+        dws = weight_gradients(format_of(ws), kept, [rows], dy.dtype, **options)
+    return dxs, tuple(_shard_of_gradient(call, *pair) for pair in zip(ws, dws, strict=False))
 
 
-matmul_all_reduce.define_gradients(_matmul_all_reduce_gradients)
+#: ``psum(sum of x @ w)`` over pairs.
+matmul_all_reduce = op_of(_all_reduce_forward, _all_reduce_gradients)
 
 
-def weight_gradient(x: Any, dy: Any, dimension: int | None, transpose_w: bool) -> jax.Array:
-    """``xᵀ dy`` [K, N], or ``dyᵀ x`` [N, K] for transposed weights; either may be in chunks."""
-    first, second = (dy, x) if transpose_w else (x, dy)
-    return chunked_array.weight_gradients(first, (second,), dimension=dimension)[0]
+@functools.partial(ReverseMode, nondiff_argnums=(1, 2))
+def gather_weight(shard: jax.Array, sharding: WeightShards, dtype: Any) -> jax.Array:
+    """The whole weight [K, N] of a shard, cast to `dtype` before the gather.
+
+    Its gradient is summed over the axis in the shard's dtype, and scattered.
+    """
+
+    def gather(shard: jax.Array) -> jax.Array:
+        return Sharded(shard.astype(dtype), sharding).gathered()
+
+    return with_auto_axes(gather, lambda: specs_like(shard), shard)
 
 
-def pvary_all(axis_name: str, *arrays: jax.Array) -> list[jax.Array]:
+def _gather_weight_backward(
+    sharding: WeightShards, dtype: Any, shard: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del dtype
+
+    def scatter(gradient: jax.Array) -> jax.Array:
+        return psum_scatter(gradient.astype(shard.dtype), sharding.axis_name, sharding.dimension)
+
+    return (with_auto_axes(scatter, lambda: specs_like(shard), gradient),)
+
+
+gather_weight.defvjp(
+    lambda shard, *args: (gather_weight(shard, *args), shard), _gather_weight_backward
+)
+
+
+def _with_weight_gradients(
+    call: Call,
+    backend: MatmulBackend,
+    request: Site,
+    dxs: Any,
+    ws: Sequence[Any],
+    xs: Sequence[Any],
+    ys: Sequence[Any],
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """The gradients of xs, and those of the trained weights, contracted from rows of x and y."""
+    trained = tuple(filter(is_trained, ws))
+    if not trained:
+        return dxs, ()
+    scatter = functools.partial(_shard_of_gradient, call)
+    return backend.weight_gradients(request, dxs, trained, xs, ys, scatter)
+
+
+def _shard_of_gradient(call: Call, w: Any, dw: jax.Array) -> jax.Array:
+    """The gradient of what is stored of w, from that of the whole: summed over its axis."""
+    sharding, dtype = sharding_of(w), stored(w).dtype
+    if sharding is None:
+        return dw
+    axis_name, dimension = sharding.axis_name, sharding.dimension
+    if not format_of([w]).travels_in_loop and call.copies_between_peers(sharding):
+        return scattered_sum(dw, axis_name, dimension, dtype)
+    return psum_scatter(dw.astype(dtype), axis_name, dimension)
+
+
+def _held(operands: Any, ws: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Operands of a backward behind a barrier, and the weights.
+
+    Of shards, only what the backward gathers enters the barrier: XLA would gather it long before.
+    The rest would stay in memory until then.
+    """
+    if not isinstance(ws[0], Sharded):
+        return lax.optimization_barrier(operands), ws
+    operands, read = lax.optimization_barrier((operands, [*map(read_by_backward, ws)]))
+    return operands, tuple(map(with_read, ws, read))
+
+
+def pvary_all(axis_name: str, operands: Any) -> Any:
     """Types all arrays as varying over the axis and over every axis that one of them varies over.
 
     This happens outside the custom gradients, so that JAX sums the cotangent of a replicated
     operand.
     """
-    axes = frozenset({axis_name}).union(*map(varying_axes, arrays))
+    axes = frozenset({axis_name}).union(*map(varying_axes, jax.tree.leaves(operands)))
     if not tracks_varying_axes(axis_name):
-        return list(arrays)
-    return [vary_over(array, axes) for array in arrays]
+        return operands
+    return jax.tree.map(lambda array: vary_over(array, axes), operands)
 
 
-def _whole_cotangent(gathered: GatherResidual, cotangent: Any, dimension: int) -> jax.Array | None:
-    """The cotangent of the kept array, as one array; None if it is zero."""
-    chunks = cotangent.chunks if isinstance(gathered, ChunkedArray) else [cotangent]
-    if gathered is None or all(map(_is_zero, chunks)):
+def _whole_cotangent(gathered: Gathered, cotangent: Any, dimension: int) -> jax.Array | None:
+    """The cotangent of what was kept, as one array; None if it is zero."""
+    chunks = cotangent.chunks if isinstance(gathered, Chunked) else [cotangent]
+    if all(map(_is_zero, chunks)):
         return None
-    if not isinstance(gathered, ChunkedArray):
+    if not isinstance(gathered, Chunked):
         return cotangent
-    return ChunkedArray([*map(_instantiate, chunks)], gathered.starts).whole(dimension)
+    return whole_of(Chunked([*map(_instantiate, chunks)], gathered.starts), dimension)
 
 
-def tie_with_barrier(gathered: GatherResidual, *results: Any) -> tuple[Any, ...]:
-    """Returns the results; if they were computed from chunks, no result is used before all exist.
-
-    XLA postpones weight gradients, since nothing waits for them, and until then their chunks would
-    occupy memory.
-    """
-    if not isinstance(gathered, ChunkedArray):
-        return results
-    return lax.optimization_barrier(results)
-
-
-def _parts(gathered: GatherResidual) -> tuple[Any, Any]:
-    """The chunks and their starts; or what is not a `ChunkedArray`, and None."""
-    if isinstance(gathered, ChunkedArray):
+def _parts(gathered: Gathered) -> tuple[Any, Any]:
+    """The chunks and their starts; or what is not `Chunked`, and None."""
+    if isinstance(gathered, Chunked):
         return gathered.chunks, gathered.starts
     return gathered, None
 

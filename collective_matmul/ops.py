@@ -29,13 +29,13 @@ it while it multiplies, and keeps only the shard for the backward pass, which ga
 So float32 shards of bfloat16 matmuls have gradients that are summed in float32: the terms are the
 rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
 
-With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.fp8`: "tensorwise",
+With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.operands.recipes`: "tensorwise",
 "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed
 between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
 "tensorwise". Shards of weights are quantized, with the scales of the whole weights, and then
-gathered by XLA, not in the op's own loop. A weight or its shard may be a `QuantizedWeight`, which
-`prequantize` made before: the op then multiplies with its copies, and the gradient is that of its
-array.
+gathered by XLA, not in the op's own loop. A weight or its shard may be a `Quantized`, which
+`prequantize` made before: the op then multiplies with its matrices, and the gradient is that of its
+array. Without an array it is frozen, and has none.
 
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
@@ -46,22 +46,21 @@ largest magnitude.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul import checks, fp8_gradients, gradients, sharded_weights
+from collective_matmul import checks, gradients
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.checks import Implementation
-from collective_matmul.fp8 import RecipeName
-from collective_matmul.gradients import gather_matmul, matmul_scatter, op_params, pvary_all
-from collective_matmul.quantized_weights import Copies, QuantizedWeight, unwrapped
-from collective_matmul.site import WeightShards
+from collective_matmul.call import call_here
+from collective_matmul.checks import Implementation, RecipeName
+from collective_matmul.gradients import gather_matmul, matmul_scatter, pvary_all
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.prequantize import checked_weights, operands_of
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.
 CHECKPOINT_NAME = "collective_matmul"
@@ -70,7 +69,7 @@ CHECKPOINT_NAME = "collective_matmul"
 @overload
 def all_gather_matmul(
     x: jax.Array,
-    w: jax.Array | QuantizedWeight,
+    w: jax.Array | Quantized,
     axis_name: str,
     *,
     gather_dimension: int = 0,
@@ -82,7 +81,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: jax.Array,
-    w: Sequence[jax.Array | QuantizedWeight],
+    w: Sequence[jax.Array | Quantized],
     axis_name: str,
     *,
     gather_dimension: int = 0,
@@ -135,28 +134,23 @@ def all_gather_matmul(
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    ws, copies = unwrapped(tuple(w) if isinstance(w, Sequence) else (w,), recipe, shards, x)
+    ws = tuple(w) if isinstance(w, Sequence) else (w,)
+    ws = checked_weights(ws, recipe, shards, x)
     checks.operands(x, ws, shards, recipe)
     dimension = checks.dimension("gather_dimension", gather_dimension, x)
-    x, *matrices = _varying(axis_name, shards, x, *map(_as_matrix, ws))
+    x, matrices = _varying(axis_name, shards, x, operands_of(ws, recipe, shards))
     if x.size:
-        call = op_params(axis_name, dimension, requested, shards, recipe)
-        if recipe is not None:
-            ys = fp8_gradients.gather_matmul(x, tuple(matrices), call, _like(x, copies))
-        elif shards is None:
-            ys, _ = gather_matmul(x, tuple(matrices), call)
-        else:
-            ys, _ = sharded_weights.gather_matmul(x, tuple(matrices), call)
+        ys, _ = gather_matmul(x, matrices, call_here(axis_name, dimension, requested))
     else:
         rows = x.shape[dimension] * devices
-        ys = [_product_of_nothing(x, matrix, {dimension: rows}, shards) for matrix in matrices]
+        ys = [_product_of_nothing(x, matrix, {dimension: rows}) for matrix in matrices]
     ys = tuple(named(_split_columns(y, weight, shards)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
 
 def matmul_reduce_scatter(
     x: jax.Array,
-    w: jax.Array | QuantizedWeight,
+    w: jax.Array | Quantized,
     axis_name: str,
     *,
     scatter_dimension: int = 0,
@@ -200,27 +194,21 @@ def matmul_reduce_scatter(
     devices = checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    (w,), copies = unwrapped((w,), recipe, shards, x)
+    (w,) = checked_weights((w,), recipe, shards, x)
     checks.operands(x, (w,), shards, recipe)
     dimension = checks.dimension("scatter_dimension", scatter_dimension, x)
     checks.divisible("scatter_dimension", dimension, x, axis_name)
-    x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
+    x, (matrix,) = _varying(axis_name, shards, x, operands_of((w,), recipe, shards))
     if x.size:
-        call = op_params(axis_name, dimension, requested, shards, recipe)
-        if recipe is not None:
-            y = fp8_gradients.matmul_scatter((x,), (matrix,), call, _like(x, copies))
-        elif shards is None:
-            y = matmul_scatter((x,), (matrix,), call)
-        else:
-            y = sharded_weights.matmul_scatter((x,), (matrix,), call)
+        y = matmul_scatter((x,), (matrix,), call_here(axis_name, dimension, requested))
     else:
-        y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices}, shards)
+        y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices})
     return named(_split_columns(y / devices if mean else y, w, shards))
 
 
 def matmul_all_reduce(
     x: jax.Array,
-    w: jax.Array | QuantizedWeight,
+    w: jax.Array | Quantized,
     axis_name: str,
     *,
     weight_axis_name: str | None = None,
@@ -260,71 +248,44 @@ def matmul_all_reduce(
     checks.axis_size(axis_name)
     requested, recipe = checks.implementation(implementation), checks.fp8(fp8)
     shards = checks.weight_shards(weight_axis_name, weight_dimension, axis_name)
-    (w,), copies = unwrapped((w,), recipe, shards, x)
+    (w,) = checked_weights((w,), recipe, shards, x)
     checks.operands(x, (w,), shards, recipe)
-    x, matrix = _varying(axis_name, shards, x, _as_matrix(w))
+    x, (matrix,) = _varying(axis_name, shards, x, operands_of((w,), recipe, shards))
     if x.size:
-        if recipe is not None:
-            call = op_params(axis_name, None, requested, shards, recipe)
-            y = fp8_gradients.matmul_all_reduce((x,), (matrix,), call, _like(x, copies))
-        else:
-            if shards is not None:
-                # Nothing of an all-reduce is divided into chunks, under which a gather could hide.
-                matrix = sharded_weights.gather_weight(matrix, shards, x.dtype)
-            call = op_params(axis_name, None, requested)
-            y = gradients.matmul_all_reduce((x,), (matrix,), call)
+        y = gradients.matmul_all_reduce((x,), (matrix,), call_here(axis_name, None, requested))
     else:
-        y = _product_of_nothing(x, matrix, {}, shards, summed_over=axis_name)
+        y = _product_of_nothing(x, matrix, {}, summed_over=axis_name)
     return named(_split_columns(y, w, shards))
 
 
-def _varying(
-    axis_name: str, shards: WeightShards | None, *arrays: jax.Array
-) -> Sequence[jax.Array]:
+def _varying(axis_name: str, shards: WeightShards | None, *operands: Any) -> Any:
     """The operands, typed as varying over all axes of the op; see `pvary_all`."""
-    arrays = tuple(pvary_all(axis_name, *arrays))
-    return arrays if shards is None else pvary_all(shards.axis_name, *arrays)
-
-
-def _like(x: jax.Array, copies: Copies | None) -> Copies | None:
-    """Copies of weights, typed as varying over x's axes. They have no gradient."""
-    axes = varying_axes(x)
-    return jax.tree.map(lambda copy: vary_over(copy, axes), lax.stop_gradient(copies))
+    operands = pvary_all(axis_name, operands)
+    return operands if shards is None else pvary_all(shards.axis_name, operands)
 
 
 def _product_of_nothing(
-    x: jax.Array,
-    w: jax.Array,
-    sizes: dict[int, int],
-    shards: WeightShards | None,
-    summed_over: str | None = None,
+    x: jax.Array, w: Any, sizes: dict[int, int], summed_over: str | None = None
 ) -> jax.Array:
     """The product of an x without elements, which XLA can neither gather nor sum over devices.
 
     Args:
       x: [..., K], with K or another size 0.
-      w: [K, N], or a shard of it.
+      w: [K, N], in any form.
       sizes: the sizes of dimensions of the result that differ from x's.
-      shards: how w is sharded.
       summed_over: an axis over which the result does not vary.
     """
-    columns = _features(w, shards)
-    shape = [sizes.get(i, size) for i, size in enumerate((*x.shape[:-1], *columns))]
+    shape = [sizes.get(i, size) for i, size in enumerate((*x.shape[:-1], w.shape[1]))]
     zeros = jnp.zeros(shape, x.dtype)
-    return vary_over(zeros, (varying_axes(x) | varying_axes(w)) - {summed_over})
+    return vary_over(zeros, varying_axes(x) - {summed_over})
 
 
-def _as_matrix(w: jax.Array) -> jax.Array:
-    """[K, *N] -> [K, N]."""
-    return w.reshape(w.shape[0], math.prod(w.shape[1:]))
-
-
-def _split_columns(y: jax.Array, w: jax.Array, shards: WeightShards | None) -> jax.Array:
+def _split_columns(y: jax.Array, w: Any, shards: WeightShards | None) -> jax.Array:
     """[..., N] -> [..., *N], with w [K, *N], or a shard of it."""
     return y.reshape(*y.shape[:-1], *_features(w, shards))
 
 
-def _features(w: jax.Array, shards: WeightShards | None) -> tuple[int, ...]:
+def _features(w: Any, shards: WeightShards | None) -> tuple[int, ...]:
     """The sizes *N of a weight [K, *N], of which w may be a shard."""
     first, *others = w.shape[1:]
     if shards is not None and shards.dimension == 1:

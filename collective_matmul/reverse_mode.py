@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 
-from collective_matmul.explicit_axes import specs_like, with_auto_axes
-
 
 class ReverseMode(jax.custom_vjp):
     """`jax.custom_vjp` with a helpful error for forward-mode differentiation.
@@ -30,37 +28,11 @@ class ReverseMode(jax.custom_vjp):
                 " jax.jacrev"
             ) from error
 
-    def define_gradients(self, gradients: Callable, forward: Callable | None = None) -> None:
-        """Defines the backward of an op that keeps only its operands for it.
-
-        Args:
-          gradients: ``gradients(*parameters, operands, cotangent)`` returns the gradients of the
-            op's first two operands. Others have none. The last parameter is an `OpParams`.
-          forward: ``forward(*args)`` returns the results, and what to keep of the first operand; by
-            default that itself.
-        """
-
-        def keeping(*args: Any) -> Any:
-            operands = [x for i, x in enumerate(args) if i not in self.nondiff_argnums]
-            with args[self.nondiff_argnums[-1]].suppress_recording():
-                if forward is None:
-                    return self(*args), tuple(operands)
-                results, operands[0] = forward(*args)
-            return results, tuple(operands)
-
-        def backward(*args: Any) -> Any:
-            *parameters, operands, cotangent = args
-            bound = functools.partial(gradients, *parameters)
-            both = with_auto_axes(bound, lambda: specs_like(operands[:2]), operands, cotangent)
-            return (*both, *(None for _ in operands[2:]))
-
-        self.defvjp(keeping, backward)
-
 
 def undifferentiated(fun: Callable, reason: str) -> Callable:
-    """The function, which raises TypeError with this reason where it is differentiated itself.
+    """The function, which raises TypeError with this reason where it is differentiated.
 
-    The forward and the backward of an op are, in the gradient of a gradient.
+    Applied to the forward and backward rules of an op, it rejects second derivatives.
     """
     guarded = jax.custom_jvp(lambda x: x)
 

@@ -8,7 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from collective_matmul.fp8 import RECIPES, Recipe, RecipeName
+from collective_matmul.equation import Equation
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.source_location import SourceLocation
 
 Direction = Literal["forward", "backward"]
@@ -37,24 +39,6 @@ class Einsum:
 
 
 @dataclass(frozen=True)
-class WeightShards:
-    """The sharding of a site's weights over a second mesh axis, over which the op gathers them.
-
-    Attributes:
-      axis_name: the mesh axis.
-      axis_size: number of devices on it.
-      dimension: the dimension of each weight [K, N] that is sharded.
-    """
-
-    axis_name: str
-    axis_size: int
-    dimension: Literal[0, 1]
-
-    def __str__(self) -> str:
-        return f"{'KN'[self.dimension]} of w over {self.axis_name or 'devices'}={self.axis_size}"
-
-
-@dataclass(frozen=True)
 class Site:
     """An op and its local shapes.
 
@@ -71,7 +55,7 @@ class Site:
       co_gathered: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether the gathered array is a result too.
       einsum: the multiplication, if it is not a matmul; or None.
-      fp8: the recipe by which operands are quantized to 8 bits (`collective_matmul.fp8`), or None.
+      format: how operands are stored while they travel and are multiplied.
       weight_shards: how the weights are sharded, if the op gathers them too; or None. In a
         backward pass their gradients are also summed over that axis, and scattered.
       dimension: gathered or scattered dimension of every x and of the result; None for an
@@ -84,9 +68,9 @@ class Site:
       direction: whether this is the forward or the backward pass of the op that the user called.
       source: where the user called it.
       replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
-      fp8_refused: why operands keep their dtype although a recipe was asked for; or None.
-      gathered_shards: how weights are sharded that XLA gathers, in 8 bits, before the op has them
-        whole; or None.
+      remarks: what `explain` says of the call before the reason of a decision.
+      gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
+      equation: the einsum that the op executes; None for matmuls.
     """
 
     op: Op
@@ -97,7 +81,7 @@ class Site:
     co_gathered: tuple[int, ...] | None = None
     keep_gathered: bool = False
     einsum: Einsum | None = None
-    fp8: RecipeName | None = None
+    format: Format = PLAIN
     weight_shards: WeightShards | None = None
     dimension: int | None = field(default=0, compare=False)
     transpose_w: bool = field(default=False, compare=False)
@@ -106,8 +90,9 @@ class Site:
     direction: Direction = field(default="forward", compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
-    fp8_refused: str | None = field(default=None, compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
+    equation: Equation | None = field(default=None, compare=False)
 
     @property
     def flat(self) -> Site:
@@ -182,30 +167,27 @@ class Site:
         return all(size * itemsize % ALIGNMENT_BYTES == 0 for _, w in self.operands for size in w)
 
     @property
-    def recipe(self) -> Recipe | None:
-        """How operands are quantized, or None."""
-        return None if self.fp8 is None else RECIPES[self.fp8]
-
-    @property
     def operand_dtypes(self) -> tuple[str, str]:
         """The dtypes of x and w as they are multiplied, where the hardware can."""
-        if self.recipe is None:
-            return self.dtype_name, self.dtype_name
+        return self.format.operand_dtypes(self.dtype, backward=self.direction == "backward")
+
+    def multiplied_dtypes(self, rows: int) -> tuple[str, str]:
+        """The dtypes of x and w as this number of rows is multiplied in the traced program."""
         backward = self.direction == "backward"
-        x = self.recipe.gradient_dtype if backward else self.recipe.dtype
-        return x.name, self.recipe.dtype.name
+        by_kernel = self.format.runs_kernel(self, rows, self.dtype, backward=backward)
+        return self.format.multiplied_dtypes(self.operand_dtypes, by_kernel=by_kernel)
 
     @property
     def communicated_dtypes(self) -> tuple[str, ...]:
-        """The dtypes of arrays between devices; sums have the site's, and messages have scales."""
-        message = f"{self.operand_dtypes[0]} + scales"
-        co_gathered = () if self.co_gathered is None else (self.dtype_name,)
-        if self.recipe is None:
-            return (self.dtype_name,)
+        """The dtypes of arrays between devices; sums have the site's."""
+        backward = self.direction == "backward"
         if self.op == "all_gather_matmul":
-            return (message, self.dtype_name) if self._sends_x_itself else (message,)
-        if self.co_gathered is not None and self.recipe.weight_gradient_in_fp8:
-            co_gathered = (f"{self.recipe.dtype.name} + scales",)
+            rows = self.format.wire_dtype(self.dtype, backward=backward)
+            return tuple(dict.fromkeys((rows, *[self.dtype_name] * self._sends_x_itself)))
+        kept = self.dtype_name
+        if self.format.packs_gradients:
+            kept = self.format.wire_dtype(self.dtype, backward=False)
+        co_gathered = () if self.co_gathered is None else (kept,)
         return tuple(dict.fromkeys((self.dtype_name, *co_gathered)))
 
     @property
@@ -213,9 +195,10 @@ class Site:
         """The dtypes of a weight gradient's operands; None if the site has none."""
         if not self.has_weight_gradient:
             return None
-        if self.recipe is None or not self.recipe.weight_gradient_in_fp8:
+        if not self.format.packs_gradients:
             return self.dtype_name, self.dtype_name
-        return self.recipe.dtype.name, self.recipe.gradient_dtype.name
+        dy, w = self.format.operand_dtypes(self.dtype, backward=True)
+        return w, dy
 
     @property
     def dtype_name(self) -> str:
@@ -236,17 +219,13 @@ class Site:
 
     @property
     def _bytes_of_gathered_row(self) -> int:
-        """Bytes of a row of x, or of its message."""
-        if self.recipe is None:
-            return self.contracted * np.dtype(self.dtype).itemsize
-        return self.recipe.message_columns(self.contracted)
+        """Bytes of a row of x as it travels."""
+        return self.format.row_bytes(self.contracted, np.dtype(self.dtype).itemsize)
 
     @property
     def _sends_x_itself(self) -> bool:
-        """Whether a gather in 8 bits also sends x, for a weight gradient."""
-        if self.recipe is None or self.recipe.weight_gradient_in_fp8:
-            return False
-        return self.keep_gathered
+        """Whether a gather of rows in another format also sends x, for a weight gradient."""
+        return self.keep_gathered and self.format is not PLAIN and not self.format.packs_gradients
 
     @property
     def weight_bytes(self) -> int:
@@ -268,7 +247,8 @@ class Site:
     def co_gathered_bytes(self) -> int:
         """The part of `bytes_communicated` that belongs to an array gathered beside the operands.
 
-        That is the co-gathered array; or beside messages, x itself for a weight gradient.
+        That is the co-gathered array; or, beside rows in another format, x itself for a weight
+        gradient.
         """
         if self.co_gathered is not None:
             *rows, columns = self.co_gathered
@@ -276,9 +256,7 @@ class Site:
             rows, columns = [self.rows], self.contracted
         else:
             return 0
-        row = columns * np.dtype(self.dtype).itemsize
-        if self.recipe is not None and self.recipe.weight_gradient_in_fp8:
-            row = self.recipe.message_columns(columns)
+        row = self.format.kept_row_bytes(columns, np.dtype(self.dtype).itemsize)
         return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
@@ -295,8 +273,8 @@ class Site:
         moved = f", {' and '.join(self.transposed)} transposed" if self.transposed else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
-        fp8 = "" if self.fp8 is None else f", fp8 {self.fp8}"
-        return f"{self.dtype_name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{fp8}"
+        stored = self.format.text
+        return f"{self.dtype_name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{stored}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"

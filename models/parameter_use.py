@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import jax
 from jax import lax
 
-from collective_matmul import QuantizedWeight
+from collective_matmul import Quantized
 
 #: Parameters of a part of the model, as an `nnx.State` with their metadata.
 Tree = Any
@@ -37,7 +37,7 @@ class ParameterUse(Protocol):
         Args:
           parameters: its parameters, local, which may be typed as varying over any axes.
           gathered: the same with weights that were made before, or None. Some may be
-            `QuantizedWeight`, as in the result; also of shards, which are still to be gathered.
+            `Quantized`, as in the result; also of shards, which are still to be gathered.
           whole: the part does not gather weights itself, as linear layers can.
         """
         ...
@@ -65,19 +65,19 @@ class Unchanged:
         return arrays_of(gradients)
 
 
-def _with_copies(parameter: jax.Array, gathered: jax.Array | QuantizedWeight) -> Any:
-    quantized = isinstance(gathered, QuantizedWeight)
+def _with_copies(parameter: jax.Array, gathered: jax.Array | Quantized) -> Any:
+    quantized = isinstance(gathered, Quantized)
     return gathered.with_array(parameter) if quantized else parameter
 
 
 def arrays_of(weights: Tree) -> Tree:
-    """Weights, or gradients of them, as arrays: of each `QuantizedWeight` its array, which has the
+    """Weights, or gradients of them, as arrays: of each `Quantized` its array, which has the
     gradient."""
 
-    def array_of(weight: jax.Array | QuantizedWeight) -> jax.Array:
-        return weight.array if isinstance(weight, QuantizedWeight) else weight
+    def array_of(weight: jax.Array | Quantized) -> jax.Array:
+        return weight.array if isinstance(weight, Quantized) else weight
 
-    return jax.tree.map(array_of, weights, is_leaf=lambda w: isinstance(w, QuantizedWeight))
+    return jax.tree.map(array_of, weights, is_leaf=lambda w: isinstance(w, Quantized))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

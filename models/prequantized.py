@@ -13,7 +13,7 @@ from models.llama import Llama
 
 
 def prequantized_state(model: Llama, *, weight_axis_name: str | None = None) -> nnx.State:
-    """The state of a model; weights that its layers multiply in 8 bits are `QuantizedWeight`.
+    """The state of a model; weights that its layers multiply in 8 bits are `Quantized`.
 
     See `prequantize_kernels`. The table of a tied head has copies for the head, if it is whole.
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from collective_matmul.fp8 import RECIPES, Recipe
+from collective_matmul.fp8_messages import message_scales, message_values
 
 import collective_matmul
 from collective_matmul import fp8 as library
-from collective_matmul.fp8 import RECIPES, Recipe
-from collective_matmul.fp8_messages import message_scales, message_values
 from tests.reference import AXIS, Case, Comparison, Outcome
 
 # Compiled once for all shards of a shape; operation by operation they take most of a test's time.

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
 from collective_matmul.backends.ring.backend import RINGS
-from collective_matmul.backends.ring.schedule import Schedule, Use, make_schedule
 from collective_matmul.einsum_execution import gather_einsum, scatter_einsum
 from collective_matmul.equation import Equation
+from collective_matmul.schedule.schedules import Schedule, Use, make_schedule
 from tests.backends.ring.test_program_structure import (
     ancestors,
     compiled_operations,

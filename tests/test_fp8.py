@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-
-from collective_matmul import all_gather_matmul
 from collective_matmul.fp8 import (
     BLOCK,
     RECIPES,
@@ -23,6 +20,9 @@ from collective_matmul.fp8 import (
     scaled_matmul,
 )
 from collective_matmul.fp8_messages import message, message_scales, message_values
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 

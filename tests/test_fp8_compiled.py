@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.fp8 import RECIPES, quantize_rows
+from collective_matmul.fp8_weight_gradients import weight_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.fp8 import RECIPES, quantize_rows
-from collective_matmul.fp8_weight_gradients import weight_gradients
 from tests.reference import AXIS
 from tests.train import compiled_memory
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
-    QuantizedWeight,
+    Quantized,
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -83,7 +83,7 @@ def outcome(prepare: Callable[..., Weights], fp8: str, make_mesh: MeshFactory, v
 
 
 def with_array(array: jax.Array, before: Any) -> Any:
-    return before.with_array(array) if isinstance(before, QuantizedWeight) else array
+    return before.with_array(array) if isinstance(before, Quantized) else array
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_kernels_of_layers_that_share_a_gather_are_quantized_together(
         return jax.grad(loss)(state), arrays(jax.grad(loss)(quantized))
 
     def kind(leaf: Any) -> bool:
-        return isinstance(leaf, QuantizedWeight)
+        return isinstance(leaf, Quantized)
 
     fun = jax.shard_map(
         gradients,
@@ -341,7 +341,7 @@ def test_kernels_are_shards_as_their_metadata_says(
     def quantized(state: nnx.State) -> None:
         own: Any = prequantize_kernels(nnx.merge(graph, state), weight_axis_name="fsdp")
         kernel: Any = own["kernel"].get_value()
-        assert isinstance(kernel, QuantizedWeight) == (shape is not None)
+        assert isinstance(kernel, Quantized) == (shape is not None)
         if shape is None:
             return
         assert kernel.shape == shape

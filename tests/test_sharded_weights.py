@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import collective_matmul
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
-from collective_matmul.backends.ring.schedule import make_schedule
+from collective_matmul.schedule.schedules import make_schedule
 from tests.backends.ring.test_program_structure import equations
 from tests.conftest import MeshFactory
 from tests.covering import cover

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import QuantizedWeight
+from collective_matmul import Quantized
 from models.parameter_use import Gathers, arrays_of, as_varying
 from train.mesh import BATCH_AXES
 
@@ -102,18 +102,18 @@ class ZeroUse:
     def _weight(
         self,
         parameter: jax.Array,
-        before: jax.Array | QuantizedWeight,
+        before: jax.Array | Quantized,
         dimension: int | None,
         whole: bool,
-    ) -> jax.Array | QuantizedWeight:
+    ) -> jax.Array | Quantized:
         """The weight of a parameter; `before` has its copies in 8 bits, if there are any."""
         if dimension is not None and (whole or self.gathers != "matmuls"):
-            if isinstance(before, QuantizedWeight):
+            if isinstance(before, Quantized):
                 return before.gathered(dimension)
             return gather(parameter, dimension, self.compute_dtype)
         if dimension is not None and self.gradient_dtype != "float32":
             parameter = parameter.astype(self.gradient_dtype)
-        return before.with_array(parameter) if isinstance(before, QuantizedWeight) else parameter
+        return before.with_array(parameter) if isinstance(before, Quantized) else parameter
 
     @jax.named_scope("weights")
     def gradients(self, gradients: Tree, *, whole: bool = False) -> Tree:

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import QuantizedWeight
+from collective_matmul import Quantized
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
 from models.fp8_layers import scopes
@@ -38,7 +38,7 @@ from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
 #: Parameters as the model computes with them.
-Weights = dict[str, jax.Array | QuantizedWeight]
+Weights = dict[str, jax.Array | Quantized]
 TrainState = dict[str, Any]
 
 

@@ -32,7 +32,7 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     """What is made once per step: local parameters, with weights whole and in compute dtype; None
     if each use makes its weights.
 
-    With accumulation, weights that layers multiply in 8 bits are `QuantizedWeight`: quantized
+    With accumulation, weights that layers multiply in 8 bits are `Quantized`: quantized
     once, for all microbatches. With level 3 they always are, and of shards: each use gathers the
     copy that it needs, in 8 bits. Other parameters are as they were.
     """

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from collective_matmul.backends.base import Backend
 from collective_matmul.backends.fused.backend import Fused
 from collective_matmul.backends.one_shot.backend import OneShot
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.xla import Xla
+from collective_matmul.dispatch.contract import Backend
 from collective_matmul.source_location import warn_deprecated
 
 _backends: dict[str, Backend] = {}

@@ -1,9 +1,6 @@
-"""The contract of a backend: it executes the ops, and answers questions about them.
+"""The contract of a backend of the matmuls: how it executes a request.
 
-Every backend executes the three ops on matrices; an `EinsumBackend` also executes the fourth,
-einsums that are not matmuls; a `ShardedWeightBackend` also executes ops that gather their weights
-over a second mesh axis. Shapes are local to one device: D devices are on the axis, K is
-contracted, N are columns.
+Shapes are local to one device: D devices are on the axis, K is contracted, N are columns.
 
 =========================  =======================================  ==========================
 op                         takes                                    returns
@@ -13,287 +10,177 @@ op                         takes                                    returns
 ``matmul_all_reduce``      each x [..., K], each w [K, N]           y [..., N]
 =========================  =======================================  ==========================
 
-Operands in 8 bits (`collective_matmul.fp8`) take the same place: an x is then a message, and each w
-a `ScaledMatrix`, which is never transposed. Results have the dtype that the weights name.
+An x is an array or rows in another format, a w an array, a matrix in that format, or a shard of
+either: see `collective_matmul.operands`. `operands.multiply` multiplies any of them. Results are
+arrays of the program's dtype.
 
 Sums between devices are sent in the arrays' own dtype; within a matmul they are float32. What an op
-has gathered it may return as it is, whole or in chunks: the weight gradient, which is one undivided
-matmul, takes either (`collective_matmul.backends.chunked_array.weight_gradients`).
-
-A backend also answers three questions about a `Site`: can it execute it, how long does that take,
-and which configurations could it be tuned over. `collective_matmul.dispatch` compares the answers.
+has gathered it may return as it is, whole or `Chunked`: the weight gradient, which is one undivided
+matmul, takes either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
+from jax import lax
 
-from collective_matmul.backends.arithmetic import Weight
-from collective_matmul.backends.chunked_array import ChunkedArray
-from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.data import Record
-from collective_matmul.equation import Equation
-from collective_matmul.mosaic_gpu import scaled_chunks
+from collective_matmul.dispatch.contract import Backend
+from collective_matmul.einsum_execution import as_matrices, split_result, split_rows
+from collective_matmul.operands.chunked import Chunked, Gathered
+from collective_matmul.operands.multiply import weight_gradients
 from collective_matmul.site import Site
 
-#: What a gather returns beside its products: the gathered array whole, in chunks, or not at all.
-GatherResidual = jax.Array | ChunkedArray | None
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """A backend's prediction for a site.
+class MatmulBackend(Backend, Protocol):
+    """A way to execute matmuls with communication. Subclasses inherit what suits most.
 
     Attributes:
-      seconds: time on one device, including the matmul of a weight gradient if the site has one.
-      relative_error: the prediction is believed if its gain over the reference exceeds this
-        fraction.
-      basis: source of the prediction, in words.
+      executes_einsums: whether it also executes einsums that are not matmuls.
+      gathers_weights: whether it also executes ops that gather their weights over a second axis.
+      copies_between_peers: whether what it sends are copies between peers, for which no
+        multiprocessor works.
     """
 
-    seconds: float
-    relative_error: float
-    basis: str
+    executes_einsums: bool = False
+    gathers_weights: bool = False
+    copies_between_peers: bool = False
 
-
-class Configuration(Protocol):
-    """A configuration of a backend for a site, such as the tiling of its kernel."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON values, which identify it among those of the same site."""
-        ...
-
-
-class Backend(Protocol):
-    """A way to execute the ops. Subclasses inherit the answers below that suit most backends.
-
-    Attributes:
-      name: name for the argument `implementation`.
-      uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
-        may have them for which `overlap_jit` decides so, or is told to.
-      predicts_precisely: whether its prediction may be compared with measurements of other
-        backends. Else it counts only where no other backend was measured either.
-    """
-
-    name: str
-    uses_peer_kernels: bool = False
-    predicts_precisely: bool = True
-
-    def all_gather_matmul(
-        self,
-        x: jax.Array,
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """``all_gather(x) @ w`` for each w.
+    def execute(
+        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+    ) -> tuple[Any, Gathered]:
+        """Executes a request.
 
         Args:
-          x: [..., m, ..., K], this device's shard along `dimension`.
-          ws: each [K, N], or [N, K] if `transpose_w`.
-          axis_name: the mesh axis to gather over.
-          dimension: dimension of x to gather.
-          transpose_w: whether each w is contracted along its last dimension.
-          keep_gathered: whether to return x whole too.
-          co_gathered: [..., m, ..., R], a shard to gather along `dimension` in the same loop, and
-            to return whole instead of x. Only messages have one.
+          request: the op and how its arrays are laid out.
+          xs: rows; one for all weights of an all-gather, else one for each.
+          ws: weights, sharded if `request.weight_shards` says so.
+          co_gathered: rows of other columns, to be gathered in the loop of a reduce-scatter.
 
         Returns:
-          Each product [..., D*m, ..., N]; and `co_gathered` or x whole, or None.
+          The result, or one for each weight of an all-gather; and what was gathered, if
+          `request.keep_gathered` or `co_gathered` asks for it, else None.
         """
+        if request.equation is not None:
+            return self._execute_einsum(request, xs[0], ws[0], co_gathered)
+        if request.op == "all_gather_matmul":
+            return self.all_gather_matmul(request, xs[0], ws)
+        if request.op == "matmul_reduce_scatter":
+            return self.matmul_reduce_scatter(request, xs, ws, co_gathered)
+        return self.matmul_all_reduce(request, xs, ws), None
+
+    def all_gather_matmul(
+        self, request: Site, x: Any, ws: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Gathered]:
+        """``all_gather(x) @ w`` for each w; and x gathered, if `request.keep_gathered`."""
         ...
 
     def matmul_reduce_scatter(
-        self,
-        xs: Sequence[jax.Array],
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """``reduce_scatter(sum of x @ w)`` over pairs of x and w.
-
-        Args:
-          xs: each [..., M, ..., K].
-          ws: each [K, N], or [N, K] if `transpose_w`.
-          axis_name: the mesh axis to sum and scatter over.
-          dimension: dimension of each x to scatter.
-          transpose_w: whether each w is contracted along its last dimension.
-          co_gathered: [..., m, ..., R], a shard to gather along `dimension` in the same loop.
-
-        Returns:
-          The sum [..., M/D, ..., N]; and `co_gathered` whole, or None.
-        """
+        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+    ) -> tuple[jax.Array, Gathered]:
+        """``reduce_scatter(sum of x @ w)`` over pairs; and `co_gathered` gathered, or None."""
         ...
 
-    def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
-    ) -> jax.Array:
-        """``psum(sum of x @ w)`` over pairs of x and w.
-
-        Args:
-          xs: each [..., K].
-          ws: each [K, N].
-          axis_name: the mesh axis to sum over.
-
-        Returns:
-          The sum [..., N], typed as replicated over the axis.
-        """
+    def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
+        """``psum(sum of x @ w)`` over pairs, typed as replicated over the axis."""
         ...
 
-    def multiplied_dtypes(self, site: Site) -> tuple[str, str]:
-        """The dtypes of x and w in which it multiplies them; see `Site.operand_dtypes`.
-
-        While the site is being traced, call this inside its `jax.shard_map`.
-        """
-        rows = self.rows_of_matmul(site)
-        if site.fp8 == "blockwise" and not scaled_chunks.multiplies(site, rows):
-            return "float32", "float32"
-        return site.operand_dtypes
-
-    def rows_of_matmul(self, site: Site) -> int:
-        """The rows that it multiplies at once: all, unless it multiplies chunks."""
-        return site.product_rows
-
-    def unsupported_reason(self, site: Site) -> str | None:
-        """Why it cannot execute a site, as part of a sentence; None if it can.
-
-        While the site is being traced, call this inside its `jax.shard_map`.
-        """
-        ...
-
-    def unprofitable_reason(self, site: Site) -> str | None:
-        """Why it should not be chosen for a site that it can execute; None if nothing is wrong.
-
-        The reason continues a sentence that begins with the backend's name, as "would hide
-        nothing". Users are warned once where the backend would be the fastest otherwise.
-        """
-        del site
-
-    def predict(self, site: Site) -> Prediction | None:
-        """The predicted time of a site on the devices of the traced program; None if unknown.
-
-        If it is the fastest at a site that it cannot execute, a warning says what is missed.
-        """
-        ...
-
-    def configurations(self, site: Site) -> Sequence[Configuration]:
-        """The configurations to tune a site over, the likeliest to be fastest first."""
-        del site
-        return ()
-
-    def configured(self, configuration: Configuration) -> Self:
-        """The same backend with one fixed configuration."""
-        raise ValueError(f"{self.name} has no configurations, and {configuration} was given")
-
-    def configuration_record(
-        self, site: Site, configuration: Configuration, microseconds: float
-    ) -> Record:
-        """The record of a measured configuration, in the data that is called ``<name>_configs``."""
-        return Record({"site": str(site)}, {self.name: microseconds}, configuration.to_json())
-
-
-@runtime_checkable
-class EinsumBackend(Backend, Protocol):
-    """A backend that also executes einsums that are not matmuls, for one label of them."""
-
-    def gather_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        keep_gathered: bool = False,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """The einsum of a, gathered along the equation's label, and b.
-
-        Returns:
-          The result, whole along the label if it has that; and a whole, or None.
-        """
-        ...
+    def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
+        """The einsum of a, gathered along the equation's label, and b; and a gathered, or None."""
+        raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
 
     def scatter_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
+    ) -> tuple[Any, Gathered]:
         """The einsum of a and b, summed over the axis and scattered along the equation's label.
 
         Returns:
           This device's shard of the sum; and `co_gathered`, which has the labels of the result,
-          gathered along the label.
+          gathered along the label, or None.
         """
-        ...
+        raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
+
+    def _execute_einsum(
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any
+    ) -> tuple[Any, Gathered]:
+        """By the op if reshapes make the equation a matmul, else by the backend's own einsum."""
+        equation = request.equation
+        gathers = request.op == "all_gather_matmul"
+        if not equation.is_matmul:
+            if gathers:
+                return self.gather_einsum(request, a, b)
+            return self.scatter_einsum(request, a, b, co_gathered)
+        x, w = as_matrices(equation, a, b)
+        if gathers:
+            (y,), gathered = self.all_gather_matmul(request, x, (w,))
+            gathered = split_rows(gathered, a.shape[x.ndim - 1 :])
+        else:
+            y, gathered = self.matmul_reduce_scatter(request, (x,), (w,), co_gathered)
+        return split_result(equation, y, b), gathered
+
+    def weight_gradients(
+        self,
+        request: Site,
+        dxs: Any,
+        ws: Sequence[Any],
+        xs: Sequence[Any],
+        ys: Sequence[Any],
+        scatter: Callable[[Any, jax.Array], jax.Array],
+    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        """The gradients of weights in a backward pass, after the gradients dxs of the other operands.
+
+        Args:
+          request: the backward pass.
+          dxs: gradients of the xs of the op.
+          ws: the weights as the user stores them.
+          xs: rows of the op's operands; one for all weights, or one for each.
+          ys: rows of the gradients of the op's results; likewise. One of the two was gathered.
+          scatter: ``scatter(w, dw)`` returns the gradient of what is stored of w.
+
+        Returns:
+          dxs, and a gradient for each weight.
+        """
+        reduces = request.op == "matmul_reduce_scatter"
+        transposed = not request.transpose_w
+        options = {"shards": request.axis_size, "dimension": request.dimension}
+        left, right = (ys, xs) if transposed and not reduces else (xs, ys)
+        dws = weight_gradients(request.format, left, right, request.dtype, **options)
+        if transposed and reduces:
+            dws = tuple(dw.swapaxes(0, 1) for dw in dws)
+        dxs, dws = tie_with_barrier((xs if reduces else ys)[0], dxs, dws)
+        return dxs, tuple(map(scatter, ws, dws))
+
+    def gathers_under_weight_gradients(self, request: Site) -> bool:
+        """Whether a backward pass begins with the weight gradients, under which weights travel."""
+        del request
+        return False
+
+    def weight_gradients_first(
+        self, request: Site, ws: Sequence[Any], xs: Sequence[Any], ys: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Sequence[Any], Sequence[Any]]:
+        """The gradients of sharded weights, the gathered weights, and ys to use from then on."""
+        raise NotImplementedError(f"{self.name}: weights that travel under weight gradients")
+
+    def rows_of_matmul(self, request: Site) -> int:
+        """The rows that it multiplies at once: all, unless it multiplies chunks."""
+        return request.product_rows
+
+    def multiplied_dtypes(self, request: Site) -> tuple[str, str]:
+        """The dtypes of x and w in which it multiplies them.
+
+        While the request is being traced, call this inside its `jax.shard_map`.
+        """
+        return request.multiplied_dtypes(self.rows_of_matmul(request))
 
 
-@runtime_checkable
-class ShardedWeightBackend(Backend, Protocol):
-    """A backend that also executes ops on sharded weights, which it gathers over their own axis.
+def tie_with_barrier(gathered: Gathered, *results: Any) -> tuple[Any, ...]:
+    """Returns the results; if they were computed from chunks, no result is used before all exist.
 
-    Weights are gathered in the dtype of x. Their gradients are summed over their axis in the dtype
-    of `ShardedWeights.gradient_dtype`, and scattered like the weights.
+    XLA postpones weight gradients, since nothing waits for them, and until then their chunks would
+    occupy memory.
     """
-
-    def gather_with_shards(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """``all_gather(x) @ w`` for each w; arguments and results as `all_gather_matmul`."""
-        ...
-
-    def gather_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dys: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The gradients of x and of each shard, given those of the products."""
-        ...
-
-    def scatter_with_shards(
-        self,
-        xs: Sequence[jax.Array],
-        weights: ShardedWeights,
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-    ) -> jax.Array:
-        """``reduce_scatter(sum of x @ w)`` over pairs; shapes: see `matmul_reduce_scatter`."""
-        ...
-
-    def scatter_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dy: jax.Array,
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The gradients of x and of the only shard, given that of the result."""
-        ...
+    if not isinstance(gathered, Chunked):
+        return results
+    return lax.optimization_barrier(results)

@@ -9,9 +9,6 @@ import numpy as np
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.site import Site
 
-#: Time of a matmul in 8 bits relative to half precision, by recipe: our kernels' on an H200.
-_FP8_SECONDS = {"tensorwise": 0.56, "rowwise": 0.56, "blockwise": 0.74}
-
 
 def matmul_seconds(
     rows: int, contracted: int, columns: int, itemsize: int = 2, *, splits: bool = True
@@ -47,28 +44,26 @@ def multiplication_seconds(site: Site) -> float:
 
 def matmuls_seconds(site: Site, rows: int) -> float:
     """Seconds of the site's matmuls on this number of rows of every x."""
-    return slowdown(site, in_fp8=site.fp8 is not None) * sum(
-        matmul_seconds(rows, *w) for _, w in site.operands
-    )
+    return slowdown(site) * sum(matmul_seconds(rows, *w) for _, w in site.operands)
 
 
 def weight_gradient_seconds(site: Site) -> float:
     """Seconds of the weight gradients that belong to a site; 0 where it has none."""
     if not site.has_weight_gradient:
         return 0.0
-    in_fp8 = site.recipe is not None and site.recipe.weight_gradient_in_fp8
-    return slowdown(site, in_fp8=in_fp8) * sum(
+    return slowdown(site, in_arrays=not site.format.packs_gradients) * sum(
         matmul_seconds(k, site.product_rows, n) for _, (k, n) in site.operands
     )
 
 
-def slowdown(site: Site, *, in_fp8: bool) -> float:
-    """Time of matmuls relative to aligned ones in half precision.
+def slowdown(site: Site, *, in_arrays: bool = False) -> float:
+    """Time of matmuls relative to aligned ones in half precision, in the site's format or arrays.
 
     Wider numbers take longer at least in proportion to their width.
     """
-    in_half = np.dtype(site.dtype).itemsize / 2
-    width = _FP8_SECONDS[site.fp8] if in_fp8 and site.fp8 is not None else in_half
+    width = None if in_arrays else site.format.relative_seconds
+    if width is None:
+        width = np.dtype(site.dtype).itemsize / 2
     return width * (1.0 if site.is_aligned else assumed_rates().unaligned_slowdown)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,22 +10,18 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import partly_automatic, psum, psum_scatter
-from collective_matmul.backends.arithmetic import Weight, add, contract_rows, einsum, matmul
-from collective_matmul.backends.base import (
-    Backend,
-    EinsumBackend,
-    GatherResidual,
-    Prediction,
-    ShardedWeightBackend,
-)
+from collective_matmul.backends.base import MatmulBackend
 from collective_matmul.backends.matmul_cost import communication_seconds, multiplication_seconds
-from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.equation import Equation
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import assumed_rates, rates
+from collective_matmul.operands.arithmetic import add, einsum
+from collective_matmul.operands.chunked import Gathered
+from collective_matmul.operands.multiply import matmul, multiplied
+from collective_matmul.operands.sharded import whole
 from collective_matmul.site import Site
 
 
-class SequentialBackend(Backend, Protocol):
+class SequentialBackend(MatmulBackend, Protocol):
     """A backend whose collectives and matmuls follow each other; subclasses add the collectives."""
 
     def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
@@ -40,51 +37,42 @@ class SequentialBackend(Backend, Protocol):
         ...
 
     def all_gather_matmul(
-        self,
-        x: jax.Array,
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """Gathers x, then multiplies; see `Backend`."""
-        gathered = self.all_gather(x, axis_name, dimension)
-        ys = tuple(matmul(gathered, w, transpose_w) for w in ws)
-        if co_gathered is not None:
-            return ys, self.all_gather(co_gathered, axis_name, dimension)
-        return ys, gathered if keep_gathered else None
+        self, request: Site, x: Any, ws: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Gathered]:
+        """Gathers x, then multiplies; see `MatmulBackend`."""
+        weights = tuple(map(whole, ws))
+        gathered = self._gathered(request, x)
+        rows = multiplied(gathered)
+        ys = tuple(matmul(rows, w, request.transpose_w) for w in weights)
+        return ys, gathered if request.keep_gathered else None
 
     def matmul_reduce_scatter(
-        self,
-        xs: Sequence[jax.Array],
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Multiplies, then reduce-scatters; see `Backend`."""
-        partial = add(*(matmul(x, w, transpose_w) for x, w in zip(xs, ws, strict=True)))
-        y = self.reduce_scatter(partial, axis_name, dimension)
-        if co_gathered is None:
-            return y, None
-        return y, self.all_gather(co_gathered, axis_name, dimension)
+        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+    ) -> tuple[jax.Array, Gathered]:
+        """Multiplies, then reduce-scatters; see `MatmulBackend`."""
+        pairs = zip(xs, tuple(map(whole, ws)), strict=True)
+        partial = add(*(matmul(x, w, request.transpose_w) for x, w in pairs))
+        y = self.reduce_scatter(partial, request.axis_name, request.dimension)
+        return y, None if co_gathered is None else self._gathered(request, co_gathered)
 
-    def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
-    ) -> jax.Array:
-        """Multiplies, then all-reduces; see `Backend`."""
-        return self.all_reduce(add(*map(matmul, xs, ws)), axis_name)
+    def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
+        """Multiplies, then all-reduces; see `MatmulBackend`."""
+        return self.all_reduce(add(*map(matmul, xs, ws)), request.axis_name)
+
+    def _gathered(self, request: Site, rows: Any) -> Any:
+        """Rows of all devices, in any format."""
+        gather = functools.partial(
+            self.all_gather, axis_name=request.axis_name, dimension=request.dimension
+        )
+        return jax.tree.map(gather, rows)
 
 
-class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
+class Xla(SequentialBackend):
     """XLA's own collectives. Other backends must be faster."""
 
     name = "xla"
+    executes_einsums = True
+    gathers_weights = True
 
     def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """[..., m, ...] -> [..., D*m, ...]."""
@@ -98,90 +86,21 @@ class Xla(SequentialBackend, EinsumBackend, ShardedWeightBackend):
         """[...] -> [...], typed as replicated over the axis."""
         return psum(x, axis_name)
 
-    def gather_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        keep_gathered: bool = False,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Gathers a, then contracts; see `EinsumBackend`."""
-        whole = self.all_gather(a, axis_name, equation.a.index(equation.label))
-        return einsum(equation, whole, b), whole if keep_gathered else None
+    def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
+        """Gathers a, then contracts; see `MatmulBackend`."""
+        equation = request.equation
+        gathered = self.all_gather(a, request.axis_name, equation.a.index(equation.label))
+        return einsum(equation, gathered, b), gathered if request.keep_gathered else None
 
     def scatter_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Contracts, then reduce-scatters; see `EinsumBackend`."""
-        dimension = equation.y.index(equation.label)
-        y = self.reduce_scatter(einsum(equation, a, b), axis_name, dimension)
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
+    ) -> tuple[Any, Gathered]:
+        """Contracts, then reduce-scatters; see `MatmulBackend`."""
+        axis_name, dimension = request.axis_name, request.equation.y.index(request.equation.label)
+        y = self.reduce_scatter(einsum(request.equation, a, b), axis_name, dimension)
         if co_gathered is None:
             return y, None
         return y, self.all_gather(co_gathered, axis_name, dimension)
-
-    def gather_with_shards(
-        self, x: jax.Array, weights: ShardedWeights, axis_name: str, **options: Any
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """Gathers the weights and x, then multiplies."""
-        return self.all_gather_matmul(x, self._whole(weights), axis_name, **options)
-
-    def gather_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dys: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Gathers the weights, then multiplies and reduce-scatters."""
-        whole = self._whole(weights)
-        dx, gathered = self.matmul_reduce_scatter(
-            dys, whole, axis_name, dimension=dimension, transpose_w=True, co_gathered=x
-        )
-        assert isinstance(gathered, jax.Array)
-        return dx, tuple(self._scattered(weights, contract_rows(gathered, dy)) for dy in dys)
-
-    def scatter_with_shards(
-        self, xs: Sequence[jax.Array], weights: ShardedWeights, axis_name: str, **options: Any
-    ) -> jax.Array:
-        """Gathers the weights, multiplies, then reduce-scatters."""
-        return self.matmul_reduce_scatter(xs, self._whole(weights), axis_name, **options)[0]
-
-    def scatter_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dy: jax.Array,
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Gathers the weights and dy, then multiplies and reduce-scatters."""
-        whole = self._whole(weights)
-        (dx,), gathered = self.all_gather_matmul(
-            dy, whole, axis_name, dimension=dimension, transpose_w=True, keep_gathered=True
-        )
-        assert isinstance(gathered, jax.Array)
-        return dx, (self._scattered(weights, contract_rows(x, gathered)),)
-
-    def _whole(self, weights: ShardedWeights) -> tuple[jax.Array, ...]:
-        axis_name, dimension = weights.sharding.axis_name, weights.sharding.dimension
-        return tuple(self.all_gather(shard, axis_name, dimension) for shard in weights.shards)
-
-    def _scattered(self, weights: ShardedWeights, gradient: jax.Array) -> jax.Array:
-        """This device's shard of the sum of a weight's gradients."""
-        gradient = gradient.astype(weights.gradient_dtype)
-        sharding = weights.sharding
-        return self.reduce_scatter(gradient, sharding.axis_name, sharding.dimension)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """None: it executes every site."""

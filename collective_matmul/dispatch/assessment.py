@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from collective_matmul.backends import BACKENDS, REFERENCE
-from collective_matmul.backends.base import Backend, EinsumBackend, Prediction, ShardedWeightBackend
 from collective_matmul.dispatch import lookup, table_files
+from collective_matmul.dispatch.contract import Backend, Prediction
 from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.hardware import traced_device
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
@@ -133,9 +133,9 @@ def _is_worth_asking(site: Site) -> bool:
 
 def _fits(site: Site, backend: Backend) -> bool:
     """Whether a backend has a function for what is multiplied at a site."""
-    if site.weight_shards is not None and not isinstance(backend, ShardedWeightBackend):
+    if site.weight_shards is not None and not backend.gathers_weights:
         return False
-    return site.einsum is None or isinstance(backend, EinsumBackend)
+    return site.einsum is None or backend.executes_einsums
 
 
 def _beside(prediction: Prediction, reference: Prediction) -> Comparison:

@@ -70,7 +70,7 @@ def line_of(decision: Decision) -> Line:
         decision.reason,
         decision.seconds,
         decision.reference_seconds,
-        _dtypes(decision) if site.fp8 or site.fp8_refused else "",
+        _dtypes(decision) if site.format.fields or site.remarks else "",
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from collective_matmul.backends import BACKENDS, REFERENCE, SUBSTITUTE
-from collective_matmul.backends.base import Backend
 from collective_matmul.backends.matmul_cost import communication_seconds
 from collective_matmul.dispatch.assessment import (
     Assessment,
@@ -19,6 +18,7 @@ from collective_matmul.dispatch.assessment import (
     assess,
     unsupported_reason,
 )
+from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
 from collective_matmul.dispatch.run_counts import numbered
 from collective_matmul.hardware import rates, traced_device
@@ -61,12 +61,11 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
         if alternative is None:
             warn_once(f"{site.op} falls back to {name}: {missed}")
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
-    if site.fp8_refused:
-        reason = "; ".join(filter(None, (f"not in fp8: {site.fp8_refused}", reason)))
+    reason = "; ".join(filter(None, (*site.remarks, reason)))
     reference = assessments.reference_seconds
     communication = None if rates() is None else communication_seconds(site)
     seconds = assessments.seconds(name)
-    multiplied = None if site.fp8 is None else choice.backend.multiplied_dtypes(site)
+    multiplied = None if site.format.name == "plain" else choice.backend.multiplied_dtypes(site)
     decision = Decision(
         site, name, reason, seconds, reference, communication, alternative, multiplied
     )

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from collective_matmul.backends import REFERENCE
 from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
-from collective_matmul.fp8 import RECIPES
-from collective_matmul.mosaic_gpu import scaled_chunks
+from collective_matmul.operands.format import PLAIN, format_of_fields
 from collective_matmul.site import Op, Site
 
 #: What `collective_matmul.data` calls such tables.
@@ -141,8 +140,7 @@ def _site_fields(site: Site) -> dict[str, Any]:
     }
     if site.co_gathered is not None:
         fields["co_gathered"] = list(site.co_gathered)
-    if site.fp8 is not None:
-        fields["fp8"] = site.fp8
+    fields |= site.format.fields
     if site.keep_gathered:
         fields["keep_gathered"] = True
     return fields
@@ -155,8 +153,13 @@ def _kind(site: Site) -> tuple:
     work = site.op, site.axis_size, has_co_gathered, site.keep_gathered, is_matmul
     # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is with
     # those in 8 bits of which our kernel leaves chunks to XLA.
-    is_aligned = site.is_aligned if site.fp8 is None else scaled_chunks.fits(site, site.chunk_rows)
-    return *work, site.weight_shards, site.fp8, site.dtype.itemsize, is_aligned
+    backward = site.direction == "backward"
+    is_aligned = (
+        site.is_aligned
+        if site.format is PLAIN
+        else site.format.fits_kernel(site, site.chunk_rows, backward=backward)
+    )
+    return *work, site.weight_shards, site.format, site.dtype.itemsize, is_aligned
 
 
 def _entry_from(record: Record) -> tuple[Site, Entry]:
@@ -164,8 +167,6 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
     op, dtype, co_gathered = problem["op"], jnp.dtype(problem["dtype"]), problem.get("co_gathered")
     if op not in get_args(Op) or not jnp.issubdtype(dtype, jnp.floating) or not problem["operands"]:
         raise ValueError(f"no site of an op: {dict(problem)}")
-    if (fp8 := problem.get("fp8")) is not None and fp8 not in RECIPES:
-        raise ValueError(f"no recipe: {dict(problem)}")
     site = Site(
         op=op,
         operands=tuple(((_size(m), _size(k)), (k, _size(n))) for m, k, n in problem["operands"]),
@@ -174,7 +175,7 @@ def _entry_from(record: Record) -> tuple[Site, Entry]:
         axis_size=_size(problem["devices"]),
         co_gathered=None if co_gathered is None else (_size(co_gathered[0]), _size(co_gathered[1])),
         keep_gathered=bool(problem.get("keep_gathered", False)),
-        fp8=fp8,
+        format=format_of_fields(problem),
     )
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")
@@ -201,6 +202,6 @@ def _order(site: Site) -> tuple:
         site.op,
         co_gathered,
         site.keep_gathered,
-        site.fp8 or "",
+        site.format.name,
         site.rows,
     )

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.fp8 import RecipeName
+from collective_matmul.checks import RecipeName
+from collective_matmul.gradients import gather_weight
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.sequence_form import (
     gathered_dimension,
@@ -28,10 +29,9 @@ from collective_matmul.layers.sharding_context import (
     partition_spec,
     sharded,
 )
+from collective_matmul.operands.quantized import Quantized, array_of
+from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from collective_matmul.quantized_weights import QuantizedWeight, array_of
-from collective_matmul.sharded_weights import gather_weight
-from collective_matmul.site import WeightShards
 
 #: The sizes of a kernel's contracted dimensions [*K], and of its other dimensions [*N].
 KernelShape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,7 +40,7 @@ KernelShape = tuple[tuple[int, ...], tuple[int, ...]]
 def column_parallel(
     context: ShardingContext,
     x: jax.Array,
-    kernels: Sequence[jax.Array | QuantizedWeight],
+    kernels: Sequence[jax.Array | Quantized],
     biases: Sequence[jax.Array | None],
     kernel_shapes: Sequence[KernelShape],
     *,
@@ -111,7 +111,7 @@ def column_parallel(
 def row_parallel(
     context: ShardingContext,
     x: jax.Array,
-    kernel: jax.Array | QuantizedWeight,
+    kernel: jax.Array | Quantized,
     bias: jax.Array | None,
     kernel_shape: KernelShape,
     *,
@@ -180,8 +180,8 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _kernels_of_op(
-    kernels: Sequence[jax.Array | QuantizedWeight], x: jax.Array, shards: WeightShards | None
-) -> tuple[tuple[jax.Array | QuantizedWeight, ...], dict[str, Any]]:
+    kernels: Sequence[jax.Array | Quantized], x: jax.Array, shards: WeightShards | None
+) -> tuple[tuple[jax.Array | Quantized, ...], dict[str, Any]]:
     """Kernels as an op takes them, and its arguments about them; it casts shards itself."""
     if shards is None:
         return tuple(kernel.astype(x.dtype) for kernel in kernels), {}

@@ -14,8 +14,8 @@ from collective_matmul.layers.sharding_context import (
     ShardingContext,
     known_axis_size,
 )
-from collective_matmul.quantized_weights import QuantizedWeight
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import WeightShards
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
 
 
 def kernel(
-    value: jax.Array | QuantizedWeight,
+    value: jax.Array | Quantized,
     features: tuple[tuple[int, ...], tuple[int, ...]],
     sharded_dimension: int,
     context: ShardingContext,
@@ -110,7 +110,7 @@ def kernel(
     Raises:
       ValueError: if it is not the (shard of the) global kernel, or global and quantized.
     """
-    if isinstance(value, QuantizedWeight) and not isinstance(context, LocalShards):
+    if isinstance(value, Quantized) and not isinstance(context, LocalShards):
         raise ValueError(
             f"kernel: quantized, in a layer outside of a shard_map over axis {context.axis_name!r};"
             " expected a shard, as scales are those of a device; call the layer inside"

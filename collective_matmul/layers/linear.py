@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from collective_matmul import checks
-from collective_matmul.checks import Implementation
-from collective_matmul.fp8 import RecipeName
+from collective_matmul.checks import Implementation, RecipeName
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import (
@@ -33,7 +32,7 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     known_axis_size,
 )
-from collective_matmul.quantized_weights import QuantizedWeight, array_of
+from collective_matmul.operands.quantized import Quantized, array_of
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -225,7 +224,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """A parameter as if each device had its own columns, which are a dimension of it."""
         if parameter is None or self.copies == 1:
             return parameter
-        if isinstance(parameter, QuantizedWeight):  # Of these columns, and the array of all.
+        if isinstance(parameter, Quantized):  # Of these columns, and the array of all.
             return parameter.with_array(self._computed(parameter.array, dimension, context))
         if isinstance(context, LocalShards):
             first = jax.lax.axis_index(self.axis_name) // self.copies
@@ -297,7 +296,7 @@ class RowParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it in S.
         """
-        # Not by [...], which is for arrays: it may be a QuantizedWeight.
+        # Not by [...], which is for arrays: it may be a Quantized.
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, array_of(kernel), bias, dtype=self.dtype)
         context = current_context(self.axis_name, self.mesh, (x, kernel))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from collective_matmul import checks
-from collective_matmul.fp8 import RecipeName
+from collective_matmul.checks import RecipeName
 
 
 @dataclass(frozen=True)

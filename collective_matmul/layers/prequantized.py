@@ -12,17 +12,17 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.sharding_context import LocalShards
-from collective_matmul.quantized_weights import prequantize
+from collective_matmul.prequantize import prequantize
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = None) -> nnx.State:
-    """The state of a model, with kernels that layers multiply in 8 bits as `QuantizedWeight`.
+    """The state of a model, with kernels that layers multiply in 8 bits as `Quantized`.
 
     For use inside `jax.shard_map` over the axis of the layers, where parameters are local shards.
     ``nnx.merge(nnx.graphdef(model), state)`` computes what the model does and quantizes no kernel.
-    In gradients with respect to the state, `QuantizedWeight.array` is the kernel's gradient. See
+    In gradients with respect to the state, `Quantized.array` is the kernel's gradient. See
     `prequantize`.
 
     Kernels are quantized in `dtype` of their layer, or in their own if it has none. Layers of
@@ -32,7 +32,7 @@ def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = Non
     In layers with `weight_axis_name`, kernels are shards, and so are their copies: each call
     gathers one of the two. With the argument of that name, so are kernels of other layers that the
     axis shards by their metadata. Their layers take them when they are whole: see
-    `QuantizedWeight.gathered`. They stay arrays where the axis shards neither the first of the
+    `Quantized.gathered`. They stay arrays where the axis shards neither the first of the
     input features nor the first of the output features.
 
     Args:

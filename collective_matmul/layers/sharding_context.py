@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.sharded import WeightShards
 
 #: A second mesh axis of a kernel [*K, *N], and which of its features it shards: the first of *K, 0,
 #: or of *N, 1. Inside a `shard_map` over that axis, kernels are shards, of x's dtype or a wider

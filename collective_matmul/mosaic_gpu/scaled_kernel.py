@@ -1,6 +1,6 @@
 """The GEMM with operands in 8 bits and their scales.
 
-`collective_matmul.fp8` says which numbers have a scale in common. There are two cases:
+There are two cases of which numbers have a scale in common:
 
 - A row of x, and a column of w. The scales multiply the sums, in the epilogue.
 - 128 numbers of a row of x, and a block of 128 × 128 of w. Each k-block is such a block. So its
@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import load_in_layout
-from collective_matmul.fp8 import BLOCK
 from collective_matmul.mosaic_gpu.kernel_types import (
     InParts,
     Ref,
@@ -42,6 +41,8 @@ from collective_matmul.mosaic_gpu.tiling import Tiling
 plgpu: Any = mosaic_gpu
 
 
+#: Numbers of a row, and rows and columns of a weight, that have a scale in common: "blocks".
+BLOCK = 128
 #: The parts of operands that have scales: rows of x and columns of w, or blocks of both.
 ScaledParts = Literal["rows", "blocks"]
 

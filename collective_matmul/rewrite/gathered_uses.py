@@ -13,15 +13,14 @@ import jax
 from jax import lax
 from jax.core import ShapedArray
 
-from collective_matmul.backends import chunked_array
-from collective_matmul.backends.arithmetic import contract_rows
-from collective_matmul.backends.base import GatherResidual
-from collective_matmul.backends.chunked_array import ChunkedArray, whole_of
 from collective_matmul.explicit_axes import columns_spec, specs_like, with_auto_axes
+from collective_matmul.operands.arithmetic import contract_rows
+from collective_matmul.operands.chunked import Chunked, Gathered, whole_of
+from collective_matmul.operands.multiply import contract as contract_rows_of
 from collective_matmul.reverse_mode import ReverseMode
 
 
-def whole_array(gathered: GatherResidual, dimension: int, like: ShapedArray) -> jax.Array:
+def whole_array(gathered: Gathered, dimension: int, like: ShapedArray) -> jax.Array:
     """The gathered array, joined if it is in chunks, and reshaped.
 
     Args:
@@ -65,7 +64,7 @@ _whole_array.defvjp(_whole_array_forward, _whole_array_backward)
 @functools.partial(ReverseMode, nondiff_argnums=(2,))
 def weight_gradients(x: Any, ys: tuple[Any, ...], dimension: int | None) -> tuple[jax.Array, ...]:
     """``xᵀ y`` [K, N] for each y, in one launch; x or the only y may be in chunks."""
-    products = functools.partial(chunked_array.weight_gradients, dimension=dimension)
+    products = functools.partial(contract_rows_of, dimension=dimension)
 
     def specs():
         return tuple(columns_spec(*map(_any_chunk, (x, y))) for y in ys)
@@ -91,5 +90,5 @@ def _weight_gradients_backward(dimension: int | None, operands, dws):
 weight_gradients.defvjp(_weight_gradients_forward, _weight_gradients_backward)
 
 
-def _any_chunk(array: jax.Array | ChunkedArray) -> jax.Array:
-    return array.chunks[0] if isinstance(array, ChunkedArray) else array
+def _any_chunk(array: jax.Array | Chunked) -> jax.Array:
+    return array.chunks[0] if isinstance(array, Chunked) else array

@@ -26,7 +26,7 @@ def needs_transpose(match: Match) -> bool:
 def stays_itself(site: TracedSite) -> bool:
     """Whether the op would gain nothing, and transpose arrays that the program does not."""
     decision, match = site.decisions[0], site.placed.match
-    gains = decision.implementation != REFERENCE.name or decision.site.fp8 is not None
+    gains = decision.implementation != REFERENCE.name or bool(decision.site.format.fields)
     return not gains and needs_transpose(match)
 
 

@@ -10,17 +10,20 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from collective_matmul import fp8_gradients, gradients, sharded_weights
 from collective_matmul._compat import vary_over
-from collective_matmul.backends.base import GatherResidual
+from collective_matmul.backends.base import tie_with_barrier
+from collective_matmul.call import Call
 from collective_matmul.einsum import einsum
-from collective_matmul.fp8 import RECIPES
 from collective_matmul.gradients import (
-    OpParams,
     gather_matmul,
+    matmul_all_reduce,
+    matmul_scatter,
     pvary_all,
-    tie_with_barrier,
 )
+from collective_matmul.operands.chunked import Gathered
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import Sharded
 from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathered_uses import weight_gradients, whole_array
@@ -30,9 +33,8 @@ from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.site_selection import PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
-from collective_matmul.site import WeightShards
 
-_SENT_IN_FP8_ONLY = (
+_SENT_PACKED_ONLY = (
     "the program uses the gathered array elsewhere too, and {!r} sends it in 8 bits only;"
     " differentiate what overlap returns"
 )
@@ -71,7 +73,8 @@ class Replacement:
 def gather_replacements(
     placed: PlacedMatch,
     shard: Atom,
-    call: OpParams,
+    call: Call,
+    stored: Format,
 ) -> list[Replacement]:
     """The gather with its matmuls, its later weight gradients, and the whole array if needed.
 
@@ -82,6 +85,7 @@ def gather_replacements(
       placed: the site, a `GatherMatch`.
       shard: the array that the program gathers, [..., m, ...] per device.
       call: parameters of the op, without those that depend on the match.
+      stored: the format of the operands.
     """
     match = placed.match
     assert isinstance(match, GatherMatch)
@@ -89,23 +93,18 @@ def gather_replacements(
     view = dots[0].view
     keep = bool(placed.later_wgrads) or match.needs_root
     keeps = keep or bool(placed.immediate_wgrads)
-    if keeps and call.fp8 is not None and RECIPES[call.fp8].weight_gradient_in_fp8:
-        call = call.without_fp8(_SENT_IN_FP8_ONLY.format(call.fp8))
-    transposed = call.fp8 is None and all(dot.matmul.w_is_transposed for dot in dots)
-    call = replace(
-        call,
-        dimension=view.dimension,
-        transpose_w=transposed,
-        keep_gathered=keeps,
-        weight_shards=_weight_shards(placed, transposed),
-    )
+    if keeps and stored.packs_gradients:
+        call, stored = call.remarking(stored.refusal(_SENT_PACKED_ONLY.format(stored.name))), PLAIN
+    transposed = stored is PLAIN and all(dot.matmul.w_is_transposed for dot in dots)
+    call = replace(call, dimension=view.dimension, transpose_w=transposed, keep_gathered=keeps)
     residual = ResidualRef(match.index)
     wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
 
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
         ws, others = operands[: len(dots)], iter(operands[len(dots) :])
-        matrices = _matrices(placed, [dot.matmul for dot in dots], ws, call.transpose_w)
-        ys, gathered = _gather_matmul(apply_shard_ops(view.shard_ops, shard), matrices, call)
+        weights = _weights(placed, [dot.matmul for dot in dots], ws, call, stored)
+        x, weights = _varying(placed, call, (apply_shard_ops(view.shard_ops, shard), weights))
+        ys, gathered = gather_matmul(x, weights, call)
         products = [_products(group, gathered, others) for group in placed.immediate_wgrads]
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
@@ -131,24 +130,10 @@ def _root_replacement(match: GatherMatch, residual: ResidualRef, dimension: int)
     """The gathered array as the program has it, from what the ring gathered."""
     like = type_of(match.root)
 
-    def whole(gathered: GatherResidual) -> tuple[jax.Array]:
+    def whole(gathered: Gathered) -> tuple[jax.Array]:
         return (whole_array(gathered, dimension, like),)
 
     return Replacement(None, [residual], [match.root], whole)
-
-
-def _gather_matmul(
-    x: jax.Array, ws: tuple[jax.Array, ...], call: OpParams
-) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-    """``all_gather(x) @ w`` for each w; and the gathered x, if the call keeps it."""
-    if call.weight_shards is not None:
-        x, ws = _varying(call, x, ws)
-    if call.fp8 is None:
-        op = gather_matmul if call.weight_shards is None else sharded_weights.gather_matmul
-        return op(x, ws, call)
-    if call.keep_gathered:
-        return fp8_gradients.gather_and_keep(x, ws, call)
-    return fp8_gradients.gather_matmul(x, ws, call), None
 
 
 def _stored_weights(placed: PlacedMatch, matmuls: Sequence[Matmul]) -> list[Atom]:
@@ -156,31 +141,33 @@ def _stored_weights(placed: PlacedMatch, matmuls: Sequence[Matmul]) -> list[Atom
     return [weight.shard for weight in placed.weights] or [matmul.w for matmul in matmuls]
 
 
-def _matrices(
-    placed: PlacedMatch, matmuls: Sequence[Matmul], ws: Sequence[jax.Array], transposed: bool
-) -> tuple[jax.Array, ...]:
-    """The `_stored_weights` as matrices [K, N], or [N, K] if `transposed`; or blocks of such."""
+def _weights(
+    placed: PlacedMatch,
+    matmuls: Sequence[Matmul],
+    ws: Sequence[jax.Array],
+    call: Call,
+    stored: Format,
+) -> tuple[Any, ...]:
+    """The `_stored_weights` as operands [K, N] in a format, or as arrays [N, K] if transposed."""
     if placed.weights:
         pairs = zip(placed.weights, ws, strict=True)
         ws = [apply_shard_ops(weight.shard_ops, shard) for weight, shard in pairs]
-    return tuple(m.weight(w, transposed) for m, w in zip(matmuls, ws, strict=True))
+    weights = [m.weight(w, call.transpose_w) for m, w in zip(matmuls, ws, strict=True)]
+    if stored is not PLAIN:
+        weights = [Quantized(w, None, None, stored) for w in weights]
+    if placed.weights:
+        sharding = placed.weights[0].sharding
+        sharding = sharding.transposed if call.transpose_w else sharding
+        weights = [Sharded(w, sharding) for w in weights]
+    return tuple(weights)
 
 
-def _weight_shards(placed: PlacedMatch, transposed: bool) -> WeightShards | None:
-    """How the weights are sharded, stored as [N, K] if `transposed`; None if they are whole."""
-    if not placed.weights:
-        return None
-    sharding = placed.weights[0].sharding
-    return replace(sharding, dimension=1 if (sharding.dimension == 1) != transposed else 0)
-
-
-def _varying(call: OpParams, *operands: Any) -> Any:
+def _varying(placed: PlacedMatch, call: Call, operands: Any) -> Any:
     """Operands, typed as varying over both axes of an op that gathers weights."""
-    assert call.weight_shards is not None
-    arrays, tree = jax.tree.flatten(operands)
-    for axis in (call.axis_name, call.weight_shards.axis_name):
-        arrays = pvary_all(axis, *arrays)
-    return jax.tree.unflatten(tree, arrays)
+    if not placed.weights:
+        return operands
+    operands = pvary_all(call.axis_name, operands)
+    return pvary_all(placed.weights[0].sharding.axis_name, operands)
 
 
 def wgrad_replacements(
@@ -215,7 +202,7 @@ def wgrad_replacements(
 
 
 def _compute_products(group: GroupedWgrad) -> Callable[..., tuple]:
-    def weight_gradients(gathered: GatherResidual, *others: jax.Array) -> tuple:
+    def weight_gradients(gathered: Gathered, *others: jax.Array) -> tuple:
         return (_products(group, gathered, iter(others)),)
 
     return weight_gradients
@@ -231,7 +218,7 @@ def _finish_products(group: GroupedWgrad) -> Callable[..., tuple]:
 
 
 def _products(
-    group: GroupedWgrad, gathered: GatherResidual, others: Iterator[jax.Array]
+    group: GroupedWgrad, gathered: Gathered, others: Iterator[jax.Array]
 ) -> list[jax.Array]:
     """The matrices that a group computes. Takes the other operands from `others`."""
     view, matmuls = group.dots[0].view, [dot.matmul for dot in group.dots]
@@ -255,24 +242,19 @@ def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Arr
 def sum_replacement(
     placed: PlacedMatch,
     result: Var,
-    call: OpParams,
+    call: Call,
+    stored: Format,
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
     match = placed.match
     assert isinstance(match, SumMatch)
     collective, terms, rows = match.collective, match.terms, match.rows
-    stored = call.fp8 is None and collective.kind != "psum"
-    transposed = stored and all(term.w_is_transposed for term in terms)
-    call = replace(
-        call,
-        dimension=match.dimension,
-        transpose_w=transposed,
-        weight_shards=_weight_shards(placed, transposed),
-    )
-    op_module = gradients if call.fp8 is None else fp8_gradients
+    as_stored = stored is PLAIN and collective.kind != "psum"
+    transposed = as_stored and all(term.w_is_transposed for term in terms)
+    call = replace(call, dimension=match.dimension, transpose_w=transposed)
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
-        y = scale(summed(*pvary_all(call.axis_name, *operands)), match.path.factor)
+        y = scale(summed(*pvary_all(call.axis_name, operands)), match.path.factor)
         return (_typed_as(result, apply_shard_ops(match.path.shard_ops[::-1], y)),)
 
     def summed(*operands: jax.Array) -> jax.Array:
@@ -280,17 +262,12 @@ def sum_replacement(
         scaled = map(_scale_smaller, operands[::2], operands[1::2], factors)
         pairs = [(term, *scaled_pair) for term, scaled_pair in zip(terms, scaled, strict=True)]
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
+        ws = _weights(placed, terms, [w for _, _, w in pairs], call, stored)
         if collective.kind == "psum":
-            ws = [term.weight(w, False) for term, _, w in pairs]
-            y = op_module.matmul_all_reduce(tuple(xs), tuple(ws), call)
+            y = matmul_all_reduce(tuple(xs), ws, call)
             return terms[0].result(y, terms[0].free_shape)
         assert match.dimension is not None and match.path.dimension is not None
-        ws = _matrices(placed, terms, [w for _, _, w in pairs], call.transpose_w)
-        if call.weight_shards is not None:
-            xs, ws = _varying(call, tuple(xs), ws)
-        shards_alone = call.weight_shards is not None and call.fp8 is None
-        module = sharded_weights if shards_alone else op_module
-        y = module.matmul_scatter(tuple(xs), ws, call)
+        y = matmul_scatter(*_varying(placed, call, (tuple(xs), ws)), call)
         if match.path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
         return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
@@ -303,22 +280,24 @@ def sum_replacement(
 def einsum_replacement(
     match: EinsumMatch,
     shard: Atom,
-    call: OpParams,
+    call: Call,
+    stored: Format,
 ) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
-    if not match.einsum.is_matmul:
-        call = call.without_fp8(f"{match.einsum} is not a matmul of whole dimensions")
+    if not match.einsum.is_matmul and stored is not PLAIN:
+        reason = f"{match.einsum} is not a matmul of whole dimensions"
+        call, stored = call.remarking(stored.refusal(reason)), PLAIN
     gathers = match.collective.kind == "all_gather"
 
     def gather_einsum(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         a = apply_shard_ops(match.shard_ops, shard)
-        a, b = pvary_all(call.axis_name, a, lax.reshape(b, match.shape))
-        y = einsum(a, b, match.einsum, call, scatters=False)
+        a, b = pvary_all(call.axis_name, (a, lax.reshape(b, match.shape)))
+        y = einsum(a, b, match.einsum, call, stored, scatters=False)
         return (lax.reshape(y, type_of(match.result).shape),)
 
     def einsum_scatter(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
-        a, b = pvary_all(call.axis_name, a, b)
-        y = scale(einsum(a, b, match.einsum, call, scatters=True), match.factor)
+        a, b = pvary_all(call.axis_name, (a, b))
+        y = scale(einsum(a, b, match.einsum, call, stored, scatters=True), match.factor)
         return (_typed_as(match.result, apply_shard_ops(match.shard_ops, y)),)
 
     a, b = match.operands
@@ -379,13 +358,13 @@ def _dimensions(matmul: Matmul) -> tuple:
 
 
 def replacements_of(
-    placed: PlacedMatch, equation: JaxprEqn, call: OpParams
+    placed: PlacedMatch, equation: JaxprEqn, call: Call, stored: Format
 ) -> Sequence[Replacement]:
     """The replacements of a site whose collective is `equation`."""
     match = placed.match
     if isinstance(match, GatherMatch):
         (shard,) = equation.invars
-        return gather_replacements(placed, shard, call)
+        return gather_replacements(placed, shard, call, stored)
     if isinstance(match, EinsumMatch):
-        return [einsum_replacement(match, equation.invars[0], call)]
-    return [sum_replacement(placed, equation.outvars[0], call)]
+        return [einsum_replacement(match, equation.invars[0], call, stored)]
+    return [sum_replacement(placed, equation.outvars[0], call, stored)]

@@ -33,8 +33,9 @@ _OWN_CODE = tuple(
     for name in (
         "backends",
         "mosaic_gpu",
+        "operands",
+        "schedule",
         "gradients.py",
-        "fp8_gradients.py",
         "einsum_execution.py",
         "ops.py",
         "_compat.py",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from collective_matmul.backends.chunked_array import ChunkedArray
+from collective_matmul.operands.chunked import Chunked
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch, dots_of
 from collective_matmul.rewrite.graph import Graph, is_pure, type_of, variables
 from collective_matmul.rewrite.grouped_wgrad import group_wgrads, tie_to_sum
@@ -42,7 +42,7 @@ class ChunkedResidual:
 
     position: int
     whole: Var
-    chunks: ChunkedArray
+    chunks: Chunked
     match: GatherMatch
 
 
@@ -57,7 +57,7 @@ def residuals_of(graph: Graph, sites: Sequence[TracedSite], jaxpr: Jaxpr) -> lis
     found = []
     for site in sites:
         match = site.placed.match
-        if not isinstance(match, GatherMatch) or not isinstance(site.kept, ChunkedArray):
+        if not isinstance(match, GatherMatch) or not isinstance(site.kept, Chunked):
             continue
         unused = site.placed.consumed.issuperset(graph.users(match.root))
         positions = [i for i, atom in enumerate(graph.jaxpr.outvars) if atom is match.root]

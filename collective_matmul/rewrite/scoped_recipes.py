@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul import checks
-from collective_matmul.fp8 import RecipeName
+from collective_matmul.checks import RecipeName
 
 #: What `overlap` takes: one recipe for all sites, or those of scopes.
 Fp8 = RecipeName | Mapping[str, RecipeName | None] | None

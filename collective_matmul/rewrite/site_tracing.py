@@ -10,10 +10,11 @@ from jax.extend.core import JaxprEqn
 
 from collective_matmul._compat import ShardingTypeError
 from collective_matmul.backends import REFERENCE
+from collective_matmul.call import Call
+from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.selection import UnsupportedSiteError
-from collective_matmul.fp8 import RecipeName
-from collective_matmul.gradients import OpParams
 from collective_matmul.log import warn_once
+from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.rewrite.divergence import Axes
 from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.replacements import replacements_of, signature
@@ -70,7 +71,7 @@ class SiteTracer:
             except ShardingTypeError:
                 return "the op would reshape what an explicit mesh axis shards"
             decision = site.decisions[0]
-            gains = decision.implementation != REFERENCE.name or decision.site.fp8 is not None
+            gains = decision.implementation != REFERENCE.name or decision.site.format is not PLAIN
             if gains or not alternative.weights:
                 return site
         # Who requests a backend by name expects it, and may not call `explain`.
@@ -100,19 +101,20 @@ class SiteTracer:
         self, placed: PlacedMatch, equation: JaxprEqn, shard_maps: tuple, divergent: Axes
     ) -> TracedSite:
         collective = placed.match.collective
-        call = OpParams(
+        call = Call(
             collective.axis_name,
             None,
             self._implementation,
             divergent_axes=tuple(sorted(divergent - {collective.axis_name})),
-            fp8=self._recipe_of(equation),
             source=source_of(equation),
             replaces=collective.kind,
         )
-        if type_of(equation.invars[0]).dtype == jnp.float64:
-            call = call.without_fp8("float64 has more range than the scales, which are float32")
-        replacements = replacements_of(placed, equation, call)
-        key = shard_maps, call, call.source, signature(placed, replacements)
+        stored = format_named(self._recipe_of(equation))
+        if type_of(equation.invars[0]).dtype == jnp.float64 and stored is not PLAIN:
+            reason = "float64 has more range than the scales, which are float32"
+            call, stored = call.remarking(stored.refusal(reason)), PLAIN
+        replacements = replacements_of(placed, equation, call, stored)
+        key = shard_maps, call, stored, call.source, signature(placed, replacements)
         if key not in self._traced:
             self._traced[key] = trace(replacements)
         return instantiate(placed, replacements, self._traced[key], equation)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jax.extend.core import Var
 
+from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.rewrite.collective_equations import collective_of, kind_of
 from collective_matmul.rewrite.commuting import ShardOp, commuting_op
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
@@ -19,7 +20,6 @@ from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.report import is_ours
 from collective_matmul.rewrite.sums import SumMatch
-from collective_matmul.site import WeightShards
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul import checks
-from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.site import Site
 
 #: Rows, the most informative first. The fastest backend changes between 1024 and 4096 rows;
@@ -106,7 +107,7 @@ def sites(
             for layer in LAYERS[name]:
                 for site in _passes(layer, m, devices, jnp.dtype(dtype)):
                     if fp8 is None or _is_quantized(site, fp8):
-                        yield replace(site, fp8=fp8)
+                        yield replace(site, format=format_named(fp8))
 
 
 def how_to_simulate(devices: int) -> str:
@@ -122,7 +123,7 @@ def _is_quantized(site: Site, fp8: RecipeName) -> bool:
     recipes whose weight gradient is in 8 bits.
     """
     kept = site.keep_gathered and site.direction == "forward"
-    return not (kept and RECIPES[fp8].weight_gradient_in_fp8)
+    return not (kept and FORMATS[fp8].packs_gradients)
 
 
 def _passes(layer: Layer, rows: int, devices: int, dtype: np.dtype) -> Iterator[Site]:

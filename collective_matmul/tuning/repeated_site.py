@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,14 +25,14 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import fp8_weight_gradients
 from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.base import Backend, GatherResidual, Prediction
-from collective_matmul.backends.chunked_array import weight_gradients, whole_of
 from collective_matmul.backends.xla import SequentialBackend, xla_seconds
+from collective_matmul.dispatch.contract import Backend, Prediction
 from collective_matmul.dispatch.table import COMPUTE_ONLY
+from collective_matmul.operands.format import PLAIN
+from collective_matmul.operands.multiply import multiplied, weight_gradients
 from collective_matmul.site import Site
-from collective_matmul.tuning.stack_operands import StackOperands, quantized
+from collective_matmul.tuning.stack_operands import StackOperands, in_format
 
 _AXIS = "tensor"
 
@@ -74,14 +75,14 @@ class Stack:
     def operands(self, implementation: str) -> StackOperands:
         """Shapes of a program's arguments. Those of `COMPUTE_ONLY` are gathered already."""
         plain = self.plain_operands(implementation)
-        if self.site.fp8 is None:
+        if self.site.format is PLAIN:
             return plain
         described = jax.eval_shape(self.quantize, plain)
         return jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), described)
 
     def quantize(self, operands: StackOperands) -> StackOperands:
         """A program's arguments from `plain_operands`, for a site in 8 bits."""
-        return self._on_devices(functools.partial(quantized, self.site))(operands)
+        return self._on_devices(functools.partial(in_format, self.site))(operands)
 
     def plain_operands(self, implementation: str) -> StackOperands:
         """As `operands`, in the site's dtype also if it is multiplied in 8 bits."""
@@ -134,44 +135,21 @@ def filler(described: jax.ShapeDtypeStruct, scale: float = 1.0) -> Any:
 
 def _repetition(
     backend: Backend, site: Site, operands: StackOperands, ws: Sequence[Any]
-) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+) -> tuple[Any, Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
-    xs, aside, unquantized = operands.xs, operands.aside, operands.unquantized
-    if site.op == "matmul_all_reduce":
-        return (backend.matmul_all_reduce(xs, ws, _AXIS),), ()
-    # Scaled matrices are never transposed.
-    arguments = {"dimension": 0, "transpose_w": site.transpose_w and site.fp8 is None}
-    if site.op == "all_gather_matmul":
-        # Where the array itself is needed whole, it travels beside its message.
-        kept = {"co_gathered": unquantized[0]} if unquantized else {}
-        arguments["keep_gathered"] = site.keep_gathered and not unquantized
-        products, gathered = backend.all_gather_matmul(xs[0], ws, _AXIS, **kept, **arguments)
-    else:
-        product, gathered = backend.matmul_reduce_scatter(
-            xs, ws, _AXIS, co_gathered=aside, **arguments
-        )
-        products = (product,)
-    return products, _weight_gradients(site, operands, gathered)
-
-
-def _weight_gradients(
-    site: Site, operands: StackOperands, gathered: GatherResidual
-) -> Sequence[jax.Array]:
-    """The weight gradients from the gathered array, if the site is part of a backward pass."""
+    # Matrices are never transposed.
+    transpose_w = site.transpose_w and site.format is PLAIN
+    request = replace(site, axis_name=_AXIS, dimension=0, transpose_w=transpose_w)
+    co_gathered = operands.aside if site.co_gathered is not None else None
+    xs = operands.xs if site.keep_gathered else [*map(multiplied, operands.xs)]
+    products, gathered = backend.execute(request, xs, ws, co_gathered)
     if not site.has_weight_gradient:
-        return ()
-    assert gathered is not None
-    gathers, recipe = site.op == "all_gather_matmul", site.recipe
-    if recipe is not None and recipe.weight_gradient_in_fp8:
-        whole = whole_of(gathered, 0)
-        xs, dys = ([operands.aside], [whole]) if gathers else ([whole], operands.xs)
-        return fp8_weight_gradients.weight_gradients(
-            xs, dys, recipe, site.dtype, shards=site.axis_size
-        )
-    x, ys = operands.aside, [gathered]
-    if not gathers:
-        x, ys = gathered, operands.unquantized or operands.xs
-    return weight_gradients(x, ys, dimension=0)
+        return products, ()
+    pairs = [operands.aside], [gathered]
+    if site.op != "all_gather_matmul":
+        pairs = [gathered], operands.xs
+    options = {"shards": site.axis_size, "dimension": 0}
+    return products, weight_gradients(site.format, *pairs, site.dtype, **options)
 
 
 class _ComputeOnly(SequentialBackend):

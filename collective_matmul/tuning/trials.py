@@ -15,6 +15,7 @@ from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.table import COMPUTE_ONLY
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.site import Site
 from collective_matmul.tuning.repeated_site import Stack, filler
 from collective_matmul.tuning.stack_operands import StackOperands
@@ -85,7 +86,7 @@ class Trial:
         self._quantizers = [
             pool.submit(jax.jit(self._stack.quantize).lower(operands).compile)
             for operands in self._described
-            if site.fp8 is not None
+            if site.format is not PLAIN
         ]
 
     def seconds(self, measure: Measure, groups: int) -> dict[str, float]:

@@ -11,7 +11,8 @@ import pytest
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.xla import xla_seconds
 from collective_matmul.hardware import HOPPER
-from collective_matmul.site import Site, WeightShards
+from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.site import Site
 from tests.dispatch.sites import H200, tracing_for
 
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul.backends.fused import all_gather, reduce_scatter
-from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from tests.conftest import skip_without
 from tests.fp8_reference import Fp8Case, quantized_outcome
 from tests.gpu.problems import described, mesh_of, size

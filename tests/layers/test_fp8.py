@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
-from collective_matmul.fp8 import RECIPES
 from collective_matmul.layers import (
     Column,
     ColumnParallelLinear,
@@ -23,6 +22,7 @@ from collective_matmul.layers import (
     RowParallelLinear,
     parallelize,
 )
+from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     SHARDED,
@@ -100,7 +100,7 @@ def by_kernel(outcome: tuple[Any, Any, Any]) -> Any:
 
 # Explicit axes are the ops' business, which are tested with them.
 @pytest.mark.parametrize("context", ["auto", "local"])
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_layers_equal_the_ops(fp8: str, context: str, make_mesh: MeshFactory) -> None:
     """An automatic axis does not divide the arrays that have one scale."""
     mesh, whole = (make_mesh({"data": data, "tensor": 4}) for data in (2, 1))

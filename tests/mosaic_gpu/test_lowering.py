@@ -16,17 +16,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import pytest
+from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.backends.ring.schedule import Use, make_schedule
-from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from collective_matmul.mosaic_gpu import chunk_matmul, device, scaled_chunks, tiling
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, shared_launch
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
+from collective_matmul.schedule.schedules import Use, make_schedule
 from tests.backends.ring.test_program_structure import RINGS, equations
 from tests.conftest import MeshFactory
 from tests.covering import cover

@@ -11,10 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import ShapeDtypeStruct
-
-from collective_matmul._compat import MULTIPLIES_MIXED_FP8
-from collective_matmul.backends import BACKENDS
 from collective_matmul.fp8 import (
     RECIPES,
     ScaledMatrix,
@@ -23,6 +19,10 @@ from collective_matmul.fp8 import (
     quantize_rows,
     quantize_weights,
 )
+from jax import ShapeDtypeStruct
+
+from collective_matmul._compat import MULTIPLIES_MIXED_FP8
+from collective_matmul.backends import BACKENDS
 from collective_matmul.mosaic_gpu import device, scaled_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 from collective_matmul.site import Op

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.fp8 import RECIPES
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.rewrite import overlap
 from tests.rewrite.grammar import SIZES, Block, Shape, Source, Spec
 from tests.rewrite.nested_blocks import add_statement
@@ -94,7 +94,7 @@ def drawn(seed: int) -> Case:
     wide = generator.random() < 0.15
     dtypes = ("float32",) * 5 + ("bfloat16", "float16")
     dtype = generator.choice((*dtypes, "float64", "float64") if wide else dtypes)
-    fp8 = generator.choice(tuple(RECIPES)) if generator.random() < 0.12 else None
+    fp8 = generator.choice(tuple(FORMATS)) if generator.random() < 0.12 else None
     mode = generator.choice(MODES)
     source = Source(generator, {axis: mesh[axis] for axis in manual}, dtype, mode != "not")
     shapes = [generator.choice(((2, 6, 4), (2, 2, 4), (6, 4), (2, 3, 4))), (4, 4)]

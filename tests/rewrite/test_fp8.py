@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
-from collective_matmul.fp8 import RECIPES
+from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200
 from tests.explained import WIDE
@@ -61,7 +61,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_sites_compute_what_the_ops_do(fp8: str, make_mesh: MeshFactory) -> None:
     """Differentiated after `overlap`. Differentiated before, if gradients are quantized alike."""
     mesh, arguments = make_mesh({AXIS: 2}), feed_forward(mlp, "float32").arguments()

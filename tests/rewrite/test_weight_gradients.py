@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.backends.arithmetic import add, contract_rows
-from collective_matmul.backends.chunked_array import read
 from collective_matmul.mosaic_gpu import chunk_matmul
+from collective_matmul.operands.arithmetic import add, contract_rows
+from collective_matmul.operands.chunked import read
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite import blocks

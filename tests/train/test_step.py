@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from collective_matmul import overlap, record_decisions
-from collective_matmul.backends.ring.schedule import make_schedule
+from collective_matmul.schedule.schedules import make_schedule
 from tests.rewrite.programs import counts
 from train import explicit_step, presets
 from train import step as steps

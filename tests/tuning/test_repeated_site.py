@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from collective_matmul.backends.ring.backend import RINGS
+from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.site import Site
 from collective_matmul.tuning import model_sites
 from collective_matmul.tuning.repeated_site import Stack, filler
@@ -39,7 +40,7 @@ SITES = {
     "reduce": Site("matmul_all_reduce", (((8, 3), (3, 6)),), FLOAT32, "", DEVICES),
 }
 every_site = pytest.mark.parametrize("name", SITES)
-every_recipe = pytest.mark.parametrize("fp8", [None, *RECIPES])
+every_recipe = pytest.mark.parametrize("fp8", [None, *FORMATS])
 
 
 def stack_of(name: str, fp8: RecipeName | None = None, dtype: Any = FLOAT32) -> Stack:
@@ -120,7 +121,7 @@ def test_the_bound_has_the_matmuls_and_no_communication(name: str, fp8: RecipeNa
     ("implementation", "fp8"),
     [
         *((name, None) for name in ("xla", *RINGS, COMPUTE_ONLY)),
-        *(("xla", fp8) for fp8 in RECIPES),
+        *(("xla", fp8) for fp8 in FORMATS),
     ],
 )
 def test_a_repetition_waits_for_the_products_of_the_one_before(
@@ -191,7 +192,7 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
     assert down.flops == keeping.flops
 
 
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName) -> None:
     """A program that is differentiated already keeps a gathered array, in its own dtype."""
     plain = list(model_sites.sites(["llama3-8b"], [2048, 256], 4))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.site import Site
 from collective_matmul.tuning.stack_operands import StackOperands
 from tests.fp8_reference import (
@@ -33,7 +34,7 @@ from tests.tuning.test_repeated_site import (
 
 
 @every_site
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_a_site_in_8_bits_is_measured_with_quantized_operands(
     name: str, fp8: RecipeName, implementation: str
@@ -111,7 +112,7 @@ def one_repetition(name: str, fp8: RecipeName) -> tuple[Site, Program]:
 
 
 @every_site
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName) -> None:
     site, lowered = one_repetition(name, fp8)
     backward = name.endswith("backward")
@@ -135,7 +136,7 @@ def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName
 
 
 @every_site
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_nothing_is_quantized_while_it_is_timed(name: str, fp8: RecipeName) -> None:
     """But for the dy of weight gradients in 8 bits, whose rows get one scale."""
     _, lowered = one_repetition(name, fp8)

@@ -18,7 +18,8 @@ from collective_matmul import all_gather_matmul, explain, tune
 from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.table_files import cache_path
-from collective_matmul.site import Einsum, Site, WeightShards
+from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.site import Einsum, Site
 from collective_matmul.tuning import model_sites
 from collective_matmul.tuning import trials as trying
 from collective_matmul.tuning import tune as tuning

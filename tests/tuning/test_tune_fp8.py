@@ -25,8 +25,9 @@ from collective_matmul import (
     tune,
 )
 from collective_matmul.backends.xla import Xla
+from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.site import Op, Site
 from collective_matmul.tuning import tune as tuning
 from collective_matmul.tuning.repeated_site import Stack
@@ -113,7 +114,7 @@ def gradients_of(
     ("op", "fp8"),
     [
         (op, fp8)
-        for op, fp8 in itertools.product(OPS, RECIPES)
+        for op, fp8 in itertools.product(OPS, FORMATS)
         if (op, fp8) != ("gather_and_keep", "tensorwise")  # It is not quantized.
     ],
 )

@@ -14,7 +14,6 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.backends.arithmetic import Weight, product_dtype
 from collective_matmul.backends.fused.all_gather_config import (
     AllGatherConfig,
     AllGatherProblem,
@@ -27,23 +26,24 @@ from collective_matmul.backends.fused.all_gather_search import (
 from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.fused.weights import (
     AnyWeight,
+    Weight,
+    array_of,
     contracted_axis,
     in_8_bits,
     operands_reason,
     scaled_parts,
     sizes_of,
     values_of,
-    values_shape,
     wanted_sizes,
 )
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array
-from collective_matmul.mosaic_gpu.scaled_chunks import column_scales
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
+from collective_matmul.operands.multiply import product_dtype
+from collective_matmul.operands.scaled_chunks import column_scales
 
 
 def all_gather_matmul(
-    x: jax.Array,
+    x: Any,
     ws: Sequence[Weight],
     axis_name: str,
     *,
@@ -52,12 +52,12 @@ def all_gather_matmul(
     keep_gathered: bool = False,
     race_delays: bool = False,
     config: AllGatherConfig | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], Any]:
     """Multiplies all shards of x by each w in one launch. Called inside `jax.shard_map`.
 
     Args:
-      x: this device's shard, [..., m, ..., K]; bfloat16, float16, or a message.
-      ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype. With a message, scaled
+      x: this device's shard, [..., m, ..., K]; bfloat16, float16, or packed rows.
+      ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype. With packed rows, scaled
         matrices.
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the gathered dimension of x, m.
@@ -81,8 +81,9 @@ def all_gather_matmul(
         raise ValueError(f"{reason}; use 'ring' or 'xla'")
     target, config = device.target(), config or _config(x, ws, devices, dimension, transpose_w)
     assert target is not None and config is not None
-    planes, rows = math.prod(x.shape[:dimension]), math.prod(x.shape[dimension:-1])
-    shard = x.reshape(planes, rows, x.shape[-1])
+    sent = array_of(x)
+    planes, rows = math.prod(sent.shape[:dimension]), math.prod(sent.shape[dimension:-1])
+    shard = sent.reshape(planes, rows, sent.shape[-1])
     shard = jnp.pad(shard, ((0, 0), (0, config.problem.m - rows), (0, 0)))
     launch = _shared_launch(
         config, axis_name, keep_gathered, race_delays, product_dtype(x, ws[0]), target
@@ -90,11 +91,11 @@ def all_gather_matmul(
     scales, matrices = [], in_8_bits(ws)
     if matrices is not None:
         # The bytes of scales, at the ends of rows, become numbers that are not multiplied.
-        shard = lax.bitcast_convert_type(shard, matrices[0].operand_dtype)
+        shard = lax.bitcast_convert_type(shard, x.dtype)
         scales = [column_scales([matrices], config.tiling)]
     *products, gathered = launch(shard, list(map(values_of, ws)), scales)
-    gathered = lax.bitcast_convert_type(gathered, x.dtype)
-    whole = list(x.shape)
+    gathered = lax.bitcast_convert_type(gathered, sent.dtype)
+    whole = list(sent.shape)
     whole[dimension] *= config.problem.devices
 
     def unpadded(array: jax.Array) -> jax.Array:
@@ -102,11 +103,12 @@ def all_gather_matmul(
         shards = array.reshape(planes, config.problem.devices, config.problem.m, columns)
         return shards[:, :, :rows].reshape(*whole[:-1], columns)
 
-    return tuple(map(unpadded, products)), unpadded(gathered) if keep_gathered else None
+    kept = jax.tree.map(lambda _: unpadded(gathered), x) if keep_gathered else None
+    return tuple(map(unpadded, products)), kept
 
 
 def all_gather_unsupported_reason(
-    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    x: Any, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> str | None:
     """Why `all_gather_matmul` cannot do this on `devices` devices, in words; None if it can.
 
@@ -115,14 +117,14 @@ def all_gather_unsupported_reason(
     if reason := operands_reason(devices, [x] * len(ws), ws):
         return reason
     if _config(x, ws, devices, dimension, transpose_w) is None:
-        shapes = f"{values_shape(x, ws[0])} times {[w.shape for w in ws]}"
+        shapes = f"{x.shape} times {[w.shape for w in ws]}"
         wanted = wanted_sizes(ws[0], "K to be a multiple of 64 and the columns of 32")
         return f"x {shapes}: the fused kernel wants {wanted}; pad them"
     return None
 
 
 def all_gather_predicted_seconds(
-    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    x: Any, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> float:
     """Predicted seconds of a supported `all_gather_matmul`."""
     config = _config(x, ws, devices, dimension, transpose_w)
@@ -132,7 +134,7 @@ def all_gather_predicted_seconds(
 
 
 def all_gather_call(
-    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    x: Any, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> KernelCall:
     """The kernel call of an `all_gather_matmul`, which its configuration is looked up by."""
     problem = AllGatherProblem(
@@ -150,7 +152,7 @@ def all_gather_call(
 
 
 def all_gather_configs(
-    x: Array, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    x: Any, ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> tuple[AllGatherConfig, ...]:
     """All configurations for an `all_gather_matmul`, the likeliest to be fastest first."""
     call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
@@ -158,7 +160,7 @@ def all_gather_configs(
 
 
 def _config(
-    x: Array, ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
+    x: Any, ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
 ) -> AllGatherConfig | None:
     call = all_gather_call(x, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return choose_all_gather_config(call.problem, call.multiprocessors)

@@ -16,16 +16,16 @@ from collective_matmul.backends.fused.config_search import (
     compute_microseconds,
     compute_slowdown,
 )
-from collective_matmul.fp8 import RECIPES
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts
+from collective_matmul.mosaic_gpu.scaled_kernel import BLOCK, ScaledParts
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, MatmulProblem, Tiling
+from collective_matmul.operands.packed_rows import scale_bytes, scales_of_row
 
 #: Bytes of shared memory in each block for the boxes in flight, at least two.
 BOXES_BYTES = 16_384
 #: Bytes of the largest boxes, by choice. A block takes about a microsecond to send any box.
 BOX_BYTES = (8_192, 4_096, 2_048)
 
-#: Bytes of the lines that messages are sent in.
+#: Bytes of the lines that packed rows are sent in.
 LINE_BYTES = 128
 
 # What a producer takes to check whether a slab has arrived.
@@ -71,8 +71,8 @@ class AllGatherProblem:
         """Numbers in a row of x in memory: of a message, with the bytes of its scales."""
         if self.scales is None:
             return self.k
-        recipe = RECIPES["blockwise" if self.scales == "blocks" else "rowwise"]
-        return recipe.message_columns(self.k)
+        block = BLOCK if self.scales == "blocks" else None
+        return self.k + scale_bytes(scales_of_row(self.k, block))
 
     @property
     def shard_bytes(self) -> int:

@@ -12,14 +12,17 @@ import jax
 from jax import lax
 
 from collective_matmul import data
-from collective_matmul.backends.arithmetic import Weight
-from collective_matmul.backends.base import Backend, Configuration, GatherResidual, Prediction
+from collective_matmul.backends.base import MatmulBackend
 from collective_matmul.backends.fused import all_gather, reduce_scatter
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig
 from collective_matmul.backends.fused.reduce_scatter_config import ReduceScatterConfig
 from collective_matmul.backends.fused.weights import operands_of
 from collective_matmul.backends.matmul_cost import weight_gradient_seconds
+from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import HOPPER, rates
+from collective_matmul.operands.chunked import Gathered
+from collective_matmul.operands.format import PLAIN
+from collective_matmul.operands.multiply import is_array, multiplied
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -39,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Fused(Backend):
+class Fused(MatmulBackend):
     """The fused kernels, each with the best known configuration or with the given one."""
 
     config: AllGatherConfig | ReduceScatterConfig | None = None
@@ -49,62 +52,49 @@ class Fused(Backend):
     predicts_precisely = False
 
     def all_gather_matmul(
-        self,
-        x: jax.Array,
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """Multiplies tiles of x as they arrive; see `Backend`.
+        self, request: Site, x: Any, ws: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Gathered]:
+        """Multiplies tiles of x as they arrive; see `MatmulBackend`.
 
-        `co_gathered` is gathered by a collective before the kernel.
+        An array that travels beside rows in 8 bits is gathered by a collective before the kernel.
         """
-        x, whole = _gathered_before(x, co_gathered, axis_name, dimension)
+        beside = None if is_array(x) else x.array
+        sent, whole = _gathered_before(multiplied(x), beside, request)
         ys, gathered = all_gather.all_gather_matmul(
-            x,
+            sent,
             ws,
-            axis_name,
-            dimension=dimension,
-            transpose_w=transpose_w,
-            keep_gathered=keep_gathered,
+            request.axis_name,
+            dimension=request.dimension,
+            transpose_w=request.transpose_w,
+            keep_gathered=request.keep_gathered and beside is None,
             config=cast(AllGatherConfig | None, self.config),
         )
-        return ys, gathered if co_gathered is None else whole
+        if beside is not None:
+            return ys, dataclasses.replace(x, packed=None, array=whole)
+        return ys, gathered
 
     def matmul_reduce_scatter(
-        self,
-        xs: Sequence[jax.Array],
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Sums tiles where they belong as they arrive; see `Backend`.
+        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+    ) -> tuple[jax.Array, Gathered]:
+        """Sums tiles where they belong as they arrive; see `MatmulBackend`.
 
         `co_gathered` is gathered by a collective before the kernel.
         """
-        xs, gathered = _gathered_before(xs, co_gathered, axis_name, dimension)
+        xs, gathered = _gathered_before(xs, co_gathered, request)
         y = reduce_scatter.matmul_reduce_scatter(
             xs,
             ws,
-            axis_name,
-            dimension=dimension,
-            transpose_w=transpose_w,
+            request.axis_name,
+            dimension=request.dimension,
+            transpose_w=request.transpose_w,
             config=self._reduce_config,
         )
         return y, gathered
 
-    def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
-    ) -> jax.Array:
-        """Sums tiles in one shot or two; see `Backend`. There is one x and one w."""
+    def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
+        """Sums tiles in one shot or two; see `MatmulBackend`. There is one x and one w."""
         (x,), (w,) = xs, ws
+        axis_name = request.axis_name
         return reduce_scatter.matmul_all_reduce(x, w, axis_name, config=self._reduce_config)
 
     @property
@@ -119,6 +109,8 @@ class Fused(Backend):
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
         if site.op == "matmul_all_reduce" and len(site.operands) > 1:
             return "the kernel of an all-reduce executes one matmul, not several"
+        if site.format is not PLAIN and site.format.scaled_parts is None:
+            return f"the kernels do not multiply operands in {site.format.name!r}"
         reason = _of_op(
             site,
             all_gather.all_gather_unsupported_reason,
@@ -131,7 +123,7 @@ class Fused(Backend):
         """The prediction of the kernel's configuration, and what stacks add to it."""
         if rates() is None or site.einsum is not None or self.unsupported_reason(site):
             return None
-        error = ERROR if site.fp8 is None else FP8_ERROR
+        error = ERROR if site.format is PLAIN else FP8_ERROR
         return Prediction(_seconds(site), error, HOPPER.basis)
 
     def configurations(self, site: Site) -> Sequence[Configuration]:
@@ -196,9 +188,7 @@ def _of_op(
     return reduce_scatter(xs, ws, site.axis_size, **layout)
 
 
-def _gathered_before(
-    operands: T, co_gathered: jax.Array | None, axis_name: str, dimension: int
-) -> tuple[T, jax.Array | None]:
+def _gathered_before(operands: T, co_gathered: Any, request: Site) -> tuple[T, Any]:
     """The operands of a kernel; and `co_gathered` whole, gathered before the kernel begins.
 
     Beside the kernel, the collective would hold multiprocessors here and wait for a device whose
@@ -206,5 +196,8 @@ def _gathered_before(
     """
     if co_gathered is None:
         return operands, None
-    whole = lax.all_gather(co_gathered, axis_name, axis=dimension, tiled=True)
-    return lax.optimization_barrier((operands, whole))
+
+    def gather(array: jax.Array) -> jax.Array:
+        return lax.all_gather(array, request.axis_name, axis=request.dimension, tiled=True)
+
+    return lax.optimization_barrier((operands, jax.tree.map(gather, co_gathered)))

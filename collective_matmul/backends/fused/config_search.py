@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from collective_matmul import data
-from collective_matmul.backends.base import Configuration
+from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.hardware import HOPPER
 from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts, can_scale
 from collective_matmul.mosaic_gpu.tiling import (

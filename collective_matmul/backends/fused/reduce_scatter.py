@@ -17,7 +17,6 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.backends.arithmetic import Weight, product_dtype
 from collective_matmul.backends.fused.config_search import KernelCall
 from collective_matmul.backends.fused.reduce_scatter_config import (
     ReduceScatterConfig,
@@ -34,24 +33,25 @@ from collective_matmul.backends.fused.reduce_scatter_search import (
 )
 from collective_matmul.backends.fused.weights import (
     AnyWeight,
+    Weight,
+    array_of,
     contracted_axis,
     in_8_bits,
     operands_reason,
     scaled_parts,
     sizes_of,
     values_of,
-    values_shape,
     wanted_sizes,
 )
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.requirements import Array
-from collective_matmul.mosaic_gpu.scaled_chunks import column_scales, row_scales
 from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
 from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, ROW_MULTIPLE
+from collective_matmul.operands.multiply import product_dtype
+from collective_matmul.operands.scaled_chunks import column_scales, row_scales
 
 
 def matmul_reduce_scatter(
-    xs: Sequence[jax.Array],
+    xs: Sequence[Any],
     ws: Sequence[Weight],
     axis_name: str,
     *,
@@ -66,9 +66,9 @@ def matmul_reduce_scatter(
     owner's own product, in the order of the devices after it: the same bits every time.
 
     Args:
-      xs: each [..., M, ..., K_p]; all bfloat16 or all float16, or messages.
-      ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype. With messages, scaled
-        matrices.
+      xs: each [..., M, ..., K_p]; all bfloat16 or all float16, or packed rows.
+      ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype. With packed rows,
+        scaled matrices.
       axis_name: a mesh axis of D devices, all driven by this process.
       dimension: the scattered dimension of the xs, M, a multiple of D.
       transpose_w: whether the ws are contracted along their last dimension.
@@ -95,17 +95,19 @@ def matmul_reduce_scatter(
     shape[-1] = problem.n
     rows = math.prod(shape[dimension:-1])
 
-    def owned_rows_padded(x: jax.Array) -> jax.Array:
+    def owned_rows_padded(x: Any) -> jax.Array:
+        x = array_of(x)
         x = x.reshape(problem.planes, problem.devices, rows, x.shape[-1])
         x = jnp.pad(x, ((0, 0), (0, 0), (0, problem.m - rows), (0, 0)))
         return x.reshape(problem.planes, problem.all_rows, x.shape[-1])
 
-    y = _launch(config, axis_name, race_delays, list(map(owned_rows_padded, xs)), ws)
+    arrays = list(map(owned_rows_padded, xs))
+    y = _launch(config, axis_name, race_delays, arrays, ws, xs[0].dtype)
     return y[:, :rows].reshape(shape)
 
 
 def matmul_all_reduce(
-    x: jax.Array,
+    x: Any,
     w: Weight,
     axis_name: str,
     *,
@@ -115,8 +117,8 @@ def matmul_all_reduce(
     """``all_reduce(x @ w)`` in one launch, inside `jax.shard_map`: the same bits on all devices.
 
     Args:
-      x: [..., K]; bfloat16, float16, or a message.
-      w: [K, N], of the same dtype; with a message, a scaled matrix.
+      x: [..., K]; bfloat16, float16, or packed rows.
+      w: [K, N], of the same dtype; with packed rows, a scaled matrix.
       axis_name: a mesh axis of D devices, all driven by this process.
       race_delays: as for `matmul_reduce_scatter`.
       config: one of `candidate_all_reduce_configs`; None chooses the best known.
@@ -133,14 +135,14 @@ def matmul_all_reduce(
         raise ValueError(f"{reason}; use 'ring' or 'xla'")
     config = config or _all_reduce_config(x, w, devices)
     assert config is not None
-    rows = math.prod(x.shape[:-1])
-    matrix = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
-    y = _launch(config, axis_name, race_delays, [matrix[None]], [w])
+    rows, sent = math.prod(x.shape[:-1]), array_of(x)
+    matrix = jnp.pad(sent.reshape(rows, sent.shape[-1]), ((0, -rows % ROW_MULTIPLE), (0, 0)))
+    y = _launch(config, axis_name, race_delays, [matrix[None]], [w], x.dtype)
     return y.reshape(-1, w.shape[1])[:rows].reshape(*x.shape[:-1], w.shape[1])
 
 
 def reduce_scatter_unsupported_reason(
-    xs: Sequence[Array],
+    xs: Sequence[Any],
     ws: Sequence[AnyWeight],
     devices: int,
     *,
@@ -156,7 +158,7 @@ def reduce_scatter_unsupported_reason(
     )
 
 
-def all_reduce_unsupported_reason(x: Array, w: AnyWeight, devices: int) -> str | None:
+def all_reduce_unsupported_reason(x: Any, w: AnyWeight, devices: int) -> str | None:
     """Why `matmul_all_reduce` cannot do this on `devices` devices, in words; None if it can.
 
     x and w may be arrays or `jax.ShapeDtypeStruct`s, both local.
@@ -167,7 +169,7 @@ def all_reduce_unsupported_reason(x: Array, w: AnyWeight, devices: int) -> str |
 
 
 def reduce_scatter_predicted_seconds(
-    xs: Sequence[Array],
+    xs: Sequence[Any],
     ws: Sequence[AnyWeight],
     devices: int,
     *,
@@ -179,7 +181,7 @@ def reduce_scatter_predicted_seconds(
     return _predicted_seconds(call)
 
 
-def all_reduce_predicted_seconds(x: Array, w: AnyWeight, devices: int) -> float:
+def all_reduce_predicted_seconds(x: Any, w: AnyWeight, devices: int) -> float:
     """Predicted seconds of a supported `matmul_all_reduce`."""
     return _predicted_seconds(all_reduce_call(x, w, devices))
 
@@ -191,17 +193,17 @@ def _predicted_seconds(call: KernelCall) -> float:
 
 
 def _no_config_reason(
-    config: ReduceScatterConfig | None, xs: Sequence[Array], ws: Sequence[AnyWeight]
+    config: ReduceScatterConfig | None, xs: Sequence[Any], ws: Sequence[AnyWeight]
 ) -> str | None:
     if config is not None:
         return None
-    terms = ", ".join(f"{values_shape(x, w)} times {w.shape}" for x, w in zip(xs, ws, strict=True))
+    terms = ", ".join(f"{x.shape} times {w.shape}" for x, w in zip(xs, ws, strict=True))
     wanted = wanted_sizes(ws[0], "every K, and N, to be a multiple of 32")
     return f"{terms}: the fused kernel wants {wanted}; pad them"
 
 
 def reduce_scatter_call(
-    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    xs: Sequence[Any], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> KernelCall:
     """The kernel call of a `matmul_reduce_scatter`, which its configuration is looked up by."""
     shape = xs[0].shape
@@ -218,7 +220,7 @@ def reduce_scatter_call(
     return KernelCall("matmul_reduce_scatter", problem, _multiprocessors())
 
 
-def all_reduce_call(x: Array, w: AnyWeight, devices: int) -> KernelCall:
+def all_reduce_call(x: Any, w: AnyWeight, devices: int) -> KernelCall:
     """The kernel call of a `matmul_all_reduce`, which its configuration is looked up by."""
     rows = math.prod(x.shape[:-1])
     contracted, columns = sizes_of(w, transpose_w=False)
@@ -236,27 +238,27 @@ def all_reduce_call(x: Array, w: AnyWeight, devices: int) -> KernelCall:
 
 
 def reduce_scatter_configs(
-    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
+    xs: Sequence[Any], ws: Sequence[AnyWeight], devices: int, *, dimension: int, transpose_w: bool
 ) -> tuple[ReduceScatterConfig, ...]:
     """All configurations for a `matmul_reduce_scatter`, the likeliest to be fastest first."""
     call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return candidate_reduce_scatter_configs(call.problem, call.multiprocessors)
 
 
-def all_reduce_configs(x: Array, w: AnyWeight, devices: int) -> tuple[ReduceScatterConfig, ...]:
+def all_reduce_configs(x: Any, w: AnyWeight, devices: int) -> tuple[ReduceScatterConfig, ...]:
     """All configurations for a `matmul_all_reduce`, the likeliest to be fastest first."""
     call = all_reduce_call(x, w, devices)
     return candidate_all_reduce_configs(call.problem, call.multiprocessors)
 
 
 def _scatter_config(
-    xs: Sequence[Array], ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
+    xs: Sequence[Any], ws: Sequence[AnyWeight], devices: int, dimension: int, transpose_w: bool
 ) -> ReduceScatterConfig | None:
     call = reduce_scatter_call(xs, ws, devices, dimension=dimension, transpose_w=transpose_w)
     return choose_reduce_scatter_config(call.problem, call.multiprocessors)
 
 
-def _all_reduce_config(x: Array, w: AnyWeight, devices: int) -> ReduceScatterConfig | None:
+def _all_reduce_config(x: Any, w: AnyWeight, devices: int) -> ReduceScatterConfig | None:
     call = all_reduce_call(x, w, devices)
     return choose_reduce_scatter_config(call.problem, call.multiprocessors)
 
@@ -273,7 +275,9 @@ def _launch(
     race_delays: bool,
     xs: Sequence[jax.Array],
     ws: Sequence[Weight],
+    x_dtype: Any,
 ) -> jax.Array:
+    """Launches the kernel on planes [planes, rows, ...]; `x_dtype` is that of their numbers."""
     scales, first_scale, matrices = [], 0, in_8_bits(ws)
     dtype = product_dtype(xs[0], ws[0])
     if matrices is not None:
@@ -282,7 +286,7 @@ def _launch(
         x_scales, first_scale = row_scales(xs, problem.k, tiling, in_blocks=in_blocks)
         scales = [x_scales, column_scales([[w] for w in matrices], config.tiling)]
         # The bytes of scales, at the ends of rows, become numbers that are not multiplied.
-        xs = [lax.bitcast_convert_type(x, matrices[0].operand_dtype) for x in xs]
+        xs = [lax.bitcast_convert_type(x, x_dtype) for x in xs]
     launch = _shared_launch(config, axis_name, race_delays, dtype, first_scale, device.target())
     return launch(list(xs), list(map(values_of, ws)), scales)
 

@@ -8,14 +8,15 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from collective_matmul.backends.arithmetic import Weight
-from collective_matmul.fp8 import BLOCK, ScaledMatrix
 from collective_matmul.mosaic_gpu import requirements
-from collective_matmul.mosaic_gpu.requirements import Array
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts
+from collective_matmul.mosaic_gpu.scaled_kernel import BLOCK, ScaledParts
+from collective_matmul.operands.format import PLAIN
+from collective_matmul.operands.packed_rows import PackedRows
+from collective_matmul.operands.scaled_matrix import ScaledMatrix
 from collective_matmul.site import Site
 
-#: A weight, or its shapes and dtypes.
+#: A weight, as an array or in 8 bits; its leaves may be shapes and dtypes.
+Weight = jax.Array | ScaledMatrix
 AnyWeight = Weight | jax.ShapeDtypeStruct
 
 
@@ -34,9 +35,9 @@ def sizes_of(w: AnyWeight, transpose_w: bool) -> tuple[int, int]:
     return contracted, columns
 
 
-def values_shape(x: Array, w: AnyWeight) -> tuple[int, ...]:
-    """The shape of an x, of a message that of its values."""
-    return (*x.shape[:-1], w.shape[0]) if isinstance(w, ScaledMatrix) else x.shape
+def array_of(x: Any) -> Any:
+    """What travels of an x: itself, or its packed rows."""
+    return x.packed if isinstance(x, PackedRows) else x
 
 
 def contracted_axis(w: AnyWeight, transpose_w: bool) -> Any:
@@ -54,7 +55,7 @@ def in_8_bits(ws: Sequence[Weight]) -> list[ScaledMatrix] | None:
     return cast(list[ScaledMatrix], list(ws)) if isinstance(ws[0], ScaledMatrix) else None
 
 
-def operands_reason(devices: int, xs: Sequence[Array], ws: Sequence[AnyWeight]) -> str | None:
+def operands_reason(devices: int, xs: Sequence[Any], ws: Sequence[AnyWeight]) -> str | None:
     """Why no kernel can multiply these operands on the devices of an axis; None if one can.
 
     Operands in 8 bits count as what they stand for.
@@ -71,26 +72,28 @@ def operands_reason(devices: int, xs: Sequence[Array], ws: Sequence[AnyWeight]) 
 
 def operands_of(site: Site) -> tuple[list[jax.ShapeDtypeStruct], list[Any]]:
     """The shapes and dtypes of a site's xs and ws, as a backend gets them."""
-    recipe = site.recipe
-    if recipe is None:
+    stored = site.format
+    if stored is PLAIN:
         xs = [jax.ShapeDtypeStruct(x, site.dtype) for x, _ in site.operands]
         return xs, [
             jax.ShapeDtypeStruct(w[::-1] if site.transpose_w else w, site.dtype)
             for _, w in site.operands
         ]
     x_dtype, w_dtype = map(jnp.dtype, site.operand_dtypes)
+    in_blocks = stored.scaled_parts == "blocks"
 
-    def message(x: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*x[:-1], recipe.message_columns(x[-1])), jnp.uint8)
+    def rows(x: tuple[int, ...]) -> PackedRows:
+        columns = stored.row_bytes(x[-1], site.dtype.itemsize)
+        packed = jax.ShapeDtypeStruct((*x[:-1], columns), jnp.uint8)
+        return PackedRows(packed, None, x_dtype, BLOCK if in_blocks else None)
 
     def matrix(contracted: int, columns: int) -> ScaledMatrix:
         blocks = -(-columns // BLOCK), -(-contracted // BLOCK)
-        scales = blocks if recipe.name == "blockwise" else (columns,)
-        arrays = ((columns, contracted), w_dtype), (scales, jnp.float32)
+        arrays = ((columns, contracted), w_dtype), (blocks if in_blocks else (columns,), "float32")
         values, scales = (cast(Any, jax.ShapeDtypeStruct(*array)) for array in arrays)
-        return ScaledMatrix(values, scales, x_dtype, jnp.dtype(site.dtype))
+        return ScaledMatrix(values, scales, jnp.dtype(site.dtype))
 
-    return [message(x) for x, _ in site.operands], [matrix(*w) for _, w in site.operands]
+    return [rows(x) for x, _ in site.operands], [matrix(*w) for _, w in site.operands]
 
 
 def wanted_sizes(w: AnyWeight, in_half_precision: str) -> str:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul.backends.base import Prediction
 from collective_matmul.backends.matmul_cost import multiplication_seconds
 from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.backends.xla import SequentialBackend
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER, rates
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.peer_access import no_peer_access_reason
 from collective_matmul.site import Site
 
@@ -59,7 +60,7 @@ class OneShot(SequentialBackend):
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Exchanges are limited by the kernel's requirements and the size of the workspace."""
-        if site.fp8 is not None:
+        if site.format is not PLAIN:
             return "operands in fp8: these exchanges send wider numbers only"
         reasons = (
             exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site)

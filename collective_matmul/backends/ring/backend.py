@@ -7,112 +7,119 @@ Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 from jax import lax
 
-from collective_matmul.backends.arithmetic import Weight
-from collective_matmul.backends.base import EinsumBackend, GatherResidual, Prediction
-from collective_matmul.backends.ring import cost, einsum_walk, matmul_walk
-from collective_matmul.backends.ring.matmul_walk import WholeWeights
-from collective_matmul.backends.ring.schedule import Pattern
-from collective_matmul.backends.ring.walk import Gather, Ring
-from collective_matmul.backends.ring.weight_gather import ShardedWeightRing
-from collective_matmul.equation import Equation
+from collective_matmul.backends.base import MatmulBackend
+from collective_matmul.backends.ring import cost, einsum_walk, matmul_walk, weight_gather
+from collective_matmul.dispatch.contract import Prediction
+from collective_matmul.operands.chunked import Gathered
 from collective_matmul.peer_access import no_peer_copies_reason
+from collective_matmul.schedule.schedules import Pattern
+from collective_matmul.schedule.walk import Gather, Ring
 from collective_matmul.site import Site
 
 
-class RingBackend(EinsumBackend, ShardedWeightRing):
-    """A ring with one pattern of schedule; see `Backend` for shapes."""
+class RingBackend(MatmulBackend):
+    """A ring with one pattern of schedule; see `MatmulBackend` for shapes.
+
+    Weights that a second axis shards always come straight from their owners.
+    """
+
+    executes_einsums = True
+    gathers_weights = True
+    copies_between_peers = True
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name
         self.pattern = pattern
 
     def all_gather_matmul(
-        self,
-        x: jax.Array,
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
+        self, request: Site, x: Any, ws: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Gathered]:
         """Multiplies the shards of x as they arrive."""
-        gather = Gather(x, self.pattern, axis_name, dimension)
-        beside = self._co_gather(co_gathered, axis_name, dimension)
-        weights = WholeWeights(ws, transpose_w=transpose_w)
-        ys = matmul_walk.gather_matmul(gather, x, weights, beside)
-        if beside is not None:
-            return ys, beside.gathered()
-        return ys, gather.gathered() if keep_gathered else None
+        gather = self._gather(request, x)
+        weights = weight_gather.weights_of_walk(ws, transpose_w=request.transpose_w)
+        ys = matmul_walk.gather_matmul(gather, x, weights)
+        return ys, gather.gathered() if request.keep_gathered else None
 
     def matmul_reduce_scatter(
-        self,
-        xs: Sequence[jax.Array],
-        ws: Sequence[Weight],
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
+        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+    ) -> tuple[jax.Array, Gathered]:
         """Sums the chunks while their accumulators travel."""
-        rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
-        scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
-        gather = self._co_gather(co_gathered, axis_name, dimension)
-        weights = WholeWeights(ws, transpose_w=transpose_w)
+        rows = xs[0].shape[request.dimension] // lax.axis_size(request.axis_name)
+        scatter = Ring("scatter", self.pattern, request.axis_name, request.dimension, rows)
+        gather = self._co_gather(request, co_gathered)
+        weights = weight_gather.weights_of_walk(ws, transpose_w=request.transpose_w)
         y = matmul_walk.matmul_scatter(scatter, gather, xs, weights)
         return y, None if gather is None else gather.gathered()
 
-    def matmul_all_reduce(
-        self, xs: Sequence[jax.Array], ws: Sequence[Weight], axis_name: str
-    ) -> jax.Array:
+    def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
         """Reduce-scatters the rows in a ring, then gathers them with one collective.
 
         That gather has no matmul left to hide under. The number of rows must be a multiple of D.
         """
         # The direct pattern adds D - 1 chunks at the end, which XLA's sum in place never holds.
         ring = RingBackend(self.name, "one_way") if self.pattern == "direct" else self
-        rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in xs]
-        y, _ = ring.matmul_reduce_scatter(rows, ws, axis_name, dimension=0)
-        y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")
-        return y.reshape(*xs[0].shape[:-1], y.shape[-1])
+        shape = xs[0].shape
+        rows = [jax.tree.map(_in_one_dimension, x) for x in xs]
+        y, _ = ring.matmul_reduce_scatter(replace(request, dimension=0), rows, ws)
+        y = lax.all_gather(y, request.axis_name, axis=0, tiled=True, to="invarying")
+        return y.reshape(*shape[:-1], y.shape[-1])
 
-    def gather_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        keep_gathered: bool = False,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Contracts the shards of a as they arrive; see `EinsumBackend`."""
-        gather = Gather(a, self.pattern, axis_name, equation.a.index(equation.label))
+    def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
+        """Contracts the shards of a as they arrive."""
+        equation = request.equation
+        gather = Gather(a, self.pattern, request.axis_name, equation.a.index(equation.label))
         y = einsum_walk.gather_einsum(equation, b, gather)
-        return y, gather.gathered() if keep_gathered else None
+        return y, gather.gathered() if request.keep_gathered else None
 
     def scatter_einsum(
-        self,
-        equation: Equation,
-        a: jax.Array,
-        b: jax.Array,
-        axis_name: str,
-        *,
-        co_gathered: jax.Array | None = None,
-    ) -> tuple[jax.Array, GatherResidual]:
-        """Sums the chunks while their accumulators travel; see `EinsumBackend`."""
-        dimension = equation.y.index(equation.label)
-        rows = a.shape[equation.a.index(equation.label)] // lax.axis_size(axis_name)
-        scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
-        gather = self._co_gather(co_gathered, axis_name, dimension)
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
+    ) -> tuple[Any, Gathered]:
+        """Sums the chunks while their accumulators travel."""
+        equation = request.equation
+        request = replace(request, dimension=equation.y.index(equation.label))
+        rows = a.shape[equation.a.index(equation.label)] // lax.axis_size(request.axis_name)
+        scatter = Ring("scatter", self.pattern, request.axis_name, request.dimension, rows)
+        gather = self._co_gather(request, co_gathered)
         y = einsum_walk.scatter_einsum(equation, a, b, scatter, gather)
         return y, None if gather is None else gather.gathered()
+
+    def weight_gradients(
+        self,
+        request: Site,
+        dxs: Any,
+        ws: Sequence[Any],
+        xs: Sequence[Any],
+        ys: Sequence[Any],
+        scatter: Callable[[Any, jax.Array], jax.Array],
+    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        """Sends the terms of gradients to the owners of weights that the loop gathered."""
+        if request.weight_shards is None:
+            return super().weight_gradients(request, dxs, ws, xs, ys, scatter)
+        # Else products for the weight gradients could begin before dxs are there.
+        dxs, xs, ys = lax.optimization_barrier((dxs, tuple(xs), tuple(ys)))
+        dws, _ = weight_gather.scatter_weight_gradients(ws, xs[0], ys, request.dimension)
+        return lax.optimization_barrier((dxs, dws))
+
+    def gathers_under_weight_gradients(self, request: Site) -> bool:
+        """On one device of its own axis it has no other product under which weights could travel."""
+        return request.weight_shards is not None and request.axis_size == 1
+
+    def weight_gradients_first(
+        self, request: Site, ws: Sequence[Any], xs: Sequence[Any], ys: Sequence[Any]
+    ) -> tuple[tuple[jax.Array, ...], Sequence[Any], Sequence[Any]]:
+        """Gathers the weights while it contracts their gradients."""
+        dws, arrived = weight_gather.scatter_weight_gradients(
+            ws, xs[0], ys, request.dimension, gathers_as=request.dtype
+        )
+        dws, ys = lax.optimization_barrier((dws, tuple(ys)))
+        return dws, arrived, ys
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Permutes meet on all devices; and an all-reduce scatters rows, which the axis divides."""
@@ -145,10 +152,16 @@ class RingBackend(EinsumBackend, ShardedWeightRing):
         """The cost model, which exists for the one-way ring only."""
         return cost.predict(site) if self.pattern == "one_way" else None
 
-    def _co_gather(self, shard: jax.Array | None, axis_name: str, dimension: int) -> Gather | None:
-        if shard is None:
-            return None
-        return Gather(shard, self.pattern, axis_name, dimension, co_gathered=True)
+    def _gather(self, request: Site, shard: Any, *, co_gathered: bool = False) -> Gather:
+        axis_name, dimension = request.axis_name, request.dimension
+        return Gather(shard, self.pattern, axis_name, dimension, co_gathered=co_gathered)
+
+    def _co_gather(self, request: Site, shard: Any) -> Gather | None:
+        return None if shard is None else self._gather(request, shard, co_gathered=True)
+
+
+def _in_one_dimension(rows: jax.Array) -> jax.Array:
+    return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
 #: The rings by name.

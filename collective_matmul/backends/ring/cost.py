@@ -13,24 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.backends.base import Prediction
 from collective_matmul.backends.matmul_cost import (
     matmul_seconds,
     matmuls_seconds,
     slowdown,
     weight_gradient_seconds,
 )
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER, assumed_rates, rates
-from collective_matmul.mosaic_gpu import scaled_chunks
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.site import Site
 
 #: Aligned rings that were measured to be slower than XLA, and not for want of their host, are
 #: predicted to gain up to 4.9 %. Rings that do gain are overrated by more, by up to a sixth.
 ERROR = 0.08
-#: The error with operands in 8 bits that our kernel multiplies, row-wise or tensor-wise. On 2 H100,
-#: stacks of layers gained 0.4 to 1.05 of what was predicted, and none lost.
-FP8_ERROR = 0.03
 #: The error where the ring waits for its host, which takes from 0.65 to 1.4 times what is
 #: predicted: rings slower than XLA are predicted to gain up to 22 %. Also the error of what was not
 #: measured: wide numbers, and unaligned matmuls, which XLA executes in ways that vary by shape.
@@ -56,9 +53,11 @@ def predict(site: Site) -> Prediction | None:
         after = gpu.collective_seconds + _bytes_sent(site) / gpu.link_bytes
     ring = max(on_device, on_host)
     was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
-    if site.fp8 is not None:
-        was_measured &= site.fp8 != "blockwise" and multiplies_in_place(site)
-    error = (ERROR if site.fp8 is None else FP8_ERROR) if was_measured else UNSURE_ERROR
+    error = ERROR
+    if site.format is not PLAIN:
+        was_measured &= site.format.ring_error is not None and multiplies_in_place(site)
+        error = site.format.ring_error
+    error = error if was_measured else UNSURE_ERROR
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
     return Prediction(ring + after, at_most / ring - 1, gpu.basis)
 
@@ -114,7 +113,7 @@ def _chunk_matmuls(site: Site, rows: int) -> float:
     """Seconds of a chunk's matmuls: the kernel that works in place has all in the same waves."""
     if not multiplies_in_place(site):
         return matmuls_seconds(site, rows)
-    factor = slowdown(site, in_fp8=site.fp8 is not None)
+    factor = slowdown(site)
     return factor * matmul_seconds(rows, site.contracted, site.columns, splits=False)
 
 
@@ -159,8 +158,8 @@ def multiplies_in_place(site: Site) -> bool:
     if site.einsum is not None or partly_automatic():
         return False
     rows = site.chunk_rows
-    if site.fp8 is not None:
-        return scaled_chunks.fits(site, rows)
+    if site.format is not PLAIN:
+        return site.format.fits_kernel(site, rows, backward=site.direction == "backward")
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])
     ks, ns = zip(*(w for _, w in site.operands), strict=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from collective_matmul.backends.arithmetic import accumulator, einsum
-from collective_matmul.backends.chunked_array import empty_like, read, write
-from collective_matmul.backends.ring.schedule import Chunk
-from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.equation import Equation
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.operands.arithmetic import accumulator, einsum
+from collective_matmul.operands.chunked import empty_like, read, write
+from collective_matmul.schedule.schedules import Chunk
+from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scatter
 
 
 def gather_einsum(equation: Equation, b: jax.Array, gather: Gather) -> jax.Array:

@@ -12,11 +12,16 @@ from typing import Any, Protocol
 
 import jax
 
-from collective_matmul.backends.arithmetic import Weight, product_dtype
-from collective_matmul.backends.chunked_array import empty_like, multiply_chunks
-from collective_matmul.backends.ring.schedule import Chunk
-from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.operands.chunked import empty_like
+from collective_matmul.operands.multiply import (
+    columns_of,
+    multiplied,
+    multiply_chunks,
+    product_dtype,
+)
+from collective_matmul.schedule.schedules import Chunk
+from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scatter
 
 #: Makes the chunks that a product is written to, for those who need them.
 Places = Callable[[], Sequence[Rows]]
@@ -30,7 +35,7 @@ class Weights(Protocol):
       columns: N of each weight.
     """
 
-    arrays: Sequence[Weight]
+    arrays: Sequence[Any]
     columns: Sequence[int]
 
     def begin(
@@ -66,9 +71,9 @@ class Weights(Protocol):
 class WholeWeights(Weights):
     """Weights that this device has whole."""
 
-    def __init__(self, ws: Sequence[Weight], *, transpose_w: bool):
+    def __init__(self, ws: Sequence[Any], *, transpose_w: bool):
         self.arrays = ws
-        self.columns = [w.shape[0 if transpose_w else 1] for w in ws]
+        self.columns = [columns_of(w, transpose_w) for w in ws]
         self._transpose_w = transpose_w
 
     def begin(
@@ -86,50 +91,48 @@ class WholeWeights(Weights):
         return multiply_chunks(xs, terms, outs, dimension=dimension, transpose_w=self._transpose_w)
 
 
-def gather_matmul(
-    gather: Gather, x: jax.Array, weights: Weights, beside: Gather | None = None
-) -> tuple[jax.Array, ...]:
-    """Multiplies the shards of x, which `gather` gathers, by every weight as they arrive.
-
-    Shards of `beside` travel in the same steps.
-    """
+def gather_matmul(gather: Gather, x: Any, weights: Weights) -> tuple[jax.Array, ...]:
+    """Multiplies the shards of x, which `gather` gathers, by every weight as they arrive."""
     dimension = gather.dimension
     whole = {dimension: gather.rows * gather.devices}
 
     def places(chunk: Chunk, outs: Sequence[jax.Array]) -> list[Rows]:
         return [Rows(out, gather.start(chunk), gather.size(chunk)) for out in outs]
 
-    def multiply(chunk: Chunk, shard: jax.Array, _: Any, outs: Any) -> tuple[jax.Array, ...]:
-        here = Rows(shard, 0, gather.size(chunk))
+    def multiply(chunk: Chunk, shard: Any, _: Any, outs: Any) -> tuple[jax.Array, ...]:
+        here = Rows(multiplied(shard), 0, gather.size(chunk))
         return weights.multiply([here], places(chunk, outs), dimension)
 
+    array = jax.tree.leaves(x)[0]
     outs = tuple(
-        empty_like(x, whole | {x.ndim - 1: n}, w, dtype=product_dtype(x, w))
+        empty_like(array, whole | {array.ndim - 1: n}, w, dtype=product_dtype(x, w))
         for n, w in zip(weights.columns, weights.arrays, strict=True)
     )
     first = gather.steps[0].multiply[0]
     here = Rows(gather.held.pop(first), 0, gather.size(first))
     (here,), waiting = weights.begin([here], lambda: places(first, outs), dimension, gather.held)
     gather.hold(waiting | {first: here.array})
-    return walk_gather(gather, multiply, (), outs, beside)
+    return walk_gather(gather, multiply, (), outs)
 
 
 def matmul_scatter(
-    scatter: Ring, gather: Gather | None, xs: Sequence[jax.Array], weights: Weights
+    scatter: Ring, gather: Gather | None, xs: Sequence[Any], weights: Weights
 ) -> jax.Array:
     """Sums the chunks while their accumulators travel, and the shards of `gather` beside them."""
     dimension, columns = scatter.dimension, weights.columns[0]
+    first_array, *others = jax.tree.leaves(xs)
 
-    def operands(chunk: Chunk, xs: Sequence[jax.Array]) -> list[Rows]:
+    def operands(chunk: Chunk, xs: Sequence[Any]) -> list[Rows]:
         return [Rows(x, scatter.start(chunk), scatter.size(chunk)) for x in xs]
 
     def product_of(chunk: Chunk) -> list[Rows]:
         size = scatter.size(chunk)
-        sizes = {dimension: size, xs[0].ndim - 1: columns}
+        sizes = {dimension: size, first_array.ndim - 1: columns}
         dtype = product_dtype(xs[0], weights.arrays[0])
-        return [Rows(empty_like(xs[0], sizes, *xs[1:], *weights.arrays, dtype=dtype), 0, size)]
+        empty = empty_like(first_array, sizes, *others, *weights.arrays, dtype=dtype)
+        return [Rows(empty, 0, size)]
 
-    def multiply(chunk: Chunk, xs: Sequence[jax.Array]) -> jax.Array:
+    def multiply(chunk: Chunk, xs: Sequence[Any]) -> jax.Array:
         (product,) = weights.multiply(operands(chunk, xs), product_of(chunk), dimension)
         return product
 

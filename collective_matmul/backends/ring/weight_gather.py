@@ -18,43 +18,40 @@ them, and then nothing hides what travels under them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from collective_matmul.backends.arithmetic import add
-from collective_matmul.backends.base import GatherResidual, ShardedWeightBackend
-from collective_matmul.backends.chunked_array import ChunkedArray, empty_like, write
-from collective_matmul.backends.ring.matmul_walk import (
-    Places,
-    Weights,
-    gather_matmul,
-    matmul_scatter,
-)
-from collective_matmul.backends.ring.schedule import Chunk, Pattern
-from collective_matmul.backends.ring.walk import Gather, Ring, walk_gather, walk_scatter
-from collective_matmul.backends.weight_blocks import (
-    Blocks,
-    ShardedWeights,
-    multiply_blocks,
-    weight_gradients,
-)
+from collective_matmul.backends.ring.matmul_walk import Places, Weights, WholeWeights
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.operands.arithmetic import add
+from collective_matmul.operands.chunked import Chunked, empty_like, write
+from collective_matmul.operands.sharded import Sharded
+from collective_matmul.operands.weight_blocks import Blocks, contract_block, multiply_blocks
+from collective_matmul.schedule.schedules import Chunk, Pattern
+from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scatter
 
-Gradients = tuple[jax.Array, tuple[jax.Array, ...]]
+
+def weights_of_walk(ws: Sequence[Any], *, transpose_w: bool) -> Weights:
+    """The weights of a walk: whole, arriving in its first product, or arrived before."""
+    if isinstance(ws[0], Arrived):
+        return ArrivedWeights(ws, transpose_w=transpose_w)
+    if isinstance(ws[0], Sharded):
+        return ArrivingWeights(ws, transpose_w=transpose_w)
+    return WholeWeights(ws, transpose_w=transpose_w)
 
 
 class WeightGather(Gather):
     """A running gather of weights. Its chunks are the shards of all weights of one device."""
 
     def __init__(
-        self, weights: ShardedWeights, pattern: Pattern = "direct", *, co_gathered: bool = False
+        self, weights: Sequence[Sharded], pattern: Pattern = "direct", *, co_gathered: bool = False
     ):
-        sharding = weights.sharding
+        sharding = weights[0].sharding
         Ring.__init__(self, "gather", pattern, sharding.axis_name, sharding.dimension, rows=1)
         self.co_gathered = co_gathered
-        self.held = {Chunk(0, 0): weights.shards}
+        self.held = {Chunk(0, 0): tuple(w.value for w in weights)}
         self._arrived = dict(self.held)
 
     def used_by(self, i: int) -> dict[Chunk, Any]:
@@ -86,9 +83,9 @@ class ArrivingWeights(Weights):
       columns: N of each weight.
     """
 
-    def __init__(self, weights: ShardedWeights, *, transpose_w: bool = False):
-        self.arrays = weights.shards
-        self.columns = [w.shape[0 if transpose_w else 1] for w in weights.whole]
+    def __init__(self, weights: Sequence[Sharded], *, transpose_w: bool = False):
+        self.arrays = [w.value for w in weights]
+        self.columns = [w.shape[0 if transpose_w else 1] for w in weights]
         self._weights = weights
         self._transpose_w = transpose_w
         self._blocks: Blocks = []
@@ -101,7 +98,7 @@ class ArrivingWeights(Weights):
 
         See `Weights`. One product of that chunk is left, beside which `waiting` can be sent.
         """
-        columns = self._weights.divides_columns(self._transpose_w)
+        columns = self._weights[0].divides_columns(self._transpose_w)
         # The direct pattern is one chunk further ahead: two permutes at one time, of one weight.
         one_way = columns and len(self.arrays) > 1
         gather = WeightGather(self._weights, "one_way" if one_way else "direct")
@@ -185,82 +182,26 @@ class ArrivingWeights(Weights):
         )
 
 
-class ShardedWeightRing(ShardedWeightBackend, Protocol):
-    """A ring that also gathers sharded weights.
+class Arrived(NamedTuple):
+    """A sharded weight after its gather: all blocks of all weights of the op are here."""
 
-    Attributes:
-      pattern: the pattern of the ring. Weights always come straight from their owners.
-    """
+    weight: Sharded
+    blocks: Blocks
 
-    pattern: Pattern
 
-    def gather_with_shards(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-        keep_gathered: bool = False,
-    ) -> tuple[tuple[jax.Array, ...], GatherResidual]:
-        """Multiplies the first shard of x by the weights as they arrive, the others by all."""
-        gather = Gather(x, self.pattern, axis_name, dimension)
-        ys = gather_matmul(gather, x, ArrivingWeights(weights, transpose_w=transpose_w))
-        return ys, gather.gathered() if keep_gathered else None
+class ArrivedWeights(ArrivingWeights):
+    """Weights whose blocks are all here before the walk begins."""
 
-    def gather_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dys: Sequence[jax.Array],
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> Gradients:
-        """Sums dx while its accumulators travel, and x beside them; then the weight gradients."""
-        if lax.axis_size(axis_name) == 1:
-            return _gradients_without_ring(x, weights, dys, dimension)
-        scatter = Ring("scatter", self.pattern, axis_name, dimension, x.shape[dimension])
-        gather = Gather(x, self.pattern, axis_name, dimension, co_gathered=True)
-        dx = matmul_scatter(scatter, gather, dys, ArrivingWeights(weights, transpose_w=True))
-        # Else products for the weight gradients could begin before dx is there.
-        dx, x, dys = lax.optimization_barrier((dx, gather.gathered(), tuple(dys)))
-        dws, _ = scatter_weight_gradients(weights, x, dys, dimension)
-        return lax.optimization_barrier((dx, dws))
+    def __init__(self, weights: Sequence[Arrived], *, transpose_w: bool = False):
+        super().__init__([w.weight for w in weights], transpose_w=transpose_w)
+        self._blocks = weights[0].blocks
 
-    def scatter_with_shards(
-        self,
-        xs: Sequence[jax.Array],
-        weights: ShardedWeights,
-        axis_name: str,
-        *,
-        dimension: int,
-        transpose_w: bool = False,
-    ) -> jax.Array:
-        """Multiplies the first chunk of each x by weights as they arrive, the others by all."""
-        rows = xs[0].shape[dimension] // lax.axis_size(axis_name)
-        scatter = Ring("scatter", self.pattern, axis_name, dimension, rows)
-        return matmul_scatter(scatter, None, xs, ArrivingWeights(weights, transpose_w=transpose_w))
-
-    def scatter_with_shards_gradients(
-        self,
-        x: jax.Array,
-        weights: ShardedWeights,
-        dy: jax.Array,
-        axis_name: str,
-        *,
-        dimension: int,
-    ) -> Gradients:
-        """Multiplies the shards of dy as they arrive; then the weight gradient."""
-        if lax.axis_size(axis_name) == 1:
-            return _gradients_without_ring(x, weights, [dy], dimension)
-        gather = Gather(dy, self.pattern, axis_name, dimension)
-        (dx,) = gather_matmul(gather, dy, ArrivingWeights(weights, transpose_w=True))
-        # As above. They need all of dy, so its permutes would have no product beside them.
-        dx, x, dy = lax.optimization_barrier((dx, x, gather.gathered()))
-        dws, _ = scatter_weight_gradients(weights, x, [dy], dimension)
-        return lax.optimization_barrier((dx, dws))
+    def begin(
+        self, xs: Sequence[Rows], outs: Places, dimension: int, waiting: Any
+    ) -> tuple[Sequence[Rows], Any]:
+        """Nothing: all blocks are here."""
+        del outs, dimension
+        return xs, waiting
 
 
 def _replaced(chunks: Sequence[Rows], arrays: Sequence[jax.Array]) -> list[Rows]:
@@ -268,43 +209,39 @@ def _replaced(chunks: Sequence[Rows], arrays: Sequence[jax.Array]) -> list[Rows]
     return [chunk._replace(array=array) for chunk, array in zip(chunks, arrays, strict=True)]
 
 
-def _gradients_without_ring(
-    x: jax.Array, weights: ShardedWeights, dys: Sequence[jax.Array], dimension: int
-) -> Gradients:
-    """The weight gradients, while the weights arrive; then dx, in one product."""
-    dws, blocks = scatter_weight_gradients(weights, x, dys, dimension, gathers=True)
-    dws, dys = lax.optimization_barrier((dws, tuple(dys)))
-    rows = x.shape[dimension]
-    places = [Rows(dy, 0, rows) for dy in dys]
-    out = Rows(empty_like(x, {}, *dys, *weights.shards), 0, rows)
-    (dx,) = multiply_blocks(weights, blocks, places, [out], dimension=dimension, transpose_w=True)
-    return dx, dws
-
-
 def scatter_weight_gradients(
-    weights: ShardedWeights,
-    x: jax.Array | ChunkedArray,
-    ys: Sequence[jax.Array | ChunkedArray],
+    weights: Sequence[Sharded],
+    x: jax.Array | Chunked,
+    ys: Sequence[jax.Array | Chunked],
     dimension: int,
     *,
-    gathers: bool = False,
-) -> tuple[tuple[jax.Array, ...], Blocks]:
+    gathers_as: Any = None,
+) -> tuple[tuple[jax.Array, ...], Sequence[Arrived]]:
     """The sum over the weights' axis of ``xᵀ y`` for each y, scattered like the weights.
 
-    Every term travels to its owner in the dtype of x and y. The owner adds all terms at once.
+    Every term travels to its owner in the dtype of x and y. The owner adds all terms at once, in
+    the dtype of the shards.
+
+    Args:
+      weights: the weights as the user stores them.
+      x: rows [..., K].
+      ys: rows [..., N].
+      dimension: the dimension that chunks divide.
+      gathers_as: the dtype in which the shards of the weights travel beside the terms, or None.
 
     Returns:
-      The gradient of each shard; and all blocks of the weights, if `gathers`, or none.
+      The gradient of each shard; and the weights, if they were gathered, or none.
     """
-    sharding = weights.sharding
+    sharding, dtype = weights[0].sharding, weights[0].dtype
     scatter = Ring("scatter", "direct", sharding.axis_name, sharding.dimension, rows=1)
     gather = None
-    if gathers:
+    if gathers_as is not None:
+        weights = [w.with_value(w.value.astype(gathers_as)) for w in weights]
         gather = WeightGather(weights, "one_way", co_gathered=True)
         gather.held, x, ys = lax.optimization_barrier((gather.held, x, ys))
 
     def multiply(chunk: Chunk, operands: Any) -> tuple[jax.Array, ...]:
-        return weight_gradients(weights, scatter.start(chunk), *operands, dimension=dimension)
+        return contract_block(sharding, scatter.start(chunk), *operands, dimension=dimension)
 
-    dws = walk_scatter(scatter, gather, multiply, (x, tuple(ys)), weights.gradient_dtype)
-    return dws, [] if gather is None else gather.blocks()
+    dws = walk_scatter(scatter, gather, multiply, (x, tuple(ys)), dtype)
+    return dws, [] if gather is None else [Arrived(w, gather.blocks()) for w in weights]

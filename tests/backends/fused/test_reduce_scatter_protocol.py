@@ -30,12 +30,12 @@ from collective_matmul.backends.fused.reduce_scatter_kernel import (
     ScaledGemmReduceScatter,
 )
 from collective_matmul.backends.fused.reduce_scatter_sender import ReducedArrays
-from collective_matmul.fp8 import BLOCK
 from collective_matmul.mosaic_gpu import matmul_kernel, scaled_kernel, tile_loader, tile_scheduler
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
 from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
 from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
+from collective_matmul.operands.scaling import BLOCK
 from tests.mosaic_gpu.simulated_memory import Barriers, RawReference, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous, requested_resources
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation, play_scales

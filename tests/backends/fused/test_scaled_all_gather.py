@@ -10,6 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.fp8 import (
+    RECIPES,
+    dequantized,
+    dequantized_rows,
+    quantize_rows,
+    quantize_weights,
+)
 from jax import ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 
@@ -18,16 +25,9 @@ from collective_matmul.backends.fused.all_gather import all_gather_unsupported_r
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.backends.fused.all_gather_kernel import ScaledAllGatherGemm
 from collective_matmul.backends.fused.all_gather_search import candidate_all_gather_configs
-from collective_matmul.fp8 import (
-    RECIPES,
-    dequantized,
-    dequantized_rows,
-    quantize_rows,
-    quantize_weights,
-)
-from collective_matmul.mosaic_gpu.scaled_chunks import column_scales
 from collective_matmul.mosaic_gpu.scaled_kernel import can_scale
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Tiling
+from collective_matmul.operands.scaled_chunks import column_scales
 from tests.backends.fused.test_all_gather import run_the_last_device_alone
 from tests.hopper import needs_kernels
 from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter

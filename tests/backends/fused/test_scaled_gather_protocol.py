@@ -20,12 +20,12 @@ from collective_matmul.backends.fused import all_gather_kernel, all_gather_sende
 from collective_matmul.backends.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.backends.fused.all_gather_kernel import GatheredOperand, ScaledAllGatherGemm
 from collective_matmul.backends.fused.all_gather_sender import Sender
-from collective_matmul.fp8 import BLOCK
 from collective_matmul.mosaic_gpu import matmul_kernel, scaled_kernel, tile_loader, tile_scheduler
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
 from collective_matmul.mosaic_gpu.peer_memory import WARP
 from collective_matmul.mosaic_gpu.row_scales import FLOAT32_BYTES
 from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
+from collective_matmul.operands.scaling import BLOCK
 from tests.mosaic_gpu.simulated_memory import Barriers, Reference
 from tests.mosaic_gpu.simulated_rendezvous import SimulatedRendezvous
 from tests.mosaic_gpu.simulation import AXIS, Simulation, play_scales

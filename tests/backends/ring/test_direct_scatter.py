@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_matmul.backends.ring.direct_scatter import scattered_sum, scatters_directly
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.ring import direct_scatter
-from collective_matmul.backends.ring.direct_scatter import scattered_sum, scatters_directly
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.sharded import WeightShards
 from tests.conftest import MeshFactory
 
 AXIS = "fsdp"

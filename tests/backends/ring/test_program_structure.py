@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, matmul_reduce_scatter
 from collective_matmul.backends import BACKENDS
 from collective_matmul.backends.ring.backend import RINGS
-from collective_matmul.backends.ring.schedule import Chunk, Schedule, Step, Use, make_schedule
+from collective_matmul.schedule.schedules import Chunk, Schedule, Step, Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, OPS, PORTABLE, Case
 

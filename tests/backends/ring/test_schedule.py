@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from collective_matmul.backends.ring.schedule import (
+from collective_matmul.schedule.schedules import (
     PATTERNS,
     USES,
     Chunk,

@@ -16,8 +16,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.backends.ring.backend import RINGS
-from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.operands.weight_blocks import ShardedWeights
 from tests.backends.ring.test_program_structure import ancestors, indices, local_jaxpr
 from tests.conftest import MeshFactory
 from tests.reference import AXIS

@@ -1,4 +1,4 @@
-"""Weights that are sharded over a second mesh axis, and products with blocks of them.
+"""Products with blocks of weights that are sharded over a second mesh axis.
 
 A device's shard is a block of a weight [K, N]: a slice of K, or of N. Depending on which of them a
 product contracts, it is a sum over blocks, or each block of its columns is a product of its own.
@@ -7,51 +7,21 @@ product contracts, it is a sum over blocks, or each block of its columns is a pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from collective_matmul.backends import chunked_array
-from collective_matmul.backends.chunked_array import ChunkedArray, multiply_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
-from collective_matmul.site import WeightShards
+from collective_matmul.operands.chunked import Chunked
+from collective_matmul.operands.multiply import contract, multiply_chunks
+from collective_matmul.operands.sharded import Sharded, WeightShards
 
 #: Blocks of all weights: the number of the block, an int32 scalar, and each weight's shard.
 Blocks = Sequence[tuple[Any, Sequence[jax.Array]]]
 
 
-@dataclass(frozen=True)
-class ShardedWeights:
-    """The shards of several weights, which all are sharded alike.
-
-    Attributes:
-      shards: each [K/F, N] or [K, N/F], with F the size of the axis.
-      sharding: how they are sharded.
-      gradient_dtype: the dtype in which gradients are summed over the axis.
-    """
-
-    shards: tuple[jax.Array, ...]
-    sharding: WeightShards
-    gradient_dtype: jnp.dtype
-
-    @property
-    def whole(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shape [K, N] and the dtype of each whole weight."""
-        devices = self.sharding.axis_size
-        k, n = (devices, 1) if self.sharding.dimension == 0 else (1, devices)
-        return tuple(
-            jax.ShapeDtypeStruct((k * w.shape[0], n * w.shape[1]), w.dtype) for w in self.shards
-        )
-
-    def divides_columns(self, transpose_w: bool) -> bool:
-        """Whether blocks are columns of a product with the weights, and not terms of a sum."""
-        return (self.sharding.dimension == 1) != transpose_w
-
-
 def multiply_blocks(
-    weights: ShardedWeights,
+    weights: Sequence[Sharded],
     blocks: Blocks,
     xs: Sequence[Rows],
     outs: Sequence[Rows],
@@ -65,7 +35,7 @@ def multiply_blocks(
     of an x and a weight.
 
     Args:
-      weights: how the weights are sharded.
+      weights: the weights, which all are sharded alike.
       blocks: the blocks to multiply by.
       xs: chunks of arrays [..., rows, ..., K].
       outs: chunks of arrays [..., rows, ..., N].
@@ -76,7 +46,7 @@ def multiply_blocks(
       The arrays of outs. If blocks are terms of a sum, that of the given blocks; if they are
       columns, other columns keep their values.
     """
-    devices = weights.sharding.axis_size
+    devices = weights[0].sharding.axis_size
 
     def as_terms(shards: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return [list(shards)] if len(xs) == 1 else [[shard] for shard in shards]
@@ -85,7 +55,7 @@ def multiply_blocks(
         return rows._replace(column_block=number, column_blocks=devices)
 
     options: dict[str, Any] = {"dimension": dimension, "transpose_w": transpose_w}
-    if not weights.divides_columns(transpose_w):
+    if not weights[0].divides_columns(transpose_w):
         operands = [block_of(x, number) for number, _ in blocks for x in xs]
         terms = [term for _, shards in blocks for term in as_terms(shards)]
         return multiply_chunks(operands, terms, outs, **options)
@@ -96,20 +66,20 @@ def multiply_blocks(
     return tuple(out.array for out in outs)
 
 
-def weight_gradients(
-    weights: ShardedWeights,
+def contract_block(
+    sharding: WeightShards,
     number: Any,
-    x: jax.Array | ChunkedArray,
-    ys: Sequence[jax.Array | ChunkedArray],
+    x: jax.Array | Chunked,
+    ys: Sequence[jax.Array | Chunked],
     *,
     dimension: int,
 ) -> tuple[jax.Array, ...]:
     """One block of ``xᵀ y`` for each y, contracted over all rows: [K/F, N] or [K, N/F]."""
-    block, all_columns = (number, weights.sharding.axis_size), (0, 1)
-    return chunked_array.weight_gradients(
+    block, all_columns = (number, sharding.axis_size), (0, 1)
+    return contract(
         x,
         ys,
         dimension=dimension,
-        x_block=block if weights.sharding.dimension == 0 else all_columns,
-        y_block=block if weights.sharding.dimension == 1 else all_columns,
+        x_block=block if sharding.dimension == 0 else all_columns,
+        y_block=block if sharding.dimension == 1 else all_columns,
     )

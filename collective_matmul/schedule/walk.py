@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
-from collective_matmul.backends.arithmetic import add
-from collective_matmul.backends.chunked_array import ChunkedArray
-from collective_matmul.backends.ring.schedule import Chunk, Pattern, Step, Use, make_schedule
+from collective_matmul.operands.arithmetic import add
+from collective_matmul.operands.chunked import Chunked
+from collective_matmul.schedule.schedules import Chunk, Pattern, Step, Use, make_schedule
 
-#: Arrays by chunk; or several arrays of each, where no chunk is divided into parts.
+#: Arrays, or pytrees of arrays, by chunk.
 Chunks = dict[Chunk, Any]
 
 
@@ -71,31 +71,41 @@ class Ring:
         owner = lax.rem(self.device + chunk.offset, np.int32(self.devices))
         return owner * self.rows + self.bounds[chunk.part][0]
 
-    def join(self, chunks: Chunks) -> jax.Array:
+    def join(self, chunks: Chunks) -> Any:
         """This device's own shard from its parts."""
-        parts = [chunks[Chunk(0, part)] for part in range(len(self.bounds))]
-        return parts[0] if len(parts) == 1 else lax.concatenate(parts, self.dimension)
+        first, *others = (chunks[Chunk(0, part)] for part in range(len(self.bounds)))
+        if not others:
+            return first
+        concatenate = lambda *parts: lax.concatenate(parts, self.dimension)  # noqa: E731
+        return jax.tree.map(concatenate, first, *others)
 
 
 class Gather(Ring):
     """The chunks of a running gather. It holds those that a later step needs.
 
-    With `co_gathered`, they travel with a scatter: they are not multiplied, only kept.
+    With `co_gathered`, they travel with a scatter: they are not multiplied, only kept. A shard is an
+    array, or a pytree of arrays that are all cut along the dimension.
     """
 
     def __init__(
         self,
-        shard: jax.Array,
+        shard: Any,
         pattern: Pattern,
         axis_name: str,
         dimension: int,
         *,
         co_gathered: bool = False,
     ):
-        super().__init__("gather", pattern, axis_name, dimension, shard.shape[dimension])
+        rows = jax.tree.leaves(shard)[0].shape[dimension]
+        super().__init__("gather", pattern, axis_name, dimension, rows)
         self.co_gathered = co_gathered
         self.held: Chunks = {
-            Chunk(0, part): lax.slice_in_dim(shard, start, stop, axis=dimension)
+            Chunk(0, part): jax.tree.map(
+                functools.partial(
+                    lax.slice_in_dim, start_index=start, limit_index=stop, axis=dimension
+                ),
+                shard,
+            )
             for part, (start, stop) in enumerate(self.bounds)
         }
         self._arrived = dict(self.held)
@@ -120,10 +130,10 @@ class Gather(Ring):
         """Replaces chunks by those that a barrier returned."""
         self.held |= used
 
-    def gathered(self) -> ChunkedArray:
+    def gathered(self) -> Chunked:
         """All chunks, once the last has arrived."""
         chunks = sorted(self._arrived)
-        return ChunkedArray([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])
+        return Chunked([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])
 
 
 def walk_gather(
@@ -131,7 +141,6 @@ def walk_gather(
     multiply: Callable[..., Any],
     operands: Any,
     result: Any,
-    beside: Gather | None = None,
 ) -> Any:
     """Multiplies the shards as they arrive.
 
@@ -140,25 +149,19 @@ def walk_gather(
       multiply: ``multiply(chunk, its array, operands, result)`` returns the next result.
       operands: arrays that are sliced, each slice not before its step.
       result: the initial result.
-      beside: shards to gather in the same loop, if any.
 
     Returns:
       The result of all chunks.
     """
     for i, step in enumerate(gather.steps):
         arriving = gather.send(step)
-        if beside is not None:
-            beside.receive(i, beside.send(beside.steps[i]))
         for chunk in step.multiply:
             result = multiply(chunk, gather.held[chunk], operands, result)
         gather.receive(i, arriving)
         if i + 1 < len(gather.steps):
-            co_gathered = {} if beside is None else beside.used_by(i + 1)
-            tied = gather.used_by(i + 1), operands, result, co_gathered
-            used, operands, result, co_gathered = lax.optimization_barrier(tied)
+            tied = gather.used_by(i + 1), operands, result
+            used, operands, result = lax.optimization_barrier(tied)
             gather.hold(used)
-            if beside is not None:
-                beside.hold(co_gathered)
     return result
 
 
@@ -175,7 +178,7 @@ def walk_scatter(
       scatter: the place of the chunks.
       gather: shards to gather in the same loop, if any.
       multiply: ``multiply(chunk, operands)`` is this device's term of the chunk's sum: an array, or
-        several if the schedule does not divide shards into parts.
+        a pytree of arrays.
       operands: arrays that are sliced.
       dtype: of the result; by default that of the terms.
 

@@ -1,7 +1,8 @@
-"""Matmuls of chunks of messages, in place: what `chunk_matmul` is for operands in 8 bits."""
+"""Matmuls of chunks of packed rows, in place: what `chunk_matmul` is for operands in 8 bits."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -19,14 +20,15 @@ from collective_matmul._compat import (
     vary_over,
     varying_axes,
 )
-from collective_matmul.fp8 import BLOCK, ScaledMatrix
-from collective_matmul.fp8_messages import message_scales
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, chunk_count, chunk_index, planes_of
 from collective_matmul.mosaic_gpu.operands import Operand
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledGemm
+from collective_matmul.mosaic_gpu.scaled_kernel import BLOCK, ScaledGemm
 from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
-from collective_matmul.site import Site
+from collective_matmul.operands.packed_rows import PackedRows
+
+#: A `ScaledMatrix`; its module imports this one.
+ScaledMatrix = Any
 
 #: By measurements on an H200: two blocks that multicast w gain up to 5 % with scales of rows, and
 #: nothing with those of blocks. Tiles of 128 columns fill waves better where there are few tiles.
@@ -56,13 +58,6 @@ class ScaledProblem:
     k: tuple[int, ...]
     n: tuple[int, ...]
     in_blocks: bool
-
-    @classmethod
-    def of_site(cls, site: Site, rows: int) -> ScaledProblem:
-        """The shapes of this number of rows of a site with operands in 8 bits."""
-        planes = math.prod(site.operands[0][0][: site.dimension or 0])
-        ks, ns = zip(*(w for _, w in site.operands), strict=True)
-        return cls(planes, rows // planes, ks, ns, in_blocks=site.fp8 == "blockwise")
 
     def unsupported_reason(self) -> str | None:
         """Why the kernel cannot multiply these shapes; None if it can.
@@ -103,8 +98,8 @@ def multiply_chunks(
     """Writes ``sum over p of xs[p] @ ws[p][q]`` into the chunk `outs[q]`.
 
     Args:
-      xs: chunks of messages [..., rows, ..., K_p + bytes of scales]. Unless blocks have scales, all
-        have the same ones.
+      xs: chunks of packed rows [..., rows, ..., K_p]. Unless blocks have scales, all have the same
+        ones.
       ws: ws[p][q] is [K_p, N_q]. The same holds for those of one q.
       outs: chunks of arrays [..., rows, ..., N_q], of the same size as those in xs.
       dimension: the dimension that is divided into chunks, in xs and outs.
@@ -121,20 +116,19 @@ def multiply_chunks(
         n=tuple(w.shape[1] for w in ws[0]),
         in_blocks=ws[0][0].in_blocks,
     )
-    target, dtypes = device.target(), _dtypes(ws)
+    target, takes = device.target(), _takes_chunks(xs, ws)
     undivided = all(rows.column_blocks == 1 for rows in (*xs, *outs))
-    if target is None or dtypes is None or partly_automatic() or not undivided:
+    if target is None or not takes or partly_automatic() or not undivided:
         return None
     if problem.unsupported_reason() is not None:
         return None
     tiling = problem.tiling(target.multiprocessors)
-    messages = [planes_of(x, dimension) for x in xs]
-    x_scales, first_scale = row_scales(messages, problem.k, tiling, in_blocks=problem.in_blocks)
+    planes = [planes_of(x._replace(array=x.array.packed), dimension) for x in xs]
+    x_scales, first_scale = row_scales(planes, problem.k, tiling, in_blocks=problem.in_blocks)
     launch = _shared_launch(problem, tiling, chunk_count(xs[0], dimension), first_scale, target)
     # The bytes of scales, at the ends of rows, become numbers that are not read.
-    dtype = ws[0][0].operand_dtype
     written = launch(
-        [lax.bitcast_convert_type(message, dtype) for message in messages],
+        [lax.bitcast_convert_type(packed, xs[0].array.dtype) for packed in planes],
         [[w.values[None] for w in term] for term in ws],
         x_scales,
         column_scales(ws, tiling),
@@ -144,35 +138,26 @@ def multiply_chunks(
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
-def multiplies(site: Site, rows: int) -> bool:
-    """Whether the kernel multiplies so many rows of a site, which is being traced."""
-    half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
-    runs = device.target() is not None and not partly_automatic()
-    return runs and half_precision and fits(site, rows)
+def fits(problem: ScaledProblem, x_dtype: Any, w_dtype: Any) -> bool:
+    """Whether the kernel multiplies operands of these shapes and dtypes."""
+    return _takes(jnp.dtype(x_dtype), jnp.dtype(w_dtype)) and problem.unsupported_reason() is None
 
 
-def fits(site: Site, rows: int) -> bool:
-    """Whether so many rows of a site have sizes and dtypes that the kernel multiplies."""
-    problem = ScaledProblem.of_site(site, rows)
-    return _takes(*site.operand_dtypes) and problem.unsupported_reason() is None
-
-
-def multiply(x: jax.Array, w: ScaledMatrix) -> jax.Array | None:
-    """The product [..., N] of a message [..., K + bytes] and a weight; None if it cannot."""
-    axes = varying_axes(x) | varying_axes(w.values)
-    empty = lax.empty((*x.shape[:-1], w.shape[1]), w.product_dtype)
-    x, out = x[None], vary_over(empty, axes)[None]
+def multiply(rows: PackedRows, w: ScaledMatrix) -> jax.Array | None:
+    """The product [..., N] of rows [..., K] and a weight; None if the kernel cannot."""
+    axes = varying_axes(rows.packed) | varying_axes(w.values)
+    empty = lax.empty((*rows.packed.shape[:-1], w.shape[1]), w.product_dtype)
+    x = dataclasses.replace(rows, packed=rows.packed[None], array=None)
+    out = vary_over(empty, axes)[None]
     written = multiply_chunks([Rows(x, 0, 1)], [[w]], [Rows(out, 0, 1)], dimension=0)
     return None if written is None else written[0][0]
 
 
-def _dtypes(ws: Sequence[Sequence[ScaledMatrix]]) -> tuple[jnp.dtype, jnp.dtype] | None:
-    """Dtypes of the xs and ws if the kernel multiplies them and rounds to the products'."""
+def _takes_chunks(xs: Sequence[Rows], ws: Sequence[Sequence[ScaledMatrix]]) -> bool:
+    """Whether the kernel multiplies such operands and rounds to the dtype of the products."""
     first = ws[0][0]
-    operands = first.operand_dtype, first.values.dtype
-    if first.product_dtype not in (jnp.bfloat16, jnp.float16):
-        return None
-    return operands if _takes(*operands) else None
+    half_precision = first.product_dtype in (jnp.bfloat16, jnp.float16)
+    return half_precision and _takes(xs[0].array.dtype, first.values.dtype)
 
 
 def _takes(x_dtype: Any, w_dtype: Any) -> bool:
@@ -181,23 +166,22 @@ def _takes(x_dtype: Any, w_dtype: Any) -> bool:
 
 
 def row_scales(
-    messages: Sequence[jax.Array], ks: Sequence[int], tiling: Tiling, *, in_blocks: bool
+    packed: Sequence[jax.Array], ks: Sequence[int], tiling: Tiling, *, in_blocks: bool
 ) -> tuple[jax.Array, int]:
-    """Rows of float32 with the scales of messages [planes, rows, K + bytes], and where they begin.
+    """Rows of float32 with the scales of packed rows [planes, rows, K + bytes], and their start.
 
-    They are what `load_row_scales` loads. Whole tiles read them from the message, which is faster
-    than a copy by up to 5 % of the matmul.
+    They are what `load_row_scales` loads. Whole tiles read them from the packed rows, which is
+    faster than a copy by up to 5 % of the matmul.
     """
     # Blocks of a cluster compute tiles beyond the last row too.
     rows = tiling.tile_m * tiling.cluster[0]
-    if messages[0].shape[1] % rows == 0 and not (len(messages) > 1 and in_blocks):
-        message, (k, *_) = messages[0], ks
-        numbers = message.reshape(*message.shape[:-1], -1, 4)
+    if packed[0].shape[1] % rows == 0 and not (len(packed) > 1 and in_blocks):
+        first, (k, *_) = packed[0], ks
+        numbers = first.reshape(*first.shape[:-1], -1, 4)
         return lax.bitcast_convert_type(numbers, jnp.float32), k // 4
-    each = [
-        message_scales(message, k, k // BLOCK if in_blocks else 1)
-        for message, k in zip(messages, ks, strict=True)
-    ]
+    # The dtype of the values does not matter here.
+    block = BLOCK if in_blocks else None
+    each = [PackedRows(array, None, jnp.dtype(jnp.int8), block).scales for array in packed]
     scales = jnp.concatenate(each, -1) if in_blocks else each[0]
     return _padded(scales, 1, rows), 0
 

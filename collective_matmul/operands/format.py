@@ -1,0 +1,261 @@
+"""`Format`: how the operands of an op are stored while they travel and are multiplied.
+
+A format is data, which requests hold, and the rules that depend on it: how rows and weights are
+converted, and what a gradient converts and keeps. `PLAIN` stores arrays as they are. Others register
+themselves by the name that users give; see `collective_matmul.operands.recipes`.
+
+Legend: x and dy are *rows* [..., K], which travel between devices; w is a *weight* [K, N]. Rows in a
+format are an array or a pytree of arrays that all have the leading dimensions of the array, so that
+a schedule can cut and send them without knowing what they are. A weight in a format is an array or
+a `Matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+
+
+class Shapes(Protocol):
+    """The shapes of matmuls on one device, as a request has them.
+
+    Attributes:
+      operands: the shapes (x, w) of every matmul; w is [K, N].
+      dimension: the dimension of every x that chunks divide, or None.
+    """
+
+    operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    dimension: int | None
+
+
+class Matrix(Protocol):
+    """A weight [K, N] in a format: a pytree, which multiplies rows in that format.
+
+    Attributes:
+      product_dtype: the dtype of products with it.
+    """
+
+    product_dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N), derived from the arrays."""
+        ...
+
+    def multiply(self, rows: Any) -> jax.Array:
+        """The product [..., N] with rows [..., K], accumulated in at least float32."""
+        ...
+
+    def dequantized(self) -> jax.Array:
+        """The weight [K, N] that this stands for, at least float32."""
+        ...
+
+    def gathered(self, axis_name: str, dimension: int) -> Any:
+        """The whole of a shard along a dimension, 0 or 1, which a mesh axis shards."""
+        ...
+
+    @staticmethod
+    def multiply_chunks(
+        xs: Sequence[Rows], ws: Sequence[Sequence[Any]], outs: Sequence[Rows], *, dimension: int
+    ) -> tuple[jax.Array, ...] | None:
+        """Multiplies chunks in place: see `collective_matmul.operands.multiply.multiply_chunks`.
+
+        Returns:
+          The arrays of outs; None where chunks are to be cut out, multiplied and written.
+        """
+        del xs, ws, outs, dimension
+        return None
+
+
+class Format(Protocol):
+    """A way to store operands. Subclasses inherit what suits formats that are not arrays.
+
+    Attributes:
+      name: the name for users and tables.
+      packs_gradients: whether a weight gradient is computed from rows in the format. Else it is
+        computed from arrays, which the backward pass then needs too.
+      travels_in_loop: whether shards of weights may be gathered in the loop of an op. Else they are
+        gathered before it.
+      scaled_parts: the parts of operands that have scales, as our kernels for 8 bits read them; None
+        if the kernels cannot multiply the format.
+      relative_seconds: time of a matmul relative to one in half precision; None for that of arrays.
+      ring_error: the error of predicted rings, where it was measured; None for that of arrays.
+      second_derivative_reason: why an op has no second derivative; None if it has.
+    """
+
+    name: str
+    packs_gradients: bool = False
+    travels_in_loop: bool = False
+    scaled_parts: Any = None
+    relative_seconds: float | None = None
+    ring_error: float | None = None
+    second_derivative_reason: str | None = (
+        "second derivative of a collective matmul with fp8: its gradients are computed from operands"
+        " in 8 bits, and rounding has none; leave fp8 out for ops that are differentiated twice"
+    )
+
+    def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
+        """Rows in the format. They keep their arrays too, unless it `packs_gradients`.
+
+        Args:
+          xs: arrays [..., K_i], operands of one sum of products.
+          of_gradient: whether they are gradients of results.
+        """
+        ...
+
+    def matrices(
+        self, ws: Sequence[jax.Array], *, transposed: bool = False, sharding: Any = None
+    ) -> tuple[Any, ...]:
+        """Weights [K_i, N] in the format, or their transposes, for rows that are gradients.
+
+        Args:
+          ws: the weights, operands of one sum of products; or shards of them.
+          transposed: whether the results are [N, K_i].
+          sharding: the `WeightShards` of shards, as of [K, N]; or None. Devices agree on what
+            shards have in common.
+        """
+        ...
+
+    def weight_gradients(
+        self, xs: Sequence[Any], dys: Sequence[Any], dtype: Any, *, shards: int, dimension: int
+    ) -> Sequence[jax.Array]:
+        """``xᵀ dy`` [K, N] of each pair of rows, for a format that `packs_gradients`.
+
+        Args:
+          xs: rows of x; either as many as dys, or one for all of them.
+          dys: rows of gradients; likewise.
+          dtype: dtype of the results.
+          shards: how many devices' rows follow each other in gathered rows.
+          dimension: the dimension along which they do.
+        """
+        raise NotImplementedError(f"{self.name}: weight gradients of rows in this format")
+
+    def row_bytes(self, columns: int, itemsize: int) -> int:
+        """The bytes of a row of `columns` numbers, which as an array have `itemsize` bytes each."""
+        ...
+
+    def kept_row_bytes(self, columns: int, itemsize: int) -> int:
+        """The bytes of a row that travels for a weight gradient alone."""
+        return self.row_bytes(columns, itemsize) if self.packs_gradients else columns * itemsize
+
+    def operand_dtypes(self, dtype: Any, *, backward: bool) -> tuple[str, str]:
+        """The dtypes of x, or of dy in a `backward` pass, and of w, in a program of this dtype."""
+        ...
+
+    def wire_dtype(self, dtype: Any, *, backward: bool) -> str:
+        """What travels of rows, in words."""
+        return f"{self.operand_dtypes(dtype, backward=backward)[0]} + scales"
+
+    def fits_kernel(self, shapes: Shapes, rows: int, *, backward: bool) -> bool:
+        """Whether our kernel for 8 bits multiplies this number of rows, on the GPU it is for."""
+        del shapes, rows, backward
+        return False
+
+    def runs_kernel(self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool) -> bool:
+        """Whether it multiplies them in the program of this dtype that is traced."""
+        del shapes, rows, dtype, backward
+        return False
+
+    def multiplied_dtypes(self, dtypes: tuple[str, str], *, by_kernel: bool) -> tuple[str, str]:
+        """The dtypes of operands as they are multiplied, by our kernel or else by XLA."""
+        del by_kernel
+        return dtypes
+
+    @property
+    def text(self) -> str:
+        """The end of a request's text."""
+        return f", fp8 {self.name}"
+
+    def refusal(self, reason: str) -> str:
+        """What `explain` says of operands that stay arrays for this reason."""
+        return f"not in fp8: {reason}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a record of a table has of the format."""
+        return {"fp8": self.name}
+
+
+@dataclass(frozen=True)
+class Plain(Format):
+    """Arrays as they are."""
+
+    name: str = "plain"
+    travels_in_loop = True
+    second_derivative_reason = None
+
+    def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
+        """The arrays."""
+        del of_gradient
+        return tuple(xs)
+
+    def row_bytes(self, columns: int, itemsize: int) -> int:
+        """The bytes of the numbers."""
+        return columns * itemsize
+
+    def operand_dtypes(self, dtype: Any, *, backward: bool) -> tuple[str, str]:
+        """The program's dtype, twice."""
+        del backward
+        return np.dtype(dtype).name, np.dtype(dtype).name
+
+    def wire_dtype(self, dtype: Any, *, backward: bool) -> str:
+        """The program's dtype."""
+        del backward
+        return np.dtype(dtype).name
+
+    @property
+    def text(self) -> str:
+        """Nothing."""
+        return ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+PLAIN = Plain()
+
+_formats: dict[str, Format] = {}
+#: The formats that users can name, in the order of their registration.
+FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
+
+
+def register_format(added: Format) -> None:
+    """Adds a format, to be requested by its name.
+
+    Raises:
+      ValueError: if the name is taken.
+    """
+    if added.name in _formats:
+        raise ValueError(f"format.name={added.name!r}: it is taken; choose another name")
+    _formats[added.name] = added
+
+
+def unregister_format(name: str) -> None:
+    """Removes a format that was added by `register_format`."""
+    del _formats[name]
+
+
+def format_named(name: str | None) -> Format:
+    """The format of a name; `PLAIN` for None."""
+    return PLAIN if name is None else FORMATS[name]
+
+
+def format_of_fields(fields: Mapping[str, Any]) -> Format:
+    """The format of a table's record.
+
+    Raises:
+      ValueError: if there is no such format.
+    """
+    name = fields.get("fp8")
+    if name is not None and name not in FORMATS:
+        raise ValueError(f"no recipe: {dict(fields)}")
+    return format_named(name)

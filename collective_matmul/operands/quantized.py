@@ -1,0 +1,221 @@
+"""`Quantized`: a weight that ops multiply in 8 bits, or in another format that is no array.
+
+An op converts such a weight for its forward pass, and its transpose for the backward pass, which
+contracts the other dimension. Either may have been made before, for several calls. A weight that is
+trained has its array, which takes the gradient; a frozen one has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.sharded import Sharded, WeightShards, sharding_of, stored
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """A weight [K, *N] in a format, which ops take in place of an array.
+
+    `collective_matmul.prequantize` makes both matrices before; after each change of the array they
+    must be made anew. Ops multiply with them, and do not read the values of the array: it stands for
+    its shape and dtype, and it is what the gradient belongs to.
+
+    Attributes:
+      array: [K, *N]; None for a frozen weight, which has no gradient.
+      forward: the matrix [K, N], for ``x w``; None if each op makes it.
+      backward: the matrix [N, K] of the transpose, for ``dy wᵀ``; likewise.
+      format: the format.
+      number: index in the jointly converted group.
+      count: number of weights in that group.
+      shards: how a second mesh axis shards the weight, of which array and matrices are this
+        device's shard, or None. What the matrices have in common is that of the whole.
+    """
+
+    array: Any
+    forward: Any
+    backward: Any
+    format: Format = field(metadata={"static": True})
+    number: int = field(default=0, metadata={"static": True})
+    count: int = field(default=1, metadata={"static": True})
+    shards: WeightShards | None = field(default=None, metadata={"static": True})
+
+    @property
+    def fp8(self) -> str:
+        """The name of the format."""
+        return self.format.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[K, *N]; of a frozen weight, that of its matrix."""
+        return self.forward.shape if self.array is None else self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype, which is that of its gradient; else that of products."""
+        return self.forward.product_dtype if self.array is None else self.array.dtype
+
+    @property
+    def frozen(self) -> Quantized:
+        """The weight without its array: only the matrices occupy memory, and it has no gradient.
+
+        Raises:
+          ValueError: if there are no matrices.
+        """
+        if self.forward is None:
+            raise ValueError("w: not quantized yet; expected matrices; call prequantize first")
+        return dataclasses.replace(self, array=None)
+
+    def with_array(self, array: jax.Array) -> Quantized:
+        """The same matrices for another array of these values."""
+        return dataclasses.replace(self, array=array)
+
+    def reshape(self, *shape: int) -> Quantized:
+        """The array in another shape. The matrices stay what they are."""
+        return self if self.array is None else self.with_array(self.array.reshape(*shape))
+
+    def astype(self, dtype: Any) -> Quantized:
+        """The array in another dtype. An op takes the one that was quantized."""
+        return self if self.array is None else self.with_array(self.array.astype(dtype))
+
+    @property
+    def T(self) -> Quantized:
+        """The transpose of a matrix, whose forward is the backward of this.
+
+        Raises:
+          ValueError: if it was quantized together with others, which have no transpose in common.
+        """
+        if self.count > 1:
+            raise ValueError(
+                f"w: quantized together with {self.count - 1} others; expected one alone to"
+                " transpose; call prequantize for it"
+            )
+        return dataclasses.replace(
+            self,
+            array=None if self.array is None else self.array.T,
+            forward=self.backward,
+            backward=self.forward,
+            shards=self.shards and self.shards.transposed,
+        )
+
+    def gathered(self, dimension: int) -> Quantized:
+        """The whole of a shard, whose matrices are gathered in 8 bits.
+
+        Its array is not gathered: it is NaN, in the dtype of the products. It is there for its
+        gradient, which is that of the whole weight, and is still to be scattered.
+
+        Args:
+          dimension: the dimension of the array that the axis shards.
+
+        Raises:
+          ValueError: if it is not a shard.
+        """
+        if self.shards is None:
+            raise ValueError(
+                "w: quantized as a whole; expected a shard to gather; name its axis when you call"
+                " prequantize, by weight_axis_name"
+            )
+        array = None
+        if self.array is not None:
+            shape = list(self.shape)
+            shape[dimension] *= self.shards.axis_size
+            array = jnp.full(shape, jnp.nan, self.forward.product_dtype)
+            array = vary_over(array, varying_axes(self.array))
+        return dataclasses.replace(
+            self,
+            array=array,
+            forward=Sharded(self.forward, self.shards).gathered(),
+            backward=Sharded(self.backward, self.shards.transposed).gathered(),
+            shards=None,
+        )
+
+
+def array_of(w: Any) -> jax.Array:
+    """A weight as an array; of a frozen one, what its matrix stands for."""
+    if not isinstance(w, Quantized):
+        return w
+    return w.forward.dequantized().astype(w.dtype) if w.array is None else w.array
+
+
+def format_of(ws: Sequence[Any]) -> Format:
+    """The format of an op's weights."""
+    first = stored(ws[0])
+    return first.format if isinstance(first, Quantized) else PLAIN
+
+
+def arrays_of(ws: Sequence[Any]) -> tuple[Any, ...]:
+    """An op's weights as arrays, or shards of them."""
+    values = [w.array if isinstance(w, Quantized) else w for w in map(stored, ws)]
+    pairs = zip(ws, values, strict=True)
+    return tuple(w.with_value(value) if isinstance(w, Sharded) else value for w, value in pairs)
+
+
+def prepared(
+    ws: Sequence[Any], dtype: Any, *, transposed: bool = False, together: bool = True
+) -> tuple[Any, ...]:
+    """The weights of one pass, as backends take them: arrays, matrices, or shards of such.
+
+    Args:
+      ws: the weights of an op.
+      dtype: the dtype of the program, to which arrays of shards are cast.
+      transposed: whether they are for the backward pass. Arrays stay as they are.
+      together: whether they are operands of one sum of products.
+    """
+    sharding, values = sharding_of(ws[0]), [stored(w) for w in ws]
+    if sharding is not None:
+        values = [w.astype(dtype) for w in values]
+    if isinstance(values[0], Quantized):
+        groups = [values] if together else [[w] for w in values]
+        values = [m for group in groups for m in _matrices(group, transposed, dtype, sharding)]
+        sharding = sharding and (sharding.transposed if transposed else sharding)
+    return tuple(values if sharding is None else (Sharded(w, sharding) for w in values))
+
+
+def _matrices(
+    ws: Sequence[Quantized], transposed: bool, dtype: Any, sharding: WeightShards | None
+) -> Sequence[Any]:
+    made = [w.backward if transposed else w.forward for w in ws]
+    if made[0] is not None:
+        return made
+    arrays = [w.array.astype(dtype) for w in ws]
+    return ws[0].format.matrices(arrays, transposed=transposed, sharding=sharding)
+
+
+def read_by_backward(w: Any) -> Any:
+    """The arrays that a backward pass reads of a weight."""
+    value = stored(w)
+    if not isinstance(value, Quantized):
+        return value
+    return value.array if value.backward is None else value.backward
+
+
+def with_read(w: Any, arrays: Any) -> Any:
+    """A weight with other arrays in place of those of `read_by_backward`."""
+    value = stored(w)
+    if isinstance(value, Quantized):
+        name = "array" if value.backward is None else "backward"
+        arrays = dataclasses.replace(value, **{name: arrays})
+    return w.with_value(arrays) if isinstance(w, Sharded) else arrays
+
+
+def is_trained(w: Any) -> bool:
+    """Whether a weight has a gradient."""
+    value = stored(w)
+    return not isinstance(value, Quantized) or value.array is not None
+
+
+def gradient_of(w: Any, gradient: jax.Array | None) -> Any:
+    """The gradient of a weight as JAX wants it: a pytree like the weight."""
+    value = stored(w)
+    gradient = gradient if gradient is None else gradient.astype(value.dtype)
+    if isinstance(value, Quantized):
+        gradient = dataclasses.replace(value, array=gradient, forward=None, backward=None)
+    return w.with_value(gradient) if isinstance(w, Sharded) else gradient

@@ -1,0 +1,1 @@
+"""Schedules of chunks between devices, and their walk with permutes."""
