@@ -215,8 +215,11 @@ def _sum_of_products(
         y, _ = execute(request, [*map(multiplied, rows)], weights)
         return y, tuple(map(contracted, rows)) if stored_as.packs_gradients else None
 
-    spec = lambda: product_spec(xs[0], _array_of(ws[0]), call.transpose_w)  # noqa: E731
-    y, packed = with_auto_axes(product, lambda: (spec(), specs_like(tuple(xs))), xs, ws)
+    def specs() -> Any:
+        kept = specs_like(tuple(xs)) if stored_as.packs_gradients else None
+        return product_spec(xs[0], _array_of(ws[0]), call.transpose_w), kept
+
+    y, packed = with_auto_axes(product, specs, xs, ws)
     return y, xs if packed is None else packed
 
 
