@@ -24,6 +24,9 @@ from collective_matmul.fp8 import (
     quantize_weights,
     scaled_matmul,
 )
+from collective_matmul.matmul_measurement import Stack as SiteProgram
+from collective_matmul.matmul_measurement import StackOperands as SiteOperands
+from collective_matmul.model_requests import LAYERS, Layer
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.scaled_chunks import multiply as multiply_in_place
@@ -36,8 +39,5 @@ from collective_matmul.mosaic_gpu.tiling import (
 )
 from collective_matmul.peer_decision import decide_once
 from collective_matmul.site import Site
-from collective_matmul.tuning.model_sites import LAYERS, Layer
-from collective_matmul.tuning.repeated_site import Stack as SiteProgram
-from collective_matmul.tuning.repeated_site import filler
-from collective_matmul.tuning.stack_operands import StackOperands as SiteOperands
+from collective_matmul.tuning.repetitions import filler
 from collective_matmul.tuning.timing import Timing, measure

@@ -12,6 +12,7 @@ from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
 from collective_matmul.fp8 import SCALE_CHECKPOINT_NAME
+from collective_matmul.matmul_measurement import Stack as _Stack  # noqa: F401  # Registers the ops.
 from collective_matmul.ops import (
     CHECKPOINT_NAME,
     all_gather_matmul,

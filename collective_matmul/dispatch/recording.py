@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from collective_matmul.site import Site
+from collective_matmul.dispatch.contract import Request
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Decision:
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
     """
 
-    site: Site
+    site: Request
     implementation: str
     reason: str
     seconds: float | None = None

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul.backends.base import Backend
+from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.peer_access import peer_kernels_undecided
 

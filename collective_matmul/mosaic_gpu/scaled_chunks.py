@@ -26,7 +26,6 @@ from collective_matmul.mosaic_gpu.chunk_matmul import Rows, chunk_count, chunk_i
 from collective_matmul.mosaic_gpu.operands import Operand
 from collective_matmul.mosaic_gpu.scaled_kernel import ScaledGemm
 from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
-from collective_matmul.site import Site
 
 #: By measurements on an H200: two blocks that multicast w gain up to 5 % with scales of rows, and
 #: nothing with those of blocks. Tiles of 128 columns fill waves better where there are few tiles.
@@ -58,7 +57,7 @@ class ScaledProblem:
     in_blocks: bool
 
     @classmethod
-    def of_site(cls, site: Site, rows: int) -> ScaledProblem:
+    def of_site(cls, site: Any, rows: int) -> ScaledProblem:
         """The shapes of this number of rows of a site with operands in 8 bits."""
         planes = math.prod(site.operands[0][0][: site.dimension or 0])
         ks, ns = zip(*(w for _, w in site.operands), strict=True)
@@ -144,14 +143,14 @@ def multiply_chunks(
     return tuple(w.reshape(out.array.shape) for w, out in zip(written, outs, strict=True))
 
 
-def multiplies(site: Site, rows: int) -> bool:
+def multiplies(site: Any, rows: int) -> bool:
     """Whether the kernel multiplies so many rows of a site, which is being traced."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
     runs = device.target() is not None and not partly_automatic()
     return runs and half_precision and fits(site, rows)
 
 
-def fits(site: Site, rows: int) -> bool:
+def fits(site: Any, rows: int) -> bool:
     """Whether so many rows of a site have sizes and dtypes that the kernel multiplies."""
     problem = ScaledProblem.of_site(site, rows)
     return _takes(*site.operand_dtypes) and problem.unsupported_reason() is None

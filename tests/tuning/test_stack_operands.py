@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.matmul_measurement import StackOperands
 from collective_matmul.site import Site
-from collective_matmul.tuning.stack_operands import StackOperands
 from tests.fp8_reference import (
     dequantized,
     dequantized_rows,
@@ -21,7 +21,7 @@ from tests.fp8_reference import (
     weight_gradient,
 )
 from tests.test_fp8_programs import E4M3, GRADIENTS, Program, dtype_of
-from tests.tuning.test_repeated_site import (
+from tests.tuning.test_matmul_measurement import (
     DEVICES,
     assert_close,
     every_site,
@@ -41,7 +41,7 @@ def test_a_site_in_8_bits_is_measured_with_quantized_operands(
     stack = stack_of(name, fp8)
     stack.repetitions = 2
     plain = random_operands(stack)
-    quantized = jax.jit(stack.quantize)(plain)
+    quantized = jax.jit(stack.prepare)(plain)
     described = stack.operands("xla")
     assert jax.tree.map(kind_of, quantized) == jax.tree.map(kind_of, described)
     results = jax.jit(stack.program(implementation))(quantized)

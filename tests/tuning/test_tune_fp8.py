@@ -27,9 +27,9 @@ from collective_matmul import (
 from collective_matmul.backends.xla import Xla
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.fp8 import RECIPES, RecipeName
+from collective_matmul.matmul_measurement import Stack
 from collective_matmul.site import Op, Site
 from collective_matmul.tuning import tune as tuning
-from collective_matmul.tuning.repeated_site import Stack
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.tuning.test_tune import ring_is_fastest
