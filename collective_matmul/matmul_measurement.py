@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 
 from collective_matmul import fp8_weight_gradients
 from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.base import Backend, GatherResidual, Prediction
+from collective_matmul.backends.base import GatherResidual, MatmulBackend, Prediction
 from collective_matmul.backends.chunked_array import weight_gradients, whole_of
 from collective_matmul.backends.xla import SequentialBackend, xla_seconds
+from collective_matmul.dispatch import contract
 from collective_matmul.dispatch.contract import COMPUTE_ONLY
 from collective_matmul.dispatch.registry import Op, register_op
 from collective_matmul.fp8 import ScaledMatrix, quantize_rows
@@ -59,9 +60,11 @@ class Stack(Repetitions):
         self.bound = _ComputeOnly()
         self.prepares = site.fp8 is not None
 
-    def execute(self, backend: Any, operands: StackOperands, weights: Sequence[Any]) -> Any:
+    def execute(
+        self, backend: contract.Backend, operands: StackOperands, weights: Sequence[Any]
+    ) -> Any:
         """The products of the site, and its weight gradients."""
-        return _repetition(backend, self.site, operands, weights)
+        return _repetition(cast(MatmulBackend, backend), self.site, operands, weights)
 
     def prepare_shards(self, operands: StackOperands) -> StackOperands:
         """A device's operands in 8 bits."""
@@ -118,7 +121,7 @@ def _scaled_matrices(site: Site, ws: Sequence[jax.Array]) -> list[ScaledMatrix]:
 
 
 def _repetition(
-    backend: Backend, site: Site, operands: StackOperands, ws: Sequence[Any]
+    backend: MatmulBackend, site: Site, operands: StackOperands, ws: Sequence[Any]
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
     xs, aside, unquantized = operands.xs, operands.aside, operands.unquantized

@@ -10,7 +10,13 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
+from collective_matmul.dispatch.contract import (
+    Backend,
+    Direction,
+    Request,
+    Transport,
+    size_above_zero,
+)
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.fp8 import RECIPES, Recipe, RecipeName
 from collective_matmul.hardware import assumed_rates
@@ -370,10 +376,11 @@ class Site(Request):
             raise ValueError(f"no recipe: {dict(fields)}")
         if co_gathered is not None:
             co_gathered = size_above_zero(co_gathered[0]), size_above_zero(co_gathered[1])
-        sizes = [tuple(map(size_above_zero, (m, k, n))) for m, k, n in fields["operands"]]
+        size = size_above_zero
+        operands = [((size(m), size(k)), (k, size(n))) for m, k, n in fields["operands"]]
         return cls(
             op=op,
-            operands=tuple(((m, k), (k, n)) for m, k, n in sizes),
+            operands=tuple(operands),
             dtype=dtype,
             axis_name="",
             axis_size=size_above_zero(fields["devices"]),
@@ -426,7 +433,7 @@ class Site(Request):
         """Why operands keep their dtype although a recipe was asked for."""
         return (f"not in fp8: {self.fp8_refused}",) if self.fp8_refused else ()
 
-    def multiplied_by(self, backend: Any) -> tuple[str, str] | None:
+    def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
         """The dtypes of x and w in which a backend multiplies them; None if they are `dtype`."""
         return None if self.fp8 is None else backend.multiplied_dtypes(self)
 

@@ -34,7 +34,7 @@ import jax
 from collective_matmul.backends.arithmetic import Weight
 from collective_matmul.backends.chunked_array import ChunkedArray
 from collective_matmul.backends.weight_blocks import ShardedWeights
-from collective_matmul.dispatch.contract import Backend as GenericBackend
+from collective_matmul.dispatch import contract
 from collective_matmul.dispatch.contract import Configuration as Configuration
 from collective_matmul.dispatch.contract import Prediction as Prediction
 from collective_matmul.equation import Equation
@@ -45,7 +45,7 @@ from collective_matmul.site import Site
 GatherResidual = jax.Array | ChunkedArray | None
 
 
-class Backend(GenericBackend, Protocol):
+class MatmulBackend(contract.Backend, Protocol):
     """A way to execute the ops; `collective_matmul.dispatch.contract` has the questions."""
 
     def all_gather_matmul(
@@ -139,6 +139,10 @@ class Backend(GenericBackend, Protocol):
             equation = request.einsum.equation
             return f"{equation!r} is not a matmul, and {self.name} executes nothing else"
         return None
+
+
+#: The name that backends import.
+Backend = MatmulBackend
 
 
 @runtime_checkable

@@ -183,7 +183,7 @@ class Request(Protocol):
         return ()
 
     def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
-        """The dtypes in which a backend multiplies; None if they are the request's own."""
+        """What `Decision.multiplied_dtypes` says; None if the request's dtypes are not in doubt."""
         del backend
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
@@ -199,9 +199,6 @@ class Request(Protocol):
 class Backend(Protocol):
     """A way to execute the ops of a family. Subclasses inherit answers that suit most backends.
 
-    A family adds its own ``execute``, or one method for each op: dispatch returns the backend, and
-    the op that asked for it calls that.
-
     Attributes:
       name: name for the argument `implementation`.
       uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
@@ -213,6 +210,14 @@ class Backend(Protocol):
     name: str
     uses_peer_kernels: bool = False
     predicts_precisely: bool = True
+
+    def execute(self, request: Any, /, *operands: Any, **options: Any) -> Any:
+        """Executes a request inside its `jax.shard_map`.
+
+        Operands and results are the family's own affair: dispatch returns the backend, and the op
+        that asked for it calls this.
+        """
+        raise TypeError(f"{self.name} executes {request} by a method of another name")
 
     def lacking_reason(self, request: Any, /) -> str | None:
         """Why it has no function for such requests; None if it has.
@@ -242,6 +247,13 @@ class Backend(Protocol):
         If it is the fastest for a request that it cannot execute, a warning says what is missed.
         """
         ...
+
+    def multiplied_dtypes(self, request: Any, /) -> tuple[str, str] | None:
+        """The dtypes in which it multiplies two operands; None if they are the request's own.
+
+        While the request is being traced, call this inside its `jax.shard_map`.
+        """
+        del request
 
     def configurations(self, request: Any, /) -> Sequence[Configuration]:
         """The configurations to tune a request over, the likeliest to be fastest first."""

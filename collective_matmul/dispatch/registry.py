@@ -52,6 +52,24 @@ class Registry(Backends):
         )
         return current
 
+    def requested(self, value: str | Sequence[str] | None) -> tuple[str, ...] | None:
+        """The names that a user's argument `implementation` requests, best first, or None.
+
+        Raises:
+          ValueError: unless `value` is None, the name of a backend, or a sequence of such names.
+        """
+        if value is None:
+            return None
+        named = (value,) if isinstance(value, str) else value
+        is_named = isinstance(named, Sequence) and all(isinstance(name, str) for name in named)
+        names = tuple(map(self.current_name, named)) if is_named else ()
+        if not names or not all(name in self._backends for name in names):
+            raise ValueError(
+                f"implementation={value!r}: expected None (choose per shape), or one or several of"
+                f" {', '.join(self._backends)}"
+            )
+        return names
+
     @property
     def reference(self) -> Backend:
         """The backend that others must beat, and that executes every request."""

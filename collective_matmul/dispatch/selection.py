@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collective_matmul.dispatch.assessment import (
     Assessment,
@@ -37,15 +37,19 @@ class UnsupportedSiteError(ValueError):
         self.reason = reason
 
 
-def choose(site: Request, requested: Sequence[str] | None = None) -> Backend:
-    """The backend for `site`: the first requested one that can execute it, or the fastest.
+def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
+    """The backend for a request: the first requested one that can execute it, or the fastest.
 
     The fastest according to measurements on this kind of device, or on a kind whose table it uses
     too. Where nothing similar was measured, according to the backends' own models.
 
     Args:
-      site: the site; while it is being traced, call this inside its `jax.shard_map`.
-      requested: names of backends, best first; None for the fastest.
+      site: the request; while it is being traced, call this inside its `jax.shard_map`.
+      requested: names of backends, best first; None for the fastest. `Registry.requested` makes
+        them of a user's argument.
+
+    Returns:
+      One of `site.backends`, whose class is the op's affair.
 
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
 from collective_matmul.dispatch.contract import COMPUTE_ONLY as COMPUTE_ONLY
@@ -36,10 +37,10 @@ class Entry:
 
 @dataclass
 class Table:
-    """Entries of one kind of device by `Request.flat`, and the file they are in, if any."""
+    """Entries of one kind of device by flat requests, and the file they are in, if any."""
 
     device_kind: str
-    entries: dict[Request, Entry] = field(default_factory=dict, repr=False)
+    entries: dict[Any, Entry] = field(default_factory=dict, repr=False)
     path: Path | None = field(default=None, compare=False)
 
     def __str__(self) -> str:

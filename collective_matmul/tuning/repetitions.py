@@ -68,7 +68,7 @@ class Repetitions:
         """
         raise NotImplementedError
 
-    def execute(self, backend: Any, operands: Any, weights: Any) -> tuple[Any, Any]:
+    def execute(self, backend: Backend, operands: Any, weights: Any) -> tuple[Any, Any]:
         """Executes the request once over `AXIS`, inside `jax.shard_map`.
 
         Args:
@@ -88,11 +88,9 @@ class Repetitions:
     def program(self, backend: str | Backend) -> Any:
         """A function of the operands that executes all repetitions with a backend."""
         if isinstance(backend, str):
-            chosen = self.bound if backend == COMPUTE_ONLY else self.request.backends[backend]
-        else:
-            chosen = backend
+            backend = self._named(backend)
         # Traced once for all repetitions.
-        repetition = jax.jit(functools.partial(self.execute, chosen))
+        repetition = jax.jit(functools.partial(self.execute, backend))
 
         def run(operands: Any) -> Any:
             others, results = operands._replace(weights=()), []
@@ -103,6 +101,12 @@ class Repetitions:
             return results
 
         return self._on_devices(run)
+
+    def _named(self, name: str) -> Backend:
+        if name != COMPUTE_ONLY:
+            return self.request.backends[name]
+        assert self.bound is not None
+        return self.bound
 
     def operands(self, implementation: str) -> Any:
         """Shapes of a program's arguments. Those of `COMPUTE_ONLY` are gathered already."""

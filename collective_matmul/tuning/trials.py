@@ -69,7 +69,7 @@ class Trial:
         # collectives of the call before it wait for.
         self._queues = devices[0].platform != "cpu"
         self._compiling: dict[str, Future] = {}
-        self._bounds = (COMPUTE_ONLY,) if OPS[site.op].has_bound else ()
+        self._bounds: tuple[str, ...] = (COMPUTE_ONLY,) if OPS[site.op].has_bound else ()
         known = [name for name in implementations if name in site.backends]
         for name in (*known, *self._bounds):
             if name != COMPUTE_ONLY and (reason := unsupported_reason(site, name)):
