@@ -11,6 +11,7 @@ from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.einsum import collective_einsum
 from collective_matmul.explain import explain
+from collective_matmul.matmul_measurement import Stack as _Stack  # noqa: F401  # Registers the ops.
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.recipes.recipe import SCALE_CHECKPOINT_NAME
 from collective_matmul.ops import (

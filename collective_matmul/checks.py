@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collective_matmul.backends import BACKENDS, current_name
+from collective_matmul.backends import BACKENDS
 from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
@@ -20,8 +20,6 @@ RecipeName = str
 #: Type of the argument `implementation`: the name of a backend; several names, of which the first
 #: that can execute the op is used; or None to choose per shape.
 Implementation = str | Sequence[str] | None
-
-_EXPECTED = "expected None (choose per shape), or one or several of {}"
 
 #: Dtypes of the ops. float64 needs 64-bit types, which JAX_ENABLE_X64 enables.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
@@ -52,17 +50,7 @@ def implementation(value: Implementation) -> tuple[str, ...] | None:
     Raises:
       ValueError: unless `value` is None, the name of a backend, or a sequence of such names.
     """
-    if value is None:
-        return None
-    named = (value,) if isinstance(value, str) else value
-    if not isinstance(named, Sequence) or not named or not all(isinstance(n, str) for n in named):
-        raise ValueError(f"implementation={value!r}: {_EXPECTED.format(', '.join(BACKENDS))}")
-    names = tuple(map(current_name, named))
-    for name in names:
-        if name not in BACKENDS:
-            known = ", ".join(BACKENDS)
-            raise ValueError(f"implementation={value!r}: {_EXPECTED.format(known)}")
-    return names
+    return BACKENDS.requested(value)
 
 
 def weight_shards(

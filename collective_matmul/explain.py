@@ -10,10 +10,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.backends import REFERENCE
 from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import RunCounter, count_runs
 from collective_matmul.graph_functions import check_function
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
@@ -80,7 +80,7 @@ class Explanation:
             reference = sum(n * (d.reference_seconds or 0) for n, d in known)
             totals[0] += (
                 f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
-                f" {reference * 1e3:.2f} ms with {REFERENCE.name} ({_ratio(reference, seconds)})"
+                f" {reference * 1e3:.2f} ms with {REFERENCE} ({_ratio(reference, seconds)})"
             )
             communication = sum(n * (d.communication_seconds or 0) for n, d in known)
             hidden = sum(n * d.hidden_seconds for n, d in known)
@@ -127,7 +127,7 @@ def explain(
     over xla, and the reason.
 
     The shapes begin with the dtype in which arrays travel and are multiplied. If the program asks
-    for `fp8`, a column names those of each op: of what travels, of both operands of its matmuls,
+    for 8 bits, a column names those of each op: of what travels, of both operands of its matmuls,
     and of those of a weight gradient. If an op keeps its dtype all the same, the last column says
     why.
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul.backends import REFERENCE
-from collective_matmul.backends.matmul_cost import communication_seconds
 from collective_matmul.compiler_sharding import communicating_equation
 from collective_matmul.dispatch.recording import Decision
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, totals
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.log import warn_once
@@ -136,19 +135,14 @@ def _most(branches: Iterable[Counter]) -> Counter:
 
 
 def _overlapped_seconds(decision: Decision) -> float:
-    """Seconds of a site's collectives that XLA may have overlapped with something.
+    """Seconds of a request's collectives that XLA may have overlapped with something.
 
-    In a forward pass the matmul waits for its gather, and whatever follows for its sum: nothing is
-    lost. In a backward pass XLA hides either under the matmul of the weight gradient. Weights may
-    be gathered at any time before. Other backends communicate by permutes.
+    Other backends communicate by permutes.
     """
-    site = decision.site
-    if decision.implementation != REFERENCE.name or not site.communicates:
+    request = decision.site
+    if decision.implementation != REFERENCE or not request.communicates:
         return 0.0
-    seconds = communication_seconds(site)
-    if site.direction == "backward":
-        return seconds
-    return seconds - communication_seconds(replace(site, weight_shards=None))
+    return request.overlapped_seconds
 
 
 def _axis_sizes(jaxpr: Jaxpr) -> Iterable[tuple[str, int]]:

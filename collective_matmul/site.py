@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
 import numpy as np
 
+from collective_matmul.dispatch.contract import (
+    Backend,
+    Direction,
+    Request,
+    Transport,
+    size_above_zero,
+)
+from collective_matmul.dispatch.registry import Registry
 from collective_matmul.equation import Equation
-from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.hardware import assumed_rates
+from collective_matmul.operands.format import PLAIN, Format, format_of_fields
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.source_location import SourceLocation
 
-Direction = Literal["forward", "backward"]
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+
+#: All backends by name, in the order in which they are listed. `collective_matmul.backends` fills
+#: it. Permutes replace the reference where that is unprofitable: XLA can split them over the mesh
+#: axes that it shards by itself, and they are as much traffic.
+BACKENDS = Registry(substitute="ring_direct", renamed={"bulk": "xla"})
 
 #: The TMA engine of a GPU loads an array only if every row starts at a multiple of this.
 ALIGNMENT_BYTES = 16
+
+#: A doubling of K or N counts as this many of the rows. They also decide how tiles fill waves, and
+#: how much there is to communicate for each operation, which rows change alike.
+WEIGHT_OF_K_AND_N = 2.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +58,8 @@ class Einsum:
 
 
 @dataclass(frozen=True)
-class Site:
-    """An op and its local shapes.
+class Site(Request):
+    """An op and its local shapes: the `Request` of matmuls.
 
     Sites that differ only in `dimension` or a later attribute compare equal: they take equally
     long.
@@ -71,6 +90,7 @@ class Site:
       remarks: what `explain` says of the call before the reason of a decision.
       gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
       equation: the einsum that the op executes; None for matmuls.
+      transport: who moves its bytes.
     """
 
     op: Op
@@ -93,6 +113,12 @@ class Site:
     remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
+    transport: Transport = field(default="peer_copies", compare=False, repr=False)
+
+    @property
+    def backends(self) -> Registry:
+        """The backends of matmuls."""
+        return BACKENDS
 
     @property
     def flat(self) -> Site:
@@ -260,6 +286,146 @@ class Site:
         return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
+    def communication_seconds(self) -> float:
+        """Seconds of its collectives alone."""
+        gpu = assumed_rates()
+        collectives = (1 if self.co_gathered is None else 2) if self.axis_size > 1 else 0
+        collectives += self.weight_transfers * len(self.operands)
+        return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """The part of `communication_seconds` that XLA may hide.
+
+        In a backward pass that is all: it hides either collective under the matmul of the weight
+        gradient. Weights may be gathered at any time before.
+        """
+        if self.direction == "backward":
+            return self.communication_seconds
+        own = replace(self, weight_shards=None)
+        return self.communication_seconds - own.communication_seconds
+
+    @property
+    def is_tabled(self) -> bool:
+        """Whether it is a matmul of whole dimensions and whole weights."""
+        return self.einsum is None and self.weight_shards is None
+
+    def fields(self) -> dict[str, Any]:
+        """The key of a table's entry: "op", "devices", "dtype", "operands" and what else differs.
+
+        "operands" are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined
+        in M. Some sites have more: "co_gathered", [M, K]; "keep_gathered", true; and the fields of
+        their format.
+        """
+        if not self.is_tabled:
+            # Its fields would be those of another site.
+            raise ValueError(
+                f"{self}: an entry in a table; expected a matmul of whole dimensions and whole"
+                " weights"
+            )
+        fields: dict[str, Any] = {
+            "op": self.op,
+            "devices": self.axis_size,
+            "dtype": self.dtype.name,
+            "operands": [[*x, w[1]] for x, w in self.operands],
+        }
+        if self.co_gathered is not None:
+            fields["co_gathered"] = list(self.co_gathered)
+        fields |= self.format.fields
+        if self.keep_gathered:
+            fields["keep_gathered"] = True
+        return fields
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Site:
+        """The flat site of a table's entry; see `fields`.
+
+        Raises:
+          ValueError, LookupError, TypeError: if the values are not those of a site.
+        """
+        op, dtype = fields["op"], jnp.dtype(fields["dtype"])
+        co_gathered = fields.get("co_gathered")
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        if op not in get_args(Op) or not is_floating or not fields["operands"]:
+            raise ValueError(f"no site of an op: {dict(fields)}")
+        if co_gathered is not None:
+            co_gathered = size_above_zero(co_gathered[0]), size_above_zero(co_gathered[1])
+        size = size_above_zero
+        operands = [((size(m), size(k)), (k, size(n))) for m, k, n in fields["operands"]]
+        return cls(
+            op=op,
+            operands=tuple(operands),
+            dtype=dtype,
+            axis_name="",
+            axis_size=size_above_zero(fields["devices"]),
+            co_gathered=co_gathered,
+            keep_gathered=bool(fields.get("keep_gathered", False)),
+            format=format_of_fields(fields),
+        ).flat
+
+    @property
+    def kind(self) -> tuple:
+        """All but the sizes of the matmuls."""
+        has_co_gathered = self.co_gathered is not None
+        is_matmul = self.einsum is None
+        work = self.op, self.axis_size, has_co_gathered, self.keep_gathered, is_matmul
+        # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is
+        # with those in 8 bits of which our kernel leaves chunks to XLA.
+        is_aligned = self.is_aligned
+        if self.format is not PLAIN:
+            is_aligned = self.fits_kernel(self.chunk_rows)
+        return *work, self.weight_shards, self.format, self.dtype.itemsize, is_aligned
+
+    @property
+    def layer(self) -> tuple[int, int]:
+        """K and N: sites of one layer differ in their rows."""
+        return self.contracted, self.columns
+
+    @property
+    def order(self) -> tuple:
+        """Sort key: layer by layer, the rows of each ascending."""
+        return (
+            self.axis_size,
+            self.dtype.name,
+            tuple(w for _, w in self.operands),
+            self.op,
+            self.co_gathered is not None,
+            self.keep_gathered,
+            self.format.text,
+            self.rows,
+        )
+
+    def doublings(self, other: Site) -> float:
+        """The distance between two flat sites of one kind, in doublings of the rows."""
+        rows = math.log2(self.rows / other.rows)
+        contracted = math.log2(self.contracted / other.contracted)
+        columns = math.log2(self.columns / other.columns)
+        return max(abs(rows), WEIGHT_OF_K_AND_N * max(abs(contracted), abs(columns)))
+
+    def fits_kernel(self, rows: int) -> bool:
+        """Whether our kernel for the format multiplies this number of rows of every x."""
+        return self.format.fits_kernel(self, rows, backward=self.direction == "backward")
+
+    def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
+        """The dtypes of x and w in which a backend multiplies them; None if they are `dtype`."""
+        return None if self.format is PLAIN else backend.multiplied_dtypes(self)
+
+    def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
+        """What travels and what is multiplied, as in "travels bfloat16, multiplies float32".
+
+        Empty unless another format than arrays was asked for.
+        """
+        if self.format is PLAIN and not self.remarks:
+            return ""
+        travels = " and ".join(self.communicated_dtypes)
+        text = f"travels {travels}, multiplies {_product(multiplied or self.operand_dtypes)}"
+        if self.weight_gradient_dtypes is not None:
+            text += f"; weight gradient {_product(self.weight_gradient_dtypes)}"
+        if self.gathered_shards is not None:
+            text += f"; gathers {self.gathered_shards} before, in {self.operand_dtypes[1]}"
+        return text
+
+    @property
     def shapes(self) -> str:
         """Local shapes, dtype and axis as text, for messages and tables."""
         if self.einsum is not None:
@@ -278,6 +444,10 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"
+
+
+def _product(dtypes: tuple[str, str]) -> str:
+    return " × ".join(dict.fromkeys(dtypes))
 
 
 def _size(shape: tuple[int, ...]) -> str:

@@ -163,6 +163,16 @@ class MatmulBackend(Backend, Protocol):
         """The gradients of sharded weights, the gathered weights, and ys to use from then on."""
         raise NotImplementedError(f"{self.name}: weights that travel under weight gradients")
 
+    def lacking_reason(self, request: Site) -> str | None:
+        """Why it has no function for what is multiplied."""
+        if request.weight_shards is not None and not self.gathers_weights:
+            axis_name = request.weight_shards.axis_name
+            return f"w is sharded over axis {axis_name!r}, and {self.name} multiplies whole weights"
+        if request.einsum is not None and not self.executes_einsums:
+            equation = request.einsum.equation
+            return f"{equation!r} is not a matmul, and {self.name} executes nothing else"
+        return None
+
     def rows_of_matmul(self, request: Site) -> int:
         """The rows that it multiplies at once: all, unless it multiplies chunks."""
         return request.product_rows

@@ -31,10 +31,7 @@ def matmul_seconds(
 
 def communication_seconds(site: Site) -> float:
     """Seconds of a site's collectives alone."""
-    gpu = assumed_rates()
-    collectives = (1 if site.co_gathered is None else 2) if site.axis_size > 1 else 0
-    collectives += site.weight_transfers * len(site.operands)
-    return collectives * gpu.collective_seconds + site.bytes_communicated / gpu.link_bytes
+    return site.communication_seconds
 
 
 def multiplication_seconds(site: Site) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.dispatch import lookup, table_files
-from collective_matmul.dispatch.contract import Backend, Prediction
+from collective_matmul.dispatch.contract import Backend, Prediction, Request
 from collective_matmul.dispatch.lookup import Comparison
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.hardware import traced_device
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
-from collective_matmul.site import Site
 
 
 @dataclass(frozen=True)
@@ -42,45 +41,39 @@ class Assessments:
       basis: source of `reference_seconds`, in words.
     """
 
-    site: Site
+    site: Request
     by_name: Mapping[str, Assessment]
     reference_seconds: float | None
     basis: str
 
     def seconds(self, name: str) -> float | None:
         """The seconds of a backend; None if unknown."""
-        if name == REFERENCE.name:
+        if name == REFERENCE:
             return self.reference_seconds
         found = self.by_name.get(name)
         return found.comparison.seconds if found and found.comparison else None
 
 
-def unsupported_reason(site: Site, name: str) -> str | None:
+def unsupported_reason(site: Request, name: str) -> str | None:
     """Why a backend cannot execute a site, or the program may not use it; None if it can."""
-    backend = BACKENDS[name]
-    if not _fits(site, backend):
-        if site.weight_shards is not None:
-            axis_name = site.weight_shards.axis_name
-            return f"w is sharded over axis {axis_name!r}, and {name} multiplies whole weights"
-        assert site.einsum is not None
-        return f"{site.einsum.equation!r} is not a matmul, and {name} executes nothing else"
-    reason = backend.unsupported_reason(site)
+    backend = site.backends[name]
+    reason = backend.lacking_reason(site) or backend.unsupported_reason(site)
     return reason or (peer_kernels_disallowed_reason() if backend.uses_peer_kernels else None)
 
 
-def assess(site: Site, requested: Collection[str] = ()) -> Assessments:
+def assess(site: Request, requested: Collection[str] = ()) -> Assessments:
     """Asks every backend that the program may use, and those that are requested.
 
     Kernels that nobody may use are not asked: finding their configurations takes milliseconds.
     """
-    disallowed = peer_kernels_disallowed_reason()
-    asked = [b for b in BACKENDS.values() if not (disallowed and b.uses_peer_kernels)]
+    disallowed, backends = peer_kernels_disallowed_reason(), site.backends
+    asked = [b for b in backends.values() if not (disallowed and b.uses_peer_kernels)]
     named = {backend.name for backend in asked}.union(requested)
-    reasons = {name: unsupported_reason(site, name) for name in BACKENDS if name in named}
+    reasons = {name: unsupported_reason(site, name) for name in backends if name in named}
     measured, predicted = _measured(site, asked), _predicted(site, asked)
     used = dict(measured)
     for name, comparison in predicted.items():
-        if name not in measured and (not measured or BACKENDS[name].predicts_precisely):
+        if name not in measured and (not measured or backends[name].predicts_precisely):
             used[name] = comparison
     first = next(iter(used.values()), None)
     reference = None if first is None else first.reference_seconds
@@ -88,7 +81,7 @@ def assess(site: Site, requested: Collection[str] = ()) -> Assessments:
         site,
         {
             name: Assessment(
-                BACKENDS[name],
+                backends[name],
                 reason,
                 used[name].with_reference(reference) if reference and name in used else None,
                 withheld=name in predicted and name not in used,
@@ -100,24 +93,26 @@ def assess(site: Site, requested: Collection[str] = ()) -> Assessments:
     )
 
 
-def _measured(site: Site, backends: list[Backend]) -> dict[str, Comparison]:
+def _measured(site: Request, backends: list[Backend]) -> dict[str, Comparison]:
     """Comparisons by tables, those of the site's own entries first."""
     if not _is_worth_asking(site):
         return {}
     tables = table_files.known(traced_device().device_kind)
-    usable = [backend.name for backend in backends if backend is not REFERENCE]
+    usable = [backend.name for backend in backends if backend.name != REFERENCE]
     found = {name: lookup.look_up(site, name, tables, usable) for name in usable}
     known = {name: comparison for name, comparison in found.items() if comparison is not None}
     return dict(sorted(known.items(), key=lambda item: not item[1].is_own))
 
 
-def _predicted(site: Site, backends: list[Backend]) -> dict[str, Comparison]:
+def _predicted(site: Request, backends: list[Backend]) -> dict[str, Comparison]:
     """Comparisons by the backends' own models; none if the reference has none."""
-    reference = REFERENCE.predict(site) if _is_worth_asking(site) else None
+    reference = site.backends.reference.predict(site) if _is_worth_asking(site) else None
     if reference is None:
         return {}
     predictions = {
-        b.name: b.predict(site) for b in backends if b is not REFERENCE and _fits(site, b)
+        b.name: b.predict(site)
+        for b in backends
+        if b.name != REFERENCE and b.lacking_reason(site) is None
     }
     return {
         name: _beside(prediction, reference)
@@ -126,16 +121,9 @@ def _predicted(site: Site, backends: list[Backend]) -> dict[str, Comparison]:
     }
 
 
-def _is_worth_asking(site: Site) -> bool:
-    """Whether there is anything to communicate and to multiply."""
+def _is_worth_asking(site: Request) -> bool:
+    """Whether there is anything to communicate and to compute."""
     return site.communicates and site.flops > 0
-
-
-def _fits(site: Site, backend: Backend) -> bool:
-    """Whether a backend has a function for what is multiplied at a site."""
-    if site.weight_shards is not None and not backend.gathers_weights:
-        return False
-    return site.einsum is None or backend.executes_einsums
 
 
 def _beside(prediction: Prediction, reference: Prediction) -> Comparison:

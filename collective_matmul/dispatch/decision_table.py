@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from collective_matmul.dispatch.recording import Decision
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.source_location import SourceLocation
 
 #: Characters in a line of a table.
@@ -17,7 +18,7 @@ _LONG, _INDENT = ("where", "local shapes", "dtypes", "why"), "    "
 
 _HEAD = (
     *("", "where", "pass", "op", "local shapes", "dtypes"),
-    *("chosen", "µs", "xla µs", "gain", "why"),
+    *("chosen", "µs", f"{REFERENCE} µs", "gain", "why"),
 )
 
 
@@ -33,8 +34,7 @@ class Line:
       chosen: the backend that executes it.
       reason: the reason, in words.
       seconds, reference_seconds: predicted for what was chosen, and for XLA; None if unknown.
-      dtypes: what travels between devices and what is multiplied; empty unless 8 bits were asked
-        for.
+      dtypes: what travels between devices and what is multiplied; empty where `shapes` says it.
     """
 
     source: SourceLocation | None
@@ -70,24 +70,8 @@ def line_of(decision: Decision) -> Line:
         decision.reason,
         decision.seconds,
         decision.reference_seconds,
-        _dtypes(decision) if site.format.fields or site.remarks else "",
+        site.line_dtypes(decision.multiplied_dtypes),
     )
-
-
-def _dtypes(decision: Decision) -> str:
-    """What travels and what is multiplied, as in "travels bfloat16, multiplies float8_e4m3fn"."""
-    site = decision.site
-    multiplied = decision.multiplied_dtypes or site.operand_dtypes
-    text = f"travels {' and '.join(site.communicated_dtypes)}, multiplies {_product(multiplied)}"
-    if site.weight_gradient_dtypes is not None:
-        text += f"; weight gradient {_product(site.weight_gradient_dtypes)}"
-    if site.gathered_shards is not None:
-        text += f"; gathers {site.gathered_shards} before, in {site.operand_dtypes[1]}"
-    return text
-
-
-def _product(dtypes: tuple[str, str]) -> str:
-    return " × ".join(dict.fromkeys(dtypes))
 
 
 def format_table(

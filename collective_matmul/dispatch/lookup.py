@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from collective_matmul.backends import REFERENCE
+from collective_matmul.dispatch.contract import Request
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.site import Site
 
 #: Medians of alternating groups repeat within one percent: a gain of two is no accident.
 ERROR = 0.02
@@ -21,10 +20,6 @@ REACH = 1.0
 
 #: How many doublings apart two entries of one layer may be for a site of the layer between them.
 BRACKET = 3.0
-
-#: A doubling of K or N counts as this many of the rows. They also decide how tiles fill waves, and
-#: how much there is to communicate for each operation, which rows change alike.
-WEIGHT_OF_K_AND_N = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Comparison:
 
 
 def look_up(
-    site: Site, backend: str, tables: Sequence[tuple[str, Table]], usable: Collection[str]
+    site: Request, backend: str, tables: Sequence[tuple[str, Table]], usable: Collection[str]
 ) -> Comparison | None:
     """A backend beside the reference according to measurements, or None.
 
@@ -91,52 +86,52 @@ def look_up(
     return _between_entries(flat, backend, found) or _near_entries(flat, backend, found, usable)
 
 
-def _own_entry(site: Site, backend: str, tables: Sequence[tuple[str, Table]]) -> Comparison | None:
+def _own_entry(
+    site: Request, backend: str, tables: Sequence[tuple[str, Table]]
+) -> Comparison | None:
     for origin, table in tables:
         entry = table.entries.get(site)
         if entry is not None and backend in entry.seconds:
-            seconds, reference = entry.seconds[backend], entry.seconds[REFERENCE.name]
+            seconds, reference = entry.seconds[backend], entry.seconds[REFERENCE]
             return Comparison(seconds, reference, ERROR, f"measured ({origin})", is_own=True)
     return None
 
 
 def _between_entries(
-    site: Site, backend: str, found: Mapping[Site, tuple[Entry, str]]
+    site: Request, backend: str, found: Mapping[Request, tuple[Entry, str]]
 ) -> Comparison | None:
-    """The times of a layer, K and N, with fewer and with more rows: straight lines in logarithms.
+    """The times of a layer with fewer and with more rows: straight lines in logarithms.
 
     Its weights take as long to read with any number of rows, and few rows fill tiles that are as
     high as those of more rows: times at the two ends say more than time per operation. If the
     backend is slower than the reference at one end, its gain there counts.
     """
-    sizes = site.contracted, site.columns
-    layer = [other for other in found if (other.contracted, other.columns) == sizes]
+    layer = [other for other in found if other.layer == site.layer]
     fewer = max((o for o in layer if o.rows <= site.rows), key=_rows, default=None)
     more = min((o for o in layer if o.rows >= site.rows), key=_rows, default=None)
     if fewer is None or more is None or math.log2(more.rows / fewer.rows) > BRACKET:
         return None
     ends = found[fewer][0], found[more][0]
-    share = 0.0 if fewer is more else _doublings(site, fewer) / _doublings(more, fewer)
+    share = 0.0 if fewer is more else site.doublings(fewer) / more.doublings(fewer)
 
     def interpolated(name: str) -> float:
         low, high = (entry.seconds[name] for entry in ends)
         return low * (high / low) ** share
 
-    reference = interpolated(REFERENCE.name)
+    reference = interpolated(REFERENCE)
     least = min(_gain(entry, backend) for entry in ends)
     seconds = reference / least if least < 1 else interpolated(backend)
-    nearest = min((fewer, more), key=functools.partial(_doublings, site))
+    nearest = min((fewer, more), key=site.doublings)
     return Comparison(seconds, reference, ERROR, f"near what was measured ({found[nearest][1]})")
 
 
 def _near_entries(
-    site: Site,
+    site: Request,
     backend: str,
-    found: Mapping[Site, tuple[Entry, str]],
+    found: Mapping[Request, tuple[Entry, str]],
     usable: Collection[str],
 ) -> Comparison | None:
-    distance = functools.partial(_doublings, site)
-    near = sorted((other for other in found if distance(other) <= REACH), key=distance)
+    near = sorted((other for other in found if site.doublings(other) <= REACH), key=site.doublings)
     smaller = next((other for other in near if other.flops <= site.flops), None)
     larger = next((other for other in near if other.flops >= site.flops), None)
     if not near:
@@ -145,25 +140,17 @@ def _near_entries(
     entry, origin = found[near[0]]
     if smaller is None and _best_gain(entry, usable) >= 1 + ERROR:
         return None
-    reference = entry.seconds[REFERENCE.name] * site.flops / near[0].flops
+    reference = entry.seconds[REFERENCE] * site.flops / near[0].flops
     return Comparison(reference / gain, reference, ERROR, f"near what was measured ({origin})")
 
 
-def _rows(site: Site) -> int:
+def _rows(site: Request) -> int:
     return site.rows
 
 
 def _gain(entry: Entry, backend: str) -> float:
-    return entry.seconds[REFERENCE.name] / entry.seconds[backend]
+    return entry.seconds[REFERENCE] / entry.seconds[backend]
 
 
 def _best_gain(entry: Entry, usable: Collection[str]) -> float:
     return max(_gain(entry, name) for name in entry.seconds if name in usable)
-
-
-def _doublings(site: Site, other: Site) -> float:
-    """The distance between two flat sites of one kind, in doublings of the rows."""
-    rows = math.log2(site.rows / other.rows)
-    contracted = math.log2(site.contracted / other.contracted)
-    columns = math.log2(site.columns / other.columns)
-    return max(abs(rows), WEIGHT_OF_K_AND_N * max(abs(contracted), abs(columns)))

@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 
-from collective_matmul.site import Site
-
 
 @dataclass(frozen=True)
 class PeerAlternative:
@@ -32,10 +30,10 @@ class PeerAlternative:
 
 @dataclass(frozen=True)
 class Decision:
-    """The backend that executes a site, and why.
+    """The backend that executes a request, and why.
 
     Attributes:
-      site: the site.
+      site: its request, of the class that the op has.
       implementation: name of the backend.
       reason: the reason, in words.
       seconds: predicted time of the backend, including a weight gradient; None if unknown.
@@ -46,7 +44,7 @@ class Decision:
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
     """
 
-    site: Site
+    site: Any
     implementation: str
     reason: str
     seconds: float | None = None

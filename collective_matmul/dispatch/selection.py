@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from collective_matmul.backends import BACKENDS, REFERENCE, SUBSTITUTE
-from collective_matmul.backends.matmul_cost import communication_seconds
 from collective_matmul.dispatch.assessment import (
     Assessment,
     Assessments,
     assess,
     unsupported_reason,
 )
-from collective_matmul.dispatch.contract import Backend
+from collective_matmul.dispatch.contract import Backend, Backends, Request
 from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
+from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import numbered
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided
-from collective_matmul.site import Site
 
 
 class UnsupportedSiteError(ValueError):
@@ -39,15 +37,19 @@ class UnsupportedSiteError(ValueError):
         self.reason = reason
 
 
-def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
-    """The backend for `site`: the first requested one that can execute it, or the fastest.
+def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
+    """The backend for a request: the first requested one that can execute it, or the fastest.
 
     The fastest according to measurements on this kind of device, or on a kind whose table it uses
     too. Where nothing similar was measured, according to the backends' own models.
 
     Args:
-      site: the site; while it is being traced, call this inside its `jax.shard_map`.
-      requested: names of backends, best first; None for the fastest.
+      site: the request; while it is being traced, call this inside its `jax.shard_map`.
+      requested: names of backends, best first; None for the fastest. `Registry.requested` makes
+        them of a user's argument.
+
+    Returns:
+      One of `site.backends`, whose class is the op's affair.
 
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
@@ -63,9 +65,9 @@ def choose(site: Site, requested: Sequence[str] | None = None) -> Backend:
         reason = "; ".join(filter(None, (f"fallback: {missed}", reason)))
     reason = "; ".join(filter(None, (*site.remarks, reason)))
     reference = assessments.reference_seconds
-    communication = None if rates() is None else communication_seconds(site)
+    communication = None if rates() is None else site.communication_seconds
     seconds = assessments.seconds(name)
-    multiplied = None if site.format.name == "plain" else choice.backend.multiplied_dtypes(site)
+    multiplied = site.multiplied_by(choice.backend)
     decision = Decision(
         site, name, reason, seconds, reference, communication, alternative, multiplied
     )
@@ -98,14 +100,14 @@ def _peer_alternative(
     return PeerAlternative(choice.backend.name, gained, chosen.missed)
 
 
-def _with_vouched_predicate(site: Site, requested: Sequence[str] | None) -> Site:
+def _with_vouched_predicate(site: Request, requested: Sequence[str] | None) -> Request:
     """The site, executed equally often on all devices if its caller requests one backend by name.
 
     `overlap` cannot know that, and does not request for the user.
     """
     if not site.divergent_axes or site.replaces or requested is None or len(requested) > 1:
         return site
-    vouched = replace(site, divergent_axes=())
+    vouched = replace(site, divergent_axes=())  # type: ignore[type-var]
     (name,) = requested
     if (reason := unsupported_reason(site, name)) and not unsupported_reason(vouched, name):
         warn_once(f"{site.op} hangs with {name!r} unless all devices agree: {reason}")
@@ -134,32 +136,36 @@ def _first_supported(assessments: Assessments, requested: Sequence[str]) -> _Cho
         named, reason = requested[0], assessments.by_name[requested[0]].unsupported or ""
     raise UnsupportedSiteError(
         f"implementation={named!r}: {reason}; for {assessments.site}; pass"
-        f" {(*requested, REFERENCE.name)} to use the first that can, or None to choose per shape",
+        f" {(*requested, REFERENCE)} to use the first that can, or None to choose per shape",
         "; ".join(reasons),
     )
 
 
 def _fastest(assessments: Assessments) -> _Choice:
     site = assessments.site
+    reference, substitute = site.backends.reference, site.backends.substitute
     if not site.communicates:
-        return _Choice(REFERENCE, "one device: nothing to communicate")
+        return _Choice(reference, "one device: nothing to communicate")
     if site.flops == 0:
-        return _Choice(REFERENCE, "an empty array: nothing to multiply")
+        return _Choice(reference, "an empty array: nothing to multiply")
     choice = _fastest_known(assessments)
-    substitutable = SUBSTITUTE.unsupported_reason(site) is None
-    if choice.backend is REFERENCE and substitutable and (reason := _unprofitable(REFERENCE, site)):
-        return choice._replace(backend=SUBSTITUTE, reason=reason)
+    if choice.backend is not reference or substitute is None:
+        return choice
+    if substitute.unsupported_reason(site) is None and (reason := _unprofitable(reference, site)):
+        return choice._replace(backend=substitute, reason=reason)
     return choice
 
 
 def _fastest_known(assessments: Assessments) -> _Choice:
     """The fastest backend by measurement or model."""
     device, site, overlaps = traced_device(), assessments.site, _is_gpu()
+    reference, substitute = site.backends.reference, site.backends.substitute
     if assessments.reference_seconds is None:
         if not overlaps:
-            return _Choice(REFERENCE, f"on {device.platform} nothing runs under a matmul")
+            return _Choice(reference, f"on {device.platform} nothing runs under a matmul")
         unknown = f"{device.device_kind} was not measured; collective_matmul.tune can"
-        return _Choice(REFERENCE, "", _unprofitable(SUBSTITUTE, site) or unknown)
+        missed = unknown if substitute is None else _unprofitable(substitute, site) or unknown
+        return _Choice(reference, "", missed)
     believed = [
         each
         for each in assessments.by_name.values()
@@ -170,8 +176,10 @@ def _fastest_known(assessments: Assessments) -> _Choice:
         for each in believed
         if (reason := _reason_against(site, each, overlaps))
     }
-    best = _least_seconds(believed)
-    winner = _least_seconds(each for each in believed if each.backend.name not in excluded)
+    best = _least_seconds(site.backends, believed)
+    winner = _least_seconds(
+        site.backends, (each for each in believed if each.backend.name not in excluded)
+    )
     reasons = [_comparison(assessments, winner.name), *_unmeasured(assessments)]
     return _Choice(winner, "; ".join(reasons), excluded.get(best.name))
 
@@ -180,20 +188,20 @@ def _is_gpu() -> bool:
     return traced_device().platform in ("gpu", "cuda", "rocm")
 
 
-def _least_seconds(believed: Iterable[Assessment]) -> Backend:
+def _least_seconds(backends: Backends, believed: Iterable[Assessment]) -> Backend:
     """The backend of least seconds; the reference if there is none."""
     seconds = {each.backend.name: each.comparison.seconds for each in believed if each.comparison}
-    return BACKENDS[min(seconds, key=seconds.__getitem__)] if seconds else REFERENCE
+    return backends[min(seconds, key=seconds.__getitem__)] if seconds else backends.reference
 
 
-def _reason_against(site: Site, assessment: Assessment, overlaps: bool) -> str | None:
+def _reason_against(site: Request, assessment: Assessment, overlaps: bool) -> str | None:
     """Why a backend that should be faster may not be chosen, as a sentence; None if it may."""
     if assessment.unsupported:
         return _cannot(assessment.backend.name, assessment.unsupported)
     return _unprofitable(assessment.backend, site) if overlaps else None
 
 
-def _unprofitable(backend: Backend, site: Site) -> str | None:
+def _unprofitable(backend: Backend, site: Request) -> str | None:
     reason = backend.unprofitable_reason(site)
     return f"{backend.name} {reason}" if reason else None
 
@@ -216,12 +224,12 @@ def _comparison(assessments: Assessments, winner: str) -> str:
     compared = {
         name: each.comparison for name, each in assessments.by_name.items() if each.comparison
     }
-    if winner == REFERENCE.name:
+    if winner == REFERENCE:
         winner = min(compared, key=lambda name: compared[name].seconds)
     assert assessments.reference_seconds is not None
     shown, basis = compared[winner], assessments.basis
     other = f" ({shown.basis})" if shown.basis != basis else ""
     return (
-        f"{basis}: {assessments.reference_seconds * 1e6:.0f} µs {REFERENCE.name},"
+        f"{basis}: {assessments.reference_seconds * 1e6:.0f} µs {REFERENCE},"
         f" {shown.seconds * 1e6:.0f} µs {winner}{other}"
     )

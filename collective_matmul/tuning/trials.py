@@ -11,14 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
-from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.operands.format import PLAIN
-from collective_matmul.site import Site
-from collective_matmul.tuning.repeated_site import Stack, filler
-from collective_matmul.tuning.stack_operands import StackOperands
+from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
+from collective_matmul.dispatch.registry import OPS, REFERENCE
+from collective_matmul.tuning.repetitions import filler
 from collective_matmul.tuning.timing import Timing, measure_finalists
 
 #: Programs compiled at the same time, at most.
@@ -30,7 +27,7 @@ Measure = Callable[..., Mapping[str, Timing]]
 
 
 def trials(
-    sites: Sequence[Site], devices: Sequence[Any], implementations: Sequence[str]
+    sites: Sequence[Request], devices: Sequence[Any], implementations: Sequence[str]
 ) -> Iterator[Trial]:
     """A trial for each site, in order.
 
@@ -51,66 +48,69 @@ def trials(
 
 
 class Trial:
-    """The programs of one flat site: one for each backend that can run, and the compute-only bound.
+    """The programs of one flat request: one for each backend that can run, and the bound.
 
     Attributes:
-      site: the site to measure.
+      site: the request to measure.
       failures: reasons why a backend was not timed, by its name.
     """
 
     def __init__(
         self,
-        site: Site,
+        site: Request,
         devices: Sequence[Any],
         implementations: Sequence[str],
         pool: Executor,
     ):
         self.site = site
         self.failures: dict[str, str] = {}
-        self._stack = Stack(site, devices)
+        self._stack = OPS[site.op].measurement(site, devices)
         # Simulated devices share few threads: a queued call could take the thread that the
         # collectives of the call before it wait for.
         self._queues = devices[0].platform != "cpu"
         self._compiling: dict[str, Future] = {}
-        for name in (*implementations, COMPUTE_ONLY):
+        self._bounds: tuple[str, ...] = (COMPUTE_ONLY,) if OPS[site.op].has_bound else ()
+        known = [name for name in implementations if name in site.backends]
+        for name in (*known, *self._bounds):
             if name != COMPUTE_ONLY and (reason := unsupported_reason(site, name)):
                 self.failures[name] = reason
             else:
                 self._attempt(name, self._compile, pool)
-        reference, bound = map(self._stack.plain_operands, (REFERENCE.name, COMPUTE_ONLY))
-        self._described = reference, bound._replace(weights=())
+        reference, *bounds = map(self._stack.plain_operands, (REFERENCE, *self._bounds))
+        self._described = reference, *(bound._replace(weights=()) for bound in bounds)
         self._fillers = {
             leaf: pool.submit(filler(leaf).lower(np.uint32(0)).compile)
             for leaf in dict.fromkeys(jax.tree.leaves(self._described))
         }
-        self._quantizers = [
-            pool.submit(jax.jit(self._stack.quantize).lower(operands).compile)
+        self._preparing = [
+            pool.submit(jax.jit(self._stack.prepare).lower(operands).compile)
             for operands in self._described
-            if site.format is not PLAIN
+            if self._stack.prepares
         ]
 
     def seconds(self, measure: Measure, groups: int) -> dict[str, float]:
         """Median seconds of the site by implementation, for all that run."""
-        operands, gathered = self._fill()
-        gathered = gathered._replace(weights=operands.weights)
+        operands, *gathered = self._fill()
+        of_bounds = [each._replace(weights=operands.weights) for each in gathered]
+        others = dict(zip(self._bounds, of_bounds, strict=True))
         runs: dict[str, Callable[[], Any]] = {}
         for name in self._compiling:
-            self._attempt(name, self._start, gathered if name == COMPUTE_ONLY else operands, runs)
+            self._attempt(name, self._start, others.get(name, operands), runs)
         # Gains are relative to the reference, so it is always timed.
         timings = measure_finalists(
-            measure, runs, groups=groups, bounds=[COMPUTE_ONLY], always=[REFERENCE.name]
+            measure, runs, groups=groups, bounds=self._bounds, always=[REFERENCE]
         )
         return {name: t.median / self._stack.repetitions for name, t in timings.items()}
 
-    def _fill(self) -> tuple[StackOperands, StackOperands]:
+    def _fill(self) -> Sequence[Any]:
         """Arrays for the backends, and those for the compute-only bound except its weights."""
         leaves, tree = jax.tree.flatten(self._described)
         arrays = [self._fillers[leaf].result()(np.uint32(i)) for i, leaf in enumerate(leaves)]
-        operands, gathered = jax.tree.unflatten(tree, arrays)
-        if self._quantizers:
-            quantize, quantize_gathered = (compiling.result() for compiling in self._quantizers)
-            return quantize(operands), quantize_gathered(gathered)
-        return operands, gathered
+        filled = jax.tree.unflatten(tree, arrays)
+        if not self._preparing:
+            return filled
+        pairs = zip(self._preparing, filled, strict=True)
+        return [compiling.result()(operands) for compiling, operands in pairs]
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
         """Executes a step for one backend; if it fails, the others are still measured."""
@@ -122,14 +122,12 @@ class Trial:
 
     def _compile(self, name: str, pool: Executor) -> None:
         """Lowers the program here, as JAX traces one at a time, and compiles it in the pool."""
-        peer_kernels = name != COMPUTE_ONLY and BACKENDS[name].uses_peer_kernels
+        peer_kernels = name != COMPUTE_ONLY and self.site.backends[name].uses_peer_kernels
         jitted = overlap_jit(self._stack.program(name), peer_kernels=peer_kernels)
         lowered = jitted.lower(self._stack.operands(name))
         self._compiling[name] = pool.submit(lowered.compile)
 
-    def _start(
-        self, name: str, operands: StackOperands, runs: dict[str, Callable[[], Any]]
-    ) -> None:
+    def _start(self, name: str, operands: Any, runs: dict[str, Callable[[], Any]]) -> None:
         """Runs the program once, and adds it to the programs that run."""
         run = functools.partial(self._compiling[name].result(), operands)
         jax.block_until_ready(run())

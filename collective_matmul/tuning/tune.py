@@ -8,29 +8,28 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from collective_matmul.backends import BACKENDS, REFERENCE, current_name
 from collective_matmul.data import Run
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
+from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.dispatch.table import COMPUTE_ONLY, Entry, Table, can_have_entry
+from collective_matmul.dispatch.registry import OPS, REFERENCE, current_name
+from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.dispatch.table_files import writable_path
 from collective_matmul.peer_access import peer_kernels_allowed
-from collective_matmul.site import Site
-from collective_matmul.tuning.model_sites import how_to_simulate
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
 
 
 def tune(
-    target: Callable | Iterable[Site],
+    target: Callable | Iterable[Request],
     *args: Any,
     devices: Sequence[Any] | None = None,
     implementations: Sequence[str] | None = None,
@@ -46,10 +45,10 @@ def tune(
     in it, including those of gradients if the function takes gradients. Each is measured in a
     program that repeats it, with the backends in turns. This takes seconds for each, mostly to
     compile, and prints its progress. Every result is saved at once: an interrupted call loses
-    nothing and can be repeated. Ops with `fp8` are measured with operands in 8 bits, and decide
-    about ops with the same recipe. Einsums that are not matmuls are left out, and so are ops that
-    gather their weights over a second mesh axis in the same loop; the cost model decides about
-    them.
+    nothing and can be repeated. Ops on operands in 8 bits are measured on such operands, and
+    decide about ops whose operands are stored alike. Einsums that are not matmuls are left out, and
+    so are ops that gather their weights over a second mesh axis in the same loop; the cost model
+    decides about them.
 
     The table takes effect in every process of this user, for functions traced afterwards. A
     function that `jax.jit` has already compiled does not change.
@@ -82,16 +81,18 @@ def tune(
     timed = functools.partial(measure, seconds_per_group=seconds_per_group)
     timed({}, groups=groups)  # Refuses bad settings before anything is compiled.
     found = jax.devices() if devices is None else list(devices)
-    names = tuple(BACKENDS if implementations is None else map(current_name, implementations))
+    known = dict.fromkeys(name for op in OPS.values() for name in op.backends)
+    names = tuple(known if implementations is None else map(current_name, implementations))
     with peer_kernels_allowed(True):  # As in the programs that are timed.
         sites = _sites(target, args)
-    left_out = [site for site in sites if not can_have_entry(site)]
-    sites = [site for site in sites if can_have_entry(site)]
-    _check(sites, found, names)
+    left_out = [site for site in sites if not site.is_tabled]
+    sites = [site for site in sites if site.is_tabled]
+    _check_names(names, known)
+    _check(sites, found)
     kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
-        implementations=tuple(dict.fromkeys((REFERENCE.name, *names))),
+        implementations=tuple(dict.fromkeys((REFERENCE, *names))),
         path=writable_path(kind, path),
         measure=timed,
         groups=groups,
@@ -102,7 +103,7 @@ def tune(
         return tuner.tune(sites, again, left_out)
 
 
-def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
+def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
     if args and not callable(target):
         raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
     found = _sites_in(target, args) if callable(target) else target
@@ -110,7 +111,7 @@ def _sites(target: Callable | Iterable[Site], args: tuple) -> list[Site]:
     return [site for site in distinct if site.axis_size > 1 and site.flops > 0]
 
 
-def _sites_in(fun: Callable, args: tuple) -> list[Site]:
+def _sites_in(fun: Callable, args: tuple) -> list[Request]:
     found = [decision.site for decision in decisions_of(fun, *args)]
     if not found:
         raise ValueError(
@@ -120,15 +121,18 @@ def _sites_in(fun: Callable, args: tuple) -> list[Site]:
     return found
 
 
-def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) -> None:
+def _check_names(names: Sequence[str], known: Collection[str]) -> None:
     if jax.process_count() > 1:
         raise ValueError(
             f"tune: {jax.process_count()} processes; run it in one, on the devices of one node"
         )
     for name in names:
-        if name not in BACKENDS:
-            expected = ", ".join(BACKENDS)
+        if name not in known:
+            expected = ", ".join(known)
             raise ValueError(f"implementations: {name!r} is unknown; expected some of {expected}")
+
+
+def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
     kinds = {device.device_kind for device in devices}
     if len(kinds) != 1:
         raise ValueError(f"devices: of kinds {sorted(kinds)}; expected at least one, all alike")
@@ -138,6 +142,12 @@ def _check(sites: Sequence[Site], devices: Sequence[Any], names: Sequence[str]) 
                 f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
                 f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
             )
+
+
+def how_to_simulate(devices: int) -> str:
+    """How to simulate devices on a CPU, as part of a message."""
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
 
 
 def _describe(devices: Sequence[Any]) -> Run:
@@ -169,7 +179,7 @@ class _Tuner:
     started: float = field(default_factory=lambda: time.monotonic())
     printed: set[str] = field(default_factory=set)
 
-    def tune(self, sites: Sequence[Site], again: bool, left_out: Sequence[Site]) -> Table:
+    def tune(self, sites: Sequence[Request], again: bool, left_out: Sequence[Request]) -> Table:
         present = table_files.read_users(self.path)
         known = {} if again or present is None else present.entries
         missing = [site for site in sites if not self._is_measured(site, known.get(site))]
@@ -184,28 +194,34 @@ class _Tuner:
                 break
         return table
 
-    def _is_measured(self, site: Site, entry: Entry | None) -> bool:
+    def _is_measured(self, site: Request, entry: Entry | None) -> bool:
         return (
             entry is not None
             and entry.run.jax == self.run.jax
             and all(
                 name in entry.seconds or unsupported_reason(site, name)
-                for name in (*self.implementations, COMPUTE_ONLY)
+                for name in self._names_of(site)
             )
         )
+
+    def _names_of(self, site: Request) -> Iterator[str]:
+        """What is measured of a request."""
+        yield from (name for name in self.implementations if name in site.backends)
+        if OPS[site.op].has_bound:
+            yield COMPUTE_ONLY
 
     def _measure(self, trial: Trial) -> Table | None:
         """Adds a site to the table, if its reference could be measured."""
         seconds = trial.seconds(self.measure, self.groups)
         for name, reason in trial.failures.items():
             self._print_once(f"{name} is left out: {reason}")
-        if REFERENCE.name not in seconds:
+        if REFERENCE not in seconds:
             return None
         shown = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in seconds.items())
         self._print(f"{trial.site}: {shown} µs")
         return self._save({trial.site: Entry(seconds, self.run)})
 
-    def _save(self, entries: dict[Site, Entry]) -> Table:
+    def _save(self, entries: dict[Request, Entry]) -> Table:
         return table_files.save(self.path, self.devices[0].device_kind, entries)
 
     def _print(self, message: str) -> None:

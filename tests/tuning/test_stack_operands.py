@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from collective_matmul.checks import RecipeName
-from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.format import FORMATS, format_named
+
+from collective_matmul.matmul_measurement import StackOperands
 from collective_matmul.site import Site
-from collective_matmul.tuning.stack_operands import StackOperands
 from tests.fp8_reference import (
     dequantized,
     dequantized_rows,
@@ -22,7 +22,7 @@ from tests.fp8_reference import (
     weight_gradient,
 )
 from tests.test_fp8_programs import E4M3, GRADIENTS, Program, dtype_of
-from tests.tuning.test_repeated_site import (
+from tests.tuning.test_matmul_measurement import (
     DEVICES,
     assert_close,
     every_site,
@@ -42,7 +42,7 @@ def test_a_site_in_8_bits_is_measured_with_quantized_operands(
     stack = stack_of(name, fp8)
     stack.repetitions = 2
     plain = random_operands(stack)
-    quantized = jax.jit(stack.quantize)(plain)
+    quantized = jax.jit(stack.prepare)(plain)
     described = stack.operands("xla")
     assert jax.tree.map(kind_of, quantized) == jax.tree.map(kind_of, described)
     results = jax.jit(stack.program(implementation))(quantized)
@@ -84,7 +84,7 @@ def gradients_in_8_bits(
     """Weight gradients, of messages if the recipe has them in 8 bits."""
     recipe = site.recipe
     assert recipe is not None
-    if not site.has_weight_gradient or not recipe.weight_gradient_in_fp8:
+    if not site.has_weight_gradient or not recipe.packs_gradients:
         return expected(name, operands, ws)[1]
     xs = shards(operands.aside)
     x_messages = [quantize_rows([x], recipe)[0] for x in xs]

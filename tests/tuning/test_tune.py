@@ -14,13 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
-from collective_matmul import all_gather_matmul, explain, tune
+from collective_matmul import all_gather_matmul, explain, model_requests, tune
 from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.site import Einsum, Site
-from collective_matmul.tuning import model_sites
 from collective_matmul.tuning import trials as trying
 from collective_matmul.tuning import tune as tuning
 from collective_matmul.tuning.timing import Timing
@@ -336,7 +335,7 @@ def test_the_command_measures_the_layers_of_models(
     path = tmp_path / "table.jsonl"
     arguments = f"tune --shapes tiny --rows 16,32 --devices 4 --dtype float32 --output {path}"
     command.main([*arguments.split(), "--without-gpus"])
-    expected = {site.flat for site in model_sites.sites(["tiny"], [16, 32], 4, "float32")}
+    expected = {site.flat for site in model_requests.sites(["tiny"], [16, 32], 4, "float32")}
     assert read(path).entries.keys() == expected
     assert bench.tried[0].rows == 4
 
@@ -345,7 +344,7 @@ def test_the_command_measures_a_recipe(cache: Path, bench: Bench, tmp_path: Path
     path = tmp_path / "table.jsonl"
     arguments = f"tune --shapes tiny --rows 512 --devices 4 --fp8 tensorwise --output {path}"
     command.main([*arguments.split(), "--without-gpus"])
-    expected = {site.flat for site in model_sites.sites(["tiny"], [512], 4, fp8="tensorwise")}
+    expected = {site.flat for site in model_requests.sites(["tiny"], [512], 4, fp8="tensorwise")}
     assert read(path).entries.keys() == expected == set(bench.tried)
     assert {site.fp8 for site in expected} == {"tensorwise"}
 

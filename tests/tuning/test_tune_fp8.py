@@ -13,6 +13,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from collective_matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS, format_named
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -25,12 +27,10 @@ from collective_matmul import (
     tune,
 )
 from collective_matmul.backends.xla import Xla
-from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.operands.format import FORMATS
+from collective_matmul.matmul_measurement import Stack
 from collective_matmul.site import Op, Site
 from collective_matmul.tuning import tune as tuning
-from collective_matmul.tuning.repeated_site import Stack
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.tuning.test_tune import ring_is_fastest

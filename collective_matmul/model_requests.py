@@ -13,6 +13,7 @@ from collective_matmul import checks
 from collective_matmul.checks import RecipeName
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.site import Site
+from collective_matmul.tuning.tune import how_to_simulate
 
 #: Rows, the most informative first. The fastest backend changes between 1024 and 4096 rows;
 #: training has more, decoding fewer.
@@ -108,12 +109,6 @@ def sites(
                 for site in _passes(layer, m, devices, jnp.dtype(dtype)):
                     if fp8 is None or _is_quantized(site, fp8):
                         yield replace(site, format=format_named(fp8))
-
-
-def how_to_simulate(devices: int) -> str:
-    """How to simulate devices on a CPU, as part of a message."""
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
 
 
 def _is_quantized(site: Site, fp8: RecipeName) -> bool:

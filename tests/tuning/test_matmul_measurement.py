@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS, format_named
+
+from collective_matmul import model_requests
+from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.operands.format import FORMATS
+from collective_matmul.matmul_measurement import Stack, StackOperands
 from collective_matmul.site import Site
-from collective_matmul.tuning import model_sites
-from collective_matmul.tuning.repeated_site import Stack, filler
-from collective_matmul.tuning.stack_operands import StackOperands
+from collective_matmul.tuning.repetitions import filler
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")
@@ -167,7 +167,7 @@ def test_the_dtype_is_that_of_the_site() -> None:
 
 def test_long_sites_are_repeated_less() -> None:
     def repetitions(rows: int) -> int:
-        site = next(model_sites.sites(["llama3-405b"], [rows], DEVICES))
+        site = next(model_requests.sites(["llama3-405b"], [rows], DEVICES))
         return Stack(site.flat, jax.devices()).repetitions
 
     assert [repetitions(rows) for rows in (64, 32768)] == [16, 2]
@@ -177,7 +177,7 @@ def test_long_sites_are_repeated_less() -> None:
 
 
 def test_layers_of_llama_have_all_forms_of_site() -> None:
-    found = list(model_sites.sites(["llama3-8b"], [2048], 4))
+    found = list(model_requests.sites(["llama3-8b"], [2048], 4))
     gate_and_up, co_gathering, kept, summed, down, keeping = found[:6]
     shard = (512, 4096)
     assert gate_and_up.operands == kept.operands == ((shard, (4096, 3584)),) * 2
@@ -195,8 +195,8 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
 @pytest.mark.parametrize("fp8", FORMATS)
 def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName) -> None:
     """A program that is differentiated already keeps a gathered array, in its own dtype."""
-    plain = list(model_sites.sites(["llama3-8b"], [2048, 256], 4))
-    found = list(model_sites.sites(["llama3-8b"], [2048, 256], 4, fp8=fp8))
+    plain = list(model_requests.sites(["llama3-8b"], [2048, 256], 4))
+    found = list(model_requests.sites(["llama3-8b"], [2048, 256], 4, fp8=fp8))
     assert {site.fp8 for site in found} == {fp8}
     forms = [dataclasses.replace(site, fp8=None) for site in found]
     kept = [site for site in plain if site.keep_gathered and site.direction == "forward"]
@@ -209,14 +209,14 @@ def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName)
 
 def test_a_backward_pass_is_marked_as_such() -> None:
     """Its x is a gradient, which may have another dtype in 8 bits."""
-    for site in model_sites.sites(["square"], [2048], 4, fp8="tensorwise"):
+    for site in model_requests.sites(["square"], [2048], 4, fp8="tensorwise"):
         assert site.has_weight_gradient == (site.direction == "backward")
         x_dtype, _ = site.operand_dtypes
         assert x_dtype == ("float8_e5m2" if site.has_weight_gradient else "float8_e4m3fn")
 
 
 def test_few_rows_are_decoded() -> None:
-    found = [*model_sites.sites(["square"], [256], 4)]
+    found = [*model_requests.sites(["square"], [256], 4)]
     product = (((256, 2048), (2048, 8192)),)
     assert [(site.op, site.keep_gathered) for site in found] == [
         ("all_gather_matmul", False),
@@ -224,19 +224,19 @@ def test_few_rows_are_decoded() -> None:
         ("matmul_all_reduce", False),
     ]
     assert found[1].operands == found[2].operands == product
-    assert len([*model_sites.sites(["square"], [512], 4)]) == 6
+    assert len([*model_requests.sites(["square"], [512], 4)]) == 6
 
 
 def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"^layer 'up' with 9 rows: size 9 is not a positive multiple"
     ):
-        list(model_sites.sites(["tiny"], [9], 2))
+        list(model_requests.sites(["tiny"], [9], 2))
     with pytest.raises(ValueError, match=r"size -8 is not a positive multiple of 2"):
-        list(model_sites.sites(["tiny"], [-8], 2))
+        list(model_requests.sites(["tiny"], [-8], 2))
     with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, "):
-        list(model_sites.sites(["gpt"], [8], 2))
+        list(model_requests.sites(["gpt"], [8], 2))
     with pytest.raises(ValueError, match=r"^devices=1: expected at least 2, .*give --devices"):
-        list(model_sites.sites(["tiny"], [8], 1))
+        list(model_requests.sites(["tiny"], [8], 1))
     with pytest.raises(ValueError, match=r"^fp8='int8': expected None .*'tensorwise'"):
-        list(model_sites.sites(["tiny"], [8], 2, fp8="int8"))  # type: ignore[arg-type]
+        list(model_requests.sites(["tiny"], [8], 2, fp8="int8"))  # type: ignore[arg-type]
