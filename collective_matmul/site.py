@@ -20,7 +20,7 @@ from collective_matmul.dispatch.contract import (
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.equation import Equation
 from collective_matmul.hardware import assumed_rates
-from collective_matmul.operands.format import PLAIN, Format, format_of_fields
+from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.source_location import SourceLocation
 
@@ -58,7 +58,7 @@ class Einsum:
 
 
 @dataclass(frozen=True)
-class Site(Request):
+class Site(HasFormat, Request):
     """An op and its local shapes: the `Request` of matmuls.
 
     Sites that differ only in `dimension` or a later attribute compare equal: they take equally

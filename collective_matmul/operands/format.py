@@ -223,6 +223,21 @@ class Plain(Format):
 
 PLAIN = Plain()
 
+
+class HasFormat(Protocol):
+    """What requests with a format have for users.
+
+    Attributes:
+      format: how operands are stored while they travel and are multiplied.
+    """
+
+    format: Format
+
+    @property
+    def fp8(self) -> str | None:
+        """The argument `fp8` of the call; None for arrays."""
+        return self.format.fields.get("fp8")
+
 _formats: dict[str, Format] = {}
 #: The formats that users can name, in the order of their registration.
 FORMATS: Mapping[str, Format] = MappingProxyType(_formats)

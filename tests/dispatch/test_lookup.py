@@ -10,7 +10,7 @@ import pytest
 from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.lookup import Comparison, look_up
 from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.site import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, site_of
@@ -96,11 +96,11 @@ def test_entries_of_another_kind_say_nothing(other: Site) -> None:
 @pytest.mark.parametrize("fp8", [None, *FORMATS])
 def test_entries_decide_about_their_own_recipe_alone(fp8: RecipeName | None) -> None:
     """Also those of a table that was saved and read again, and about sites near theirs."""
-    written = table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10)))
+    written = table_of((replace(layer(4096), format=format_named(fp8)), entry(xla=12, ring=10)))
     tables = [("a table", Table.from_text(written.to_text()))]
     for other in (None, *FORMATS):
         for rows in (4096, 6016):
-            found = look_up(replace(layer(rows), fp8=other), "ring", tables, ALL)
+            found = look_up(replace(layer(rows), format=format_named(other)), "ring", tables, ALL)
             assert (found is not None) == (other == fp8)
 
 
@@ -113,8 +113,8 @@ def test_entries_of_our_kernel_say_nothing_about_sizes_that_it_leaves_to_xla(
     sizes: tuple[int, int], is_near: bool, fp8: RecipeName
 ) -> None:
     """It needs contracted sizes that are multiples of 128 in 8 bits, and columns of 64."""
-    tables = [("a table", table_of((replace(layer(4096), fp8=fp8), entry(xla=12, ring=10))))]
-    site = replace(site_of("all_gather_matmul", 4096, *sizes), fp8=fp8)
+    tables = [("a table", table_of((replace(layer(4096), format=format_named(fp8)), entry(xla=12, ring=10))))]
+    site = replace(site_of("all_gather_matmul", 4096, *sizes), format=format_named(fp8))
     assert (look_up(site, "ring", tables, ALL) is not None) == is_near
 
 
@@ -133,8 +133,8 @@ def test_so_it_is_with_chunks_of_rows_that_it_leaves_to_xla(
     op: Op, rows: int, is_near: bool
 ) -> None:
     """Four devices have 8 rows more each, or 4."""
-    entries = replace(site_of(op, 4096, 4096, 14336), fp8="rowwise"), entry(xla=12, ring=10)
-    site = replace(site_of(op, rows, 4096, 14336), fp8="rowwise")
+    entries = replace(site_of(op, 4096, 4096, 14336), format=format_named("rowwise")), entry(xla=12, ring=10)
+    site = replace(site_of(op, rows, 4096, 14336), format=format_named("rowwise"))
     found = look_up(site, "ring", [("a table", table_of(entries))], ALL)
     assert (found is not None) == is_near
 

@@ -25,6 +25,7 @@ from collective_matmul.dispatch.lookup import look_up
 from collective_matmul.dispatch.table import Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.log import warn_once
+from collective_matmul.operands.format import format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.site import Einsum, Site
 from tests.dispatch.sites import BFLOAT16, site_of
@@ -57,7 +58,7 @@ def some_sites() -> list[Site]:
         Site("all_gather_matmul", (((2, 3, 4), (4, 5)),), BFLOAT16, AXIS, 2, keep_gathered=True),
         Site("matmul_reduce_scatter", ((x, (4, 5)),), BFLOAT16, AXIS, 3, co_gathered=(1, 2, 5)),
         Site("matmul_all_reduce", ((x, (4, 5)),), np.dtype("float32"), AXIS, 2),
-        *(Site("matmul_all_reduce", ((x, (4, 5)),), BFLOAT16, AXIS, 2, fp8=fp8) for fp8 in FP8),
+        *(Site("matmul_all_reduce", ((x, (4, 5)),), BFLOAT16, AXIS, 2, format=format_named(fp8)) for fp8 in FP8),
         Site(
             "matmul_reduce_scatter",
             ((x, (4, 5)),),
@@ -104,7 +105,7 @@ def test_a_site_that_records_cannot_describe_is_refused() -> None:
 
 
 def test_a_recipe_that_does_not_exist_is_refused() -> None:
-    site = dataclasses.replace(layer(512), fp8="rowwise")
+    site = dataclasses.replace(layer(512), format=format_named("rowwise"))
     text = table_of((site, entry(xla=10.0))).to_text()
     with pytest.raises(ValueError, match=r"no recipe: .*'columnwise'"):
         Table.from_text(text.replace("rowwise", "columnwise"))

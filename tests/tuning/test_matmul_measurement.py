@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.checks import RecipeName
-from collective_matmul.operands.format import FORMATS, format_named
 
 from collective_matmul import model_requests
 from collective_matmul.backends.ring.backend import RINGS
+from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.matmul_measurement import Stack, StackOperands
+from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.site import Site
 from collective_matmul.tuning.repetitions import filler
 
@@ -44,7 +44,7 @@ every_recipe = pytest.mark.parametrize("fp8", [None, *FORMATS])
 
 
 def stack_of(name: str, fp8: RecipeName | None = None, dtype: Any = FLOAT32) -> Stack:
-    site = dataclasses.replace(SITES[name], fp8=fp8, dtype=np.dtype(dtype))
+    site = dataclasses.replace(SITES[name], format=format_named(fp8), dtype=np.dtype(dtype))
     return Stack(site.flat, jax.devices())
 
 
@@ -198,7 +198,7 @@ def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName)
     plain = list(model_requests.sites(["llama3-8b"], [2048, 256], 4))
     found = list(model_requests.sites(["llama3-8b"], [2048, 256], 4, fp8=fp8))
     assert {site.fp8 for site in found} == {fp8}
-    forms = [dataclasses.replace(site, fp8=None) for site in found]
+    forms = [dataclasses.replace(site, format=format_named(None)) for site in found]
     kept = [site for site in plain if site.keep_gathered and site.direction == "forward"]
     assert len(kept) == 3
     if fp8 == "tensorwise":

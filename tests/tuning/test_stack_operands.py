@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.checks import RecipeName
-from collective_matmul.operands.format import FORMATS, format_named
 
+from collective_matmul.checks import RecipeName
 from collective_matmul.matmul_measurement import StackOperands
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.site import Site
 from tests.fp8_reference import (
     dequantized,

@@ -13,8 +13,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from collective_matmul.checks import RecipeName
-from collective_matmul.operands.format import FORMATS, format_named
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -27,8 +25,10 @@ from collective_matmul import (
     tune,
 )
 from collective_matmul.backends.xla import Xla
+from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.matmul_measurement import Stack
+from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.site import Op, Site
 from collective_matmul.tuning import tune as tuning
 from tests.conftest import MeshFactory
@@ -171,6 +171,6 @@ def test_weights_gathered_before_are_measured_whole(make_mesh: MeshFactory, tmp_
     assert decision.site.gathered_shards is not None
     options: dict[str, Any] = {"implementations": ["xla"], "groups": 1, "seconds_per_group": 1e-4}
     table = tune(sharded, *arguments, path=tmp_path / "table.jsonl", **options)
-    whole = Site("all_gather_matmul", (((4, K), (K, 4)),), X.dtype, "", 2, fp8="rowwise")
+    whole = Site("all_gather_matmul", (((4, K), (K, 4)),), X.dtype, "", 2, format=format_named("rowwise"))
     assert [*table.entries] == [whole]
     assert decision.site.flat == whole
