@@ -30,6 +30,11 @@ _SCOPE = "collective_matmul.decision"
 _NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
 
 
+def is_numbered(equation: JaxprEqn) -> bool:
+    """Whether an op traced the equation while runs were counted."""
+    return _SCOPE in str(equation.source_info.name_stack)
+
+
 class RunCounter:
     """Numbers decisions while a program is traced, and counts their runs in it.
 

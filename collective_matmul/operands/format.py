@@ -238,6 +238,7 @@ class HasFormat(Protocol):
         """The argument `fp8` of the call; None for arrays."""
         return self.format.fields.get("fp8")
 
+
 _formats: dict[str, Format] = {}
 #: The formats that users can name, in the order of their registration.
 FORMATS: Mapping[str, Format] = MappingProxyType(_formats)

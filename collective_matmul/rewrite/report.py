@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, record
+from collective_matmul.dispatch.run_counts import is_numbered
 from collective_matmul.hardware import rates
 from collective_matmul.rewrite.collective_equations import (
     CollectiveKind,
@@ -193,10 +194,10 @@ def collective_key(equation: JaxprEqn) -> tuple | None:
 
 
 def is_ours(equation: JaxprEqn) -> bool:
-    """Whether an op of this library traced the equation, which then is part of a site already."""
-    return is_named(equation) or any(
-        frame.file_name.startswith(_OWN_CODE) for frame in _frames(equation)
-    )
+    """Whether an op traced the equation, which then is part of a site already."""
+    if is_named(equation) or is_numbered(equation):
+        return True
+    return any(frame.file_name.startswith(_OWN_CODE) for frame in _frames(equation))
 
 
 def is_named(equation: JaxprEqn) -> bool:

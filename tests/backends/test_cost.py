@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.backends.base import Prediction
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.backends.matmul_cost import matmul_seconds
 from collective_matmul.backends.ring import cost
 from collective_matmul.backends.ring.backend import RINGS

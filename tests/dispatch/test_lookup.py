@@ -113,7 +113,12 @@ def test_entries_of_our_kernel_say_nothing_about_sizes_that_it_leaves_to_xla(
     sizes: tuple[int, int], is_near: bool, fp8: RecipeName
 ) -> None:
     """It needs contracted sizes that are multiples of 128 in 8 bits, and columns of 64."""
-    tables = [("a table", table_of((replace(layer(4096), format=format_named(fp8)), entry(xla=12, ring=10))))]
+    tables = [
+        (
+            "a table",
+            table_of((replace(layer(4096), format=format_named(fp8)), entry(xla=12, ring=10))),
+        )
+    ]
     site = replace(site_of("all_gather_matmul", 4096, *sizes), format=format_named(fp8))
     assert (look_up(site, "ring", tables, ALL) is not None) == is_near
 
@@ -133,7 +138,10 @@ def test_so_it_is_with_chunks_of_rows_that_it_leaves_to_xla(
     op: Op, rows: int, is_near: bool
 ) -> None:
     """Four devices have 8 rows more each, or 4."""
-    entries = replace(site_of(op, 4096, 4096, 14336), format=format_named("rowwise")), entry(xla=12, ring=10)
+    entries = (
+        replace(site_of(op, 4096, 4096, 14336), format=format_named("rowwise")),
+        entry(xla=12, ring=10),
+    )
     site = replace(site_of(op, rows, 4096, 14336), format=format_named("rowwise"))
     found = look_up(site, "ring", [("a table", table_of(entries))], ALL)
     assert (found is not None) == is_near

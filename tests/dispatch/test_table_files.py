@@ -58,7 +58,10 @@ def some_sites() -> list[Site]:
         Site("all_gather_matmul", (((2, 3, 4), (4, 5)),), BFLOAT16, AXIS, 2, keep_gathered=True),
         Site("matmul_reduce_scatter", ((x, (4, 5)),), BFLOAT16, AXIS, 3, co_gathered=(1, 2, 5)),
         Site("matmul_all_reduce", ((x, (4, 5)),), np.dtype("float32"), AXIS, 2),
-        *(Site("matmul_all_reduce", ((x, (4, 5)),), BFLOAT16, AXIS, 2, format=format_named(fp8)) for fp8 in FP8),
+        *(
+            Site("matmul_all_reduce", ((x, (4, 5)),), BFLOAT16, AXIS, 2, format=format_named(fp8))
+            for fp8 in FP8
+        ),
         Site(
             "matmul_reduce_scatter",
             ((x, (4, 5)),),
@@ -66,7 +69,7 @@ def some_sites() -> list[Site]:
             AXIS,
             3,
             co_gathered=(1, 2, 5),
-            fp8="tensorwise",
+            format=format_named("tensorwise"),
         ),
     ]
 

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, tune
 from collective_matmul.backends import BACKENDS, register, unregister
-from collective_matmul.backends.base import Backend, Prediction
+from collective_matmul.backends.base import MatmulBackend
 from collective_matmul.dispatch import table_files
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.operands.arithmetic import matmul
+from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.site import Op, Site
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
@@ -29,31 +30,32 @@ from tests.dispatch.tables import measure_as
 from tests.reference import AXIS, OPS
 
 
-class Toy(Backend):
+class Toy(MatmulBackend):
     """Gathers with a sum of padded shards, and claims to be fast with few rows."""
 
     name = "toy"
 
-    def all_gather_matmul(
-        self, x, ws, axis_name, *, dimension, transpose_w=False, keep_gathered=False
-    ) -> Any:
+    def all_gather_matmul(self, request, x, ws) -> Any:
+        dimension, axis_name = request.dimension, request.axis_name
         devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-        rows = x.shape[dimension]
-        shape = [devices * size if i == dimension else size for i, size in enumerate(x.shape)]
-        padded = lax.dynamic_update_slice_in_dim(
-            lax.full(shape, 0, x.dtype), x, me * rows, dimension
-        )
-        whole = lax.psum(padded, axis_name)
-        ys = tuple(whole @ (w.T if transpose_w else w) for w in ws)
-        return ys, whole if keep_gathered else None
 
-    def matmul_reduce_scatter(
-        self, xs, ws, axis_name, *, dimension, transpose_w=False, co_gathered=None
-    ) -> Any:
+        def gather(array: jax.Array) -> jax.Array:
+            shape = list(array.shape)
+            shape[dimension] *= devices
+            start = me * array.shape[dimension]
+            empty = lax.full(shape, 0, array.dtype)
+            padded = lax.dynamic_update_slice_in_dim(empty, array, start, dimension)
+            return lax.psum(padded, axis_name)
+
+        whole = jax.tree.map(gather, x)
+        ys = tuple(matmul(multiplied(whole), w, request.transpose_w) for w in ws)
+        return ys, whole if request.keep_gathered else None
+
+    def matmul_reduce_scatter(self, request, xs, ws, co_gathered=None) -> Any:
         raise AssertionError("unsupported_reason says that it cannot")
 
-    def matmul_all_reduce(self, xs, ws, axis_name) -> jax.Array:
-        return lax.psum(sum(map(matmul, xs, ws)), axis_name)
+    def matmul_all_reduce(self, request, xs, ws) -> jax.Array:
+        return lax.psum(sum(map(matmul, xs, ws)), request.axis_name)
 
     def unsupported_reason(self, site: Site) -> str | None:
         return "toys do not scatter" if site.op == "matmul_reduce_scatter" else None

@@ -171,6 +171,8 @@ def test_weights_gathered_before_are_measured_whole(make_mesh: MeshFactory, tmp_
     assert decision.site.gathered_shards is not None
     options: dict[str, Any] = {"implementations": ["xla"], "groups": 1, "seconds_per_group": 1e-4}
     table = tune(sharded, *arguments, path=tmp_path / "table.jsonl", **options)
-    whole = Site("all_gather_matmul", (((4, K), (K, 4)),), X.dtype, "", 2, format=format_named("rowwise"))
+    whole = Site(
+        "all_gather_matmul", (((4, K), (K, 4)),), X.dtype, "", 2, format=format_named("rowwise")
+    )
     assert [*table.entries] == [whole]
     assert decision.site.flat == whole

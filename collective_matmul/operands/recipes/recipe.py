@@ -110,7 +110,8 @@ class Recipe(Format):
         oriented = [w.T for w in ws] if transposed else ws
         if sharding is None:
             return self.scaled(oriented, None, 0)
-        return self.scaled(oriented, sharding.axis_name, sharding.dimension_of(transposed))
+        sharding = sharding.transposed if transposed else sharding
+        return self.scaled(oriented, sharding.axis_name, sharding.dimension)
 
     def scaled(
         self, ws: Sequence[Array], axis_name: str | None, dimension: int
