@@ -109,14 +109,13 @@ def _matrices(site: Site, ws: Sequence[jax.Array]) -> list[Any]:
 
 def _repetition(
     backend: MatmulBackend, site: Site, operands: StackOperands, ws: Sequence[Any]
-) -> tuple[Any, Sequence[jax.Array]]:
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
-    # Matrices are never transposed.
-    transpose_w = site.transpose_w and site.format is PLAIN
-    request = replace(site, axis_name=AXIS, dimension=0, transpose_w=transpose_w)
+    request = replace(site, axis_name=AXIS)
     co_gathered = operands.aside if site.co_gathered is not None else None
     xs = operands.xs if site.keep_gathered else [*map(multiplied, operands.xs)]
-    products, gathered = backend.execute(request, xs, ws, co_gathered)
+    results, gathered = backend.execute(request, xs, ws, co_gathered)
+    products = results if site.op == "all_gather_matmul" else (results,)
     if not site.has_weight_gradient:
         return products, ()
     pairs = [operands.aside], [gathered]

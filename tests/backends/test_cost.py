@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.backends.matmul_cost import matmul_seconds
 from collective_matmul.backends.ring import cost
 from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.backends.xla import xla_seconds
 from collective_matmul.dispatch import table_files
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER
+from collective_matmul.operands.format import format_named
 from collective_matmul.site import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
 from tests.reference import AXIS, OPS
@@ -379,8 +380,14 @@ def test_rings_of_8_bits_gain_about_what_was_measured(
 ) -> None:
     """Stacks of 8192 rows on 2 H100, forward: the microseconds of a layer that rings gained."""
     sites = [
-        replace(site_of("all_gather_matmul", 8192, features, hidden, devices=2), fp8=fp8),
-        replace(site_of("matmul_reduce_scatter", 8192, hidden, features, devices=2), fp8=fp8),
+        replace(
+            site_of("all_gather_matmul", 8192, features, hidden, devices=2),
+            format=format_named(fp8),
+        ),
+        replace(
+            site_of("matmul_reduce_scatter", 8192, hidden, features, devices=2),
+            format=format_named(fp8),
+        ),
     ]
     assert [choice(site) for site in sites] == ["ring", "ring"]
     predicted = sum(xla_seconds(site) - ring_of(site) for site in sites)
@@ -392,5 +399,7 @@ def test_rings_of_8_bits_gain_about_what_was_measured(
 )
 def test_other_rings_of_8_bits_must_gain_more(fp8: Any, contracted: int) -> None:
     """Blocks were not measured, nor what XLA multiplies, as our kernel has whole k-blocks."""
-    site = replace(site_of("all_gather_matmul", 8192, contracted, 14336, devices=2), fp8=fp8)
+    site = replace(
+        site_of("all_gather_matmul", 8192, contracted, 14336, devices=2), format=format_named(fp8)
+    )
     assert predict(site).relative_error >= cost.UNSURE_ERROR

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 import jax
@@ -28,8 +28,8 @@ from collective_matmul.backends.xla import Xla
 from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.matmul_measurement import Stack
-from collective_matmul.operands.format import FORMATS, format_named
-from collective_matmul.site import Op, Site
+from collective_matmul.operands.format import FORMATS, PLAIN, format_named
+from collective_matmul.site import Site
 from collective_matmul.tuning import tune as tuning
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -67,24 +67,21 @@ OPS: dict[str, tuple[Callable, tuple[P, ...], P | tuple[P, ...], tuple[int, ...]
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[tuple]]:
-    """What the reference is given: its functions, with the shapes and dtypes of all arguments."""
+    """What the reference is given: layouts of requests, and shapes and dtypes of all operands."""
     calls: list[tuple] = []
 
-    def recording(name: str) -> Callable:
-        original = getattr(Xla, name)
+    original = Xla.execute
 
-        def call(self: Xla, x: Any, ws: Any, axis_name: str, **options: Any) -> Any:
-            given = {k: v for k, v in options.items() if v is not None and v is not False}
-            leaves, tree = jax.tree.flatten((jax.tree.leaves(x), list(ws), given))
-            shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-            calls.append((name, tree, shapes))
-            return original(self, x, ws, axis_name, **options)
+    def recording(self: Xla, request: Site, xs: Any, ws: Any, co_gathered: Any = None) -> Any:
+        # Matrices are never transposed, and nothing is divided in an all-reduce.
+        transposes = request.transpose_w and request.format is PLAIN
+        layout = request.op, request.dimension or 0, transposes, request.keep_gathered
+        leaves, tree = jax.tree.flatten((list(xs), list(ws), co_gathered))
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        calls.append((layout, tree, shapes))
+        return original(self, request, xs, ws, co_gathered)
 
-        return call
-
-    with contextlib.ExitStack() as patches:
-        for name in get_args(Op):
-            patches.enter_context(mock.patch.object(Xla, name, recording(name)))
+    with mock.patch.object(Xla, "execute", recording):
         yield calls
 
 
