@@ -53,8 +53,8 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
 
     With `weight_axis_name`, w are shards, inside a `jax.shard_map` over that axis, whose devices
     agree on the scales: those of the whole weights. Ops then take the same two arguments. They
-    gather the values of a matrix, which are 8 bits. Shards are quantized in the dtype of x too; give
-    the result the array whose gradient you want, which may be wider::
+    gather the values of a matrix, which are 8 bits. Shards are quantized in the dtype of x too;
+    give the result the array whose gradient you want, which may be wider::
 
         q = prequantize(w.astype(x.dtype), "rowwise", weight_axis_name="fsdp").with_array(w)
 

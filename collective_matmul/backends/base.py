@@ -129,7 +129,7 @@ class MatmulBackend(Backend, Protocol):
         ys: Sequence[Any],
         scatter: Callable[[Any, jax.Array], jax.Array],
     ) -> tuple[Any, tuple[jax.Array, ...]]:
-        """The gradients of weights in a backward pass, after the gradients dxs of the other operands.
+        """The gradients of weights in a backward pass, after those of the other operands.
 
         Args:
           request: the backward pass.

@@ -1,13 +1,13 @@
 """`Format`: how the operands of an op are stored while they travel and are multiplied.
 
 A format is data, which requests hold, and the rules that depend on it: how rows and weights are
-converted, and what a gradient converts and keeps. `PLAIN` stores arrays as they are. Others register
-themselves by the name that users give; see `collective_matmul.operands.recipes`.
+converted, and what a gradient converts and keeps. `PLAIN` stores arrays as they are. Others are
+registered by the name that users give; see `collective_matmul.operands.recipes`.
 
-Legend: x and dy are *rows* [..., K], which travel between devices; w is a *weight* [K, N]. Rows in a
-format are an array or a pytree of arrays that all have the leading dimensions of the array, so that
-a schedule can cut and send them without knowing what they are. A weight in a format is an array or
-a `Matrix`.
+Legend: x and dy are *rows* [..., K], which travel between devices; w is a *weight* [K, N]. Rows in
+a format are an array, or a pytree of arrays that all have the leading dimensions of the array: a
+schedule cuts and sends them without knowing what they are. A weight in a format is an array or a
+`Matrix`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Format(Protocol):
         computed from arrays, which the backward pass then needs too.
       travels_in_loop: whether shards of weights may be gathered in the loop of an op. Else they are
         gathered before it.
-      scaled_parts: the parts of operands that have scales, as our kernels for 8 bits read them; None
-        if the kernels cannot multiply the format.
+      scaled_parts: the parts of operands that have scales, as our kernels for 8 bits read them;
+        None if the kernels cannot multiply the format.
       relative_seconds: time of a matmul relative to one in half precision; None for that of arrays.
       ring_error: the error of predicted rings, where it was measured; None for that of arrays.
       second_derivative_reason: why an op has no second derivative; None if it has.
@@ -97,8 +97,9 @@ class Format(Protocol):
     relative_seconds: float | None = None
     ring_error: float | None = None
     second_derivative_reason: str | None = (
-        "second derivative of a collective matmul with fp8: its gradients are computed from operands"
-        " in 8 bits, and rounding has none; leave fp8 out for ops that are differentiated twice"
+        "second derivative of a collective matmul with fp8: its gradients are computed from"
+        " operands in 8 bits, and rounding has none; leave fp8 out for ops that are differentiated"
+        " twice"
     )
 
     def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:

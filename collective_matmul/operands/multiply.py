@@ -1,4 +1,4 @@
-"""The matmul for rows, weights and a destination: in place by a kernel where that can, or by XLA."""
+"""The matmul for rows, weights and a destination: in place by a kernel if it can, or by XLA."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def multiplied(rows: Any) -> Any:
 
 
 def contracted(rows: Any) -> Any:
-    """What a weight gradient reads of rows, which may be in chunks: their array, if they have it."""
+    """What a weight gradient reads of rows, which may be in chunks: their array if they have it."""
     if isinstance(rows, Chunked):
         return Chunked([contracted(chunk) for chunk in rows.chunks], rows.starts)
     return rows if is_array(rows) or rows.array is None else rows.array

@@ -26,8 +26,8 @@ class Quantized:
     """A weight [K, *N] in a format, which ops take in place of an array.
 
     `collective_matmul.prequantize` makes both matrices before; after each change of the array they
-    must be made anew. Ops multiply with them, and do not read the values of the array: it stands for
-    its shape and dtype, and it is what the gradient belongs to.
+    must be made anew. Ops multiply with them, and do not read the values of the array: it stands
+    for its shape and dtype, and it is what the gradient belongs to.
 
     Attributes:
       array: [K, *N]; None for a frozen weight, which has no gradient.

@@ -78,9 +78,11 @@ def next_power_of_two(scale: jax.Array) -> jax.Array:
 
 
 def rounded(x: Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The numbers divided by their scale, in `dtype`."""
     # Compilers replace some of these divisions by products. Written so, all round alike.
     return (jnp.asarray(x, jnp.float32) * (1.0 / scale)).astype(dtype)
 
 
 def as_row(scales: jax.Array, ndim: int) -> jax.Array:
+    """Scales of columns, with leading dimensions of size 1."""
     return scales.reshape((1,) * (ndim - 1) + scales.shape)

@@ -83,8 +83,8 @@ class Ring:
 class Gather(Ring):
     """The chunks of a running gather. It holds those that a later step needs.
 
-    With `co_gathered`, they travel with a scatter: they are not multiplied, only kept. A shard is an
-    array, or a pytree of arrays that are all cut along the dimension.
+    With `co_gathered`, they travel with a scatter: they are not multiplied, only kept. A shard is
+    an array, or a pytree of arrays that are all cut along the dimension.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ class RingBackend(MatmulBackend):
         return lax.optimization_barrier((dxs, dws))
 
     def gathers_under_weight_gradients(self, request: Site) -> bool:
-        """On one device of its own axis it has no other product under which weights could travel."""
+        """Without a ring, weights have no other product under which they could travel."""
         return request.weight_shards is not None and request.axis_size == 1
 
     def weight_gradients_first(
