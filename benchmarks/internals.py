@@ -10,18 +10,10 @@ measurements mean the same.
 
 from __future__ import annotations
 
-from collective_matmul.attention.choice import KERNELS as ATTENTION_KERNELS
-from collective_matmul.attention.request import AttentionRequest
-from collective_matmul.backends import BACKENDS, REFERENCE
-from collective_matmul.backends.base import MatmulBackend as Backend
-from collective_matmul.checks import RecipeName
 from collective_matmul.data import MeasuredData, Record, shipped
 from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.matmul_measurement import Stack as SiteProgram
-from collective_matmul.matmul_measurement import StackOperands as SiteOperands
-from collective_matmul.model_requests import LAYERS, Layer
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.tiling import (
@@ -33,7 +25,15 @@ from collective_matmul.mosaic_gpu.tiling import (
 )
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
 from collective_matmul.operands.scaled_chunks import multiply as multiply_in_place
+from collective_matmul.ops.attention.choice import KERNELS as ATTENTION_KERNELS
+from collective_matmul.ops.attention.request import AttentionRequest
+from collective_matmul.ops.matmul.backend import MatmulBackend as Backend
+from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.measurement import Stack as SiteProgram
+from collective_matmul.ops.matmul.measurement import StackOperands as SiteOperands
+from collective_matmul.ops.matmul.model_requests import LAYERS, Layer
+from collective_matmul.ops.matmul.request import Site
 from collective_matmul.peer_decision import decide_once
-from collective_matmul.site import Site
 from collective_matmul.tuning.repetitions import filler
 from collective_matmul.tuning.timing import Timing, measure

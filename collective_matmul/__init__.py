@@ -1,26 +1,26 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
-from collective_matmul.attention.attend import (
+from collective_matmul.compiler import overlap_jit
+from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.explain import explain
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.recipes.recipe import SCALE_CHECKPOINT_NAME
+from collective_matmul.ops.attention.attend import (
     ATTENTION_CHECKPOINT_NAME,
     dot_product_attention,
     explain_attention,
 )
-from collective_matmul.attention.choice import AttentionDecision
-from collective_matmul.attention.segments import Segments, segments_of_ids, segments_of_lengths
-from collective_matmul.compiler import overlap_jit
-from collective_matmul.dispatch.recording import record_decisions
-from collective_matmul.einsum import collective_einsum
-from collective_matmul.explain import explain
-from collective_matmul.matmul_measurement import Stack as _Stack  # noqa: F401  # Registers the ops.
-from collective_matmul.operands.quantized import Quantized
-from collective_matmul.operands.recipes.recipe import SCALE_CHECKPOINT_NAME
-from collective_matmul.ops import (
+from collective_matmul.ops.attention.choice import AttentionDecision
+from collective_matmul.ops.attention.segments import Segments, segments_of_ids, segments_of_lengths
+from collective_matmul.ops.matmul.api import (
     CHECKPOINT_NAME,
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from collective_matmul.prequantize import prequantize
+from collective_matmul.ops.matmul.einsum import collective_einsum
+from collective_matmul.ops.matmul.measurement import Stack as _Stack  # noqa: F401  # Registers the ops.
+from collective_matmul.ops.matmul.prequantize import prequantize
 from collective_matmul.rewrite import overlap
 from collective_matmul.source_location import warn_deprecated
 from collective_matmul.tuning.tune import tune

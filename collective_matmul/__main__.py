@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from collective_matmul.model_requests import LAYERS, ROWS, sites
 from collective_matmul.operands.format import FORMATS
+from collective_matmul.ops.matmul.model_requests import LAYERS, ROWS, sites
 from collective_matmul.tuning.tune import tune
 
 SHAPES = "llama3-8b,llama3-70b,llama3-405b,llama3-heads,awkward"

@@ -104,7 +104,7 @@ NAMES: dict[str, dict[str, str]] = {
 
 #: What may break a convention, and why: (check, path or folder, name).
 EXCEPTIONS: dict[tuple[str, str, str], str] = {
-    ("compared_backend_names", "collective_matmul/backends/fused/", "one_shot"): (
+    ("compared_backend_names", "collective_matmul/ops/matmul/fused/", "one_shot"): (
         "the kind of all-reduce in which every device computes the whole sum"
     ),
     ("compared_backend_names", "collective_matmul/compiler.py", "fused"): (
@@ -113,7 +113,7 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
     ("compared_backend_names", "collective_matmul/mosaic_gpu/tiling.py", "xla"): (
         "XLA's matmul in a table of matmuls"
     ),
-    ("repeated_names", "collective_matmul/backends/", "backend"): (
+    ("repeated_names", "collective_matmul/ops/matmul/", "backend"): (
         "each folder below backends/ keeps its backend there"
     ),
     **{

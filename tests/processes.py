@@ -26,9 +26,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import hardware, overlap_jit
-from collective_matmul.backends import BACKENDS
 from collective_matmul.dispatch import assessment, selection
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.dispatch.sites import H200
 from tests.reference import AXIS, OPS, PEER_KERNELS, Case, reference
 

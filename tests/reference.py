@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import collective_matmul
-from collective_matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.backends import BACKENDS
 
 AXIS = "tensor"
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -47,7 +47,7 @@ MORE = (
     *("tests/test_control_flow.py", "tests/test_transforms.py", "tests/test_quantized_weights.py"),
     *("tests/test_fp8_ops.py", "tests/test_fp8_einsum.py", "tests/layers/test_linear.py"),
     *("tests/rewrite/test_overlap.py", "tests/rewrite/test_explicit_programs.py"),
-    *("tests/rewrite/test_weight_gathers.py", "tests/attention/test_attend.py"),
+    *("tests/rewrite/test_weight_gathers.py", "tests/ops/attention/test_attend.py"),
     *("tests/models/test_generation.py", "tests/models/test_block_loop.py"),
     *("tests/train/test_step.py", "tests/train/test_muon.py", "tests/train/test_zero.py"),
 )

@@ -28,9 +28,9 @@ from collective_matmul import (
     overlap_jit,
     tune,
 )
-from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.ops.matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.ring.backend import RINGS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, PORTABLE
 

@@ -81,15 +81,15 @@ PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
 
 #: Where the name of a backend may be compared, besides the registry.
 BACKEND_FILES = {
-    "xla": "collective_matmul/backends/xla.py",
-    "ring": "collective_matmul/backends/ring/",
-    "ring_two_way": "collective_matmul/backends/ring/",
-    "ring_direct": "collective_matmul/backends/ring/",
-    "one_shot": "collective_matmul/backends/one_shot/",
-    "fused": "collective_matmul/backends/fused/",
+    "xla": "collective_matmul/ops/matmul/xla.py",
+    "ring": "collective_matmul/ops/matmul/ring/",
+    "ring_two_way": "collective_matmul/ops/matmul/ring/",
+    "ring_direct": "collective_matmul/ops/matmul/ring/",
+    "one_shot": "collective_matmul/ops/matmul/one_shot/",
+    "fused": "collective_matmul/ops/matmul/fused/",
 }
-REGISTRY = "collective_matmul/backends/__init__.py"
-CONTRACT = "collective_matmul/backends/base.py"
+REGISTRY = "collective_matmul/ops/matmul/backends.py"
+CONTRACT = "collective_matmul/ops/matmul/backend.py"
 
 MAX_FILE_LINES = 600
 # The longest function of the library has 49 lines besides its docstring. Kernels may be longer: the
@@ -337,9 +337,9 @@ _LONG = "def long():\n" + "    pass\n" * 650
 PLANTED = {
     "README.md": "A line.\n" * 201,
     "collective_matmul/__init__.py": "__all__ = ['gather']",
-    "collective_matmul/site.py": "from collective_matmul import ops",
-    "collective_matmul/ops.py": "import jax\nfrom collective_matmul import site\njax._src.core",
-    "collective_matmul/backends/base.py": "def backend(site: Any) -> dict[str, Any]: ...",
+    "collective_matmul/ops/matmul/request.py": "from collective_matmul import ops",
+    "collective_matmul/ops/matmul/api.py": "import jax\nfrom collective_matmul import site\njax._src.core",
+    "collective_matmul/ops/matmul/backend.py": "def backend(site: Any) -> dict[str, Any]: ...",
     "collective_matmul/dispatch/selection.py": 'if name in ("xla", "ring"): pass',
     "collective_matmul/layers/ops.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
     "train/loop.py": "from collective_matmul import gather, site",
@@ -351,9 +351,9 @@ PLANTED = {
 @pytest.mark.parametrize(
     ("check", "expected"),
     {
-        "upward_imports": {"collective_matmul.ops"},
-        "import_cycles": {"collective_matmul.ops"},
-        "private_imports": {"collective_matmul.site"},
+        "upward_imports": {"collective_matmul.ops.matmul.api"},
+        "import_cycles": {"collective_matmul.ops.matmul.api"},
+        "private_imports": {"collective_matmul.ops.matmul.request"},
         "private_jax": {"jax._src"},
         "compared_backend_names": {"xla", "ring"},
         "untyped_backends": {"site"},
@@ -388,4 +388,6 @@ def test_planted_mistakes_are_found(check: str, expected: set[str], tmp_path: Pa
     ],
 )
 def test_names_are_compared_by_words(name: str, is_refused: bool) -> None:
-    assert (better_name(Place("collective_matmul/ops.py", 1, name)) is not None) is is_refused
+    assert (
+        better_name(Place("collective_matmul/ops/matmul/api.py", 1, name)) is not None
+    ) is is_refused

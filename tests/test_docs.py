@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from collective_matmul.backends import BACKENDS, unregister
+from collective_matmul.ops.matmul.backends import BACKENDS, unregister
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import collective_einsum, explain
-from collective_matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks

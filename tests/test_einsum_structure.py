@@ -11,11 +11,13 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
-from collective_matmul.backends.ring.backend import RINGS
-from collective_matmul.einsum_execution import gather_einsum, scatter_einsum
-from collective_matmul.equation import Equation
+from collective_matmul.ops.matmul.einsum_execution import gather_einsum, scatter_einsum
+from collective_matmul.ops.matmul.equation import Equation
+from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.schedule.schedules import Schedule, Use, make_schedule
-from tests.backends.ring.test_program_structure import (
+from tests.conftest import MeshFactory
+from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
+from tests.ops.matmul.ring.test_program_structure import (
     ancestors,
     compiled_operations,
     count,
@@ -23,8 +25,6 @@ from tests.backends.ring.test_program_structure import (
     indices,
     local_jaxpr,
 )
-from tests.conftest import MeshFactory
-from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
 from tests.reference import AXIS
 
 every_form = pytest.mark.parametrize("form", FORMS)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from collective_matmul.equation import Equation, parse
+from collective_matmul.ops.matmul.equation import Equation, parse
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.operands.format import FORMATS
-from tests.backends.ring.test_program_structure import equations
 from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.fp8_reference import Fp8Case
+from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import (
     AXIS,
     OPS,

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 import collective_matmul
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.schedule.schedules import make_schedule
-from tests.backends.ring.test_program_structure import equations
 from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.hopper import _for_hopper  # noqa: F401
+from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, PORTABLE, Case, assert_close, poisoned_results
 from tests.rewrite.simulator import simulated_or_compiled
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import collective_matmul
 from collective_matmul.dispatch.recording import Decision, record_decisions
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.request import Site
 from collective_matmul.source_location import SourceLocation
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, site_of

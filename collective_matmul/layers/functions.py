@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.checks import RecipeName
-from collective_matmul.gradients import gather_weight
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.sequence_form import (
     gathered_dimension,
@@ -31,7 +29,13 @@ from collective_matmul.layers.sharding_context import (
 )
 from collective_matmul.operands.quantized import Quantized, array_of
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from collective_matmul.ops.matmul.api import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.gradients import gather_weight
 
 #: The sizes of a kernel's contracted dimensions [*K], and of its other dimensions [*N].
 KernelShape = tuple[tuple[int, ...], tuple[int, ...]]

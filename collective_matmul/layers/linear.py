@@ -21,8 +21,6 @@ from jax.sharding import Mesh, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from collective_matmul import checks
-from collective_matmul.checks import Implementation, RecipeName
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
 from collective_matmul.layers.sharding_context import (
@@ -33,6 +31,8 @@ from collective_matmul.layers.sharding_context import (
     known_axis_size,
 )
 from collective_matmul.operands.quantized import Quantized, array_of
+from collective_matmul.ops.matmul import checks
+from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -170,7 +170,7 @@ class ColumnParallelLinear(_ParallelLinear):
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       **options: use_bias (default False): whether to add a bias.
         implementation: which backends execute the matmuls, as the ops take it; None chooses for
-        each shape. See `collective_matmul.backends`.
+        each shape. See `collective_matmul.ops.matmul.backends`.
         fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it. An x
         that is not gathered is multiplied as it is.
         weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded data

@@ -12,8 +12,6 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh, NamedSharding
 
-from collective_matmul.checks import Implementation
-from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import layer_checks, linen_attention, linen_specs, path_patterns
 from collective_matmul.layers.functions import column_parallel, row_parallel
 from collective_matmul.layers.linear import SharedProjections
@@ -21,6 +19,8 @@ from collective_matmul.layers.linen_specs import KernelRanks, unboxed
 from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
 from collective_matmul.layers.placement import mesh_of_arrays, place
 from collective_matmul.layers.sharding_context import current_context
+from collective_matmul.ops.matmul.checks import Implementation
+from collective_matmul.ops.matmul.checks import implementation as check_implementation
 
 #: The layers that Column and Row take. Each has options that change what it computes, and the only
 #: values that are supported.

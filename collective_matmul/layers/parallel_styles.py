@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from collective_matmul import checks
-from collective_matmul.checks import RecipeName
+from collective_matmul.ops.matmul import checks
+from collective_matmul.ops.matmul.checks import RecipeName
 
 
 @dataclass(frozen=True)

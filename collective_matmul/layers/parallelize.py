@@ -7,13 +7,13 @@ from typing import Any, TypeVar, overload
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from collective_matmul.checks import Implementation
-from collective_matmul.checks import implementation as check_implementation
 from collective_matmul.layers import path_patterns
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_nnx import parallelize_nnx
 from collective_matmul.layers.parallel_styles import ParallelStyles
 from collective_matmul.layers.sharding_context import known_axis_size
+from collective_matmul.ops.matmul.checks import Implementation
+from collective_matmul.ops.matmul.checks import implementation as check_implementation
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -80,7 +80,7 @@ def parallelize(
       axis_name: the mesh axis to shard over.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       implementation: which backends execute the matmuls, as the ops take it; None chooses for each
-        shape. See `collective_matmul.backends`.
+        shape. See `collective_matmul.ops.matmul.backends`.
 
     Returns:
       The nnx model itself; for a linen module, a `ParallelModule` with its `init` and `apply`.

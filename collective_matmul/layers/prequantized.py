@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.sharding_context import LocalShards
-from collective_matmul.prequantize import prequantize
+from collective_matmul.ops.matmul.prequantize import prequantize
 
 Linear = ColumnParallelLinear | RowParallelLinear
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import jax
 
 from collective_matmul._compat import tracks_varying_axes, varying_axes
-from collective_matmul.backends import REFERENCE
 from collective_matmul.layers.sharding_context import (
     LeadingAxes,
     LocalShards,
@@ -19,6 +18,7 @@ from collective_matmul.layers.sharding_context import (
     sharded,
 )
 from collective_matmul.log import warn_once
+from collective_matmul.ops.matmul.backends import REFERENCE
 
 
 def gathered_dimension(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
-from collective_matmul.equation import Equation
+from collective_matmul.ops.matmul.equation import Equation
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import ShardOp
 from collective_matmul.rewrite.gathers import follow

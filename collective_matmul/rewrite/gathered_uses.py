@@ -17,7 +17,7 @@ from collective_matmul.explicit_axes import columns_spec, specs_like, with_auto_
 from collective_matmul.operands.arithmetic import contract_rows
 from collective_matmul.operands.chunked import Chunked, Gathered, whole_of
 from collective_matmul.operands.multiply import contract as contract_rows_of
-from collective_matmul.reverse_mode import ReverseMode
+from collective_matmul.ops.matmul.reverse_mode import ReverseMode
 
 
 def whole_array(gathered: Gathered, dimension: int, like: ShapedArray) -> jax.Array:

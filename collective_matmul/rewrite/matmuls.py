@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.checks import DTYPES
+from collective_matmul.ops.matmul.checks import DTYPES
 from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jax.extend.core import Var
 
-from collective_matmul.backends import REFERENCE
+from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch
 from collective_matmul.rewrite.graph import Graph

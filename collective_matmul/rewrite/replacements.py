@@ -11,19 +11,19 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul._compat import vary_over
-from collective_matmul.backends.base import tie_with_barrier
-from collective_matmul.call import Call
-from collective_matmul.einsum import einsum
-from collective_matmul.gradients import (
+from collective_matmul.operands.chunked import Gathered
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import Sharded
+from collective_matmul.ops.matmul.backend import tie_with_barrier
+from collective_matmul.ops.matmul.call import Call
+from collective_matmul.ops.matmul.einsum import einsum
+from collective_matmul.ops.matmul.gradients import (
     gather_matmul,
     matmul_all_reduce,
     matmul_scatter,
     pvary_all,
 )
-from collective_matmul.operands.chunked import Gathered
-from collective_matmul.operands.format import PLAIN, Format
-from collective_matmul.operands.quantized import Quantized
-from collective_matmul.operands.sharded import Sharded
 from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathered_uses import weight_gradients, whole_array

@@ -30,17 +30,7 @@ NAME = "collective_matmul.overlap"
 _LIBRARY = Path(__file__).parents[1]
 #: Code that traces the equations of ops: collectives in them are already part of a site.
 _OWN_CODE = tuple(
-    str(_LIBRARY / name)
-    for name in (
-        "backends",
-        "mosaic_gpu",
-        "operands",
-        "schedule",
-        "gradients.py",
-        "einsum_execution.py",
-        "ops.py",
-        "_compat.py",
-    )
+    str(_LIBRARY / name) for name in ("ops", "mosaic_gpu", "operands", "schedule", "_compat.py")
 )
 
 #: Names of primitives that say little, in words.

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite.collective_equations import (
     collective_of,
     collectives_in,

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from collective_matmul import checks
-from collective_matmul.checks import RecipeName
+from collective_matmul.ops.matmul import checks
+from collective_matmul.ops.matmul.checks import RecipeName
 
 #: What `overlap` takes: one recipe for all sites, or those of scopes.
 Fp8 = RecipeName | Mapping[str, RecipeName | None] | None

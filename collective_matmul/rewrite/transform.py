@@ -12,8 +12,6 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from collective_matmul import checks
-from collective_matmul.checks import Implementation
 from collective_matmul.graph_functions import (
     GraphFunction,
     GraphNodesError,
@@ -21,6 +19,8 @@ from collective_matmul.graph_functions import (
     pure_function,
 )
 from collective_matmul.log import warn_once
+from collective_matmul.ops.matmul import checks
+from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.rewrite.placements import explicit_axes
 from collective_matmul.rewrite.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
@@ -98,7 +98,7 @@ def overlap(
         and so does a gather whose array has other uses, such as a weight gradient, with
         "tensorwise"; `explain` says so.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
-        site. See `collective_matmul.backends`. A site that none of them can execute is left alone,
+        site. See `collective_matmul.ops.matmul.backends`. A site that none of them can execute is left alone,
         and a warning says why, once.
 
     Returns:

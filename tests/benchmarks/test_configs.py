@@ -17,11 +17,11 @@ from benchmarks.config_trial import ConfigTrial
 from benchmarks.configs import Configs, Outcome, fastest
 from benchmarks.isolated import HUNG, Message
 from benchmarks.ops import Op
-from collective_matmul.backends import register, unregister
-from collective_matmul.backends.xla import Xla
 from collective_matmul.data import MeasuredData
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.backends import register, unregister
+from collective_matmul.ops.matmul.request import Site
+from collective_matmul.ops.matmul.xla import Xla
 
 
 @dataclass(frozen=True)

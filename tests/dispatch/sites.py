@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from collective_matmul.site import Op, Site
+from collective_matmul.ops.matmul.request import Op, Site
 from tests.reference import AXIS
 
 BFLOAT16 = np.dtype(jax.numpy.bfloat16)

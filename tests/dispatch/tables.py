@@ -11,7 +11,7 @@ from collective_matmul.data import Run
 from collective_matmul.dispatch import lookup
 from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.request import Site
 from tests.dispatch.sites import site_of
 
 RUN = Run("2026-11-21", "0.11.2", "4 × NVIDIA H200")

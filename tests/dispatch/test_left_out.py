@@ -8,11 +8,11 @@ from statistics import fmean, geometric_mean
 
 import pytest
 
-from collective_matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.lookup import BRACKET, Comparison, look_up
 from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE
+from collective_matmul.ops.matmul.request import Site
 
 OTHERS = [name for name in BACKENDS if name != REFERENCE.name]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.lookup import Comparison, look_up
 from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.site import Einsum, Op, Site
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.request import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables import entry, layer, table_of
 from tests.reference import AXIS

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
 
-from collective_matmul.backends import BACKENDS
-from collective_matmul.backends.fused import all_gather, reduce_scatter
-from collective_matmul.backends.fused import backend as fused_backend
-from collective_matmul.backends.ring import backend as ring_backend
 from collective_matmul.dispatch import assessment, selection
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
 from collective_matmul.log import warn_once
+from collective_matmul.ops.matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
+from collective_matmul.ops.matmul.fused import backend as fused_backend
+from collective_matmul.ops.matmul.request import Einsum, Op, Site
+from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.peer_access import peer_kernels_allowed
-from collective_matmul.site import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
 from tests.dispatch.tables import measure_as
 from tests.reference import AXIS, OPS, PEER_KERNELS, PORTABLE

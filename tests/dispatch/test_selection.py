@@ -14,15 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import hardware
-from collective_matmul.backends import BACKENDS, xla
-from collective_matmul.backends.ring import backend as ring_backend
-from collective_matmul.backends.ring.backend import RINGS
 from collective_matmul.dispatch import assessment, selection, table_files
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.log import warn_once
+from collective_matmul.ops.matmul.backends import BACKENDS, xla
+from collective_matmul.ops.matmul.request import Op, Site
+from collective_matmul.ops.matmul.ring import backend as ring_backend
+from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.peer_access import peer_kernels_allowed
-from collective_matmul.site import Op, Site
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
 from tests.dispatch.tables import entry, layer, measure_as, table_of

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from collective_matmul import data
-from collective_matmul.checks import RecipeName
 from collective_matmul.data import Run
 from collective_matmul.dispatch import selection, table_files
 from collective_matmul.dispatch.lookup import look_up
@@ -27,7 +26,8 @@ from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.log import warn_once
 from collective_matmul.operands.format import format_named
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.site import Einsum, Site
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.request import Einsum, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables import KIND, RUN, entry, layer, table_of
 from tests.reference import AXIS

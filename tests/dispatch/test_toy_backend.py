@@ -16,14 +16,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, tune
-from collective_matmul.backends import BACKENDS, register, unregister
-from collective_matmul.backends.base import MatmulBackend
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.operands.multiply import matmul, multiplied
-from collective_matmul.site import Op, Site
+from collective_matmul.ops.matmul.backend import MatmulBackend
+from collective_matmul.ops.matmul.backends import BACKENDS, register, unregister
+from collective_matmul.ops.matmul.request import Op, Site
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
 from tests.dispatch.tables import measure_as

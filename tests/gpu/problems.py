@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.reference import PEER_KERNELS
 
 

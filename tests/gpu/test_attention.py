@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from collective_matmul import dot_product_attention, segments_of_lengths
-from collective_matmul.attention.choice import KERNELS
-from collective_matmul.attention.request import AttentionRequest
-from tests.attention.reference import AttentionCase
+from collective_matmul.ops.attention.choice import KERNELS
+from collective_matmul.ops.attention.request import AttentionRequest
 from tests.covering import pairwise
+from tests.ops.attention.reference import AttentionCase
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
 from tests.fp8_reference import Fp8Case, quantized_outcome
 from tests.gpu.problems import described, mesh_of, size

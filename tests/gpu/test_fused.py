@@ -26,7 +26,7 @@ from collective_matmul import (
     matmul_reduce_scatter,
     overlap_jit,
 )
-from collective_matmul.backends.fused import all_gather, reduce_scatter
+from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of, or_xla
 

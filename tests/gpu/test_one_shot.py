@@ -25,8 +25,8 @@ from collective_matmul import (
     matmul_reduce_scatter,
     overlap_jit,
 )
-from collective_matmul.backends.one_shot import exchange_kernel
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.backends import BACKENDS
 from collective_matmul.mosaic_gpu import chunk_matmul, device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, MatmulProblem, Tiling
+from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.reference import AXIS
 
 INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)

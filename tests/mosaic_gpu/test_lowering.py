@@ -27,10 +27,10 @@ from collective_matmul.mosaic_gpu.chunk_matmul import Rows, shared_launch
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
 from collective_matmul.schedule.schedules import Use, make_schedule
-from tests.backends.ring.test_program_structure import RINGS, equations
 from tests.conftest import MeshFactory
 from tests.covering import cover
 from tests.hopper import MULTIPROCESSORS
+from tests.ops.matmul.ring.test_program_structure import RINGS, equations
 from tests.reference import AXIS, OPS, Case
 
 pytestmark = pytest.mark.usefixtures("_for_hopper")

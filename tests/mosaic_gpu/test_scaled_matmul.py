@@ -22,10 +22,10 @@ from collective_matmul.fp8 import (
 from jax import ShapeDtypeStruct
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8
-from collective_matmul.backends import BACKENDS
 from collective_matmul.mosaic_gpu import device, scaled_chunks
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
-from collective_matmul.site import Op
+from collective_matmul.ops.matmul.backends import BACKENDS
+from collective_matmul.ops.matmul.request import Op
 from tests.dispatch.sites import site_of
 from tests.hopper import skip_without_hopper
 from tests.mosaic_gpu.test_interpreted import interpreter, needs_interpreter

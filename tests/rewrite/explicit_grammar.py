@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.checks import RecipeName
+from collective_matmul.ops.matmul.checks import RecipeName
 
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
 MESHES += ({"d": 2, "t": 2, "f": 2}, {"d": 2, "f": 2, "t": 2}, {"s": 1, "d": 2, "t": 2})

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap
-from collective_matmul.checks import RecipeName
+from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite import FoundSite, find_sites
 from tests.rewrite.explicit_fuzz import refused_by_xla
 from tests.rewrite.programs import gradients_of

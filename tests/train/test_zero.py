@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from models.parameter_use import used
-from tests.backends.ring.test_program_structure import equations
+from tests.ops.matmul.ring.test_program_structure import equations
 from train import presets
 from train.config import MeshConfig, MeshSizes
 from train.config_checks import check

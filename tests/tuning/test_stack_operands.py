@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.checks import RecipeName
-from collective_matmul.matmul_measurement import StackOperands
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.measurement import StackOperands
+from collective_matmul.ops.matmul.request import Site
 from tests.fp8_reference import (
     dequantized,
     dequantized_rows,

@@ -24,12 +24,12 @@ from collective_matmul import (
     overlap,
     tune,
 )
-from collective_matmul.backends.xla import Xla
-from collective_matmul.checks import RecipeName
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.matmul_measurement import Stack
 from collective_matmul.operands.format import FORMATS, PLAIN, format_named
-from collective_matmul.site import Site
+from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.measurement import Stack
+from collective_matmul.ops.matmul.request import Site
+from collective_matmul.ops.matmul.xla import Xla
 from collective_matmul.tuning import tune as tuning
 from tests.conftest import MeshFactory
 from tests.reference import AXIS

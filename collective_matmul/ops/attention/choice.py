@@ -1,0 +1,202 @@
+"""Which kernel computes an attention: the one requested, or the fastest that was measured.
+
+The measured times ship with the library (`collective_matmul.data`). A request takes the entry that
+is most like it. On devices of which none were measured, kernels are tried in the order of
+`KERNELS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from collective_matmul import data
+from collective_matmul.hardware import traced_device
+from collective_matmul.log import warn_once
+from collective_matmul.ops.attention.cudnn_attention import CudnnAttention
+from collective_matmul.ops.attention.flash_attention import FlashAttention3
+from collective_matmul.ops.attention.kernel import AttentionKernel
+from collective_matmul.ops.attention.request import AttentionRequest
+from collective_matmul.ops.attention.xla_attention import XlaAttention
+
+MEASURES = "attention"
+#: All kernels by name, in the order in which they are tried where nothing was measured.
+KERNELS: Mapping[str, AttentionKernel] = {
+    kernel.name: kernel for kernel in (FlashAttention3(), CudnnAttention(), XlaAttention())
+}
+REFERENCE = XlaAttention.name
+
+#: Kinds of device that have not been measured: one with the same chip.
+DEVICE_ALIASES = {"NVIDIA H200": "NVIDIA H100 80GB HBM3"}
+
+#: Kernels that were chosen, and faster ones of which a warning has told.
+_WARNED: set[tuple[str, str | None]] = set()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured times of one request.
+
+    Attributes:
+      request: the request, on one device.
+      microseconds: times by the name of the kernel.
+    """
+
+    request: AttentionRequest
+    microseconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AttentionDecision:
+    """The kernel of a request, and why.
+
+    Attributes:
+      request: the request.
+      implementation: the name of the kernel.
+      reason: why it was chosen.
+      missed: what a kernel that is not possible here would gain, or None.
+      faster: the name of that kernel.
+    """
+
+    request: AttentionRequest
+    implementation: str
+    reason: str
+    missed: str | None = None
+    faster: str | None = None
+
+    def __str__(self) -> str:
+        missed = "" if self.missed is None else f"; {self.missed}"
+        return f"{self.implementation} ({self.reason}{missed}) for {self.request}"
+
+
+def decide(request: AttentionRequest, requested: Sequence[str] | None = None) -> AttentionDecision:
+    """The decision for a request.
+
+    Args:
+      request: the request.
+      requested: names of kernels, of which the first that can is taken; None for the fastest.
+
+    Raises:
+      ValueError: for an unknown name, or if none of the requested kernels can execute the request.
+    """
+    if requested is not None:
+        for name in requested or (requested,):
+            if name not in KERNELS:
+                raise ValueError(
+                    f"implementation={name!r}: expected None, or names among"
+                    f" {', '.join(map(repr, KERNELS))}"
+                )
+        return _requested(request, requested)
+    possible = [n for n, kernel in KERNELS.items() if kernel.unsupported_reason(request) is None]
+    if possible == [REFERENCE] and not _is_gpu():
+        return AttentionDecision(request, REFERENCE, f"the only kernel on {_platform()}")
+    measured = _most_similar(request)
+    if measured is None:
+        return AttentionDecision(request, possible[0], f"{_kind()} was not measured")
+    order = sorted(measured.microseconds, key=measured.microseconds.__getitem__)
+    name = next((name for name in order if name in possible), possible[0])
+    if name not in measured.microseconds:
+        others = (f"{each}: {KERNELS[each].unsupported_reason(request)}" for each in order)
+        return AttentionDecision(request, name, f"no faster kernel can; {'; '.join(others)}")
+    missed = _missed(request, measured, order, name)
+    return AttentionDecision(
+        request, name, _comparison(measured, order), missed, order[0] if missed else None
+    )
+
+
+def kernel_of(decision: AttentionDecision) -> AttentionKernel:
+    """The kernel of a decision. On GPUs, says once what another would gain."""
+    pair = decision.implementation, decision.faster
+    if decision.missed is not None and _is_gpu() and pair not in _WARNED:
+        _WARNED.add(pair)
+        warn_once(f"attention by {decision.implementation}: {decision.missed}")
+    return KERNELS[decision.implementation]
+
+
+def _requested(request: AttentionRequest, requested: Sequence[str]) -> AttentionDecision:
+    reasons = []
+    for name in requested:
+        reason = KERNELS[name].unsupported_reason(request)
+        if reason is None:
+            return AttentionDecision(request, name, "; ".join(["requested", *reasons]))
+        reasons.append(f"{name} is not possible: {reason}")
+    named = requested[0] if len(requested) == 1 else tuple(requested)
+    raise ValueError(
+        f"implementation={named!r}: {'; '.join(reasons)}; for {request}; pass"
+        f" {(*requested, REFERENCE)} to use the first that can, or None to choose"
+    )
+
+
+def _missed(
+    request: AttentionRequest, measured: Measured, order: Sequence[str], chosen: str
+) -> str | None:
+    """What the fastest kernel would gain, if it is not possible here."""
+    fastest = order[0]
+    reason = KERNELS[fastest].unsupported_reason(request)
+    if fastest == chosen or reason is None or chosen not in measured.microseconds:
+        return None
+    share = measured.microseconds[fastest] / measured.microseconds[chosen]
+    return f"{fastest} would take {share:.0%} of the time, but {reason}"
+
+
+def _comparison(measured: Measured, order: Sequence[str]) -> str:
+    times = ", ".join(f"{measured.microseconds[name]:.0f} µs {name}" for name in order)
+    passes = "forward and backward" if measured.request.differentiated else "forward"
+    return f"measured for {measured.request}, {passes}: {times}"
+
+
+@functools.cache
+def _table(device_kind: str) -> tuple[Measured, ...]:
+    found = data.shipped(device_kind, MEASURES)
+    if found is None:
+        return ()
+    return tuple(
+        Measured(request_of_json(record.problem), record.microseconds) for record in found.records
+    )
+
+
+def request_of_json(fields: Mapping[str, object]) -> AttentionRequest:
+    """The request of a line of the table."""
+    values: dict = dict(fields)
+    return AttentionRequest(**{**values, "dtype": jnp.dtype(values["dtype"])})
+
+
+def _most_similar(request: AttentionRequest) -> Measured | None:
+    entries = _table(_kind()) or _table(DEVICE_ALIASES.get(_kind(), ""))
+    return min(entries, key=lambda entry: _distance(entry.request, request), default=None)
+
+
+#: How much a size matters: the weight of its binary logarithm.
+_WEIGHTS = {"queries": 1.0, "keys": 1.0, "head_size": 2.0, "batch": 0.2, "heads": 0.2}
+
+
+def _distance(measured: AttentionRequest, request: AttentionRequest) -> float:
+    """How unlike two requests are. Masks and passes count more than sizes."""
+    distance = 0.0
+    for name, weight in _WEIGHTS.items():
+        distance += weight * abs(math.log2(getattr(measured, name) / getattr(request, name)))
+    for name in ("window", "segments"):
+        one, other = getattr(measured, name), getattr(request, name)
+        if (one is None) != (other is None):
+            distance += 100.0
+        elif one is not None and other is not None:
+            distance += abs(math.log2(one / other))
+    distance += 100.0 * (measured.differentiated != request.differentiated)
+    distance += 100.0 * (measured.causal != request.causal)
+    return distance + 100.0 * (measured.attends_to_itself != request.attends_to_itself)
+
+
+def _kind() -> str:
+    return traced_device().device_kind
+
+
+def _platform() -> str:
+    return traced_device().platform
+
+
+def _is_gpu() -> bool:
+    return _platform() in ("gpu", "cuda", "rocm")

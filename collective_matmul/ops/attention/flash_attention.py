@@ -1,0 +1,205 @@
+"""FlashAttention-3 for Hopper GPUs, by an optional package.
+
+Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
+2024. The package `dew-flash-attn-cu13` (or `-cu12`) has its kernels in a library with XLA's foreign
+function interface. The functions of that library are called directly: its Python functions return
+no log-sum-exp, and their gradients do not know over which mesh axes a value varies. What is called
+here is that of the versions in `_VERSIONS`.
+
+A batch whose sequences have segments is passed as one sequence with the offsets of all segments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.hardware import traced_device
+from collective_matmul.ops.attention.kernel import AttentionKernel, Gradients
+from collective_matmul.ops.attention.request import AttentionRequest
+from collective_matmul.ops.attention.segments import Segments
+
+#: The packages, of which one may be installed, their module, and the versions that are known.
+PACKAGES = ("dew-flash-attn-cu13", "dew-flash-attn-cu12")
+_MODULE, _LIBRARY = "dew_flash_attn", "libdew_flash_attn3.so"
+_VERSIONS = ("0.3.6",)
+_OLDEST_JAX = (0, 11, 2)
+_LARGEST_HEAD = 256
+#: Rows of a block of the backward, at the most: its scratch memory has as many more per segment.
+_BLOCK = 128
+#: Names under which the functions of the library are registered with XLA.
+_FORWARD, _FORWARD_OF_SEGMENTS = "dew_flash3_mha_fwd", "dew_flash3_mha_varlen_fwd"
+_BACKWARD, _BACKWARD_OF_SEGMENTS = "dew_flash3_mha_bwd", "dew_flash3_mha_varlen_bwd"
+_PREFIX = "collective_matmul_"
+_DETERMINISTIC = "xla_gpu_deterministic_ops=true"
+
+
+class FlashAttention3(AttentionKernel):
+    """FlashAttention-3. Terms of a query's gradient are added in no fixed order."""
+
+    name = "flash3"
+
+    def unsupported_reason(self, request: AttentionRequest) -> str | None:
+        """Hopper GPUs, half precision, heads of up to 256, and the package."""
+        device = traced_device()
+        if device.platform not in ("gpu", "cuda") or not _is_hopper(device.device_kind):
+            return f"it runs on Hopper GPUs, and this is {device.device_kind}"
+        if not request.is_half:
+            return f"it takes bfloat16 and float16, not {request.dtype.name}"
+        if request.head_size > _LARGEST_HEAD:
+            return f"it takes heads of up to {_LARGEST_HEAD}, not {request.head_size}"
+        if request.scale <= 0:
+            return f"it takes positive scales, not {request.scale}"
+        if request.differentiated and _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
+            return f"its gradients are added in no fixed order, and XLA_FLAGS has {_DETERMINISTIC}"
+        return missing_reason()
+
+    def forward(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segments: Segments | None,
+        request: AttentionRequest,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `AttentionKernel`."""
+        q, k, v = (_as_kernels_take_it(x, segments) for x in (query, key, value))
+        tokens = q.shape[:-2]  # [B, S], or [B * S] with segments.
+        statistics = (q.shape[1], *tokens) if segments is not None else _swapped(q.shape[:3])
+        # The last two results are for keys in several parts, which the library does not have.
+        types = [(q.shape, q.dtype), (statistics, jnp.float32)]
+        types += [((1, 1, 1, 1), jnp.float32), ((1, 1, 1), jnp.float32)]
+        name = _FORWARD if segments is None else _FORWARD_OF_SEGMENTS
+        out, log_sum_exp, *_ = _call(name, types, (q, k, v), segments, request)
+        out = out[..., : query.shape[3]].reshape(query.shape)
+        return out, _by_sequence(log_sum_exp, query, segments)
+
+    def backward(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out: jax.Array,
+        log_sum_exp: jax.Array,
+        cotangent: jax.Array,
+        segments: Segments | None,
+        request: AttentionRequest,
+    ) -> Gradients:
+        """See `AttentionKernel`."""
+        operands = (cotangent, query, key, value, out)
+        dy, q, k, v, o = (_as_kernels_take_it(x, segments) for x in operands)
+        parts = request.batch * (1 if segments is None else segments.most)
+        rows = request.batch * request.queries + _BLOCK * (parts + 1)
+        scratch = ((request.heads * rows,), jnp.float32)
+        types = [(x.shape, x.dtype) for x in (q, k, v)] + [scratch, scratch]
+        if segments is not None:  # [B, N, S] -> [N, B * S]
+            log_sum_exp = jnp.swapaxes(log_sum_exp, 0, 1).reshape(request.heads, -1)
+        name = _BACKWARD if segments is None else _BACKWARD_OF_SEGMENTS
+        found = _call(name, types, (dy, q, k, v, o, log_sum_exp), segments, request)
+        dquery, dkey, dvalue = (
+            gradient[..., : x.shape[3]].reshape(x.shape)
+            for gradient, x in zip(found, (query, key, value), strict=False)
+        )
+        return dquery, dkey, dvalue
+
+
+@functools.cache
+def missing_reason() -> str | None:
+    """Why the package cannot be used here, whatever is asked of it; None if it can."""
+    if jax.__version_info__ < _OLDEST_JAX:
+        oldest = ".".join(map(str, _OLDEST_JAX))
+        return f"it needs jax {oldest} or newer, and this is {jax.__version__}"
+    found = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    if not found or importlib.util.find_spec(_MODULE) is None:
+        return (
+            f"it needs the package {PACKAGES[0]}: pip install 'collective-matmul[flash]'"
+            " (flash12 for CUDA 12)"
+        )
+    known = [name for name, version in found.items() if version in _VERSIONS]
+    if not known:
+        (name, version), *_ = found.items()
+        return f"it needs {name} {' or '.join(_VERSIONS)}, and {version} is installed"
+    return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_hopper(device_kind: str) -> bool:
+    """Whether a kind of device, which may not be there, has a Hopper chip: H20, H200 too."""
+    return any(name in device_kind for name in ("H100", "H20", "H800"))
+
+
+@functools.cache
+def _register() -> None:
+    """Registers the functions of the library with XLA.
+
+    The module is not imported: it would load FlashAttention-2 too.
+    """
+    spec = importlib.util.find_spec(_MODULE)
+    assert spec is not None and spec.origin is not None
+    library = ctypes.cdll.LoadLibrary(str(Path(spec.origin).with_name(_LIBRARY)))
+    for name in (_FORWARD, _FORWARD_OF_SEGMENTS, _BACKWARD, _BACKWARD_OF_SEGMENTS):
+        target = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(_PREFIX + name, target, platform="CUDA")
+
+
+def _call(
+    name: str,
+    types: list[tuple[tuple[int, ...], Any]],
+    operands: tuple[jax.Array, ...],
+    segments: Segments | None,
+    request: AttentionRequest,
+) -> list[jax.Array]:
+    """The results of a function of the library, typed as varying over the axes of its operands."""
+    if jax.default_backend() == "gpu":  # Else the program is traced, or lowered, and does not run.
+        _register()
+    axes = frozenset().union(*map(varying_axes, operands))
+    attributes: dict[str, Any] = {
+        "softmax_scale": np.float64(request.scale),
+        "is_causal": request.causal,
+        "window_size_left": np.int64(-1 if request.window is None else request.window - 1),
+        "window_size_right": np.int64(0 if request.causal else -1),
+    }
+    if segments is not None:
+        offsets = segments.offsets
+        operands = (*operands, offsets, offsets)
+        attributes["max_seqlen"] = attributes["max_seqlen_k"] = np.int64(request.queries)
+    results = tuple(jax.ShapeDtypeStruct(*each) for each in types)
+    call = jax.ffi.ffi_call(_PREFIX + name, results, vmap_method="sequential")
+    found = call(*(vary_over(x, axes) for x in operands), **attributes)
+    return [vary_over(x, axes) for x in found]
+
+
+def _as_kernels_take_it(heads: jax.Array, segments: Segments | None) -> jax.Array:
+    """[B, S, N, H], or with segments [B * S, N, H]; H is a multiple of 8."""
+    missing = -heads.shape[-1] % 8
+    if missing:
+        heads = jnp.pad(heads, ((0, 0),) * 3 + ((0, missing),))
+    return heads if segments is None else heads.reshape(-1, *heads.shape[2:])
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[B, S, N] -> [B, N, S]."""
+    return shape[0], shape[2], shape[1]
+
+
+def _by_sequence(log_sum_exp: jax.Array, query: jax.Array, segments: Segments | None) -> jax.Array:
+    """[B, N, S], or with segments [N, B * S] -> [B, N, S]."""
+    if segments is None:
+        return log_sum_exp
+    return jnp.swapaxes(log_sum_exp.reshape(-1, *query.shape[:2]), 0, 1)

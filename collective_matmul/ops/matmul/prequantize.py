@@ -1,0 +1,173 @@
+"""`prequantize`: weights that are quantized once, for several calls of the ops.
+
+Where the same weights are used again before they change, as by the microbatches of a step, both
+matrices of each are made before. Of weights that a second mesh axis shards, these are matrices of
+the shards, and each use gathers one of the two, in 8 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import Sharded, WeightShards
+from collective_matmul.ops.matmul import checks
+
+
+@overload
+def prequantize(
+    w: jax.Array,
+    fp8: str,
+    *,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
+) -> Quantized: ...
+@overload
+def prequantize(
+    w: Sequence[jax.Array],
+    fp8: str,
+    *,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 0,
+) -> tuple[Quantized, ...]: ...
+def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
+    """Quantizes the weights of one call of an op, which then takes the result in place of `w`.
+
+    Results and gradients are the same as with `w`. Weights of one call have scales in common, so
+    those of `all_gather_matmul` that share a gather are quantized together::
+
+        w = prequantize(w, "rowwise")                            once
+        y = all_gather_matmul(x, w, axis_name, fp8="rowwise")    several times
+
+    The gradient of the result's `array` is that of w. To differentiate with respect to w, call
+    ``each.with_array(w)`` inside the differentiated function.
+
+    With `weight_axis_name`, w are shards, inside a `jax.shard_map` over that axis, whose devices
+    agree on the scales: those of the whole weights. Ops then take the same two arguments. They
+    gather the values of a matrix, which are 8 bits. Shards are quantized in the dtype of x too;
+    give the result the array whose gradient you want, which may be wider::
+
+        q = prequantize(w.astype(x.dtype), "rowwise", weight_axis_name="fsdp").with_array(w)
+
+    Args:
+      w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards.
+      fp8: the recipe, as the op takes it.
+      weight_axis_name: a mesh axis that shards the weights, as the op takes it; None: they are
+        whole.
+      weight_dimension: the dimension of every w that it shards, 0 or 1.
+
+    Returns:
+      A `Quantized`, or a tuple of them.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit.
+      NameError: if no enclosing `shard_map` has such an axis.
+    """
+    ws = tuple(w) if isinstance(w, Sequence) else (w,)
+    if fp8 is None:
+        raise ValueError(f"fp8=None: expected a recipe: {', '.join(map(repr, FORMATS))}")
+    checks.fp8(fp8)
+    checks.weights(ws)
+    checks.quantizable("w", ws[0], fp8)
+    stored, sharding = FORMATS[fp8], checks.weight_shards(weight_axis_name, weight_dimension)
+    matrices = [lax.stop_gradient(w).reshape(w.shape[0], math.prod(w.shape[1:])) for w in ws]
+    forward = [stored.matrices([matrix], sharding=sharding)[0] for matrix in matrices]
+    backward = stored.matrices(matrices, transposed=True, sharding=sharding)
+    quantized = tuple(
+        Quantized(*each, format=stored, number=number, count=len(ws), shards=sharding)
+        for number, each in enumerate(zip(ws, forward, backward, strict=True))
+    )
+    return quantized if isinstance(w, Sequence) else quantized[0]
+
+
+def checked_weights(
+    ws: Sequence[Any], fp8: str | None, shards: WeightShards | None, x: Any
+) -> tuple[Any, ...]:
+    """The weights of an op. Matrices are those that were made for it, and arrays of them unread.
+
+    Args:
+      ws: the weights of one call.
+      fp8: its recipe.
+      shards: how a second axis shards its weights.
+      x: its other operand, whose dtype shards have been quantized in.
+
+    Raises:
+      ValueError: if weights were quantized otherwise than the op needs them.
+    """
+    quantized = [w for w in ws if isinstance(w, Quantized)]
+    if not quantized:
+        return tuple(ws)
+    numbers = [(w.number, w.count) for w in quantized]
+    if len(quantized) < len(ws) or numbers != [(i, len(ws)) for i in range(len(ws))]:
+        raise ValueError(
+            f"w: {len(quantized)} of {len(ws)} weights are quantized, as numbers"
+            f" {', '.join(f'{i} of {count}' for i, count in numbers)} of a call of prequantize;"
+            " expected all weights of one such call in their order, as they have scales in common;"
+            " quantize the weights of this op together"
+        )
+    for w in quantized:
+        if w.shards != shards:
+            raise ValueError(
+                f"w: quantized as {_described(w.shards)}, and the op has {_described(shards)};"
+                " expected the same; pass weight_axis_name and weight_dimension to both,"
+                " prequantize and the op, or to neither"
+            )
+        if w.fp8 != fp8:
+            raise ValueError(
+                f"fp8={fp8!r}: w is quantized by {w.fp8!r}; expected the same recipe; pass"
+                f" fp8={w.fp8!r}"
+            )
+        copied, shape = w.forward, (w.shape[0], math.prod(w.shape[1:]))
+        own_dtype = w.dtype if shards is None else getattr(x, "dtype", None)  # Arrays may be wider.
+        if (copied.shape, copied.product_dtype) != (shape, own_dtype):
+            raise ValueError(
+                f"w: {own_dtype} {w.shape}, and its copies are of {copied.product_dtype}"
+                f" {copied.shape}; expected copies of this array; call prequantize for it"
+            )
+    return tuple(w if w.array is None else w.with_array(_unread(w.array)) for w in ws)
+
+
+def operands_of(ws: Sequence[Any], fp8: str | None, shards: WeightShards | None) -> tuple[Any, ...]:
+    """The checked weights [K, *N] of an op as operands [K, N]."""
+    return tuple(_operand(w, fp8, shards) for w in ws)
+
+
+def _operand(w: Any, fp8: str | None, shards: WeightShards | None) -> Any:
+    w = w.reshape(w.shape[0], math.prod(w.shape[1:]))
+    if isinstance(w, Quantized):
+        forward, backward = lax.stop_gradient((w.forward, w.backward))
+        w = dataclasses.replace(w, forward=forward, backward=backward)
+    elif fp8 is not None:
+        w = Quantized(w, None, None, FORMATS[fp8])
+    return w if shards is None else Sharded(w, shards)
+
+
+@jax.custom_vjp
+def _unread(array: jax.Array) -> jax.Array:
+    """An array of the same type that is NaN, with the gradient of the array.
+
+    So nothing reads the array of a `Quantized`. What is rematerialized would: a barrier at
+    its begin takes all operands of the ops inside, and XLA keeps them in a loop over microbatches.
+    """
+    return _nan_like(array)
+
+
+def _nan_like(array: jax.Array) -> jax.Array:
+    nan = jnp.full_like(array, jnp.nan)
+    return vary_over(nan, varying_axes(array))
+
+
+_unread.defvjp(lambda array: (_nan_like(array), None), lambda _, gradient: (gradient,))
+
+
+def _described(shards: WeightShards | None) -> str:
+    return "whole weights" if shards is None else f"shards, {shards}"

@@ -1,0 +1,84 @@
+"""Sums that are scattered by copies between peers, beside XLA's reduce-scatter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collective_matmul.ops.matmul.ring.direct_scatter import scattered_sum, scatters_directly
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.ops.matmul.ring import direct_scatter
+from tests.conftest import MeshFactory
+
+AXIS = "fsdp"
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("term_dtype", "dtype"), [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16",) * 2]
+)
+def test_each_device_gets_the_sum_of_its_shard(
+    dimension: Any, devices: int, term_dtype: str, dtype: str, make_mesh: MeshFactory
+) -> None:
+    """All terms are multiples of a power of two, so that float32 adds them exactly in any order."""
+    draw = np.random.default_rng(0).integers
+    terms = jnp.asarray(draw(-128, 128, (devices, 8, 12)) / 64, term_dtype)
+    sharding = WeightShards(AXIS, devices, dimension)
+
+    def scatter(term: jax.Array) -> jax.Array:
+        return scattered_sum(term[0], sharding, dtype)
+
+    spec = P(AXIS) if dimension == 0 else P(None, AXIS)
+    mapped = jax.shard_map(
+        scatter, mesh=make_mesh({AXIS: devices}), in_specs=P(AXIS), out_specs=spec
+    )
+    result = jax.jit(mapped)(terms)
+    expected = jnp.sum(terms.astype(jnp.float32), 0).astype(dtype)
+    assert result.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+
+
+def test_terms_travel_in_the_narrower_dtype(make_mesh: MeshFactory) -> None:
+    sharding = WeightShards(AXIS, 2, 0)
+
+    def sent(term_dtype: str, dtype: str) -> set[str]:
+        mapped = jax.shard_map(
+            lambda term: scattered_sum(term, sharding, dtype),
+            mesh=make_mesh({AXIS: 2}),
+            in_specs=P(),
+            out_specs=P(AXIS),
+            check_vma=False,
+        )
+        jaxpr: Any = jax.make_jaxpr(mapped)(jnp.ones((4, 4), term_dtype)).eqns[0].params["jaxpr"]
+        return {str(e.invars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "ppermute"}
+
+    assert sent("bfloat16", "float32") == {"bfloat16"}
+    assert sent("float32", "bfloat16") == {"bfloat16"}
+    assert sent("float32", "float32") == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("requested", "divergent_axes", "reason", "expected"),
+    [
+        (None, (), None, True),
+        (("fused", "ring_direct"), (), None, True),
+        (("xla",), (), None, False),
+        (None, (AXIS,), None, False),
+        (None, (), "several processes", False),
+    ],
+)
+def test_terms_are_copied_where_a_ring_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+    requested: Any,
+    divergent_axes: Any,
+    reason: str | None,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(direct_scatter, "no_peer_copies_reason", lambda axis_name: reason)
+    assert scatters_directly(WeightShards(AXIS, 2, 0), requested, divergent_axes) == expected
