@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
     all_gather_matmul,
-    checks,
     layers,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -29,6 +28,7 @@ from collective_matmul import (
     tune,
 )
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from tests.conftest import MeshFactory

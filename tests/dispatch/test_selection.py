@@ -18,7 +18,8 @@ from collective_matmul.dispatch import assessment, selection, table_files
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.log import warn_once
-from collective_matmul.ops.matmul.backends import BACKENDS, xla
+from collective_matmul.ops.matmul import xla
+from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op, Site
 from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.ops.matmul.ring.backend import RINGS
