@@ -110,3 +110,9 @@ def traced_device() -> jax.sharding.AbstractDevice:
         return device
     first = jax.devices()[0]
     return jax.sharding.AbstractDevice(first.device_kind, num_cores=None, platform=first.platform)
+
+
+def how_to_simulate(devices: int) -> str:
+    """How to simulate devices on a CPU, as part of an error's text."""
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"

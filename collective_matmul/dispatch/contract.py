@@ -299,7 +299,7 @@ class Backends(Mapping[str, Backend]):
 class Measurement(Protocol):
     """Programs that repeat a request, for `collective_matmul.tune` to compile and to time.
 
-    `collective_matmul.tuning.repetitions.Repetitions` implements all but the op's own part.
+    `collective_matmul.dispatch.repetitions.Repetitions` implements all but the op's own part.
 
     Attributes:
       repetitions: how often a program executes the request.

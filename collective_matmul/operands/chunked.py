@@ -89,3 +89,14 @@ def empty_like(
     axes = frozenset().union(*map(varying_axes, (array, *jax.tree.leaves(others))))
     empty = lax.empty(tuple(shape), array.dtype if dtype is None else dtype)
     return with_type_of(array, vary_over(empty, axes))
+
+
+def tie_with_barrier(gathered: Gathered, *results: Any) -> tuple[Any, ...]:
+    """Returns the results; if they were computed from chunks, no result is used before all exist.
+
+    XLA postpones weight gradients, since nothing waits for them, and until then their chunks would
+    occupy memory.
+    """
+    if not isinstance(gathered, Chunked):
+        return results
+    return lax.optimization_barrier(results)

@@ -22,6 +22,11 @@ import numpy as np
 
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 
+#: Rows: an array, or a pytree of arrays in another format.
+RowsOperand = Any
+#: A weight: an array, a `Matrix`, or a shard of either.
+WeightOperand = Any
+
 
 class Shapes(Protocol):
     """The shapes of matmuls on one device, as a request has them.
@@ -31,8 +36,11 @@ class Shapes(Protocol):
       dimension: the dimension of every x that chunks divide, or None.
     """
 
-    operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    dimension: int | None
+    @property
+    def operands(self) -> Sequence[tuple[tuple[int, ...], tuple[int, int] | tuple[int, ...]]]: ...  # noqa: D102
+
+    @property
+    def dimension(self) -> int | None: ...  # noqa: D102
 
 
 class Matrix(Protocol):

@@ -25,7 +25,7 @@ from collective_matmul.operands.sharded import Sharded, WeightShards, sharding_o
 class Quantized:
     """A weight [K, *N] in a format, which ops take in place of an array.
 
-    `collective_matmul.ops.matmul.prequantize` makes both matrices before; after each change of the array they
+    `collective_matmul.prequantize` makes both matrices before; after each change of the array they
     must be made anew. Ops multiply with them, and do not read the values of the array: it stands
     for its shape and dtype, and it is what the gradient belongs to.
 
@@ -170,7 +170,7 @@ def prepared(
       together: whether they are operands of one sum of products.
     """
     sharding, values = sharding_of(ws[0]), [stored(w) for w in ws]
-    if sharding is not None:
+    if sharding is not None and not isinstance(values[0], Quantized):
         values = [w.astype(dtype) for w in values]
     if isinstance(values[0], Quantized):
         groups = [values] if together else [[w] for w in values]

@@ -11,11 +11,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul._compat import vary_over
-from collective_matmul.operands.chunked import Gathered
+from collective_matmul.operands.chunked import Gathered, tie_with_barrier
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import Sharded
-from collective_matmul.ops.matmul.backend import tie_with_barrier
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.einsum import einsum
 from collective_matmul.ops.matmul.gradients import (

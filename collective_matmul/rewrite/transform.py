@@ -98,8 +98,8 @@ def overlap(
         and so does a gather whose array has other uses, such as a weight gradient, with
         "tensorwise"; `explain` says so.
       implementation: which backends execute the sites, as the ops take it; None chooses for each
-        site. See `collective_matmul.ops.matmul.backends`. A site that none of them can execute is left alone,
-        and a warning says why, once.
+        site. See `collective_matmul.ops.matmul.backends`. A site that none of them can execute is
+        left alone, and a warning says why, once.
 
     Returns:
       A function with the same arguments and results. It traces `fun` whenever it is called;

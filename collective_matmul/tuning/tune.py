@@ -23,6 +23,7 @@ from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.registry import OPS, REFERENCE, current_name
 from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.dispatch.table_files import writable_path
+from collective_matmul.hardware import how_to_simulate
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
@@ -142,12 +143,6 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
                 f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
                 f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
             )
-
-
-def how_to_simulate(devices: int) -> str:
-    """How to simulate devices on a CPU, as part of a message."""
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    return f"on a CPU, XLA_FLAGS={flag} simulates {devices}"
 
 
 def _describe(devices: Sequence[Any]) -> Run:

@@ -32,11 +32,11 @@ from collective_matmul.dispatch.contract import (
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import OPS, Op, Registry, register_op, unregister_op
+from collective_matmul.dispatch.repetitions import AXIS as TUNED_AXIS
+from collective_matmul.dispatch.repetitions import Repetitions
 from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
 from collective_matmul.dispatch.table import Table
 from collective_matmul.source_location import SourceLocation, calling_location
-from collective_matmul.tuning.repetitions import AXIS as TUNED_AXIS
-from collective_matmul.tuning.repetitions import Repetitions
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, tracing_for
 from tests.dispatch.tables import RUN, entry

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from collective_matmul.dispatch.repetitions import filler
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.ops.matmul import model_requests
@@ -18,7 +19,6 @@ from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measurement import Stack, StackOperands
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
-from collective_matmul.tuning.repetitions import filler
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")

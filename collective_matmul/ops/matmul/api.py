@@ -30,9 +30,9 @@ So float32 shards of bfloat16 matmuls have gradients that are summed in float32:
 rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
 
 With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.operands.recipes`:
-"tensorwise", "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is summed
-between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe is
-"tensorwise". Shards of weights are quantized, with the scales of the whole weights, and then
+"tensorwise", "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is
+summed between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe
+is "tensorwise". Shards of weights are quantized, with the scales of the whole weights, and then
 gathered by XLA, not in the op's own loop. A weight or its shard may be a `Quantized`, which
 `prequantize` made before: the op then multiplies with its matrices, and the gradient is that of its
 array. Without an array it is frozen, and has none.

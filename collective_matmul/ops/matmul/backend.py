@@ -22,16 +22,21 @@ matmul, takes either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
-from jax import lax
 
 from collective_matmul.dispatch.contract import Backend
-from collective_matmul.operands.chunked import Chunked, Gathered
+from collective_matmul.operands.chunked import Gathered, tie_with_barrier
+from collective_matmul.operands.format import RowsOperand, WeightOperand
 from collective_matmul.operands.multiply import weight_gradients
 from collective_matmul.ops.matmul.einsum_execution import as_matrices, split_result, split_rows
 from collective_matmul.ops.matmul.request import Site
+
+RowsOperands = Sequence[RowsOperand]
+WeightOperands = Sequence[WeightOperand]
+#: An array, or one for each weight of an all-gather.
+Results = jax.Array | tuple[jax.Array, ...]
 
 
 class MatmulBackend(Backend, Protocol):
@@ -49,8 +54,12 @@ class MatmulBackend(Backend, Protocol):
     copies_between_peers: bool = False
 
     def execute(
-        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
-    ) -> tuple[Any, Gathered]:
+        self,
+        request: Site,
+        xs: RowsOperands,
+        ws: WeightOperands,
+        co_gathered: RowsOperand = None,
+    ) -> tuple[Results, Gathered]:
         """Executes a request.
 
         Args:
@@ -72,28 +81,32 @@ class MatmulBackend(Backend, Protocol):
         return self.matmul_all_reduce(request, xs, ws), None
 
     def all_gather_matmul(
-        self, request: Site, x: Any, ws: Sequence[Any]
+        self, request: Site, x: RowsOperand, ws: WeightOperands
     ) -> tuple[tuple[jax.Array, ...], Gathered]:
         """``all_gather(x) @ w`` for each w; and x gathered, if `request.keep_gathered`."""
         ...
 
     def matmul_reduce_scatter(
-        self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
+        self,
+        request: Site,
+        xs: RowsOperands,
+        ws: WeightOperands,
+        co_gathered: RowsOperand = None,
     ) -> tuple[jax.Array, Gathered]:
         """``reduce_scatter(sum of x @ w)`` over pairs; and `co_gathered` gathered, or None."""
         ...
 
-    def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
+    def matmul_all_reduce(self, request: Site, xs: RowsOperands, ws: WeightOperands) -> jax.Array:
         """``psum(sum of x @ w)`` over pairs, typed as replicated over the axis."""
         ...
 
-    def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
+    def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Results, Gathered]:
         """The einsum of a, gathered along the equation's label, and b; and a gathered, or None."""
         raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
 
     def scatter_einsum(
-        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
-    ) -> tuple[Any, Gathered]:
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: RowsOperand = None
+    ) -> tuple[Results, Gathered]:
         """The einsum of a and b, summed over the axis and scattered along the equation's label.
 
         Returns:
@@ -103,8 +116,8 @@ class MatmulBackend(Backend, Protocol):
         raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
 
     def _execute_einsum(
-        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any
-    ) -> tuple[Any, Gathered]:
+        self, request: Site, a: jax.Array, b: jax.Array, co_gathered: RowsOperand
+    ) -> tuple[Results, Gathered]:
         """By the op if reshapes make the equation a matmul, else by the backend's own einsum."""
         equation = request.equation
         gathers = request.op == "all_gather_matmul"
@@ -123,12 +136,12 @@ class MatmulBackend(Backend, Protocol):
     def weight_gradients(
         self,
         request: Site,
-        dxs: Any,
-        ws: Sequence[Any],
-        xs: Sequence[Any],
-        ys: Sequence[Any],
-        scatter: Callable[[Any, jax.Array], jax.Array],
-    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        dxs: Results,
+        ws: WeightOperands,
+        xs: RowsOperands,
+        ys: RowsOperands,
+        scatter: Callable[[WeightOperand, jax.Array], jax.Array],
+    ) -> tuple[Results, tuple[jax.Array, ...]]:
         """The gradients of weights in a backward pass, after those of the other operands.
 
         Args:
@@ -158,8 +171,12 @@ class MatmulBackend(Backend, Protocol):
         return False
 
     def weight_gradients_first(
-        self, request: Site, ws: Sequence[Any], xs: Sequence[Any], ys: Sequence[Any]
-    ) -> tuple[tuple[jax.Array, ...], Sequence[Any], Sequence[Any]]:
+        self,
+        request: Site,
+        ws: WeightOperands,
+        xs: RowsOperands,
+        ys: RowsOperands,
+    ) -> tuple[tuple[jax.Array, ...], WeightOperands, RowsOperands]:
         """The gradients of sharded weights, the gathered weights, and ys to use from then on."""
         raise NotImplementedError(f"{self.name}: weights that travel under weight gradients")
 
@@ -183,14 +200,3 @@ class MatmulBackend(Backend, Protocol):
         While the request is being traced, call this inside its `jax.shard_map`.
         """
         return request.multiplied_dtypes(self.rows_of_matmul(request))
-
-
-def tie_with_barrier(gathered: Gathered, *results: Any) -> tuple[Any, ...]:
-    """Returns the results; if they were computed from chunks, no result is used before all exist.
-
-    XLA postpones weight gradients, since nothing waits for them, and until then their chunks would
-    occupy memory.
-    """
-    if not isinstance(gathered, Chunked):
-        return results
-    return lax.optimization_barrier(results)

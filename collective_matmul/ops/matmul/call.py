@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -63,8 +63,7 @@ class Call:
     ) -> tuple[MatmulBackend, Site]:
         """The backend for one pass, and its request; arguments as for `request`."""
         request = self.request(op, xs, ws, **attributes)
-        backend: Any = choose(request, self.implementation)
-        return backend, request
+        return cast(MatmulBackend, choose(request, self.implementation)), request
 
     def request(self, op: Op, xs: Sequence[Any], ws: Sequence[Any], **attributes: Any) -> Site:
         """The request of one pass.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def collective_einsum(
       fp8: None, or the recipe by which operands are quantized, as the ops take it. Only for matmuls
         of whole dimensions, such as the first two above.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
-        first that can is used; see `collective_matmul.ops.matmul.backends`. Some execute only matmuls.
+        first that can is used; see `collective_matmul.ops.matmul.backends`. Some execute only
+        matmuls.
 
     Returns:
       The result, local, in the operands' dtype.
@@ -191,8 +192,7 @@ class EinsumCall(Call):
             remarks=self.remarks,
             **attributes,
         )
-        backend: Any = choose(request, self.implementation)
-        return backend, request
+        return cast(MatmulBackend, choose(request, self.implementation)), request
 
 
 def _forward(xs: Sequence[Any], ws: Sequence[Any], call: EinsumCall) -> tuple[jax.Array, Any]:

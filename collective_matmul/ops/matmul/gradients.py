@@ -1,8 +1,9 @@
 """The ops with their gradients, one rule for each, whatever their operands are stored as.
 
-`collective_matmul.ops.matmul.api` derives them. Call them inside `jax.shard_map`. Local shapes are those of
-`collective_matmul.ops.matmul.backend`; x and the weights are operands of `collective_matmul.operands`.
-Forward and backward pass of an op each execute with the backend chosen for their own request.
+`collective_matmul.ops.matmul.api` derives them. Call them inside `jax.shard_map`. Local shapes are
+those of `collective_matmul.ops.matmul.backend`; x and the weights are operands of
+`collective_matmul.operands`. Forward and backward pass of an op each execute with the backend
+chosen for their own request.
 
 With the rows of a format in place of x and dy, and matrices in place of w::
 

@@ -23,6 +23,7 @@ import jax
 from collective_matmul.dispatch import contract
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Prediction
 from collective_matmul.dispatch.registry import Op, register_op
+from collective_matmul.dispatch.repetitions import AXIS, Repetitions
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.operands.multiply import contracted, multiplied, weight_gradients
 from collective_matmul.ops.matmul.backend import MatmulBackend
@@ -30,7 +31,6 @@ from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op as OpName
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import SequentialBackend, xla_seconds
-from collective_matmul.tuning.repetitions import AXIS, Repetitions
 
 
 class StackOperands(NamedTuple):

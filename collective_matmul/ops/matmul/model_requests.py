@@ -9,11 +9,11 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from collective_matmul.hardware import how_to_simulate
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.request import Site
-from collective_matmul.tuning.tune import how_to_simulate
 
 #: Rows, the most informative first. The fastest backend changes between 1024 and 4096 rows;
 #: training has more, decoding fewer.

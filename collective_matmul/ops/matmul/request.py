@@ -26,9 +26,10 @@ from collective_matmul.source_location import SourceLocation
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
-#: All backends by name, in the order in which they are listed. `collective_matmul.ops.matmul.backends` fills
-#: it. Permutes replace the reference where that is unprofitable: XLA can split them over the mesh
-#: axes that it shards by itself, and they are as much traffic.
+#: All backends by name, in the order in which they are listed;
+#: `collective_matmul.ops.matmul.backends` fills it. Permutes replace the reference where that is
+#: unprofitable: XLA can split them over the mesh axes that it shards by itself, and they are as
+#: much traffic.
 BACKENDS = Registry(substitute="ring_direct", renamed={"bulk": "xla"})
 
 #: The TMA engine of a GPU loads an array only if every row starts at a multiple of this.
