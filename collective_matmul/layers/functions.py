@@ -9,7 +9,7 @@ row-parallel ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,9 @@ def column_parallel(
         if gather is None:
             kernels = tuple(map(array_of, kernels))
             if shards is not None:
-                kernels = tuple(gather_weight(kernel, shards, x.dtype) for kernel in kernels)
+                kernels = tuple(
+                    cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in kernels
+                )
             ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
         else:
             keywords |= {"gather_dimension": gather, "implementation": implementation, "fp8": fp8}

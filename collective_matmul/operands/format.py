@@ -144,7 +144,7 @@ class Format(Protocol):
           shards: how many devices' rows follow each other in gathered rows.
           dimension: the dimension along which they do.
         """
-        raise NotImplementedError(f"{self.name}: weight gradients of rows in this format")
+        raise TypeError(f"{self.name}: weight gradients of rows in this format")
 
     def row_bytes(self, columns: int, itemsize: int) -> int:
         """The bytes of a row of `columns` numbers, which as an array have `itemsize` bytes each."""
@@ -204,6 +204,13 @@ class Plain(Format):
         """The arrays."""
         del of_gradient
         return tuple(xs)
+
+    def matrices(
+        self, ws: Sequence[jax.Array], *, transposed: bool = False, sharding: Any = None
+    ) -> tuple[Any, ...]:
+        """The arrays, which are never transposed."""
+        del transposed, sharding
+        return tuple(ws)
 
     def row_bytes(self, columns: int, itemsize: int) -> int:
         """The bytes of the numbers."""

@@ -158,7 +158,7 @@ def weight_gradients(
     return tuple(contract(x, [y], dimension=dimension)[0] for x, y in pairs)
 
 
-def _columns_of(array: jax.Array, block: ColumnBlock) -> jax.Array:
+def _columns_of(array: Any, block: ColumnBlock) -> jax.Array:
     return read(Rows(array, 0, array.shape[0], *block), 0)
 
 

@@ -215,7 +215,7 @@ def is_trained(w: Any) -> bool:
 def gradient_of(w: Any, gradient: jax.Array | None) -> Any:
     """The gradient of a weight as JAX wants it: a pytree like the weight."""
     value = stored(w)
-    gradient = gradient if gradient is None else gradient.astype(value.dtype)
+    made: Any = gradient if gradient is None else gradient.astype(value.dtype)
     if isinstance(value, Quantized):
-        gradient = dataclasses.replace(value, array=gradient, forward=None, backward=None)
-    return w.with_value(gradient) if isinstance(w, Sharded) else gradient
+        made = dataclasses.replace(value, array=made, forward=None, backward=None)
+    return w.with_value(made) if isinstance(w, Sharded) else made

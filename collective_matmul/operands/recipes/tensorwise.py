@@ -98,7 +98,7 @@ def weight_gradients(
     if len(xs) == 1:
         x_scales, x_values = x_scales * len(dys), x_values * len(dys)
     if len(dys) == 1:
-        dys = dys * len(x_scales)
+        dys = [*dys] * len(x_scales)
     dy_values, scales = zip(
         *(
             _with_common_scale(scales, dy, dimension)

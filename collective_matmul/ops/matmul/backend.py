@@ -102,7 +102,7 @@ class MatmulBackend(Backend, Protocol):
 
     def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Results, Gathered]:
         """The einsum of a, gathered along the equation's label, and b; and a gathered, or None."""
-        raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
+        raise TypeError(f"{self.name}: an einsum that is no matmul")
 
     def scatter_einsum(
         self, request: Site, a: jax.Array, b: jax.Array, co_gathered: RowsOperand = None
@@ -113,13 +113,13 @@ class MatmulBackend(Backend, Protocol):
           This device's shard of the sum; and `co_gathered`, which has the labels of the result,
           gathered along the label, or None.
         """
-        raise NotImplementedError(f"{self.name}: an einsum that is no matmul")
+        raise TypeError(f"{self.name}: an einsum that is no matmul")
 
     def _execute_einsum(
         self, request: Site, a: jax.Array, b: jax.Array, co_gathered: RowsOperand
     ) -> tuple[Results, Gathered]:
         """By the op if reshapes make the equation a matmul, else by the backend's own einsum."""
-        equation = request.equation
+        equation = request.labels
         gathers = request.op == "all_gather_matmul"
         if not equation.is_matmul:
             if gathers:
@@ -178,7 +178,7 @@ class MatmulBackend(Backend, Protocol):
         ys: RowsOperands,
     ) -> tuple[tuple[jax.Array, ...], WeightOperands, RowsOperands]:
         """The gradients of sharded weights, the gathered weights, and ys to use from then on."""
-        raise NotImplementedError(f"{self.name}: weights that travel under weight gradients")
+        raise TypeError(f"{self.name}: weights that travel under weight gradients")
 
     def lacking_reason(self, request: Site) -> str | None:
         """Why it has no function for what is multiplied."""

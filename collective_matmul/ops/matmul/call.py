@@ -111,7 +111,8 @@ class Call:
     def copies_between_peers(self, sharding: WeightShards) -> bool:
         """Whether terms of a sum over an axis are copied between peers, as those of a ring are."""
         names = self.implementation
-        allowed = names is None or any(BACKENDS[name].copies_between_peers for name in names)
+        backends = [cast(MatmulBackend, BACKENDS[name]) for name in names or ()]
+        allowed = names is None or any(each.copies_between_peers for each in backends)
         return (
             allowed
             and not self.divergent_axes

@@ -105,7 +105,7 @@ def fp8(value: RecipeName | None) -> RecipeName | None:
 
 def arrays(
     x: jax.Array,
-    ws: Sequence[jax.Array],
+    ws: Sequence[jax.Array | Quantized],
     shards: WeightShards | None = None,
     recipe: RecipeName | None = None,
 ) -> None:
@@ -160,7 +160,7 @@ def weights(ws: Sequence[jax.Array]) -> None:
 
 def operands(
     x: jax.Array,
-    ws: Sequence[jax.Array],
+    ws: Sequence[jax.Array | Quantized],
     shards: WeightShards | None = None,
     recipe: RecipeName | None = None,
 ) -> None:

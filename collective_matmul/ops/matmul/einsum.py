@@ -199,7 +199,7 @@ def _forward(xs: Sequence[Any], ws: Sequence[Any], call: EinsumCall) -> tuple[ja
     (a,), (b,) = xs, ws
     backend, request = call.choose_pass(a, b)
 
-    def execute(a: jax.Array, b: jax.Array) -> jax.Array:
+    def execute(a: jax.Array, b: jax.Array) -> Any:
         return backend.execute(request, (a,), (b,))[0]
 
     return with_auto_axes(execute, lambda: _result_spec(call.equation, a, b), a, b), xs

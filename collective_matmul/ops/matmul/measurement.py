@@ -71,8 +71,8 @@ class Stack(Repetitions):
         """As `operands`, in arrays of the site's dtype."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
-        xs = [x for x, _ in site.operands]
-        aside = None
+        xs: list[Any] = [x for x, _ in site.operands]
+        aside: Any = None
         if site.op == "all_gather_matmul":
             (rows, columns), *_ = xs
             xs = [(rows * gathered, columns)]
@@ -109,7 +109,7 @@ def _matrices(site: Site, ws: Sequence[jax.Array]) -> list[Any]:
 
 def _repetition(
     backend: MatmulBackend, site: Site, operands: StackOperands, ws: Sequence[Any]
-) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+) -> tuple[Any, Sequence[jax.Array]]:
     """The products of a site, and the weight gradients if it is part of a backward pass."""
     request = replace(site, axis_name=AXIS)
     co_gathered = operands.aside if site.co_gathered is not None else None

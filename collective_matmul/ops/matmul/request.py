@@ -146,6 +146,18 @@ class Site(HasFormat, Request):
         return math.prod(x[:-1])
 
     @property
+    def shard_dimension(self) -> int:
+        """The dimension that is gathered or scattered, of matmuls that have one."""
+        assert self.dimension is not None
+        return self.dimension
+
+    @property
+    def labels(self) -> Equation:
+        """The equation of an einsum."""
+        assert self.equation is not None
+        return self.equation
+
+    @property
     def contracted(self) -> int:
         """Size of the contracted dimension, summed over the (x, w) pairs of a reduce-scatter."""
         if self.op == "all_gather_matmul":

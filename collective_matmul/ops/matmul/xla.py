@@ -52,7 +52,7 @@ class SequentialBackend(MatmulBackend, Protocol):
         """Multiplies, then reduce-scatters; see `MatmulBackend`."""
         pairs = zip(xs, tuple(map(whole, ws)), strict=True)
         partial = add(*(matmul(x, w, request.transpose_w) for x, w in pairs))
-        y = self.reduce_scatter(partial, request.axis_name, request.dimension)
+        y = self.reduce_scatter(partial, request.axis_name, request.shard_dimension)
         return y, None if co_gathered is None else self._gathered(request, co_gathered)
 
     def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
@@ -62,7 +62,7 @@ class SequentialBackend(MatmulBackend, Protocol):
     def _gathered(self, request: Site, rows: Any) -> Any:
         """Rows of all devices, in any format."""
         gather = functools.partial(
-            self.all_gather, axis_name=request.axis_name, dimension=request.dimension
+            self.all_gather, axis_name=request.axis_name, dimension=request.shard_dimension
         )
         return jax.tree.map(gather, rows)
 
@@ -88,7 +88,7 @@ class Xla(SequentialBackend):
 
     def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
         """Gathers a, then contracts; see `MatmulBackend`."""
-        equation = request.equation
+        equation = request.labels
         gathered = self.all_gather(a, request.axis_name, equation.a.index(equation.label))
         return einsum(equation, gathered, b), gathered if request.keep_gathered else None
 
@@ -96,8 +96,8 @@ class Xla(SequentialBackend):
         self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
     ) -> tuple[Any, Gathered]:
         """Contracts, then reduce-scatters; see `MatmulBackend`."""
-        axis_name, dimension = request.axis_name, request.equation.y.index(request.equation.label)
-        y = self.reduce_scatter(einsum(request.equation, a, b), axis_name, dimension)
+        axis_name, dimension = request.axis_name, request.labels.y.index(request.labels.label)
+        y = self.reduce_scatter(einsum(request.labels, a, b), axis_name, dimension)
         if co_gathered is None:
             return y, None
         return y, self.all_gather(co_gathered, axis_name, dimension)

@@ -64,7 +64,7 @@ class Fused(MatmulBackend):
             sent,
             ws,
             request.axis_name,
-            dimension=request.dimension,
+            dimension=request.shard_dimension,
             transpose_w=request.transpose_w,
             keep_gathered=request.keep_gathered and beside is None,
             config=cast(AllGatherConfig | None, self.config),
@@ -85,7 +85,7 @@ class Fused(MatmulBackend):
             xs,
             ws,
             request.axis_name,
-            dimension=request.dimension,
+            dimension=request.shard_dimension,
             transpose_w=request.transpose_w,
             config=self._reduce_config,
         )
@@ -198,6 +198,6 @@ def _gathered_before(operands: T, co_gathered: Any, request: Site) -> tuple[T, A
         return operands, None
 
     def gather(array: jax.Array) -> jax.Array:
-        return lax.all_gather(array, request.axis_name, axis=request.dimension, tiled=True)
+        return lax.all_gather(array, request.axis_name, axis=request.shard_dimension, tiled=True)
 
     return lax.optimization_barrier((operands, jax.tree.map(gather, co_gathered)))

@@ -70,7 +70,7 @@ def operands_reason(devices: int, xs: Sequence[Any], ws: Sequence[AnyWeight]) ->
     return requirements.unsupported_reason(devices, *plain)
 
 
-def operands_of(site: Site) -> tuple[list[jax.ShapeDtypeStruct], list[Any]]:
+def operands_of(site: Site) -> tuple[list[Any], list[Any]]:
     """The shapes and dtypes of a site's xs and ws, as a backend gets them."""
     stored = site.format
     if stored is PLAIN:

@@ -36,7 +36,7 @@ class RingBackend(MatmulBackend):
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name
-        self.pattern = pattern
+        self.pattern: Pattern = pattern
 
     def all_gather_matmul(
         self, request: Site, x: Any, ws: Sequence[Any]
@@ -51,8 +51,8 @@ class RingBackend(MatmulBackend):
         self, request: Site, xs: Sequence[Any], ws: Sequence[Any], co_gathered: Any = None
     ) -> tuple[jax.Array, Gathered]:
         """Sums the chunks while their accumulators travel."""
-        rows = xs[0].shape[request.dimension] // lax.axis_size(request.axis_name)
-        scatter = Ring("scatter", self.pattern, request.axis_name, request.dimension, rows)
+        rows = xs[0].shape[request.shard_dimension] // lax.axis_size(request.axis_name)
+        scatter = Ring("scatter", self.pattern, request.axis_name, request.shard_dimension, rows)
         gather = self._co_gather(request, co_gathered)
         weights = weight_gather.weights_of_walk(ws, transpose_w=request.transpose_w)
         y = matmul_walk.matmul_scatter(scatter, gather, xs, weights)
@@ -73,7 +73,7 @@ class RingBackend(MatmulBackend):
 
     def gather_einsum(self, request: Site, a: jax.Array, b: jax.Array) -> tuple[Any, Gathered]:
         """Contracts the shards of a as they arrive."""
-        equation = request.equation
+        equation = request.labels
         gather = Gather(a, self.pattern, request.axis_name, equation.a.index(equation.label))
         y = einsum_walk.gather_einsum(equation, b, gather)
         return y, gather.gathered() if request.keep_gathered else None
@@ -82,10 +82,10 @@ class RingBackend(MatmulBackend):
         self, request: Site, a: jax.Array, b: jax.Array, co_gathered: Any = None
     ) -> tuple[Any, Gathered]:
         """Sums the chunks while their accumulators travel."""
-        equation = request.equation
+        equation = request.labels
         request = replace(request, dimension=equation.y.index(equation.label))
         rows = a.shape[equation.a.index(equation.label)] // lax.axis_size(request.axis_name)
-        scatter = Ring("scatter", self.pattern, request.axis_name, request.dimension, rows)
+        scatter = Ring("scatter", self.pattern, request.axis_name, request.shard_dimension, rows)
         gather = self._co_gather(request, co_gathered)
         y = einsum_walk.scatter_einsum(equation, a, b, scatter, gather)
         return y, None if gather is None else gather.gathered()
@@ -104,7 +104,7 @@ class RingBackend(MatmulBackend):
             return super().weight_gradients(request, dxs, ws, xs, ys, scatter)
         # Else products for the weight gradients could begin before dxs are there.
         dxs, xs, ys = lax.optimization_barrier((dxs, tuple(xs), tuple(ys)))
-        dws, _ = weight_gather.scatter_weight_gradients(ws, xs[0], ys, request.dimension)
+        dws, _ = weight_gather.scatter_weight_gradients(ws, xs[0], ys, request.shard_dimension)
         return lax.optimization_barrier((dxs, dws))
 
     def gathers_under_weight_gradients(self, request: Site) -> bool:
@@ -116,7 +116,7 @@ class RingBackend(MatmulBackend):
     ) -> tuple[tuple[jax.Array, ...], Sequence[Any], Sequence[Any]]:
         """Gathers the weights while it contracts their gradients."""
         dws, arrived = weight_gather.scatter_weight_gradients(
-            ws, xs[0], ys, request.dimension, gathers_as=request.dtype
+            ws, xs[0], ys, request.shard_dimension, gathers_as=request.dtype
         )
         dws, ys = lax.optimization_barrier((dws, tuple(ys)))
         return dws, arrived, ys
@@ -153,7 +153,7 @@ class RingBackend(MatmulBackend):
         return cost.predict(site) if self.pattern == "one_way" else None
 
     def _gather(self, request: Site, shard: Any, *, co_gathered: bool = False) -> Gather:
-        axis_name, dimension = request.axis_name, request.dimension
+        axis_name, dimension = request.axis_name, request.shard_dimension
         return Gather(shard, self.pattern, axis_name, dimension, co_gathered=co_gathered)
 
     def _co_gather(self, request: Site, shard: Any) -> Gather | None:

@@ -53,11 +53,10 @@ def predict(site: Site) -> Prediction | None:
         after = gpu.collective_seconds + _bytes_sent(site) / gpu.link_bytes
     ring = max(on_device, on_host)
     was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
-    error = ERROR
+    measured: float | None = ERROR
     if site.format is not PLAIN:
-        was_measured &= site.format.ring_error is not None and multiplies_in_place(site)
-        error = site.format.ring_error
-    error = error if was_measured else UNSURE_ERROR
+        measured = site.format.ring_error if multiplies_in_place(site) else None
+    error = UNSURE_ERROR if measured is None or not was_measured else measured
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
     return Prediction(ring + after, at_most / ring - 1, gpu.basis)
 
