@@ -71,8 +71,8 @@ class Stack(Repetitions):
         """As `operands`, in arrays of the site's dtype."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
-        xs: list[Any] = [x for x, _ in site.operands]
-        aside: Any = None
+        xs = [x for x, _ in site.operands]
+        aside = None
         if site.op == "all_gather_matmul":
             (rows, columns), *_ = xs
             xs = [(rows * gathered, columns)]
@@ -82,10 +82,14 @@ class Stack(Repetitions):
             aside = (site.co_gathered[0] * gathered, site.co_gathered[1])
         ws = [w[::-1] if site.transpose_w else w for _, w in site.operands]
         return StackOperands(
-            [self.shards(*x, site.dtype) for x in xs],
-            None if aside is None else self.shards(*aside, site.dtype),
-            [[self.shards(*w, site.dtype) for w in ws] for _ in range(self.repetitions)],
+            [self._shards(x) for x in xs],
+            None if aside is None else self._shards(aside),
+            [[self._shards(w) for w in ws] for _ in range(self.repetitions)],
         )
+
+    def _shards(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        rows, columns = shape
+        return self.shards(rows, columns, self.site.dtype)
 
 
 def in_format(site: Site, operands: StackOperands) -> StackOperands:
