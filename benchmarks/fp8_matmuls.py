@@ -17,21 +17,18 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.internals import (
+    FORMATS,
     LAYERS,
-    RECIPES,
     kernel_target,
     measure,
     multiply_in_place,
-    quantize_rows,
-    quantize_weights,
-    scaled_matmul,
 )
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names
 from benchmarks.tables import table
 
 #: Not our kernels: XLA's matmul in bfloat16, cuBLASLt's of 8-bit operands without scales, and XLA's
-#: of a message with scales of rows, which copies its values first and scales in a kernel after.
+#: of packed rows with scales of rows, which copies its values first and scales in a kernel after.
 _BASELINES = ("bfloat16", "cublaslt", "xla_rowwise")
 
 
@@ -108,16 +105,17 @@ def _candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
     def compiled(function: Callable, *operands: Any) -> Callable[[], Any]:
         return functools.partial(jax.jit(function).lower(*operands).compile(), *operands)
 
-    values, columns = (a.astype(RECIPES["rowwise"].dtype) for a in (x, w.T))
+    values, columns = (a.astype(FORMATS["rowwise"].dtype) for a in (x, w.T))
     found = {
         "bfloat16": compiled(jnp.matmul, x, w),
         "cublaslt": compiled(_transposed_matmul, values, columns),
     }
-    for recipe in RECIPES.values():
-        (message,), (weight,) = quantize_rows([x], recipe), quantize_weights([w], recipe)
-        found[recipe.name] = compiled(multiply_in_place, message, weight)
+    for recipe in FORMATS.values():
+        (rows,), (weight,) = recipe.rows([x]), recipe.matrices([w])
+        rows = rows.without_array
+        found[recipe.name] = compiled(multiply_in_place, rows, weight)
         if recipe.name == "rowwise":
-            found["xla_rowwise"] = compiled(scaled_matmul, message, weight)
+            found["xla_rowwise"] = compiled(type(weight).multiply_in_xla, weight, rows)
     return found
 
 
@@ -128,7 +126,7 @@ def _transposed_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def rows(content: dict[str, Any]) -> str:
     """The table of all cases."""
-    ours = [name for name in RECIPES]
+    ours = [name for name in FORMATS]
     header = ["m × k × n", *_BASELINES, *ours, *(f"{name} / cublaslt" for name in ours), "layers"]
     lines = []
     for case in content["cases"]:

@@ -5,25 +5,40 @@ Operands are quantized as the library does, device by device; tests/test_fp8.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from collective_matmul.fp8 import RECIPES, Recipe
-from collective_matmul.fp8_messages import message_scales, message_values
 
 import collective_matmul
-from collective_matmul import fp8 as library
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.packed_rows import PackedRows
+from collective_matmul.operands.recipes.recipe import Recipe
+from collective_matmul.operands.scaled_matrix import ScaledMatrix
 from tests.reference import AXIS, Case, Comparison, Outcome
 
+
 # Compiled once for all shards of a shape; operation by operation they take most of a test's time.
-quantize_rows: Callable = jax.jit(library.quantize_rows, static_argnums=(1, 2))
-quantize_weights: Callable = jax.jit(library.quantize_weights, static_argnums=(1,))
-dequantized: Callable = jax.jit(library.dequantized)
-dequantized_rows: Callable = jax.jit(library.dequantized_rows, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def quantize_rows(xs: Any, recipe: Recipe, of_gradient: bool = False) -> Sequence[PackedRows]:
+    """The packed rows of arrays, without the arrays."""
+    return [rows.without_array for rows in recipe.rows(xs, of_gradient=of_gradient)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantize_weights(ws: Any, recipe: Recipe) -> Sequence[ScaledMatrix]:
+    """The matrices of weights."""
+    return recipe.matrices(ws)
+
+
+@jax.jit
+def dequantized(quantized: Any) -> jax.Array:
+    """The array that rows or a matrix stand for."""
+    return quantized.dequantized()
 
 
 @dataclass(frozen=True)
@@ -70,14 +85,12 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
     """Results and gradients of quantized operands; or of each the sum of terms' magnitudes."""
     x, ws, dys = arrays
     wide = (lambda a: abs(np.asarray(a, np.float64))) if magnitudes else _wide
-    recipe, devices = RECIPES[case.fp8], range(case.devices)
+    recipe, devices = FORMATS[case.fp8], range(case.devices)
     ws, dys = [_matrix(w) for w in ws], [d.reshape(*x.shape[:-1], -1) for d in dys]
     if case.op == "all_gather_matmul":
         shards = np.split(x, case.devices, case.dimension)
-        message = [quantize_rows([shard], recipe)[0] for shard in shards]
-        quantized = _join(
-            [dequantized_rows(m, x.shape[-1], recipe, recipe.dtype) for m in message], case
-        )
+        sent_x = [quantize_rows([shard], recipe)[0] for shard in shards]
+        quantized = _join([dequantized(rows) for rows in sent_x], case)
         columns = [np.split(w, case.devices, 1) for w in ws]
         cotangents = [np.split(dy, case.devices, -1) for dy in dys]
         ys = [[], *([] for _ in ws[1:])]
@@ -85,55 +98,48 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
         dx = 0.0
         for d in devices:
             own, dy = [w[d] for w in columns], [c[d] for c in cotangents]
-            sent = quantize_rows(dy, recipe, recipe.gradient_dtype)
+            sent = quantize_rows(dy, recipe, True)
             back = quantize_weights([w.T for w in own], recipe)
             for i, w in enumerate(own):
                 forward = dequantized(quantize_weights([w], recipe)[0])
                 ys[i].append(wide(quantized) @ wide(forward))
-                rows = dequantized_rows(sent[i], w.shape[1], recipe, recipe.gradient_dtype)
-                dx = dx + wide(rows) @ wide(dequantized(back[i]))
-                pair = _join(message, case), sent[i]
+                dx = dx + wide(dequantized(sent[i])) @ wide(dequantized(back[i]))
+                pair = _join(sent_x, case), sent[i]
                 dws[i].append(weight_gradient(x, dy[i], pair, recipe, wide))
         joined = [np.concatenate(y, -1) for y in ys]
         return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
     parts, rows_of_w = np.split(x, case.devices, -1), np.split(ws[0], case.devices, 0)
     scattered = case.op == "matmul_reduce_scatter"
     cotangents = np.split(dys[0], case.devices, case.dimension) if scattered else [dys[0]]
-    message = [quantize_rows([dy], recipe, recipe.gradient_dtype)[0] for dy in cotangents]
-    size = ws[0].shape[1]
-    dtype = recipe.gradient_dtype
-    gathered = _join([dequantized_rows(m, size, recipe, dtype) for m in message], case)
+    sent_dy = [quantize_rows([dy], recipe, True)[0] for dy in cotangents]
+    gathered = _join([dequantized(rows) for rows in sent_dy], case)
     y, dx, dw = 0.0, [], []
     for part, w in zip(parts, rows_of_w, strict=True):
         forward = quantize_rows([part], recipe)[0], quantize_weights([w], recipe)[0]
-        rows = dequantized_rows(forward[0], part.shape[-1], recipe, recipe.dtype)
-        y = y + wide(rows) @ wide(dequantized(forward[1]))
+        y = y + wide(dequantized(forward[0])) @ wide(dequantized(forward[1]))
         dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
-        pair = forward[0], _join(message, case)
+        pair = forward[0], _join(sent_dy, case)
         dw.append(weight_gradient(part, dys[0], pair, recipe, wide))
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
 def weight_gradient(
-    x: np.ndarray, dy: np.ndarray, messages: tuple, recipe: Recipe, wide: Any
+    x: np.ndarray, dy: np.ndarray, rows: tuple, recipe: Recipe, wide: Any
 ) -> np.ndarray:
-    """``xᵀ dy``: of the arrays, or of their messages."""
-    if not recipe.weight_gradient_in_fp8:
+    """``xᵀ dy``: of the arrays, or of their packed rows."""
+    if not recipe.packs_gradients:
         return _contract_rows(wide(x), wide(dy))
-    columns = x.shape[-1], dy.shape[-1]
-    x, dy = _scaled_alike(messages[0], messages[1], columns, recipe)
+    x, dy = _scaled_alike(*rows)
     return _contract_rows(wide(x), wide(dy))
 
 
-def _scaled_alike(x: Any, dy: Any, columns: tuple[int, int], recipe: Recipe) -> tuple:
-    """The values that two messages stand for, those of dy rounded to a scale for all rows."""
-    (k, n), dtype = columns, recipe.gradient_dtype
-    scales = [_wide(message_scales(m, size, 1)) for m, size in ((x, k), (dy, n))]
+def _scaled_alike(x: PackedRows, dy: PackedRows) -> tuple:
+    """The values that rows stand for, those of dy rounded to a scale for all rows."""
+    scales = [_wide(rows.scales) for rows in (x, dy)]
     assert all((np.frexp(each)[0] == 0.5).all() for each in scales)  # Powers of two.
     ratios = np.prod([each / each.max() for each in scales], 0)
-    values = [_wide(message_values(x, k, recipe.dtype)), _wide(message_values(dy, n, dtype))]
-    rounded = _wide((values[1] * ratios).astype(dtype))
-    return values[0] * scales[0].max(), rounded * scales[1].max()
+    rounded = _wide((_wide(dy.values) * ratios).astype(dy.dtype))
+    return _wide(x.values) * scales[0].max(), rounded * scales[1].max()
 
 
 def _contract_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -150,7 +156,8 @@ def _matrix(w: np.ndarray) -> np.ndarray:
 
 
 def _join(parts: Sequence[Any], case: Case) -> Any:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, case.dimension)
+    join = lambda *arrays: jnp.concatenate(arrays, case.dimension)  # noqa: E731
+    return parts[0] if len(parts) == 1 else jax.tree.map(join, *parts)
 
 
 def _outcome(case: Case, ys: Sequence[Any], dx: Any, dws: Sequence[Any]) -> Outcome:

@@ -1,7 +1,8 @@
-"""Quantization: what a recipe promises of each number, and messages."""
+"""Quantization: what a recipe promises of each number, and packed rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,20 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.fp8 import (
-    BLOCK,
-    RECIPES,
-    Recipe,
-    dequantized,
-    dequantized_rows,
-    quantize_rows,
-    quantize_weights,
-    scaled_matmul,
-)
-from collective_matmul.fp8_messages import message, message_scales, message_values
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.packed_rows import pack
+from collective_matmul.operands.recipes.recipe import Recipe
+from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaling import BLOCK
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -34,6 +29,13 @@ ROWS, CONTRACTED, COLUMNS = 12, 200, 136
 
 def drawn(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def product_of(recipe: Recipe, x: np.ndarray, w: np.ndarray) -> jax.Array:
+    """x @ w by XLA, of operands in a recipe."""
+    (rows,), (matrix,) = recipe.rows([x]), recipe.matrices([w])
+    assert isinstance(matrix, ScaledMatrix)
+    return matrix.multiply_in_xla(rows)
 
 
 def largest_of_part(x: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -67,26 +69,27 @@ def rounding_bound(x: np.ndarray, largest: np.ndarray, dtype: jnp.dtype) -> np.n
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("source", [np.float32, jnp.bfloat16, np.float16])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_rows_are_within_the_bound_of_their_recipe(
     recipe: Recipe, source: Any, dtype: jnp.dtype
 ) -> None:
     # Rows and columns of very different sizes.
     x = drawn(ROWS, CONTRACTED) * 10.0 ** np.linspace(-3, 3, ROWS)[:, None]
     x = (x * np.exp(drawn(1, CONTRACTED, seed=1))).astype(source)
-    (quantized,) = quantize_rows([x], recipe, dtype)
-    assert quantized.shape == (ROWS, recipe.message_columns(CONTRACTED))
-    actual = np.asarray(dequantized_rows(quantized, CONTRACTED, recipe, dtype), np.float64)
+    (quantized,) = dataclasses.replace(recipe, dtype=dtype).rows([x])
+    assert quantized.shape == x.shape
+    assert quantized.packed.shape == (ROWS, recipe.row_bytes(CONTRACTED, 4))
+    actual = np.asarray(quantized.dequantized(), np.float64)
     wide = x.astype(np.float64)
     bound = rounding_bound(wide, largest_of_part(wide, recipe), dtype)
     assert (abs(actual - wide) <= bound).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_weights_are_within_the_bound_of_their_recipe(recipe: Recipe) -> None:
     w = drawn(CONTRACTED, COLUMNS) * 10.0 ** np.linspace(-3, 3, COLUMNS)
     w = w.astype(np.float32)
-    (quantized,) = quantize_weights([w], recipe)
+    (quantized,) = recipe.matrices([w])
     assert quantized.shape == w.shape
     largest = largest_of_part(w.T, recipe).T
     if recipe.name == "blockwise":
@@ -96,7 +99,7 @@ def test_weights_are_within_the_bound_of_their_recipe(recipe: Recipe) -> None:
                 for rows in np.split(w, [BLOCK], 0)
             ]
         )
-    actual = np.asarray(dequantized(quantized), np.float64)
+    actual = np.asarray(quantized.dequantized(), np.float64)
     assert (abs(actual - w) <= rounding_bound(w, largest, E4M3)).all()
 
 
@@ -104,10 +107,10 @@ def test_rows_keep_their_precision_beside_larger_ones() -> None:
     """A row 10⁴ times smaller than another: with a scale of its own it loses nothing."""
     x = drawn(2, CONTRACTED)
     x[1] *= 1e-4
-    bound = rounding_bound(x, 2 * largest_of_part(x, RECIPES["rowwise"]), E4M3)
+    bound = rounding_bound(x, 2 * largest_of_part(x, FORMATS["rowwise"]), E4M3)
     within = {}
-    for name, recipe in RECIPES.items():
-        quantized = dequantized_rows(quantize_rows([x], recipe)[0], CONTRACTED, recipe, E4M3)
+    for name, recipe in FORMATS.items():
+        quantized = recipe.rows([x])[0].dequantized()
         within[name] = (abs(quantized - x) <= bound).mean(axis=1)
     np.testing.assert_array_equal(within["rowwise"], 1.0)
     np.testing.assert_array_equal(within["blockwise"], 1.0)
@@ -116,56 +119,52 @@ def test_rows_keep_their_precision_beside_larger_ones() -> None:
     assert within["tensorwise"][1] < 0.8
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_zeros_and_the_smallest_numbers(recipe: Recipe) -> None:
     """A row of zeros, and one whose scale would be below the normal numbers."""
     x = np.zeros((3, CONTRACTED), np.float32)
     x[1] = 1e-37
     for rows in (x, x[:1]):
-        product = scaled_matmul(
-            quantize_rows([rows], recipe)[0],
-            *quantize_weights([np.zeros((CONTRACTED, 8), np.float32)], recipe),
-        )
+        product = product_of(recipe, rows, np.zeros((CONTRACTED, 8), np.float32))
         np.testing.assert_array_equal(product, 0.0)
-        values = dequantized_rows(quantize_rows([rows], recipe)[0], CONTRACTED, recipe, E4M3)
+        values = recipe.rows([rows])[0].dequantized()
         np.testing.assert_allclose(values, rows, rtol=2**-4)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_what_is_not_finite_shows_in_its_own_row_alone(recipe: Recipe, value: float) -> None:
     x, w = drawn(4, CONTRACTED), drawn(CONTRACTED, COLUMNS, seed=1)
-    clean = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    clean = product_of(recipe, x, w)
     largest = x[2].argmax()
     x[2, largest - 1] = value
-    dirty = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    dirty = product_of(recipe, x, w)
     assert not np.isfinite(dirty[2]).any()
     np.testing.assert_array_equal(np.delete(dirty, 2, 0), np.delete(clean, 2, 0))
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_a_column_that_is_not_finite(recipe: Recipe) -> None:
     x, w = drawn(4, CONTRACTED), drawn(CONTRACTED, COLUMNS, seed=1)
     w[3, 5] = np.inf
-    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    product = product_of(recipe, x, w)
     assert not np.isfinite(product[:, 5]).any()
     assert np.isfinite(np.delete(product, 5, 1)).all()
 
 
-def test_messages_keep_every_byte(make_mesh: MeshFactory) -> None:
+def test_packed_rows_keep_every_byte(make_mesh: MeshFactory) -> None:
     """Through concatenation, a permute, a gather and an update in place, compiled."""
     mesh = make_mesh({AXIS: 2})
     bits = np.random.default_rng(0).integers(0, 2**32, (512, 3), np.uint32)
     values = np.tile(np.arange(256, dtype=np.uint8), (512, 1)).view(E4M3)
 
     def travel(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sent = message(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
-        sent = jax.lax.ppermute(sent, AXIS, [(0, 1), (1, 0)])
-        whole = jax.lax.all_gather(sent, AXIS, tiled=True)
+        sent = pack(values, jax.lax.bitcast_convert_type(scales, jnp.float32), block=86)
+        packed = jax.lax.ppermute(sent.packed, AXIS, [(0, 1), (1, 0)])
+        whole = jax.lax.all_gather(packed, AXIS, tiled=True)
         whole = jax.lax.dynamic_update_slice(jnp.zeros_like(whole), whole[:256], (256, 0))
-        scales = message_scales(whole, 256, 3)[256:]
-        values = message_values(whole, 256, E4M3)[256:]
-        return values, jax.lax.bitcast_convert_type(scales, jnp.uint32)
+        rows = dataclasses.replace(sent, packed=whole)
+        return rows.values[256:], jax.lax.bitcast_convert_type(rows.scales[256:], jnp.uint32)
 
     run = jax.jit(jax.shard_map(travel, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
     values_after, bits_after = run(values, bits)
@@ -182,31 +181,43 @@ def test_an_unknown_recipe_is_refused(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (16, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_one_contracted_number_and_one_column(recipe: Recipe, sizes: tuple[int, int]) -> None:
     """A reduction of one number is the number itself, which may be negative or infinite."""
     x, w = drawn(ROWS, sizes[0]), drawn(*sizes, seed=1)
     w[-1, -1] = -abs(w[-1, -1])
-    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    product = product_of(recipe, x, w)
     # Both operands round by 2⁻⁴ at most.
     assert (abs(product - x @ w) <= 2.0**-2.9 * (abs(x) @ abs(w))).all()
     for value in (np.inf, -np.inf, np.nan):
         w[-1, -1] = value
-        dirty = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+        dirty = product_of(recipe, x, w)
         assert np.isnan(dirty[:, -1]).all()
         np.testing.assert_array_equal(dirty[:, :-1], product[:, :-1])
 
 
 @pytest.mark.parametrize("contracted", [1, 2, CONTRACTED])
 @pytest.mark.parametrize("sizes", [(1e35, 1e-3), (1e-3, 1e35), (1e36, 1e-36), (1e-34, 1e34)])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=list(FORMATS))
 def test_large_rows_times_small_columns(
     recipe: Recipe, sizes: tuple[float, float], contracted: int
 ) -> None:
     """Scales do not overflow where their product with the sum does not."""
     x, w = drawn(ROWS, contracted) * sizes[0], drawn(contracted, 8, seed=1) * sizes[1]
     x, w = x.astype(np.float32), w.astype(np.float32)
-    product = scaled_matmul(quantize_rows([x], recipe)[0], *quantize_weights([w], recipe))
+    product = product_of(recipe, x, w)
     magnitudes = abs(x).astype(np.float64) @ abs(w).astype(np.float64)
     exact = x.astype(np.float64) @ w
     assert (abs(np.asarray(product) - exact) <= 2.0**-2.9 * magnitudes).all()
+
+
+@pytest.mark.parametrize("block", [None, 16, BLOCK])
+def test_shapes_of_packed_rows_derive_from_their_bytes(block: int | None) -> None:
+    for columns in (*range(1, 300), 4096, 5000, 28672):
+        scales = 1 if block is None else -(-columns // block)
+        rows = jax.eval_shape(
+            lambda *arrays: pack(*arrays, block=block),
+            jax.ShapeDtypeStruct((2, 3, columns), E4M3),
+            jax.ShapeDtypeStruct((2, 3, scales), jnp.float32),
+        )
+        assert rows.shape == (2, 3, columns)
