@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, collective_einsum
-from collective_matmul.ops.matmul.einsum_execution import gather_einsum, scatter_einsum
 from collective_matmul.ops.matmul.equation import Equation
+from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.schedule.schedules import Schedule, Use, make_schedule
 from tests.conftest import MeshFactory
@@ -119,9 +119,14 @@ def test_steps_run_in_lockstep(form: str, ring: str, mesh: Mesh) -> None:
     """The matmuls and the permutes of a step wait for every barrier before it, and for no other."""
     case = case_of(form, ring)
     schedule = schedule_of(use_of(case), ring)
-    walk = gather_einsum if case.gather else scatter_einsum
+    op = "all_gather_matmul" if case.gather else "matmul_reduce_scatter"
     equation = Equation(*case.terms, case.label)
-    fun = on_stacks(lambda a, b: walk(RINGS[ring], equation, a, b, AXIS)[0], mesh)
+
+    def walk(a: jax.Array, b: jax.Array) -> jax.Array:
+        request = Site(op, (), a.dtype, AXIS, DEVICES, equation=equation)
+        return RINGS[ring].execute(request, [a], [b])[0]
+
+    fun = on_stacks(walk, mesh)
     x, w, _ = case.arrays(0)
     jaxpr = local_jaxpr(fun, (x, w))
     waits_for, barriers = ancestors(jaxpr), indices(jaxpr, "optimization_barrier")

@@ -151,7 +151,7 @@ def compiled_weight_gradients(*, triton: bool) -> str:
     def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
         return weight_gradients([x], dys, recipe, jnp.dtype(jnp.bfloat16), shards=2)
 
-    shapes = [(8192, recipe.message_columns(n)) for n in (4096, 7168, 7168)]
+    shapes = [(8192, recipe.row_bytes(n, 1)) for n in (4096, 7168, 7168)]
     options = {} if triton else WITHOUT_TRITON
     return compile_for_two_h200(gradients, shapes, dtype=jnp.uint8, options=options)
 

@@ -32,7 +32,7 @@ DEVICES, ROWS, K = 4, "4x3", 136
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 #: The dtype of dy in each recipe.
 GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3, "blockwise": E4M3}
-MESSAGE = f"{ROWS}x{FORMATS['rowwise'].message_columns(K)}xui8"
+MESSAGE = f"{ROWS}x{FORMATS['rowwise'].row_bytes(K, 1)}xui8"
 PLAIN = f"{ROWS}x{K}xbf16"
 
 

@@ -20,7 +20,9 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul.mosaic_gpu import chunk_matmul, device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, MatmulProblem, Tiling
+from collective_matmul.operands.multiply import contract
 from collective_matmul.ops.matmul.backends import BACKENDS
+from tests.ops.matmul.requests import request_of
 from tests.reference import AXIS
 
 INTERPRETER: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
@@ -337,9 +339,10 @@ def test_gather_in_a_ring(use_tiling: UseTiling) -> None:
     z = draw(DEVICES, DEVICES * ROWS, HIDDEN)
 
     def run(x, w, z):
-        (y,), gathered = RING.all_gather_matmul(x, [w], AXIS, dimension=0, keep_gathered=True)
+        request = request_of("all_gather_matmul", [x], [w], keep_gathered=True)
+        (y,), gathered = RING.execute(request, [x], [w])
         assert gathered is not None
-        return y, *weight_gradients(z, [gathered], dimension=0)
+        return y, *contract(z, [gathered], dimension=0)
 
     y, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(x, w, z)
     whole = x.reshape(DEVICES * ROWS, WIDTH)
@@ -356,11 +359,10 @@ def test_scatter_in_a_ring(use_tiling: UseTiling) -> None:
     x = draw(DEVICES, ROWS, WIDTH)
 
     def run(dy, w, x):
-        dx, gathered = RING.matmul_reduce_scatter(
-            [dy], [w], AXIS, dimension=0, transpose_w=True, co_gathered=x
-        )
+        request = request_of("matmul_reduce_scatter", [dy], [w], transpose_w=True)
+        dx, gathered = RING.execute(request, [dy], [w], x)
         assert gathered is not None
-        return dx, *weight_gradients(gathered, [dy], dimension=0)
+        return dx, *contract(gathered, [dy], dimension=0)
 
     dx, dw = jax.jit(jax.vmap(run, axis_name=AXIS))(dy, w, x)
     whole = x.reshape(DEVICES * ROWS, WIDTH)

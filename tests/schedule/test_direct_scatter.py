@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.ops.matmul.ring.direct_scatter import scattered_sum, scatters_directly
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.ops.matmul.ring import direct_scatter
+from collective_matmul.ops.matmul import call
+from collective_matmul.ops.matmul.call import Call
+from collective_matmul.schedule.direct_scatter import scattered_sum
 from tests.conftest import MeshFactory
 
 AXIS = "fsdp"
@@ -29,10 +30,9 @@ def test_each_device_gets_the_sum_of_its_shard(
     """All terms are multiples of a power of two, so that float32 adds them exactly in any order."""
     draw = np.random.default_rng(0).integers
     terms = jnp.asarray(draw(-128, 128, (devices, 8, 12)) / 64, term_dtype)
-    sharding = WeightShards(AXIS, devices, dimension)
 
     def scatter(term: jax.Array) -> jax.Array:
-        return scattered_sum(term[0], sharding, dtype)
+        return scattered_sum(term[0], AXIS, dimension, dtype)
 
     spec = P(AXIS) if dimension == 0 else P(None, AXIS)
     mapped = jax.shard_map(
@@ -45,11 +45,9 @@ def test_each_device_gets_the_sum_of_its_shard(
 
 
 def test_terms_travel_in_the_narrower_dtype(make_mesh: MeshFactory) -> None:
-    sharding = WeightShards(AXIS, 2, 0)
-
     def sent(term_dtype: str, dtype: str) -> set[str]:
         mapped = jax.shard_map(
-            lambda term: scattered_sum(term, sharding, dtype),
+            lambda term: scattered_sum(term, AXIS, 0, dtype),
             mesh=make_mesh({AXIS: 2}),
             in_specs=P(),
             out_specs=P(AXIS),
@@ -80,5 +78,6 @@ def test_terms_are_copied_where_a_ring_may_be(
     reason: str | None,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(direct_scatter, "no_peer_copies_reason", lambda axis_name: reason)
-    assert scatters_directly(WeightShards(AXIS, 2, 0), requested, divergent_axes) == expected
+    monkeypatch.setattr(call, "no_peer_copies_reason", lambda axis_name: reason)
+    made = Call("tensor", 0, requested, divergent_axes=divergent_axes)
+    assert made.copies_between_peers(WeightShards(AXIS, 2, 0)) == expected

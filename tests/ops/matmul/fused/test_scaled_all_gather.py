@@ -139,7 +139,7 @@ def quantized(fp8: str, *shapes: tuple[int, int], dtype: str = "bfloat16") -> li
 def test_what_it_cannot_do_it_says(
     fp8: str, shape: tuple[int, int], dtype: str, reason: str | None
 ) -> None:
-    ws, columns = quantized(fp8, shape, dtype=dtype), RECIPES[fp8].message_columns(shape[0])
+    ws, columns = quantized(fp8, shape, dtype=dtype), RECIPES[fp8].row_bytes(shape[0], 1)
     x = ShapeDtypeStruct((64, columns), jnp.uint8)
     found = all_gather_unsupported_reason(x, ws, 2, dimension=0, transpose_w=False)
     assert (found is None) if reason is None else (found is not None and reason in found)

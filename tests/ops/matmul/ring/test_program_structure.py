@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.schedule.schedules import Chunk, Schedule, Step, Use, make_schedule
 from tests.conftest import MeshFactory
+from tests.ops.matmul.requests import request_of
 from tests.reference import AXIS, OPS, PORTABLE, Case
 
 DEVICES = 4
@@ -188,14 +188,12 @@ def ancestors(jaxpr: Jaxpr) -> dict[int, frozenset[int | Var]]:
     return waits_for
 
 
-def ring_jaxpr(op: str, ring: str, mesh: Mesh) -> Jaxpr:
+def ring_jaxpr(op: Any, ring: str, mesh: Mesh) -> Jaxpr:
     """The implementation alone, without the op around it: one flat list of equations."""
 
     def implementation(x: jax.Array, ws: tuple[jax.Array]) -> jax.Array:
-        fun = getattr(BACKENDS[ring], op)
-        if op == "all_gather_matmul":
-            return fun(x, ws, AXIS, dimension=0)[0][0]
-        return fun([x], ws, AXIS, dimension=0)[0]
+        result, _ = RINGS[ring].execute(request_of(op, [x], ws), [x], ws)
+        return result[0] if op == "all_gather_matmul" else result
 
     case = case_of(op, ring)
     x_spec, w_specs, (y_spec,) = case.specs

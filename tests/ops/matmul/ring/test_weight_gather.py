@@ -15,9 +15,9 @@ import pytest
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.operands.weight_blocks import ShardedWeights
-from collective_matmul.ops.matmul.ring.backend import RINGS
+from collective_matmul.operands.sharded import Sharded, WeightShards
+from collective_matmul.ops.matmul.call import Call
+from collective_matmul.ops.matmul.gradients import gather_matmul, matmul_scatter
 from tests.conftest import MeshFactory
 from tests.ops.matmul.ring.test_program_structure import ancestors, indices, local_jaxpr
 from tests.reference import AXIS
@@ -27,10 +27,10 @@ _ROWS, _FEATURES, _HIDDEN = 4, 24, 48  # Of one device of T; of x; of a weight's
 
 #: A pass of an op, and whether it contracts the first dimension of the weights.
 PASSES = {
-    "gather_with_shards": True,
-    "gather_with_shards_gradients": False,
-    "scatter_with_shards": True,
-    "scatter_with_shards_gradients": False,
+    "gather": True,
+    "gather backward": False,
+    "scatter": True,
+    "scatter backward": False,
 }
 
 
@@ -65,12 +65,18 @@ def pass_jaxpr(
     sharding = WeightShards(FSDP, sizes[1], dimension)
     gathers, forward = name.startswith("gather"), PASSES[name]
 
+    call = Call(AXIS, 0, ("ring",))
+
     def fun(x: jax.Array, shards: tuple[jax.Array, ...], dys: tuple[jax.Array, ...]) -> Any:
-        weights = ShardedWeights(shards, sharding, jnp.dtype("float32"))
-        operands = (x if gathers else [x], weights)
-        if not forward:
-            operands = (x, weights, dys if gathers else dys[0])
-        return getattr(RINGS["ring"], name)(*operands, AXIS, dimension=0)
+        ws = tuple(Sharded(shard, sharding) for shard in shards)
+        if gathers:
+            op = lambda x, ws: gather_matmul(x, ws, call)[0]  # noqa: E731
+        else:
+            op = lambda x, ws: matmul_scatter((x,), ws, call)  # noqa: E731
+        if forward:
+            return op(x, ws)
+        _, pullback = jax.vjp(op, x, ws)
+        return pullback(dys if gathers else dys[0])
 
     rows = {True: _ROWS, False: _ROWS * sizes[0]}
     shape = [_FEATURES, _HIDDEN]
