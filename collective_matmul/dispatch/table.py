@@ -37,11 +37,19 @@ class Entry:
 
 @dataclass
 class Table:
-    """Entries of one kind of device by flat requests, and the file they are in, if any."""
+    """Entries of one kind of device by flat requests.
+
+    Attributes:
+      device_kind: the kind of device.
+      entries: the entries by flat request.
+      path: the file they are in, if any.
+      unread: entries of ops that this program has not registered. They are written back.
+    """
 
     device_kind: str
     entries: dict[Any, Entry] = field(default_factory=dict, repr=False)
     path: Path | None = field(default=None, compare=False)
+    unread: tuple[Record, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         entries = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
@@ -79,7 +87,9 @@ class Table:
         try:
             if data.measures != MEASURES:
                 raise ValueError(f"it measures {data.measures!r}, expected {MEASURES!r}")
-            return cls(data.device_kind, dict(map(_entry_from, data.records)))
+            unread = tuple(record for record in data.records if not _is_read(record))
+            read = (record for record in data.records if _is_read(record))
+            return cls(data.device_kind, dict(map(_entry_from, read)), unread=unread)
         except UNREADABLE as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -97,7 +107,7 @@ class Table:
             )
             for site, entry in sorted(self.entries.items(), key=lambda item: _order(item[0]))
         ]
-        return MeasuredData(MEASURES, self.device_kind, records).to_text()
+        return MeasuredData(MEASURES, self.device_kind, [*records, *self.unread]).to_text()
 
     def write(self, path: Path) -> None:
         """Replaces the file at `path` in one step: readers see the old table or the new one."""
@@ -117,12 +127,17 @@ def _kind(site: Request) -> tuple:
     return type(site), site.kind
 
 
+def _is_read(record: Record) -> bool:
+    """Whether an op reads the record; raises an error for what belongs to no op at all."""
+    name = record.problem["op"]
+    if not isinstance(name, str):
+        raise ValueError(f"no site of an op: {dict(record.problem)}")
+    return name in OPS
+
+
 def _entry_from(record: Record) -> tuple[Request, Entry]:
     problem = record.problem
-    name = problem["op"]
-    if not isinstance(name, str) or name not in OPS:
-        raise ValueError(f"no site of an op: {dict(problem)}")
-    site = OPS[name].request_of(problem)
+    site = OPS[problem["op"]].request_of(problem)
     if record.run is None:
         raise ValueError(f"no run: {dict(problem)}")
     seconds = {name: 1e-6 * value for name, value in record.microseconds.items()}

@@ -125,7 +125,8 @@ def save(path: Path, device_kind: str, entries: Mapping[Request, Entry]) -> Tabl
                 f"path={str(path)!r}: a table of {present.device_kind}, expected one of"
                 f" {device_kind}; give another path"
             )
-        table = Table(device_kind, {**(present.entries if present else {}), **entries}, path)
+        before = present or Table(device_kind)
+        table = Table(device_kind, {**before.entries, **entries}, path, before.unread)
         table.write(path)
     return table
 

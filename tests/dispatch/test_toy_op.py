@@ -39,7 +39,7 @@ from collective_matmul.dispatch.table import Table
 from collective_matmul.source_location import SourceLocation, calling_location
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, tracing_for
-from tests.dispatch.tables import RUN, entry
+from tests.dispatch.tables import RUN, entry, layer
 from tests.reference import AXIS
 
 NAME = "gathered_softmax"
@@ -185,9 +185,13 @@ class SoftmaxRepetitions(Repetitions):
         return backend.execute(request, operands.x, weights), ()
 
 
+OP = Op(NAME, SOFTMAXES, request_of, SoftmaxRepetitions)
+ENTRY = entry(xla=2.0, ring=1.0)
+
+
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register_op(Op(NAME, SOFTMAXES, request_of, SoftmaxRepetitions))
+    register_op(OP)
     yield
     unregister_op(NAME)
 
@@ -353,6 +357,26 @@ def test_tables_hold_several_ops(make_mesh: MeshFactory, tmp_path: Path) -> None
     for damaged in ("0", '"4"', "null"):
         with pytest.raises(ValueError, match="expected a whole number above zero"):
             Table.from_text(text.replace('"tokens": 4', f'"tokens": {damaged}'))
+
+
+def test_entries_of_ops_that_a_program_does_not_have_stay_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They hide no entry of another op, and are read again where the op is registered."""
+    path, others = tmp_path / "table.jsonl", [layer(512), layer(1024)]
+    softmax = SoftmaxRequest(4, 8, 6, "", 2)
+    table_files.save(path, "cpu", {softmax: entry(xla=3.3, summed=1.0), others[0].flat: ENTRY})
+    unregister_op(NAME)
+    try:
+        read = table_files.read_users(path)
+        assert read is not None and [*read.entries] == [others[0].flat]
+        table_files.save(path, "cpu", {others[1].flat: ENTRY})
+    finally:
+        register_op(OP)
+    read = Table.from_text(path.read_text(encoding="utf-8"))
+    assert set(read.entries) == {softmax, *(other.flat for other in others)}
+    assert read.entries[softmax].seconds == pytest.approx({"xla": 3.3e-6, "summed": 1e-6})
+    assert [*tmp_path.iterdir()] == [path] and not caplog.records
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
