@@ -12,9 +12,9 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from collective_matmul import data
-from collective_matmul.dispatch.contract import Request
 from collective_matmul.dispatch.table import MEASURES, Entry, Table
 from collective_matmul.log import warn_once
 
@@ -105,7 +105,7 @@ def _shipped(device_kind: str) -> Table | None:
     return None if found is None else Table.from_data(found)
 
 
-def save(path: Path, device_kind: str, entries: Mapping[Request, Entry]) -> Table:
+def save(path: Path, device_kind: str, entries: Mapping[Any, Entry]) -> Table:
     """Adds entries to the table at `path`, new ones in place of old; returns the whole.
 
     Processes that save at the same time wait for each other. A file that cannot be read is kept

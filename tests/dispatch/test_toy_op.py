@@ -205,8 +205,9 @@ def gathered_softmax(
     x: jax.Array, w: jax.Array, axis_name: str, implementation: str | None = None
 ) -> jax.Array:
     """What users call. `overlap` and `explain` leave what is in a custom_vjp to it."""
-    devices = lax.axis_size(axis_name)
-    request = SoftmaxRequest(*x.shape, w.shape[1], axis_name, devices, source=calling_location())
+    (tokens, features), classes = x.shape, w.shape[1]
+    devices, source = lax.axis_size(axis_name), calling_location()
+    request = SoftmaxRequest(tokens, features, classes, axis_name, devices, source=source)
     backend = choose(request, SOFTMAXES.requested(implementation))
     return backend.execute(request, x, w)
 
