@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,7 +22,7 @@ from benchmarks.communication import (
     Rewritten,
     RewrittenJit,
 )
-from benchmarks.internals import BACKENDS, COMPUTE_ONLY, RecipeName
+from benchmarks.internals import BACKENDS, COMPUTE_ONLY, FORMATS, RecipeName
 from collective_matmul import overlap_jit
 
 #: The library's own choice, and its choice where kernels that address peer memory are allowed.
@@ -82,7 +82,7 @@ def make(name: str, mesh: Mesh, try_options: bool = True) -> Candidate:
     tried = None if try_options else 1
     without, _, attention = name.partition("_attention_")
     base, _, recipe = without.partition("_fp8_")
-    fp8 = next((known for known in get_args(RecipeName) if known == recipe), None)
+    fp8 = recipe if recipe in FORMATS else None
     match base:
         case "baseline":
             return Candidate(name, PlainJax(), "jit", known(BASELINE, tried))

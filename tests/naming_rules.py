@@ -110,9 +110,6 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
     ("compared_backend_names", "collective_matmul/mosaic_gpu/tiling.py", "xla"): (
         "XLA's matmul in a table of matmuls"
     ),
-    ("repeated_names", "collective_matmul/ops/matmul/", "backend"): (
-        "each folder below backends/ keeps its backend there"
-    ),
     **{
         ("repeated_names", "models/", name): "a block takes either module of layers by their names"
         for name in (

@@ -123,7 +123,7 @@ def test_steps_run_in_lockstep(form: str, ring: str, mesh: Mesh) -> None:
     equation = Equation(*case.terms, case.label)
 
     def walk(a: jax.Array, b: jax.Array) -> jax.Array:
-        request = Site(op, (), a.dtype, AXIS, DEVICES, equation=equation)
+        request = Site(op, (), a.dtype, AXIS, case.devices, equation=equation)
         return RINGS[ring].execute(request, [a], [b])[0]
 
     fun = on_stacks(walk, mesh)

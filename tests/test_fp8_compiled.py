@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.fp8 import RECIPES, quantize_rows
-from collective_matmul.fp8_weight_gradients import weight_gradients
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.packed_rows import PackedRows
 from tests.reference import AXIS
 from tests.train import compiled_memory
 
@@ -146,10 +146,13 @@ def test_compiled_weights_are_not_written_but_in_8_bits(fp8: str) -> None:
 @functools.cache
 def compiled_weight_gradients(*, triton: bool) -> str:
     """Two weight gradients of equal shape and one x, which is gathered from two shards."""
-    recipe = RECIPES["tensorwise"]
+    recipe: Any = FORMATS["tensorwise"]
 
-    def gradients(x: jax.Array, *dys: jax.Array) -> list[jax.Array]:
-        return weight_gradients([x], dys, recipe, jnp.dtype(jnp.bfloat16), shards=2)
+    def gradients(x: jax.Array, *dys: jax.Array) -> Any:
+        xs = [PackedRows(x, None, recipe.dtype)]
+        packed = [PackedRows(dy, None, recipe.gradient_dtype) for dy in dys]
+        options = {"shards": 2, "dimension": 0}
+        return recipe.weight_gradients(xs, packed, jnp.dtype(jnp.bfloat16), **options)
 
     shapes = [(8192, recipe.row_bytes(n, 1)) for n in (4096, 7168, 7168)]
     options = {} if triton else WITHOUT_TRITON
@@ -170,11 +173,11 @@ def test_compiled_weight_gradients_have_their_scale_in_the_matmul() -> None:
 @compiled_memory.needs_cuda_build
 def test_compiled_scales_of_a_sum_are_not_merged() -> None:
     """Its operands have one scale, by which XLA would multiply the results in a pass."""
-    recipe = RECIPES["tensorwise"]
+    recipe = FORMATS["tensorwise"]
 
-    def gradients(dy: jax.Array, *xs: jax.Array) -> list[jax.Array]:
-        (sent,) = quantize_rows([dy], recipe, recipe.gradient_dtype)
-        return weight_gradients(quantize_rows(xs, recipe), [sent] * 2, recipe, dy.dtype)
+    def gradients(dy: jax.Array, *xs: jax.Array) -> Any:
+        sent, options = recipe.rows([dy], of_gradient=True), {"shards": 1, "dimension": 0}
+        return recipe.weight_gradients(recipe.rows(xs), sent, dy.dtype, **options)
 
     text = compile_for_two_h200(gradients, [(8192, n) for n in (7168, 4096, 4096)])
     assert not re.search(r" = bf16\[4096,7168\]\S* fusion", text)

@@ -113,8 +113,8 @@ def test_gathers_send_messages_and_sums_send_the_dtype(
     recipe = FORMATS[fp8]
     contracted = case.contracted if op == OPS[0] else case.columns[0][0] * case.columns[0][1]
     message = ("uint8", recipe.row_bytes(contracted, 1))
-    messages, plain = (6, 3) if recipe.weight_gradient_in_fp8 and op == OPS[0] else (3, 6)
-    if recipe.weight_gradient_in_fp8 and op == OPS[1]:
+    messages, plain = (6, 3) if recipe.packs_gradients and op == OPS[0] else (3, 6)
+    if recipe.packs_gradients and op == OPS[1]:
         plain = 3
     assert sent.count(message) == messages
     assert len(sent) == messages + plain

@@ -93,7 +93,7 @@ def test_permutes_carry_messages(op: str, fp8: str, make_mesh: MeshFactory) -> N
     # The scatter's backward gathers dy; the gather's backward sums dx. If the weight gradient is in
     # 8 bits, it needs the message; else the array itself.
     expected = Counter({MESSAGE: 3, PLAIN: 3})
-    in_fp8 = FORMATS[fp8].weight_gradient_in_fp8
+    in_fp8 = FORMATS[fp8].packs_gradients
     if op == OPS[0] or not in_fp8:
         expected[MESSAGE if in_fp8 else PLAIN] += 3
     assert sent == expected

@@ -94,7 +94,7 @@ def gather_replacements(
     keeps = keep or bool(placed.immediate_wgrads)
     if keeps and stored.packs_gradients:
         call, stored = call.remarking(stored.refusal(_SENT_PACKED_ONLY.format(stored.name))), PLAIN
-    transposed = stored is PLAIN and all(dot.matmul.w_is_transposed for dot in dots)
+    transposed = stored == PLAIN and all(dot.matmul.w_is_transposed for dot in dots)
     call = replace(call, dimension=view.dimension, transpose_w=transposed, keep_gathered=keeps)
     residual = ResidualRef(match.index)
     wgrads = [dot for group in placed.immediate_wgrads for dot in group.dots]
@@ -152,7 +152,7 @@ def _weights(
         pairs = zip(placed.weights, ws, strict=True)
         ws = [apply_shard_ops(weight.shard_ops, shard) for weight, shard in pairs]
     weights = [m.weight(w, call.transpose_w) for m, w in zip(matmuls, ws, strict=True)]
-    if stored is not PLAIN:
+    if stored != PLAIN:
         weights = [Quantized(w, None, None, stored) for w in weights]
     if placed.weights:
         sharding = placed.weights[0].sharding
@@ -248,7 +248,7 @@ def sum_replacement(
     match = placed.match
     assert isinstance(match, SumMatch)
     collective, terms, rows = match.collective, match.terms, match.rows
-    as_stored = stored is PLAIN and collective.kind != "psum"
+    as_stored = stored == PLAIN and collective.kind != "psum"
     transposed = as_stored and all(term.w_is_transposed for term in terms)
     call = replace(call, dimension=match.dimension, transpose_w=transposed)
 
@@ -283,7 +283,7 @@ def einsum_replacement(
     stored: Format,
 ) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
-    if not match.einsum.is_matmul and stored is not PLAIN:
+    if not match.einsum.is_matmul and stored != PLAIN:
         reason = f"{match.einsum} is not a matmul of whole dimensions"
         call, stored = call.remarking(stored.refusal(reason)), PLAIN
     gathers = match.collective.kind == "all_gather"

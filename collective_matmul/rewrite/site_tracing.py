@@ -71,7 +71,7 @@ class SiteTracer:
             except ShardingTypeError:
                 return "the op would reshape what an explicit mesh axis shards"
             decision = site.decisions[0]
-            gains = decision.implementation != REFERENCE.name or decision.site.format is not PLAIN
+            gains = decision.implementation != REFERENCE.name or decision.site.format != PLAIN
             if gains or not alternative.weights:
                 return site
         # Who requests a backend by name expects it, and may not call `explain`.
@@ -110,7 +110,7 @@ class SiteTracer:
             replaces=collective.kind,
         )
         stored = format_named(self._recipe_of(equation))
-        if type_of(equation.invars[0]).dtype == jnp.float64 and stored is not PLAIN:
+        if type_of(equation.invars[0]).dtype == jnp.float64 and stored != PLAIN:
             reason = "float64 has more range than the scales, which are float32"
             call, stored = call.remarking(stored.refusal(reason)), PLAIN
         replacements = replacements_of(placed, equation, call, stored)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
 from tests.fp8_reference import Fp8Case, quantized_outcome
@@ -106,12 +106,12 @@ CALLS = [
         call(op, fp8, name, devices)
         for devices in (2, 4)
         for op in (GATHER, SCATTER)
-        for fp8 in RECIPES
+        for fp8 in FORMATS
         for name in ("xla", "ring", "ring_two_way", "ring_direct", "fused")
     ),
-    *(call(ALL_REDUCE, fp8, name, 2) for fp8 in RECIPES for name in ("ring", "fused")),
+    *(call(ALL_REDUCE, fp8, name, 2) for fp8 in FORMATS for name in ("ring", "fused")),
     # Rows that are padded, and tiles with the rows of several devices or of none.
-    *(call(op, fp8, "fused", 2, rows) for op in OPS for fp8 in RECIPES for rows in (16, 2324)),
+    *(call(op, fp8, "fused", 2, rows) for op in OPS for fp8 in FORMATS for rows in (16, 2324)),
 ]
 
 
@@ -129,29 +129,30 @@ def test_values_and_repeats(programs: Any, call: Call) -> None:
     assert same
 
 
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("op", (GATHER, SCATTER))
 @pytest.mark.parametrize("devices", (2, 4))
 def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_kernels: None) -> None:
     """A scale, or a product, that is read before it has arrived is another run's, or NaN."""
     skip_without(devices)
     case = call(op, fp8, "fused", devices).case
-    recipe = RECIPES[fp8]
+    recipe = FORMATS[fp8]
 
     def twice(x: jax.Array, ws: Any) -> jax.Array:
-        messages, scaled = quantize_rows([x], recipe), quantize_weights(ws[:1], recipe)
+        rows, scaled = recipe.rows([x]), recipe.matrices(ws[:1])
+        rows = [each.without_array for each in rows]
 
-        def product(messages: Any, race_delays: bool) -> jax.Array:
+        def product(rows: Any, race_delays: bool) -> jax.Array:
             options: Any = {"dimension": 0, "race_delays": race_delays}
             if op == GATHER:
-                return all_gather.all_gather_matmul(messages[0], scaled, AXIS, **options)[0][0]
-            return reduce_scatter.matmul_reduce_scatter(messages, scaled, AXIS, **options)
+                return all_gather.all_gather_matmul(rows[0], scaled, AXIS, **options)[0][0]
+            return reduce_scatter.matmul_reduce_scatter(rows, scaled, AXIS, **options)
 
         # The order of the launches is fixed, the delayed one first: what it reads too early is of
-        # the program's last run, on other messages.
-        delayed = product(messages, race_delays=True)
-        messages, delayed = jax.lax.optimization_barrier((messages, delayed))
-        return (delayed == product(messages, race_delays=False)).all()[None]
+        # the program's last run, on other rows.
+        delayed = product(rows, race_delays=True)
+        rows, delayed = jax.lax.optimization_barrier((rows, delayed))
+        return (delayed == product(rows, race_delays=False)).all()[None]
 
     x_spec, w_specs, _ = case.specs
     mesh = mesh_of((AXIS,), (devices,))

@@ -16,16 +16,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import pytest
-from collective_matmul.fp8 import RECIPES, quantize_rows, quantize_weights
 from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.mosaic_gpu import chunk_matmul, device, scaled_chunks, tiling
+from collective_matmul.mosaic_gpu import chunk_matmul, device, tiling
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows, shared_launch
 from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
+from collective_matmul.operands import scaled_chunks
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.schedule.schedules import Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.covering import cover
@@ -194,9 +195,8 @@ def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: in
             return chunk_matmul.multiply_chunks(
                 [Rows(x, 0, 128)], [[w]], results, dimension=0, transpose_w=False
             )
-        (message,) = quantize_rows([x], RECIPES[fp8])
-        terms = [quantize_weights([w], RECIPES[fp8])]
-        return scaled_chunks.multiply_chunks([Rows(message, 0, 128)], terms, results, dimension=0)
+        (rows,), terms = FORMATS[fp8].rows([x]), [FORMATS[fp8].matrices([w])]
+        return scaled_chunks.multiply_chunks([Rows(rows, 0, 128)], terms, results, dimension=0)
 
     (kernel,) = kernels(lowered(multiply, x, x))
     assert results_in_place(kernel) == (chunks > 1)

@@ -1,7 +1,8 @@
-"""The kernel that multiplies messages by weights in 8 bits: interpreted, lowered, and on a GPU."""
+"""The kernel that multiplies rows by weights in 8 bits: interpreted, lowered, and on a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,19 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.fp8 import (
-    RECIPES,
-    ScaledMatrix,
-    dequantized,
-    dequantized_rows,
-    quantize_rows,
-    quantize_weights,
-)
 from jax import ShapeDtypeStruct
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8
-from collective_matmul.mosaic_gpu import device, scaled_chunks
+from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.operands import scaled_chunks
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.scaled_matrix import ScaledMatrix
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op
 from tests.dispatch.sites import site_of
@@ -40,17 +36,24 @@ needs_mixed = pytest.mark.skipif(
 )
 
 
+def rows_of(fp8: str, xs: Any, dtype: str) -> Any:
+    """Packed rows of arrays, whose values have this dtype."""
+    recipe: Any = FORMATS[fp8]
+    packed = dataclasses.replace(recipe, dtype=jnp.dtype(dtype)).rows(xs)
+    return [rows.without_array for rows in packed]
+
+
 @dataclass(frozen=True)
 class Products:
     """A call of `multiply_chunks`.
 
     Attributes:
       fp8: the recipe.
-      dtype: of the messages.
+      dtype: of the rows.
       size: rows of a chunk.
       contracted: K of each term.
       columns: N of each result.
-      chunks: of the messages, of which the last is read. The second of three is written.
+      chunks: of the rows, of which the last is read. The second of three is written.
       lead: sizes of the dimensions before the chunks' dimension.
     """
 
@@ -67,48 +70,47 @@ class Products:
         return f"{self.fp8}-{self.dtype}-{self.size}x{k}x{n}-{self.chunks}-{self.lead}"
 
     def operands(self, edit: Callable[[np.ndarray], None] = lambda x: None) -> tuple[Any, Any]:
-        """Messages, and weights [p][q]; `edit` changes the first x."""
-        draw, recipe = np.random.default_rng(3).standard_normal, RECIPES[self.fp8]
+        """Packed rows, and weights [p][q]; `edit` changes the first x."""
+        draw, recipe = np.random.default_rng(3).standard_normal, FORMATS[self.fp8]
         shape = (*self.lead, self.chunks * self.size)
         xs = [draw((*shape, k)).astype(jnp.bfloat16) for k in self.contracted]
         edit(xs[0])
         ws = [[draw((k, n)).astype(jnp.bfloat16) for k in self.contracted] for n in self.columns]
-        scaled = [quantize_weights(terms, recipe, self.dtype) for terms in ws]
+        scaled = [recipe.matrices(terms) for terms in ws]
         terms = [[each[p] for each in scaled] for p in range(len(xs))]
-        return quantize_rows(xs, recipe, self.dtype), terms
+        return rows_of(self.fp8, xs, self.dtype), terms
 
-    def multiply(self, messages: Any, ws: Any) -> tuple[jax.Array, ...]:
+    def multiply(self, rows: Any, ws: Any) -> tuple[jax.Array, ...]:
         """The results, NaN where nothing was written."""
         size, dimension = self.size, len(self.lead)
 
-        def run(messages: Any, ws: Any) -> Any:
-            places = [Rows(m, jnp.int32((self.chunks - 1) * size), size) for m in messages]
+        def run(rows: Any, ws: Any) -> Any:
+            places = [Rows(x, jnp.int32((self.chunks - 1) * size), size) for x in rows]
             shapes = [(*self.lead, 3 * size, n) for n in self.columns]
             nans = [jnp.full(shape, math.nan, jnp.bfloat16) for shape in shapes]
             outs = [Rows(nan, jnp.int32(size), size) for nan in nans]
             return scaled_chunks.multiply_chunks(places, ws, outs, dimension=dimension)
 
-        written = jax.jit(run)(messages, ws)
+        written = jax.jit(run)(rows, ws)
         assert written is not None
         return written
 
-    def assert_right(self, results: Any, messages: Any, ws: Any, ulp: float) -> None:
+    def assert_right(self, results: Any, rows: Any, ws: Any, ulp: float) -> None:
         """Asserts that only the chunk was written, and that each sum of products is right.
 
         Args:
           results: of `multiply`.
-          messages: the operands.
+          rows: the operands.
           ws: the operands.
           ulp: the error of the sums relative to that of their terms' magnitudes.
         """
-        recipe, size = RECIPES[self.fp8], self.size
+        size = self.size
         for q, result in enumerate(results):
             before, here, after = np.split(np.asarray(result, np.float64), 3, len(self.lead))
             assert np.isnan(before).all() and np.isnan(after).all()
             expected, magnitude = np.zeros(here.shape), np.zeros(here.shape)
-            for message, term, k in zip(messages, ws, self.contracted, strict=True):
-                x = _wide(dequantized_rows(message, k, recipe, jnp.dtype(self.dtype)))
-                x, w = x[..., -size:, :], _wide(dequantized(term[q]))
+            for packed, term in zip(rows, ws, strict=True):
+                x, w = _wide(packed.dequantized())[..., -size:, :], _wide(term[q].dequantized())
                 expected, magnitude = expected + x @ w, magnitude + abs(x) @ abs(w)
             bound = (ulp + 2.0**-8) * magnitude
             np.testing.assert_array_equal(np.isnan(here), np.isnan(expected))
@@ -160,8 +162,8 @@ def test_nans_stay_in_their_rows(fp8: str) -> None:
         x[11] = 0
 
     products = Products(fp8, 16, (128,), (64,))
-    messages, ws = products.operands(edit)
-    (result,) = products.multiply(messages, ws)
+    rows, ws = products.operands(edit)
+    (result,) = products.multiply(rows, ws)
     rows = np.isnan(np.asarray(result, np.float32)[16:32]).any(1)
     assert list(np.flatnonzero(rows)) == [3, 7]
     assert not np.asarray(result, np.float32)[16 + 11].any()
@@ -192,15 +194,14 @@ def test_few_tiles_are_narrow() -> None:
 
 def quantized_product(fp8: str, dtype: str) -> Callable[[Any, Any], Any]:
     def product(x: jax.Array, w: jax.Array) -> Any:
-        (sent,) = quantize_rows([x], RECIPES[fp8], dtype)
-        (scaled,) = quantize_weights([w], RECIPES[fp8], dtype)
+        (sent,), (scaled,) = rows_of(fp8, [x], dtype), FORMATS[fp8].matrices([w])
         return scaled_chunks.multiply(sent, scaled)
 
     return product
 
 
 @pytest.mark.usefixtures("_for_hopper")
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("dtype", [E4M3, pytest.param(E5M2, marks=needs_mixed)])
 def test_lowering(fp8: str, dtype: str) -> None:
     shapes = ShapeDtypeStruct((4096, 512), jnp.bfloat16), ShapeDtypeStruct((512, 320), jnp.bfloat16)
@@ -212,9 +213,9 @@ def test_lowering(fp8: str, dtype: str) -> None:
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize("product_dtype", ["float32", "bfloat16"])
 def test_float32_products_are_left_to_xla(product_dtype: str) -> None:
-    (w,) = quantize_weights([jnp.ones((128, 64), product_dtype)], RECIPES["rowwise"])
+    (w,) = FORMATS["rowwise"].matrices([jnp.ones((128, 64), product_dtype)])
     assert isinstance(w, ScaledMatrix)
-    shape = jax.eval_shape(lambda x: quantize_rows([x], RECIPES["rowwise"])[0], jnp.ones((8, 128)))
+    shape = jax.eval_shape(lambda x: FORMATS["rowwise"].rows([x])[0], jnp.ones((8, 128)))
     product = jax.eval_shape(lambda x: scaled_chunks.multiply(x, w), shape)
     assert (product is None) == (product_dtype == "float32")
 
@@ -234,7 +235,7 @@ def test_xla_multiplies_whole_arrays_and_a_ring_chunks(
     op: Op, rows: int, by_xla: bool, by_ring: bool
 ) -> None:
     """So their rows decide which of them multiply blocks in 8 bits, and which in float32."""
-    site = replace(site_of(op, rows, 4096, 14336, devices=2), fp8="blockwise")
+    site = replace(site_of(op, rows, 4096, 14336, devices=2), format=FORMATS["blockwise"])
     for name, in_8_bits in (("xla", by_xla), ("ring", by_ring)):
         dtypes = site.operand_dtypes if in_8_bits else ("float32", "float32")
         assert BACKENDS[name].multiplied_dtypes(site) == dtypes
@@ -242,18 +243,18 @@ def test_xla_multiplies_whole_arrays_and_a_ring_chunks(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [E4M3, pytest.param(E5M2, marks=needs_mixed)])
-@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_repeats_on_a_gpu(fp8: str, dtype: str) -> None:
     """Races would make results differ. The interpreter, which other tests use, has none."""
     skip_without_hopper()
     products = Products(fp8, 1000, (2048, 1024), (2112, 512), dtype, chunks=2)
-    messages, ws = products.operands()
-    first = products.multiply(messages, ws)
+    rows, ws = products.operands()
+    first = products.multiply(rows, ws)
     steps = sum(products.contracted) // 32
     ulp = HOPPER_ULP if fp8 == "blockwise" else HOPPER_ULP * math.sqrt(steps)
-    products.assert_right(first, messages, ws, ulp)
+    products.assert_right(first, rows, ws, ulp)
     for _ in range(200):
-        for result, expected in zip(products.multiply(messages, ws), first, strict=True):
+        for result, expected in zip(products.multiply(rows, ws), first, strict=True):
             np.testing.assert_array_equal(
                 np.asarray(result).view(np.uint16), np.asarray(expected).view(np.uint16)
             )

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measurement import StackOperands
 from collective_matmul.ops.matmul.request import Site
 from tests.fp8_reference import (
     dequantized,
-    dequantized_rows,
     quantize_rows,
     quantize_weights,
     weight_gradient,
@@ -56,48 +56,49 @@ def kind_of(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.sharding
 
 
+def joined(parts: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
 def through_8_bits(
     site: Site, operands: StackOperands, ws: Sequence[Any]
 ) -> tuple[StackOperands, list[np.ndarray]]:
     """What the quantized xs and weights of each device stand for."""
-    recipe, backward = site.recipe, site.has_weight_gradient
-    assert recipe is not None
-    dtype = recipe.gradient_dtype if backward else recipe.dtype
+    recipe, backward = site.format, site.has_weight_gradient
+    assert isinstance(recipe, Recipe)
     xs, weights = [], []
     for device in range(DEVICES):
         own = [shards(x)[device] for x in operands.xs]
-        messages = quantize_rows(own, recipe, dtype)
-        pairs = zip(messages, own, strict=True)
-        xs.append([dequantized_rows(m, x.shape[1], recipe, dtype) for m, x in pairs])
+        xs.append([*map(dequantized, quantize_rows(own, recipe, backward))])
         matrices = [shards(w)[device] for w in ws]
         oriented = [w.T if backward else w for w in matrices]
         sums = [[w] for w in oriented] if site.op == "all_gather_matmul" else [oriented]
         scaled = [dequantized(w) for terms in sums for w in quantize_weights(terms, recipe)]
         weights.append([w.T if backward else w for w in scaled])
-    joined = [[np.concatenate(each) for each in zip(*of, strict=True)] for of in (xs, weights)]
-    return operands._replace(xs=joined[0]), joined[1]
+    whole = [[np.concatenate(each) for each in zip(*of, strict=True)] for of in (xs, weights)]
+    return operands._replace(xs=whole[0]), whole[1]
 
 
 def gradients_in_8_bits(
     name: str, site: Site, operands: StackOperands, ws: Sequence[Any]
 ) -> list[np.ndarray]:
-    """Weight gradients, of messages if the recipe has them in 8 bits."""
-    recipe = site.recipe
-    assert recipe is not None
+    """Weight gradients, of packed rows if the recipe has them in 8 bits."""
+    recipe = site.format
+    assert isinstance(recipe, Recipe)
     if not site.has_weight_gradient or not recipe.packs_gradients:
         return expected(name, operands, ws)[1]
     xs = shards(operands.aside)
-    x_messages = [quantize_rows([x], recipe)[0] for x in xs]
+    x_rows = [quantize_rows([x], recipe)[0] for x in xs]
     dys = [[shards(dy)[device] for dy in operands.xs] for device in range(DEVICES)]
-    dy_messages = [quantize_rows(each, recipe, recipe.gradient_dtype) for each in dys]
+    dy_rows = [quantize_rows(each, recipe, True) for each in dys]
 
     def gradient(device: int, number: int) -> np.ndarray:
-        x, sent_x = xs[device], x_messages[device]
-        dy, sent_dy = dys[device][number], dy_messages[device][number]
+        x, sent_x = xs[device], x_rows[device]
+        dy, sent_dy = dys[device][number], dy_rows[device][number]
         if site.op == "all_gather_matmul":
-            dy, sent_dy = operands.xs[0], jnp.concatenate([each[0] for each in dy_messages])
+            dy, sent_dy = operands.xs[0], joined([each[0] for each in dy_rows])
         else:
-            x, sent_x = operands.aside, jnp.concatenate(x_messages)
+            x, sent_x = operands.aside, joined(x_rows)
         return weight_gradient(x, dy, (sent_x, sent_dy), recipe, np.float64)
 
     devices, numbers = range(DEVICES), range(len(operands.xs))

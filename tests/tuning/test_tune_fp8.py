@@ -74,7 +74,7 @@ def recorded_calls() -> Iterator[list[tuple]]:
 
     def recording(self: Xla, request: Site, xs: Any, ws: Any, co_gathered: Any = None) -> Any:
         # Matrices are never transposed, and nothing is divided in an all-reduce.
-        transposes = request.transpose_w and request.format is PLAIN
+        transposes = request.transpose_w and request.format == PLAIN
         layout = request.op, request.dimension or 0, transposes, request.keep_gathered
         leaves, tree = jax.tree.flatten((list(xs), list(ws), co_gathered))
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

@@ -54,7 +54,7 @@ class Call:
     def in_arrays(self, ws: Sequence[Any], reason: str) -> tuple[Call, Sequence[Any]]:
         """The call and its weights as arrays; where they were not, `explain` says the reason."""
         stored = format_of(ws)
-        if stored is PLAIN:
+        if stored == PLAIN:
             return self, ws
         return self.remarking(stored.refusal(reason)), arrays_of(ws)
 

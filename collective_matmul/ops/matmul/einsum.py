@@ -137,7 +137,7 @@ def einsum(
 
     In another format than arrays, it is executed as the op of its matmul.
     """
-    if stored is PLAIN:
+    if stored == PLAIN:
         return einsum_op((a,), (b,), EinsumCall(**vars(call), equation=equation, scatters=scatters))
     rows, columns = len(equation.rows), len(equation.columns)
     x = a.reshape(*a.shape[:rows], -1)

@@ -55,7 +55,7 @@ class Stack(Repetitions):
         super().__init__(site, devices, seconds=xla_seconds(site))
         self.site = site
         self.bound = _ComputeOnly()
-        self.prepares = site.format is not PLAIN
+        self.prepares = site.format != PLAIN
 
     def execute(
         self, backend: contract.Backend, operands: StackOperands, weights: Sequence[Any]

@@ -264,7 +264,7 @@ class Site(HasFormat, Request):
     @property
     def _sends_x_itself(self) -> bool:
         """Whether a gather of rows in another format also sends x, for a weight gradient."""
-        return self.keep_gathered and self.format is not PLAIN and not self.format.packs_gradients
+        return self.keep_gathered and self.format != PLAIN and not self.format.packs_gradients
 
     @property
     def weight_bytes(self) -> int:
@@ -385,7 +385,7 @@ class Site(HasFormat, Request):
         # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is
         # with those in 8 bits of which our kernel leaves chunks to XLA.
         is_aligned = self.is_aligned
-        if self.format is not PLAIN:
+        if self.format != PLAIN:
             is_aligned = self.fits_kernel(self.chunk_rows)
         return *work, self.weight_shards, self.format, self.dtype.itemsize, is_aligned
 
@@ -421,14 +421,14 @@ class Site(HasFormat, Request):
 
     def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
         """The dtypes of x and w in which a backend multiplies them; None if they are `dtype`."""
-        return None if self.format is PLAIN else backend.multiplied_dtypes(self)
+        return None if self.format == PLAIN else backend.multiplied_dtypes(self)
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
         """What travels and what is multiplied, as in "travels bfloat16, multiplies float32".
 
         Empty unless another format than arrays was asked for.
         """
-        if self.format is PLAIN and not self.remarks:
+        if self.format == PLAIN and not self.remarks:
             return ""
         travels = " and ".join(self.communicated_dtypes)
         text = f"travels {travels}, multiplies {_product(multiplied or self.operand_dtypes)}"

@@ -109,7 +109,7 @@ class Fused(MatmulBackend):
         """A kernel needs a Hopper GPU, half precision, and a tiling that fits the sizes."""
         if site.op == "matmul_all_reduce" and len(site.operands) > 1:
             return "the kernel of an all-reduce executes one matmul, not several"
-        if site.format is not PLAIN and site.format.scaled_parts is None:
+        if site.format != PLAIN and site.format.scaled_parts is None:
             return f"the kernels do not multiply operands in {site.format.name!r}"
         reason = _of_op(
             site,
@@ -123,7 +123,7 @@ class Fused(MatmulBackend):
         """The prediction of the kernel's configuration, and what stacks add to it."""
         if rates() is None or site.einsum is not None or self.unsupported_reason(site):
             return None
-        error = ERROR if site.format is PLAIN else FP8_ERROR
+        error = ERROR if site.format == PLAIN else FP8_ERROR
         return Prediction(_seconds(site), error, HOPPER.basis)
 
     def configurations(self, site: Site) -> Sequence[Configuration]:

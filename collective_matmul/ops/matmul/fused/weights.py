@@ -73,7 +73,7 @@ def operands_reason(devices: int, xs: Sequence[Any], ws: Sequence[AnyWeight]) ->
 def operands_of(site: Site) -> tuple[list[Any], list[Any]]:
     """The shapes and dtypes of a site's xs and ws, as a backend gets them."""
     stored = site.format
-    if stored is PLAIN:
+    if stored == PLAIN:
         xs = [jax.ShapeDtypeStruct(x, site.dtype) for x, _ in site.operands]
         return xs, [
             jax.ShapeDtypeStruct(w[::-1] if site.transpose_w else w, site.dtype)

@@ -54,7 +54,7 @@ def predict(site: Site) -> Prediction | None:
     ring = max(on_device, on_host)
     was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
     measured: float | None = ERROR
-    if site.format is not PLAIN:
+    if site.format != PLAIN:
         measured = site.format.ring_error if multiplies_in_place(site) else None
     error = UNSURE_ERROR if measured is None or not was_measured else measured
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
@@ -157,7 +157,7 @@ def multiplies_in_place(site: Site) -> bool:
     if site.einsum is not None or partly_automatic():
         return False
     rows = site.chunk_rows
-    if site.format is not PLAIN:
+    if site.format != PLAIN:
         return site.format.fits_kernel(site, rows, backward=site.direction == "backward")
     x, _ = site.operands[0]
     planes = math.prod(x[: site.dimension or 0])

@@ -25,7 +25,7 @@ from collective_matmul.ops.matmul.fused.reduce_scatter_search import (
     candidate_reduce_scatter_configs,
 )
 
-TIMES = Path(__file__).parents[2] / "data"
+TIMES = Path(__file__).parents[3] / "data"
 KERNELS: dict[str, tuple[Any, Any]] = {
     "all_gather": (AllGatherProblem, candidate_all_gather_configs),
     "reduce_scatter": (ReduceScatterProblem, candidate_reduce_scatter_configs),

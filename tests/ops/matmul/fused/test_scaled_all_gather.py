@@ -7,27 +7,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_matmul.fp8 import (
-    RECIPES,
-    dequantized,
-    dequantized_rows,
-    quantize_rows,
-    quantize_weights,
-)
 from jax import ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 
 from collective_matmul.mosaic_gpu.scaled_kernel import can_scale
 from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Tiling
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.scaled_chunks import column_scales
 from collective_matmul.ops.matmul.fused import all_gather_kernel
 from collective_matmul.ops.matmul.fused.all_gather import all_gather_unsupported_reason
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.ops.matmul.fused.all_gather_kernel import ScaledAllGatherGemm
 from collective_matmul.ops.matmul.fused.all_gather_search import candidate_all_gather_configs
+from tests.fp8_reference import dequantized, quantize_rows, quantize_weights
 from tests.hopper import needs_kernels
 from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
 from tests.ops.matmul.fused.test_all_gather import run_the_last_device_alone
@@ -85,7 +82,7 @@ def load_from_rows(arrays: Sequence[Any], number: Any, plane: Any, row: Any, col
 @needs_interpreter
 @pytest.mark.parametrize("fp8", CONFIGS)
 def test_it_multiplies_all_messages(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, recipe = CONFIGS[fp8], RECIPES[fp8]
+    config, recipe = CONFIGS[fp8], FORMATS[fp8]
     problem, matmul = config.problem, config.matmul
     # The interpreter does not know the lines of messages, which are sent.
     run_the_last_device_alone(monkeypatch, sends=False)
@@ -94,12 +91,12 @@ def test_it_multiplies_all_messages(fp8: str, monkeypatch: pytest.MonkeyPatch) -
     x = draw((problem.planes, problem.devices, problem.m, problem.k)).astype(jnp.bfloat16)
     # The scale of a tensor is that of a device's shard.
     sent = [quantize_rows([x[:, d]], recipe)[0] for d in range(problem.devices)]
-    whole = jnp.stack(sent, 1)
+    whole = jax.tree.map(lambda *shards: jnp.stack(shards, 1), *sent)
     ws = [
         quantize_weights([draw((problem.k, n)).astype(jnp.bfloat16)], recipe)[0] for n in problem.n
     ]
-    messages = lax.bitcast_convert_type(whole, E4M3)
-    shard, gathered = messages[:, -1], messages
+    values = lax.bitcast_convert_type(whole.packed, E4M3)
+    shard, gathered = values[:, -1], values
     if not config.tiles_span_shards:
         gathered = gathered.at[:, -1].set(math.nan)
     shape = matmul.batch, matmul.m, problem.columns
@@ -112,7 +109,7 @@ def test_it_multiplies_all_messages(fp8: str, monkeypatch: pytest.MonkeyPatch) -
     lines = shard.reshape(problem.planes, -1, config.sent_columns)
     scales = column_scales([ws], config.tiling)
     *products, _ = kernel(words, scales, lines, shard, *arrays)
-    rows = np.asarray(dequantized_rows(whole, problem.k, recipe, E4M3)).reshape(-1, problem.k)
+    rows = np.asarray(dequantized(whole)).reshape(-1, problem.k)
     for product, w in zip(products, ws, strict=True):
         # Sums are scaled by rows and by columns, or every 128 terms.
         pairs = [(rows, np.asarray(dequantized(w)))]
@@ -122,7 +119,7 @@ def test_it_multiplies_all_messages(fp8: str, monkeypatch: pytest.MonkeyPatch) -
 
 def quantized(fp8: str, *shapes: tuple[int, int], dtype: str = "bfloat16") -> list[Any]:
     zeros = [np.zeros(shape, jnp.dtype(dtype)) for shape in shapes]
-    return [quantize_weights([w], RECIPES[fp8])[0] for w in zeros]
+    return [quantize_weights([w], FORMATS[fp8])[0] for w in zeros]
 
 
 @needs_kernels
@@ -139,8 +136,9 @@ def quantized(fp8: str, *shapes: tuple[int, int], dtype: str = "bfloat16") -> li
 def test_what_it_cannot_do_it_says(
     fp8: str, shape: tuple[int, int], dtype: str, reason: str | None
 ) -> None:
-    ws, columns = quantized(fp8, shape, dtype=dtype), RECIPES[fp8].row_bytes(shape[0], 1)
-    x = ShapeDtypeStruct((64, columns), jnp.uint8)
+    ws, columns = quantized(fp8, shape, dtype=dtype), FORMATS[fp8].row_bytes(shape[0], 1)
+    packed = ShapeDtypeStruct((64, columns), jnp.uint8)
+    x = PackedRows(packed, None, jnp.dtype(E4M3), 128 if fp8 == "blockwise" else None)
     found = all_gather_unsupported_reason(x, ws, 2, dimension=0, transpose_w=False)
     assert (found is None) if reason is None else (found is not None and reason in found)
 
