@@ -136,7 +136,9 @@ def _interpreted(_without_races: None, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             Products("tensorwise", 64, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
         ),
-        Products("blockwise", 136, (256,), (320,), chunks=2),
+        pytest.param(
+            Products("blockwise", 136, (256,), (320,), chunks=2), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             Products("blockwise", 72, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
         ),

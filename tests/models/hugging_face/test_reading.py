@@ -37,10 +37,23 @@ def logits_of(generator: Generator, params: Any, tokens: np.ndarray) -> jax.Arra
     return jax.jit(mapped)(params, tokens)
 
 
+def _by_default(devices: int, ways: list[tuple[int, str]]) -> list[Any]:
+    """All files in all ways: by default each file by a ring of `devices`, the first in all ways."""
+    return [
+        pytest.param(
+            name,
+            *way,
+            marks=() if way == (devices, "ring") or name == NAMES[0] else pytest.mark.exhaustive,
+        )
+        for name in NAMES
+        for way in ways
+    ]
+
+
 @pytest.mark.parametrize(
-    ("devices", "implementation"), [(1, "xla"), (2, "ring"), (2, "xla"), (4, "ring")]
+    ("name", "devices", "implementation"),
+    _by_default(2, [(1, "xla"), (2, "ring"), (2, "xla"), (4, "ring")]),
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_library_that_made_the_files(name, devices, implementation):
     generator, params = loaded(name, devices, implementation)
     expected = np.load(DATA / name / "expected.npz")
@@ -50,8 +63,10 @@ def test_logits_are_those_of_the_library_that_made_the_files(name, devices, impl
     assert np.max(np.abs(computed - logits)) < 1e-4 * np.max(np.abs(logits))
 
 
-@pytest.mark.parametrize(("devices", "implementation"), [(1, "xla"), (2, "ring"), (4, "ring")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "devices", "implementation"),
+    _by_default(4, [(1, "xla"), (2, "ring"), (4, "ring")]),
+)
 def test_token_by_token_the_logits_are_the_same(name, devices, implementation):
     """After a prefill of 4 tokens, the others are decoded one after the other."""
     generator, params = loaded(name, devices, implementation)
