@@ -104,14 +104,15 @@ def _of_entry(
         yield what, old.get("error"), new.get("error")
         return
     for field in sorted(old.keys() | new.keys()):
-        before, after = old.get(field), new.get(field)
-        if isinstance(before, dict) and isinstance(after, dict):
+        before: Any = old.get(field)
+        after: Any = new.get(field)
+        if field == "decisions" and before is not None and after is not None:
+            yield from _of_decisions(before, after)
+        elif isinstance(before, dict) and isinstance(after, dict):
             for name in sorted(before.keys() | after.keys()):
                 counts = before.get(name, 0), after.get(name, 0)
                 if counts[0] != counts[1] and name not in without:
                     yield f"{field}: {name} {_growth(*counts)}", None, None
-        elif field == "decisions" and before is not None and after is not None:
-            yield from _of_decisions(before, after)
         elif not _equal(before, after):
             growth = f" {_growth(before, after)}" if isinstance(before, int) else ""
             yield f"{field}{growth}", before, after
@@ -119,8 +120,8 @@ def _of_entry(
 
 def _of_decisions(old: list[Any], new: list[Any]) -> Iterator[tuple[str, Any, Any]]:
     if len(old) != len(new):
-        names = [[each["implementation"] for each in decisions] for decisions in (old, new)]
-        yield f"{len(old)} decisions are {len(new)}", *names
+        before, after = ([each["implementation"] for each in taken] for taken in (old, new))
+        yield f"{len(old)} decisions are {len(new)}", before, after
         return
     for before, after in zip(old, new, strict=True):
         for field in sorted(before.keys() | after.keys()):

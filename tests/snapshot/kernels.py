@@ -117,9 +117,10 @@ def _kernel_digest(bytecode: bytes) -> str:
     context = mlir.make_ir_context()
     # Serialized kernels have operations under names that no dialect registers, and types of theirs.
     context.allow_unregistered_dialects = True
-    mosaic.dialect.register_dialect(context)
+    types: Any = mosaic
+    types.dialect.register_dialect(context)
     with context:
-        text = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+        text: Any = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
     # The kernel's own name, in the line that begins the module.
     return _digest(re.sub(r"^module @\S+", "module", text, count=1, flags=re.MULTILINE))
 
