@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from benchmarks import environment
 from benchmarks.config_trial import ConfigTrial, first_line
-from benchmarks.internals import BACKENDS, LAYERS, MeasuredData, Record, Site, shipped
+from benchmarks.internals import BACKENDS, LAYERS, Backend, MeasuredData, Record, Site, shipped
 from benchmarks.isolated import Message, run_isolated
 from benchmarks.ops import Op
 from benchmarks.report import Report
@@ -214,7 +214,7 @@ def measure_site(
 
     Each check is a step of its own.
     """
-    backend = BACKENDS[settings.backend]
+    backend = cast(Backend, BACKENDS[settings.backend])
     if reason := backend.unsupported_reason(site):
         return reason
     configs = {json.dumps(config.to_json()): config for config in backend.configurations(site)}

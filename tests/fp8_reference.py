@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False)
     """Results and gradients of quantized operands; or of each the sum of terms' magnitudes."""
     x, ws, dys = arrays
     wide = (lambda a: abs(np.asarray(a, np.float64))) if magnitudes else _wide
-    recipe, devices = FORMATS[case.fp8], range(case.devices)
+    recipe, devices = cast(Recipe, FORMATS[case.fp8]), range(case.devices)
     ws, dys = [_matrix(w) for w in ws], [d.reshape(*x.shape[:-1], -1) for d in dys]
     if case.op == "all_gather_matmul":
         shards = np.split(x, case.devices, case.dimension)

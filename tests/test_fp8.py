@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +107,10 @@ def test_rows_keep_their_precision_beside_larger_ones() -> None:
     """A row 10⁴ times smaller than another: with a scale of its own it loses nothing."""
     x = drawn(2, CONTRACTED)
     x[1] *= 1e-4
-    bound = rounding_bound(x, 2 * largest_of_part(x, FORMATS["rowwise"]), E4M3)
+    bound = rounding_bound(x, 2 * largest_of_part(x, cast(Recipe, FORMATS["rowwise"])), E4M3)
     within = {}
     for name, recipe in FORMATS.items():
-        quantized = recipe.rows([x])[0].dequantized()
+        quantized = cast(Recipe, recipe).rows([x])[0].dequantized()
         within[name] = (abs(quantized - x) <= bound).mean(axis=1)
     np.testing.assert_array_equal(within["rowwise"], 1.0)
     np.testing.assert_array_equal(within["blockwise"], 1.0)

@@ -108,7 +108,7 @@ class ScaledMultiplication(PersistentGemm, ABC):
                 x_scales = self.read_x_scales(tile, part, 0)
                 self.accumulate(accumulator, tile, part, stages, in_parts)
             scaled = self.product_of(accumulator, tile, stages)
-            # As in `collective_matmul.fp8.scaled_sums`.
+            # As in `collective_matmul.operands.scaled_matrix.scaled_sums`.
             scaled *= lax.broadcast_in_dim(jnp.minimum(x_scales, 1.0), shape, (0,))
             scaled *= lax.broadcast_in_dim(w_scales, shape, (1,))
             return scaled * lax.broadcast_in_dim(jnp.maximum(x_scales, 1.0), shape, (0,))

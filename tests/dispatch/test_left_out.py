@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from statistics import fmean, geometric_mean
+from typing import cast
 
 import pytest
 
@@ -22,7 +23,7 @@ def left_out() -> Iterator[tuple[Site, Entry, dict[str, Comparison]]]:
     ((_, table),) = table_files.known("NVIDIA H200")
     for site, entry in table.entries.items():
         rest = Table(table.device_kind, {s: e for s, e in table.entries.items() if s != site})
-        layer = [s.rows for s, _ in rest.of_kind(site) if _sizes(s) == _sizes(site)]
+        layer = [s.rows for s, _ in rest.of_kind(site) if _sizes(cast(Site, s)) == _sizes(site)]
         fewer = max((rows for rows in layer if rows < site.rows), default=0)
         more = min((rows for rows in layer if rows > site.rows), default=math.inf)
         if more <= 2**BRACKET * fewer:

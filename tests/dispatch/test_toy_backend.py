@@ -36,7 +36,7 @@ class Toy(MatmulBackend):
     name = "toy"
 
     def all_gather_matmul(self, request, x, ws) -> Any:
-        dimension, axis_name = request.dimension, request.axis_name
+        dimension, axis_name = request.shard_dimension, request.axis_name
         devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
 
         def gather(array: jax.Array) -> jax.Array:

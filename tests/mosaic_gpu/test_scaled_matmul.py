@@ -71,7 +71,8 @@ class Products:
 
     def operands(self, edit: Callable[[np.ndarray], None] = lambda x: None) -> tuple[Any, Any]:
         """Packed rows, and weights [p][q]; `edit` changes the first x."""
-        draw, recipe = np.random.default_rng(3).standard_normal, FORMATS[self.fp8]
+        draw = np.random.default_rng(3).standard_normal
+        recipe: Any = FORMATS[self.fp8]
         shape = (*self.lead, self.chunks * self.size)
         xs = [draw((*shape, k)).astype(jnp.bfloat16) for k in self.contracted]
         edit(xs[0])

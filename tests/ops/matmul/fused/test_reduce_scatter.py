@@ -25,6 +25,7 @@ from collective_matmul.ops.matmul.fused.reduce_scatter_search import (
 )
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
+from tests.ops.matmul.requests import request_of
 from tests.reference import AXIS
 
 
@@ -209,7 +210,8 @@ def test_a_co_gathered_operand_is_gathered_before_the_launch(
     """A collective that runs while a kernel occupies all multiprocessors could wait forever."""
 
     def call(x: jax.Array, w: jax.Array, co_gathered: jax.Array) -> Any:
-        return Fused().matmul_reduce_scatter([x], [w], AXIS, dimension=0, co_gathered=co_gathered)
+        request = request_of("matmul_reduce_scatter", [x], [w])
+        return Fused().execute(request, [x], [w], co_gathered)
 
     specs = (P(None, AXIS), P(AXIS), P(AXIS))
     mesh = make_mesh({AXIS: 2})

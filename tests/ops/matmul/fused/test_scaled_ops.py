@@ -77,7 +77,7 @@ def test_each_pass_is_one_kernel(
 @pytest.mark.parametrize("op", OPS)
 def test_it_says_what_it_cannot_do(op: Any, fp8: Any) -> None:
     site: Any = site_of(op, 1024, 512, 2048, 2)
-    scaled = replace(site, fp8=fp8)
+    scaled = replace(site, format=FORMATS[fp8])
     assert FUSED.unsupported_reason(scaled) is None
     assert FUSED.multiplied_dtypes(scaled) == scaled.operand_dtypes
     assert FUSED.configurations(scaled)
@@ -91,7 +91,7 @@ def test_it_says_what_it_cannot_do(op: Any, fp8: Any) -> None:
 @needs_kernels
 def test_it_is_not_chosen_by_itself() -> None:
     """No GPU has executed it: whatever is predicted is not believed."""
-    site = replace(site_of("all_gather_matmul", 64, 4096, 14336), fp8="rowwise")
+    site = replace(site_of("all_gather_matmul", 64, 4096, 14336), format=FORMATS["rowwise"])
     with tracing_for(H200), peer_kernels_allowed(True):
         found = assess(site).by_name["fused"]
     assert found.comparison is not None and not found.comparison.is_believed
