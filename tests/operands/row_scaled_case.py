@@ -62,7 +62,7 @@ class RowScaledCase(Case):
     def _filled(spec: P, size: int) -> tuple:
         return (*spec, *(None,) * (size - len(spec)))
 
-    def call(self, x: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def call(self, x: jax.Array, ws: Any) -> tuple[jax.Array, ...]:
         sharding = {}
         if self.weight_dimension is not None:
             sharding = {"weight_axis_name": FSDP, "weight_dimension": self.weight_dimension}
@@ -97,7 +97,7 @@ class RowScaledCase(Case):
             sent = [own(dy, -1) if gathers else dy for dy in dys]
             pairs = zip(sent, parts, strict=True)
             dxs.append(sum(quantize(dy, -1, True) @ quantize(w.T, 0, False) for dy, w in pairs))
-        joined = [np.concatenate(y, -1) if gathers else sum(y) for y in ys]
+        joined = [np.concatenate(y, -1) if gathers else np.sum(y, 0) for y in ys]
         rows = tuple(range(x.ndim - 1))
         wide = x.astype(np.float64)
         return Outcome(

@@ -169,7 +169,7 @@ def layer(x: jax.Array, up: Any, down: Any) -> jax.Array:
 
 
 def quantized(up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
-    return tuple(prequantize(w, NAME).with_array(w) for w in (up, down))
+    return prequantize(up, NAME).with_array(up), prequantize(down, NAME).with_array(down)
 
 
 def repeated(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.Array:
