@@ -12,6 +12,8 @@ from collective_matmul.ops.attention.attend import (
 )
 from collective_matmul.ops.attention.choice import AttentionDecision
 from collective_matmul.ops.attention.segments import Segments, segments_of_ids, segments_of_lengths
+from collective_matmul.ops.experts.api import expert_mlp
+from collective_matmul.ops.experts.gradients import HIDDEN_CHECKPOINT_NAME
 from collective_matmul.ops.matmul.api import (
     CHECKPOINT_NAME,
     all_gather_matmul,
@@ -29,6 +31,7 @@ from collective_matmul.xla_options import OVERLAP_OPTIONS
 __all__ = [
     "ATTENTION_CHECKPOINT_NAME",
     "CHECKPOINT_NAME",
+    "HIDDEN_CHECKPOINT_NAME",
     "OVERLAP_OPTIONS",
     "SCALE_CHECKPOINT_NAME",
     "AttentionDecision",
@@ -37,6 +40,7 @@ __all__ = [
     "all_gather_matmul",
     "collective_einsum",
     "dot_product_attention",
+    "expert_mlp",
     "explain",
     "explain_attention",
     "matmul_all_reduce",

@@ -197,8 +197,13 @@ def axis_indices(indices: Mapping[str, jax.Array]) -> Iterator[None]:
         _axis_indices.reset(token)
 
 
-def axis_index(axis_name: str) -> jax.Array:
-    """This device's index along a manual axis."""
+def axis_index(axis_name: str | tuple[str, ...]) -> jax.Array:
+    """This device's index along a manual axis, or along several, the last of them fastest."""
+    if isinstance(axis_name, tuple):
+        index = jnp.zeros((), jnp.int32)
+        for name in axis_name:
+            index = index * lax.axis_size(name) + axis_index(name)
+        return index
     if axis_name in _axis_indices.get():
         return _axis_indices.get()[axis_name]
     if jax.__version_info__ >= (0, 11) or not partly_automatic():

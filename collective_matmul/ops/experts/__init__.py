@@ -1,0 +1,1 @@
+"""Experts: tokens that a router sends to experts on several devices."""

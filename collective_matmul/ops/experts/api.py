@@ -1,0 +1,148 @@
+"""`expert_mlp`: a mixture of experts whose communication is hidden under its products.
+
+A device has some of the experts. Every device's tokens visit all devices: while the experts of a
+device work on the tokens of one, those of the next travel, and results go home. See
+`collective_matmul.ops.experts.work` for the derivation of gradients.
+
+Bytes that each of D devices sends, for T tokens of h features of b bytes: (D - 1) T h b for the
+tokens and as many for the results, whatever k is; 1.5 times that in the backward pass. The numbers
+and weights of experts are 8 (D - 1) T k bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from collective_matmul._compat import (
+    inside_branch_or_loop,
+    tracks_varying_axes,
+    vary_over,
+    varying_axes,
+)
+from collective_matmul.ops.experts import checks
+from collective_matmul.ops.experts.backends import BACKENDS
+from collective_matmul.ops.experts.gradients import (
+    ExpertCall,
+    devices_of,
+    routed_experts,
+)
+from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
+from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.matmul.api import CHECKPOINT_NAME
+from collective_matmul.source_location import calling_location
+
+
+def expert_mlp(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    axis_name: str | tuple[str, ...],
+    *,
+    hidden_axis_name: str | None = None,
+    activation: str = "silu",
+    recompute_hidden: bool = False,
+    weight_axis_name: str | None = None,
+    weight_dimension: int = 1,
+    implementation: str | Sequence[str] | None = None,
+    grouped_implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Applies to each token the experts that a router chose for it, and adds the weighted results.
+
+    Call it inside `jax.shard_map`. An expert is ``(σ(x w_gate) * (x w_up)) w_down``. With E experts
+    on the D devices of `axis_name`, expert e is at index ``e // (E/D)``. No token is dropped,
+    whatever the router does, and shapes are static: a device has room for all pairs of a token and
+    an expert.
+
+    Sums over devices are added at home, in float32 and in a fixed order, from terms in x's dtype.
+    Weight gradients are added in the weights' dtype, one device's tokens after the other's.
+
+    Args:
+      x: [T, h], this device's tokens. Devices along all axes of the op have different tokens.
+      expert_ids: whole numbers [T, k]: each token's experts, from 0 to E - 1. Other numbers stand
+        for no expert. An expert that a token has twice counts twice.
+      expert_weights: [T, k], computed with in float32.
+      w_gate: [E/D, h, f], of this device's experts, in x's dtype.
+      w_up: [E/D, h, f].
+      w_down: [E/D, f, h].
+      axis_name: the mesh axis that experts are divided over, or several in the order in which
+        experts are numbered, or ``()``.
+      hidden_axis_name: a mesh axis that divides f, the hidden features, or None. Its devices
+        exchange tokens too.
+      activation: σ: "silu", "gelu" (by tanh) or "relu".
+      recompute_hidden: whether the backward pass computes ``x w_gate`` and ``x w_up`` again. Else
+        they are kept, with the checkpoint name `HIDDEN_CHECKPOINT_NAME`: 2 D T k f numbers.
+      weight_axis_name: a further mesh axis that shards the weights, as in fully sharded data
+        parallelism: the op takes shards of any dtype, and gathers them in x's. None: they are
+        whole.
+      weight_dimension: the dimension of each weight that `weight_axis_name` shards.
+      implementation: None chooses per shape; or the name of a backend, or several, of which the
+        first that can is used; see `collective_matmul.ops.experts.backends`.
+      grouped_implementation: likewise, what multiplies the rows of each expert; see
+        `collective_matmul.ops.experts.grouped.backends`.
+
+    Returns:
+      [T, h], in x's dtype.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit, before anything is compiled.
+      NameError: if an axis is not one of an enclosing `shard_map`.
+    """
+    names = checks.axis_names(axis_name)
+    hidden_axis = checks.other_axis(hidden_axis_name, "hidden_axis_name", names)
+    used = names if hidden_axis is None else (*names, hidden_axis)
+    weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
+    checks.routing(x, expert_ids, expert_weights)
+    ws = ExpertWeights(w_gate, w_up, w_down)
+    shards = 1 if weight_axis is None else devices_of((weight_axis,))
+    dimension = checks.weight_dimension(weight_dimension)
+    checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
+    local = w_gate.shape[0] * (shards if dimension == 0 else 1)
+    call = ExpertCall(
+        axis_names=names,
+        hidden_axis_name=hidden_axis,
+        experts=local * devices_of(names),
+        activation=checks.activation(activation),
+        recompute_hidden=bool(recompute_hidden),
+        weight_axis_name=weight_axis,
+        weight_dimension=dimension,
+        implementation=BACKENDS.requested(implementation),
+        grouped_implementation=GROUPED_BACKENDS.requested(grouped_implementation),
+        divergent_axes=_divergent_axes(used),
+        source=calling_location(),
+    )
+    if not x.size:
+        return jnp.zeros_like(x)
+    ids = _within(expert_ids, call.experts)
+    axes = used if weight_axis is None else (*used, weight_axis)
+    x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
+    return checkpoint_name(routed_experts(x, weights, ws, ids, call), CHECKPOINT_NAME)
+
+
+def _within(ids: jax.Array, experts: int) -> jax.Array:
+    """The numbers in int32, -1 for those of no expert, so that none wraps around."""
+    is_one = (ids >= 0) & (ids < experts)
+    return jnp.where(is_one, ids, 0).astype(jnp.int32) - jnp.where(is_one, 0, 1).astype(jnp.int32)
+
+
+def _divergent_axes(used: tuple[str, ...]) -> tuple[str, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    further = [axis for axis in mesh.manual_axes if axis not in used and mesh.shape[axis] > 1]
+    return tuple(further) if further and inside_branch_or_loop() else ()
+
+
+def _varying(names: tuple[str, ...], operands: tuple) -> tuple:
+    """All arrays, typed as varying over the op's axes and over those of one of them.
+
+    This happens outside of the op, so that JAX sums the cotangent of what does not vary.
+    """
+    if not names or not tracks_varying_axes(names[0]):
+        return operands
+    axes = frozenset(names).union(*map(varying_axes, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda array: vary_over(array, axes), operands)

@@ -1,0 +1,35 @@
+"""Predicted seconds of expert ops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collective_matmul.hardware import assumed_rates
+from collective_matmul.ops.experts.request import ExpertRequest
+
+#: The share of a matmul's rate that grouped matmuls reach.
+_GROUPED_SHARE = 0.75
+#: Pieces in which the last result of a forward pass goes home.
+LAST_PIECES = 2
+
+
+def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
+    """Seconds of the products, and of reading all weights in every visit."""
+    gpu, itemsize = assumed_rates(), np.dtype(request.dtype).itemsize
+    flops = request.flops / (_GROUPED_SHARE * gpu.sustained_flops) * (itemsize / 2)
+    matrices = request.products * request.local_experts * request.width * request.hidden * itemsize
+    rows = request.products * request.pairs * (request.width + request.hidden) * itemsize
+    moved = (visits * matrices + rows) / gpu.operand_bytes
+    return visits * request.products * gpu.kernel_seconds + max(flops, moved)
+
+
+def ring_seconds(request: ExpertRequest) -> float:
+    """Seconds of a ring: each step takes as long as its computation, or as its copies."""
+    gpu, devices = assumed_rates(), request.axis_size
+    work = compute_seconds(request, visits=devices) / devices
+    copies = gpu.copy_seconds + request.bytes_communicated / (devices - 1) / gpu.link_bytes
+    routing = gpu.copy_seconds * (devices - 1)
+    last = gpu.copy_seconds
+    if request.direction == "forward":
+        last += request.bytes_of_tokens / gpu.link_bytes / LAST_PIECES
+    return routing + work + (devices - 1) * max(work, copies) + last

@@ -1,0 +1,208 @@
+"""The expert op with its gradient. Call it inside `jax.shard_map`.
+
+Both passes visit the tokens of all devices in the same order. Backward, tokens travel again, and
+the gradients of results beside them, so nothing that was gathered is kept. Kept are this device's
+tokens, its weights, what routers decided, and the products of gate and up, unless they are to be
+computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from collective_matmul._compat import axis_index
+from collective_matmul.dispatch.contract import Direction
+from collective_matmul.dispatch.selection import choose
+from collective_matmul.ops.experts.backend import ExpertBackend
+from collective_matmul.ops.experts.request import ExpertRequest
+from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
+from collective_matmul.ops.experts.work import ExpertWeights, ExpertWork, Hidden
+from collective_matmul.source_location import SourceLocation
+
+#: Name of the products of gate and up, for policies of `jax.checkpoint`.
+HIDDEN_CHECKPOINT_NAME = "collective_matmul_expert_hidden"
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """The static parameters of a call.
+
+    Attributes:
+      axis_names: the mesh axes that experts are divided over.
+      hidden_axis_name: the mesh axis that hidden features are divided over, or None.
+      experts: E, of all devices together.
+      activation: its name.
+      recompute_hidden: whether the backward pass computes the products of gate and up again.
+      weight_axis_name: a further mesh axis that shards the weights, or None.
+      weight_dimension: the dimension of weights that it shards.
+      implementation: names of the requested backends, best first, or None.
+      grouped_implementation: likewise, of grouped matmuls.
+      divergent_axes, source: see `ExpertRequest`.
+    """
+
+    axis_names: tuple[str, ...]
+    hidden_axis_name: str | None
+    experts: int
+    activation: str
+    recompute_hidden: bool
+    weight_axis_name: str | None
+    weight_dimension: int
+    implementation: tuple[str, ...] | None
+    grouped_implementation: tuple[str, ...] | None
+    divergent_axes: tuple[str, ...]
+    source: SourceLocation | None = field(default=None, compare=False)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices exchange tokens."""
+        hidden = () if self.hidden_axis_name is None else (self.hidden_axis_name,)
+        return (*self.axis_names, *hidden)
+
+    def choose(
+        self, x: jax.Array, choices: int, ws: ExpertWeights, direction: Direction
+    ) -> tuple[ExpertBackend, ExpertRequest]:
+        """The backend of a pass, and its request."""
+        devices = devices_of(self.axis_names)
+        hidden = ws.gate.shape[2]
+        if self.weight_dimension == 2 and self.weight_axis_name is not None:
+            hidden *= lax.axis_size(self.weight_axis_name)
+        request = ExpertRequest(
+            tokens=x.shape[0],
+            width=x.shape[1],
+            hidden=hidden,
+            experts=self.experts,
+            choices=choices,
+            dtype=np.dtype(x.dtype),
+            axis_name=self.all_axes,
+            axis_size=devices_of(self.all_axes),
+            expert_devices=devices,
+            keeps_hidden=not self.recompute_hidden,
+            direction=direction,
+            divergent_axes=self.divergent_axes,
+            source=self.source,
+        )
+        return cast(ExpertBackend, choose(request, self.implementation)), request
+
+    def work(self, request: ExpertRequest, plans: list[Plan]) -> ExpertWork:
+        """The computations of a pass."""
+        rows = max(plan.tokens.size for plan in plans)
+        return ExpertWork(request, rows, self.activation, self.grouped_implementation)
+
+    def whole(self, backend: ExpertBackend, ws: ExpertWeights, dtype: Any) -> ExpertWeights:
+        """The weights, gathered if they are shards."""
+        if self.weight_axis_name is None:
+            return ws
+        shards = [w.astype(dtype) for w in ws]
+        gather = functools.partial(backend.gathered, axis_name=self.weight_axis_name)
+        return ExpertWeights(*(gather(w, dimension=self.weight_dimension) for w in shards))
+
+    def shards(
+        self, backend: ExpertBackend, gradients: ExpertWeights, ws: ExpertWeights
+    ) -> ExpertWeights:
+        """The gradients of the weights as they are stored."""
+        if self.weight_axis_name is None:
+            return gradients
+        scatter = functools.partial(
+            backend.scattered, axis_name=self.weight_axis_name, dimension=self.weight_dimension
+        )
+        wide = [g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)]
+        return ExpertWeights(*map(scatter, wide))
+
+
+def devices_of(axis_names: tuple[str, ...]) -> int:
+    """The number of devices along several mesh axes."""
+    return int(np.prod([lax.axis_size(name) for name in axis_names], dtype=np.int64))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def routed_experts(
+    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+) -> jax.Array:
+    """Each token's weighted sum over its experts.
+
+    Args:
+      x: [T, h], this device's tokens.
+      weights: float32 [T, k].
+      ws: the weights of this device's experts, or shards of them.
+      ids: int32 [T, k].
+      call: the static parameters.
+
+    Returns:
+      [T, h].
+    """
+    return _forward(x, weights, ws, ids, call)[0]
+
+
+def _forward(
+    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+) -> tuple[jax.Array, Any]:
+    backend, request = call.choose(x, ids.shape[1], ws, "forward")
+    first = axis_index(call.axis_names) * np.int32(request.local_experts)
+    routings = backend.routings(request, Routing(ids, weights))
+    plans = plans_of(routings, first, request.local_experts)
+    work, pieces = call.work(request, plans), backend.pieces(request)
+    hidden: list[Hidden] = []
+
+    def visit(number: int, tokens: Any, ws: ExpertWeights) -> Any:
+        plan = plans[number]
+        products = work.hidden(tokens, plan, ws)
+        if not call.recompute_hidden:
+            products = Hidden(*(checkpoint_name(p, HIDDEN_CHECKPOINT_NAME) for p in products))
+            hidden.append(products)
+        activated = work.activated(products, plan)
+        columns = ws.down.shape[2] // pieces[number]
+
+        def piece(i: int) -> jax.Array:
+            w = lax.slice_in_dim(ws.down, i * columns, (i + 1) * columns, axis=2)
+            return work.down(activated, plan, w)
+
+        return [functools.partial(piece, i) for i in range(pieces[number])], None
+
+    y, _ = backend.round_trip(
+        request,
+        x,
+        visit,
+        lambda number, rest, ws, carry: carry,
+        call.whole(backend, ws, x.dtype),
+        (),
+    )
+    return y, (x, ws, plans, hidden)
+
+
+def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
+    x, ws, plans, hidden = residuals
+    # Without the barrier, XLA would keep what the forward gathered.
+    x, dy, stored = lax.optimization_barrier((x, dy, ws))
+    backend, request = call.choose(x, plans[0].places.shape[1], ws, "backward")
+    work = call.work(request, plans)
+
+    def visit(number: int, tokens: Any, operands: Any) -> Any:
+        (x, dy), (ws, kept), plan = tokens, operands, plans[number]
+        products = work.hidden(x, plan, ws) if call.recompute_hidden else kept[number]
+        dhidden, weighted, dweights = work.hidden_gradients(dy, products, plan, ws)
+
+        def gradients() -> tuple[jax.Array, jax.Array]:
+            return work.input_gradient(dhidden, plan, ws), dweights
+
+        return [gradients], (x, dy, dhidden, weighted)
+
+    def finish(number: int, rest: Any, operands: Any, carry: Any) -> ExpertWeights:
+        del operands
+        return work.weight_gradients(*rest, plans[number], carry)
+
+    operands = call.whole(backend, stored, x.dtype), hidden
+    (dx, dweights), gradients = backend.round_trip(request, (x, dy), visit, finish, operands, None)
+    gradients = call.shards(backend, gradients, ws)
+    gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))
+    ids = np.zeros(dweights.shape, jax.dtypes.float0)
+    return dx, dweights, gradients, ids
+
+
+routed_experts.defvjp(_forward, _backward)

@@ -1,0 +1,1 @@
+"""Grouped matmuls: groups of rows, each multiplied by a matrix of its own."""

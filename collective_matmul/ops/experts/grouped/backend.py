@@ -1,0 +1,89 @@
+"""The contract between expert ops and what multiplies groups of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+
+from collective_matmul.dispatch.contract import Backend
+from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.ops.experts.grouped.request import GroupedRequest
+
+
+class GroupedBackend(Backend, Protocol):
+    """A way to multiply groups of rows.
+
+    Rows are sorted by group. Groups have `sizes` rows each, and further rows belong to none:
+    results for these may have any value.
+    """
+
+    def matmul(
+        self,
+        request: GroupedRequest,
+        pairs: Sequence[tuple[jax.Array, jax.Array]],
+        sizes: jax.Array,
+        index: jax.Array | None = None,
+    ) -> jax.Array:
+        """The sum over pairs (x, w) of the rows of each group times its matrix.
+
+        Args:
+          request: the shapes.
+          pairs: x [M, K], or any number of rows with `index`; w [G, K, N], or [G, N, K] if
+            `request.transposed`.
+          sizes: int32 [G].
+          index: int32 [M], the row of x for each sorted row.
+
+        Returns:
+          [M, N].
+        """
+        ...
+
+    def weight_gradient(
+        self,
+        request: GroupedRequest,
+        left: jax.Array,
+        right: jax.Array,
+        sizes: jax.Array,
+        *,
+        left_index: jax.Array | None = None,
+        right_index: jax.Array | None = None,
+        added_to: jax.Array | None = None,
+    ) -> jax.Array:
+        """``leftᵀ right`` over the rows of each group, and `added_to` added to it: [G, K, N]."""
+        ...
+
+    def map_rows(
+        self,
+        fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
+        arrays: Sequence[jax.Array],
+        row_values: Sequence[jax.Array],
+        count: jax.Array,
+        *,
+        results: int,
+        row_sums: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """A function of the elements of arrays, computed in at least float32.
+
+        Args:
+          fun: ``fun(*arrays, *row_values)`` returns arrays, and what is summed along columns, or
+            None.
+          arrays: [M, N], of one dtype.
+          row_values: float32 [M]; `fun` has them as [M, 1].
+          count: int32 scalar: results of later rows may have any value.
+          results: number of arrays that `fun` returns.
+          row_sums: whether it returns something to sum.
+
+        Returns:
+          The results, each [M, N] in the dtype of the arrays; and, with `row_sums`, [M].
+        """
+        del count, results, row_sums
+        dtype = arrays[0].dtype
+        wide = accumulator(dtype)
+        made, summed = fun(
+            *(array.astype(wide) for array in arrays),
+            *(value[:, None].astype(wide) for value in row_values),
+        )
+        narrow = tuple(array.astype(dtype) for array in made)
+        return narrow if summed is None else (*narrow, summed.sum(1))

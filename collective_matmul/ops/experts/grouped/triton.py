@@ -1,0 +1,153 @@
+"""`TritonGrouped`: grouped matmuls by kernels of this library, which read rows by index."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from collective_matmul.dispatch.contract import Configuration, Prediction
+from collective_matmul.hardware import rates, traced_device
+from collective_matmul.ops.experts.grouped.backend import GroupedBackend
+from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.triton_kernels import (
+    Blocks,
+    grouped_matmul,
+    grouped_outer,
+    map_rows,
+)
+from collective_matmul.ops.experts.grouped.xla import kernel_seconds
+
+#: The share of a matmul's rate that the kernels reach with at least 256 rows in each group, on one
+#: H100: 540 TFLOP/s for gate and up, 480 for down, 550 for dx, 460 for weight gradients.
+_SHARE, _GRADIENT_SHARE = 0.8, 0.72
+_ERROR = 0.3
+
+
+class TritonGrouped(GroupedBackend):
+    """Pallas kernels for Triton. The devices are NVIDIA GPUs; elsewhere they are interpreted."""
+
+    name = "triton"
+
+    def __init__(self, blocks: Blocks | None = None):
+        self._blocks = blocks
+
+    def matmul(
+        self,
+        request: GroupedRequest,
+        pairs: Sequence[tuple[jax.Array, jax.Array]],
+        sizes: jax.Array,
+        index: jax.Array | None = None,
+    ) -> jax.Array:
+        """One kernel, which adds all pairs in the same registers; see `GroupedBackend`."""
+        return grouped_matmul(
+            pairs,
+            sizes,
+            self.blocks(request),
+            index=index,
+            transposed=request.transposed,
+            dtype=pairs[0][0].dtype,
+            interpret=not on_gpu(),
+        )
+
+    def weight_gradient(
+        self,
+        request: GroupedRequest,
+        left: jax.Array,
+        right: jax.Array,
+        sizes: jax.Array,
+        *,
+        left_index: jax.Array | None = None,
+        right_index: jax.Array | None = None,
+        added_to: jax.Array | None = None,
+    ) -> jax.Array:
+        """One kernel, which adds in place; see `GroupedBackend`."""
+        return grouped_outer(
+            left,
+            right,
+            sizes,
+            self.blocks(request),
+            left_index=left_index,
+            right_index=right_index,
+            added_to=added_to,
+            dtype=left.dtype,
+            interpret=not on_gpu(),
+        )
+
+    def map_rows(
+        self,
+        fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
+        arrays: Sequence[jax.Array],
+        row_values: Sequence[jax.Array],
+        count: jax.Array,
+        *,
+        results: int,
+        row_sums: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """One kernel, of the rows that are used; see `GroupedBackend`."""
+        return map_rows(
+            fun,
+            arrays,
+            row_values,
+            count,
+            results=results,
+            row_sums=row_sums,
+            interpret=not on_gpu(),
+        )
+
+    def blocks(self, request: GroupedRequest) -> Blocks:
+        """The sizes of blocks for a request."""
+        return self._blocks or self.configurations(request)[0]
+
+    def unsupported_reason(self, request: GroupedRequest) -> str | None:
+        """Offsets are 32-bit numbers, and tensor cores multiply numbers of at most 32 bits."""
+        if jnp.dtype(request.dtype).itemsize > 4:
+            return f"its kernels multiply no {jnp.dtype(request.dtype).name}"
+        elements = max(
+            request.groups * request.contracted * request.columns,
+            request.all_rows * max(request.contracted, request.columns),
+        )
+        if elements >= 2**31:
+            return f"an operand has {elements} elements, and its kernels address fewer than 2**31"
+        return None
+
+    def predict(self, request: GroupedRequest) -> Prediction | None:
+        """From the rate that its kernels reached."""
+        gpu = rates()
+        if gpu is None:
+            return None
+        share = _GRADIENT_SHARE if request.op == "grouped_weight_gradient" else _SHARE
+        width = jnp.dtype(request.dtype).itemsize / 2
+        return Prediction(kernel_seconds(request, share) * width, _ERROR, gpu.basis)
+
+    def configurations(self, request: GroupedRequest) -> Sequence[Blocks]:
+        """Sizes of blocks, the likeliest to be fastest first."""
+        if jnp.dtype(request.dtype).itemsize == 4:
+            return [Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)]
+        per_group = request.used_rows / request.groups
+        if request.op == "grouped_weight_gradient":
+            first = Blocks(warps=4, stages=5)
+            return [first, replace(first, stages=3), Blocks(columns=256, stages=4)]
+        rows = next((size for size in (16, 32, 64) if per_group <= size), 128)
+        columns = 256 if request.columns >= 256 else 128
+        wide = Blocks(rows=rows, columns=columns, stages=4 if rows < 128 else 3)
+        others = [
+            replace(wide, rows_at_once=at_once, stages=stages)
+            for at_once, stages in itertools.product((4, 8, 16), (3, 4))
+        ]
+        narrow = replace(wide, columns=128, stages=4)
+        return list(dict.fromkeys((wide, *others, narrow)))
+
+    def configured(self, configuration: Configuration) -> Self:
+        """The same backend with fixed blocks."""
+        assert isinstance(configuration, Blocks)
+        return type(self)(configuration)
+
+
+def on_gpu() -> bool:
+    """Whether the program is for NVIDIA GPUs, for which kernels are compiled."""
+    return traced_device().platform in ("gpu", "cuda")

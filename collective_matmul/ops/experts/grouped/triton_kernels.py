@@ -1,0 +1,372 @@
+"""Grouped matmuls in Pallas for Triton, whose rows are read by index.
+
+Rows are sorted by their group, and each tile of rows belongs to one group. Programs are numbered so
+that some tiles of rows are multiplied with all columns before the next: these programs run at the
+same time, and share what they read.
+
+Rows of no group are not written.
+
+Legend: M sorted rows, S rows of an array that is read by index, G groups, K contracted, N columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from collective_matmul._compat import varying_axes
+from collective_matmul.ops.experts.grouped.tiles import count_tiles, starts_of, tiles_of
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sizes of a kernel's blocks.
+
+    Attributes:
+      rows: of a tile of the result.
+      columns: of a tile of the result.
+      contracted: of one step along the contracted dimension.
+      rows_at_once: tiles of rows that are multiplied with all columns before the next.
+      warps: of one program.
+      stages: steps whose operands are loaded at the same time.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    contracted: int = 64
+    rows_at_once: int = 8
+    warps: int = 8
+    stages: int = 3
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as JSON values."""
+        return asdict(self)
+
+
+def grouped_matmul(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    sizes: jax.Array,
+    blocks: Blocks,
+    *,
+    index: jax.Array | None = None,
+    transposed: bool = False,
+    dtype: Any,
+    interpret: bool = False,
+) -> jax.Array:
+    """The rows of each group times the group's matrix, summed over pairs of an x and a w.
+
+    Args:
+      pairs: x is [M, K], or [S, K] if `index` is given; w is [G, K, N], or [G, N, K] if
+        `transposed`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      blocks: the sizes of blocks.
+      index: int32 [M], the row of x for each sorted row.
+      transposed: whether the matrices are stored transposed.
+      dtype: of the result.
+      interpret: whether to interpret the kernel, on any device.
+
+    Returns:
+      [M, N].
+    """
+    (x, w), *_ = pairs
+    rows = x.shape[0] if index is None else index.shape[0]
+    columns = w.shape[1 if transposed else 2]
+    tiles = tiles_of(sizes, rows, blocks.rows)
+    column_blocks = math.ceil(columns / blocks.columns)
+    inputs = [tiles, *(array for pair in pairs for array in pair)]
+    if index is not None:
+        inputs.append(index)
+
+    def body(*refs: Any) -> None:
+        operands = refs[1 : 1 + 2 * len(pairs)]
+        _matmul_body(
+            refs[0],
+            list(zip(operands[::2], operands[1::2], strict=True)),
+            None if index is None else refs[-2],
+            refs[-1],
+            blocks=blocks,
+            transposed=transposed,
+        )
+
+    shape = jax.ShapeDtypeStruct((rows, columns), dtype, **_manual_axes(inputs))
+    count = tiles.shape[0] * column_blocks
+    return _call(body, shape, count, blocks, "grouped_matmul", interpret)(*inputs)
+
+
+def _matmul_body(
+    tiles_ref: Any,
+    pair_refs: Sequence[tuple[Any, Any]],
+    index_ref: Any,
+    out_ref: Any,
+    *,
+    blocks: Blocks,
+    transposed: bool,
+) -> None:
+    columns = out_ref.shape[1]
+    tile, column_block = _place(tiles_ref.shape[0], math.ceil(columns / blocks.columns), blocks)
+    group, start, end = (tiles_ref[tile, i] for i in range(3))
+
+    @pl.when(start < end)
+    def _() -> None:
+        rows = start + jnp.arange(blocks.rows, dtype=jnp.int32)
+        in_rows = rows < end
+        source = rows if index_ref is None else _load(index_ref.at[rows], in_rows)
+        ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
+        in_columns = ns < columns if columns % blocks.columns else None
+        product = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+        for pair in pair_refs:
+            # The next product is added to the same registers.
+            product = _add_product(
+                product, *pair, group, source, in_rows, ns, in_columns, blocks, transposed
+            )
+        mask = _both(in_rows, in_columns)
+        assert mask is not None
+        place = out_ref.at[rows[:, None], ns[None, :]]
+        plgpu.store(
+            place, product.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, product.shape)
+        )
+
+
+def _add_product(
+    product: jax.Array,
+    x_ref: Any,
+    w_ref: Any,
+    group: jax.Array,
+    source: jax.Array,
+    in_rows: jax.Array,
+    ns: jax.Array,
+    in_columns: jax.Array | None,
+    blocks: Blocks,
+    transposed: bool,
+) -> jax.Array:
+    """A tile of a sum of products, in float32, with one product more."""
+    contracted, size = x_ref.shape[1], blocks.contracted
+    ragged = contracted % size != 0
+
+    def step(i: jax.Array, sum_: jax.Array) -> jax.Array:
+        ks = i * size + jnp.arange(size, dtype=jnp.int32)
+        in_ks = ks < contracted if ragged else None
+        x = _load(x_ref.at[source[:, None], ks[None, :]], _both(in_rows, in_ks))
+        if transposed:
+            w = _load(w_ref.at[group, ns[:, None], ks[None, :]], _both(in_columns, in_ks)).T
+        else:
+            w = _load(w_ref.at[group, ks[:, None], ns[None, :]], _both(in_ks, in_columns))
+        return sum_ + _dot(x, w)
+
+    return lax.fori_loop(0, math.ceil(contracted / size), step, product)
+
+
+def grouped_outer(
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
+    blocks: Blocks,
+    *,
+    left_index: jax.Array | None = None,
+    right_index: jax.Array | None = None,
+    added_to: jax.Array | None = None,
+    dtype: Any,
+    interpret: bool = False,
+) -> jax.Array:
+    """The sum of ``leftᵀ right`` over the rows of each group.
+
+    Args:
+      left: [M, K], or [S, K] with `left_index`.
+      right: [M, N], or [S, N] with `right_index`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      blocks: the sizes of blocks: `rows` along K, `columns` along N, `contracted` along the rows.
+      left_index: int32 [M].
+      right_index: int32 [M].
+      added_to: [G, K, N], what is added in float32; it is overwritten.
+      dtype: of the result.
+      interpret: whether to interpret the kernel, on any device.
+
+    Returns:
+      [G, K, N].
+    """
+    groups, k, n = sizes.size, left.shape[1], right.shape[1]
+    grid = math.ceil(k / blocks.rows), math.ceil(n / blocks.columns)
+    given = [("left_index", left_index), ("right_index", right_index), ("added_to", added_to)]
+    optional = {name: array for name, array in given if array is not None}
+    starts = starts_of(sizes)
+    bounds = jnp.stack([starts, starts + sizes], axis=1)
+    inputs = [bounds, left, right, *optional.values()]
+
+    def body(*refs: Any) -> None:
+        _outer_body(*refs[:3], refs[-1], dict(zip(optional, refs[3:-1], strict=True)), blocks, grid)
+
+    aliases = {} if added_to is None or interpret else {len(inputs) - 1: 0}
+    if added_to is not None:
+        assert added_to.dtype == dtype
+    shape = jax.ShapeDtypeStruct((groups, k, n), dtype, **_manual_axes(inputs))
+    count = groups * grid[0] * grid[1]
+    return _call(body, shape, count, blocks, "grouped_outer", interpret, aliases)(*inputs)
+
+
+def _outer_body(
+    bounds_ref: Any,
+    left_ref: Any,
+    right_ref: Any,
+    out_ref: Any,
+    optional: dict[str, Any],
+    blocks: Blocks,
+    grid: tuple[int, int],
+) -> None:
+    tiles = grid[0] * grid[1]
+    program = pl.program_id(0)
+    group, tile = program // tiles, program % tiles
+    row_block, column_block = tile // grid[1], tile % grid[1]
+    start, end = bounds_ref[group, 0], bounds_ref[group, 1]
+    ks = row_block * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
+    ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
+    in_ks = ks < left_ref.shape[1] if left_ref.shape[1] % blocks.rows else None
+    in_ns = ns < right_ref.shape[1] if right_ref.shape[1] % blocks.columns else None
+
+    def loaded(ref: Any, index: str, rows: Any, in_rows: Any, ns: Any, in_ns: Any) -> jax.Array:
+        source = _load(optional[index].at[rows], in_rows) if index in optional else rows
+        return _load(ref.at[source[:, None], ns[None, :]], _both(in_rows, in_ns))
+
+    def step(i: jax.Array, sum_: jax.Array) -> jax.Array:
+        rows = start + i * blocks.contracted + jnp.arange(blocks.contracted, dtype=jnp.int32)
+        in_rows = rows < end
+        left = loaded(left_ref, "left_index", rows, in_rows, ks, in_ks)
+        right = loaded(right_ref, "right_index", rows, in_rows, ns, in_ns)
+        return sum_ + _dot(left.T, right)
+
+    place = (group, ks[:, None], ns[None, :])
+    mask = _both(in_ks, in_ns)
+    steps = (end - start + blocks.contracted - 1) // blocks.contracted
+    zero = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    total = lax.fori_loop(0, steps, step, zero)
+    if "added_to" in optional:
+        total += _load(optional["added_to"].at[place], mask).astype(jnp.float32)
+    plgpu.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)
+
+
+def map_rows(
+    fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
+    arrays: Sequence[jax.Array],
+    row_values: Sequence[jax.Array],
+    count: jax.Array,
+    *,
+    results: int,
+    row_sums: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """A function of the elements of arrays, of their first rows only.
+
+    Args:
+      fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1], returns
+        blocks, and what is summed along columns, or None.
+      arrays: [M, N], of one dtype.
+      row_values: float32 [M].
+      count: int32 scalar, the number of rows that are computed. Others are not written.
+      results: number of blocks that `fun` returns.
+      row_sums: whether it returns something to sum.
+      interpret: whether to interpret the kernel, on any device.
+
+    Returns:
+      The results, each [M, N] in the dtype of the arrays; and, with `row_sums`, float32 [M].
+    """
+    rows, columns = arrays[0].shape
+    inputs = [count.reshape(1), *arrays, *row_values]
+    manual = _manual_axes(inputs)
+    shapes = [jax.ShapeDtypeStruct((rows, columns), arrays[0].dtype, **manual)] * results
+    if row_sums:
+        shapes.append(jax.ShapeDtypeStruct((rows,), jnp.float32, **manual))
+    row_block, column_block = 4, min(1024, pl.next_power_of_2(columns))
+
+    def body(count_ref: Any, *refs: Any) -> None:
+        start, total = pl.program_id(0) * row_block, count_ref[0]
+
+        @pl.when(start < total)
+        def _() -> None:
+            place = start + jnp.arange(row_block, dtype=jnp.int32)
+            values = [
+                _load(ref.at[place], place < total)
+                for ref in refs[len(arrays) :][: len(row_values)]
+            ]
+            sums = jnp.zeros((row_block,), jnp.float32)
+            for first in range(0, columns, column_block):
+                ns = first + jnp.arange(column_block, dtype=jnp.int32)
+                mask = (place < total)[:, None] & (ns < columns)[None, :]
+                at = (place[:, None], ns[None, :])
+                blocks = [
+                    _load(ref.at[at], mask).astype(jnp.float32) for ref in refs[: len(arrays)]
+                ]
+                made, summed = fun(*blocks, *(value[:, None] for value in values))
+                for ref, block in zip(refs[len(inputs) - 1 :], made, strict=not row_sums):
+                    plgpu.store(ref.at[at], block.astype(ref.dtype), mask=mask)
+                if row_sums:
+                    sums += jnp.where(mask, summed, 0.0).sum(1)
+            if row_sums:
+                plgpu.store(refs[-1].at[place], sums, mask=place < total)
+
+    blocks = Blocks(warps=4, stages=2)
+    programs = math.ceil(rows / row_block)
+    return tuple(_call(body, tuple(shapes), programs, blocks, "map_rows", interpret)(*inputs))
+
+
+def _place(row_tiles: int, column_blocks: int, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """This program's tile of rows and its block of columns."""
+    at_once = blocks.rows_at_once
+    program = pl.program_id(0)
+    first = program // (at_once * column_blocks) * at_once
+    within = program % (at_once * column_blocks)
+    height = jnp.minimum(row_tiles - first, at_once)
+    return first + within % height, within // height
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    if mask is None:
+        return plgpu.load(ref)
+    return plgpu.load(ref, mask=mask, other=0)
+
+
+def _both(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+    """A mask [rows, columns] from one of rows and one of columns; None if nothing is masked."""
+    if rows is None:
+        return None if columns is None else columns[None, :]
+    return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product of tiles. Of float32, no bits are dropped."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _manual_axes(inputs: Sequence[jax.Array]) -> dict[str, Any]:
+    """The part of the results' type that says over which mesh axes they vary."""
+    axes = frozenset().union(*map(varying_axes, inputs))
+    if not axes:
+        return {}
+    return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+
+
+def _call(
+    body: Callable,
+    shape: Any,
+    programs: int,
+    blocks: Blocks,
+    name: str,
+    interpret: bool,
+    aliases: dict[int, int] | None = None,
+) -> Callable:
+    return pl.pallas_call(
+        body,
+        out_shape=shape,
+        grid=(programs,),
+        input_output_aliases=aliases or {},
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name=name,
+    )

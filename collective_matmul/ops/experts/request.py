@@ -1,0 +1,208 @@
+"""`ExpertRequest`: one pass of an expert op as data, with all that the choice of a backend needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
+from collective_matmul.dispatch.registry import Registry
+from collective_matmul.hardware import assumed_rates
+from collective_matmul.source_location import SourceLocation
+
+#: The backends of expert ops; `collective_matmul.ops.experts.backends` fills it.
+BACKENDS = Registry()
+
+#: The name of the op.
+OP = "expert_mlp"
+
+
+@dataclass(frozen=True)
+class ExpertRequest(Request):
+    """One pass of an expert op.
+
+    Attributes:
+      tokens: T, of this device.
+      width: h, of a token.
+      hidden: f, the hidden features of an expert that this device has.
+      experts: E, of all devices together.
+      choices: k, the experts of a token.
+      dtype: of tokens, weights and results.
+      axis_name: the mesh axes whose devices exchange tokens.
+      axis_size: D, the number of these devices.
+      expert_devices: the number of devices that experts are divided over; it divides D. If it is
+        smaller, the hidden features are divided over the others.
+      keeps_hidden: whether the products of gate and up are kept for the backward pass.
+      op: name of the op.
+      transport: who moves its bytes.
+      divergent_axes: further mesh axes along which devices may execute the request a different
+        number of times, because it is inside a branch or a loop.
+      direction: whether this is the forward or the backward pass.
+      source: where the user called the op.
+      replaces: the user's program that `collective_matmul.overlap` replaced by this op, or None.
+    """
+
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    choices: int
+    dtype: np.dtype
+    axis_name: tuple[str, ...]
+    axis_size: int
+    expert_devices: int
+    keeps_hidden: bool = True
+    op: str = OP
+    direction: Direction = "forward"
+    transport: Transport = field(default="peer_copies", compare=False)
+    divergent_axes: tuple[str, ...] = field(default=(), compare=False)
+    source: SourceLocation | None = field(default=None, compare=False)
+    replaces: str | None = field(default=None, compare=False)
+
+    @property
+    def backends(self) -> Registry:
+        """The backends of expert ops."""
+        return BACKENDS
+
+    @property
+    def local_experts(self) -> int:
+        """The experts of this device."""
+        return self.experts // self.expert_devices
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and an expert that one device has if all experts have equally many."""
+        return max(1, self.axis_size * self.tokens * self.choices // self.expert_devices)
+
+    @property
+    def products(self) -> int:
+        """Products [pairs, h] with [h, f], or as large, of this pass."""
+        if self.direction == "forward":
+            return 3
+        return 6 if self.keeps_hidden else 8
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one device, if all experts have equally many tokens."""
+        work = self.tokens * self.choices * self.width * self.hidden * self.experts
+        return 2 * self.products * self.pairs * self.width * self.hidden if work else 0
+
+    @property
+    def bytes_of_tokens(self) -> int:
+        """Bytes of this device's tokens."""
+        return self.tokens * self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_of_routing(self) -> int:
+        """Bytes of a token's experts and their weights, which 4 bytes each are."""
+        return 8 * self.tokens * self.choices
+
+    @property
+    def bytes_communicated(self) -> int:
+        """Bytes that each device sends.
+
+        Forward: tokens and routings go to all others, and sums come home. Backward: tokens,
+        gradients of the result and, home, gradients of tokens and of the routing's weights.
+        """
+        if self.direction == "forward":
+            each = 2 * self.bytes_of_tokens + self.bytes_of_routing
+        else:
+            each = 3 * self.bytes_of_tokens + self.bytes_of_routing // 2
+        return (self.axis_size - 1) * each
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of its collectives alone."""
+        gpu, collectives = assumed_rates(), 3 if self.direction == "forward" else 4
+        if self.axis_size == 1:
+            return 0.0
+        return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """0: what XLA could hide of a backward pass waits for all of it."""
+        return 0.0
+
+    @property
+    def flat(self) -> ExpertRequest:
+        """The request without the names of its axes."""
+        return replace(self, axis_name=(), dtype=np.dtype(self.dtype))
+
+    def fields(self) -> dict[str, Any]:
+        """The key of a table's entry."""
+        return {
+            "op": self.op,
+            "devices": self.axis_size,
+            "expert_devices": self.expert_devices,
+            "dtype": np.dtype(self.dtype).name,
+            "tokens": self.tokens,
+            "width": self.width,
+            "hidden": self.hidden,
+            "experts": self.experts,
+            "choices": self.choices,
+            "direction": self.direction,
+            "keeps_hidden": self.keeps_hidden,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ExpertRequest:
+        """The flat request that `fields` describes.
+
+        Raises:
+          ValueError, LookupError, TypeError: for other values.
+        """
+        if fields["op"] != OP or fields["direction"] not in ("forward", "backward"):
+            raise ValueError(f"op {fields['op']!r}, direction {fields['direction']!r}")
+        names = ("tokens", "width", "hidden", "experts", "choices", "expert_devices")
+        sizes = {name: size_above_zero(fields[name]) for name in names}
+        return cls(
+            axis_name=(),
+            axis_size=size_above_zero(fields["devices"]),
+            dtype=np.dtype(fields["dtype"]),
+            direction=cast(Direction, fields["direction"]),
+            keeps_hidden=bool(fields["keeps_hidden"]),
+            **sizes,
+        )
+
+    @property
+    def kind(self) -> tuple:
+        """All but the sizes."""
+        dtype = np.dtype(self.dtype).name
+        return self.axis_size, self.expert_devices, dtype, self.direction, self.keeps_hidden
+
+    @property
+    def layer(self) -> tuple:
+        """All sizes but the tokens."""
+        return self.width, self.hidden, self.experts, self.choices
+
+    @property
+    def rows(self) -> int:
+        """The tokens."""
+        return self.tokens
+
+    @property
+    def order(self) -> tuple:
+        """The sort key of entries in a file."""
+        return (*map(str, self.kind), *self.layer, self.tokens)
+
+    def doublings(self, other: ExpertRequest) -> float:
+        """The distance of two requests: the sum of those of their sizes."""
+        sizes = zip((*self.layer, self.tokens), (*other.layer, other.tokens), strict=True)
+        return sum(abs(math.log2(a / b)) for a, b in sizes)
+
+    @property
+    def shapes(self) -> str:
+        """Local shapes, dtype and axes as text."""
+        axes = " and ".join(self.axis_name) or "devices"
+        return (
+            f"{np.dtype(self.dtype).name} [{self.tokens}, {self.width}] to {self.choices} of"
+            f" {self.experts} experts of [{self.width}, {self.hidden}] over {axes}={self.axis_size}"
+        )
+
+    def __str__(self) -> str:
+        passed = "" if self.direction == "forward" else " (backward)"
+        return f"{self.op}{passed} {self.shapes}"

@@ -1,0 +1,131 @@
+"""The rings: tokens travel while those that are here are multiplied, and results go home.
+
+The technique is Looped CollectiveEinsum (Wang et al., ASPLOS 2023) with grouped matmuls. All tokens
+go to all devices, whatever the router decides: inside a node that is hardly more than what each
+token's experts need, it has static shapes, and no token is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from collective_matmul._compat import axis_index
+from collective_matmul.dispatch.contract import Prediction
+from collective_matmul.hardware import rates
+from collective_matmul.ops.experts import cost
+from collective_matmul.ops.experts.backend import ExpertBackend, Finish, Work
+from collective_matmul.ops.experts.request import ExpertRequest
+from collective_matmul.ops.experts.routing import Routing
+from collective_matmul.peer_access import no_peer_copies_reason
+from collective_matmul.schedule.direct_scatter import scattered_sum
+from collective_matmul.schedule.round_trip import Visit, visits_of, walk_round_trip
+from collective_matmul.schedule.schedules import Pattern, make_schedule
+from collective_matmul.schedule.walk import Gather
+
+#: Models of a ring's time are this far from what was measured.
+_ERROR = 0.05
+
+
+class RingExperts(ExpertBackend):
+    """A ring in which tokens travel by one pattern of schedule. Results go straight home."""
+
+    def __init__(self, name: str, pattern: Pattern):
+        self.name = name
+        self.pattern: Pattern = pattern
+
+    def pieces(self, request: ExpertRequest) -> Sequence[int]:
+        """Those of the last visit, unless they would be too narrow to multiply well."""
+        return [visit.pieces for visit in self._visits(request)]
+
+    def _visits(self, request: ExpertRequest) -> Sequence[Visit]:
+        pattern = self.pattern if request.tokens > 1 else "one_way"
+        schedule = make_schedule("gather", pattern, request.axis_size)
+        splits = request.direction == "forward" and request.width % (256 * cost.LAST_PIECES) == 0
+        return visits_of(schedule, request.tokens, cost.LAST_PIECES if splits else 1)
+
+    def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
+        """Every device's, straight from it."""
+        devices = request.axis_size
+        joined = lax.bitcast_convert_type(routing.weights, routing.ids.dtype)
+        packed = lax.concatenate([routing.ids, joined], 1)
+
+        def of_offset(offset: int) -> jax.Array:
+            pairs = [(d, (d - offset) % devices) for d in range(devices)]
+            return lax.ppermute(packed, request.axis_name, pairs) if offset else packed
+
+        arrived = {visit.chunk.offset: None for visit in self._visits(request)}
+        arrays = {offset: of_offset(offset) for offset in arrived}
+
+        def of_visit(visit: Visit) -> Routing:
+            rows = arrays[visit.chunk.offset][visit.start : visit.start + visit.size]
+            ids, weights = rows[:, : request.choices], rows[:, request.choices :]
+            return Routing(ids, lax.bitcast_convert_type(weights, routing.weights.dtype))
+
+        return [of_visit(visit) for visit in self._visits(request)]
+
+    def round_trip(
+        self,
+        request: ExpertRequest,
+        tokens: Any,
+        work: Work,
+        finish: Finish,
+        operands: Any,
+        carry: Any,
+    ) -> tuple[Any, Any]:
+        """See `ExpertBackend`."""
+        gather = Gather(tokens, self.pattern, request.axis_name, 0)
+        return walk_round_trip(gather, self._visits(request), work, finish, operands, carry)
+
+    def gathered(self, shard: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """Shards straight from their owners, in the order of the devices."""
+        devices = lax.axis_size(axis_name)
+        if devices == 1:
+            return shard
+        arrived = [shard]
+        for offset in range(1, devices):
+            pairs = [(d, (d - offset) % devices) for d in range(devices)]
+            arrived.append(lax.ppermute(shard, axis_name, pairs))
+        # From this device on; rotated, from the first.
+        whole = lax.concatenate([*arrived, *arrived[:-1]], dimension)
+        size = shard.shape[dimension]
+        start = lax.rem(devices - axis_index(axis_name), devices) * size
+        return lax.dynamic_slice_in_dim(whole, start, devices * size, dimension)
+
+    def scattered(self, whole: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """Terms go straight to their owner, which adds them in float32."""
+        return scattered_sum(whole, axis_name, dimension, whole.dtype)
+
+    def unsupported_reason(self, request: ExpertRequest) -> str | None:
+        """Permutes meet on all devices."""
+        if request.divergent_axes:
+            axes = " and ".join(map(repr, request.divergent_axes))
+            return (
+                f"devices along {axes} may take different branches or numbers of steps around it,"
+                " and a permute waits for all devices of the program"
+            )
+        return None
+
+    def unprofitable_reason(self, request: ExpertRequest) -> str | None:
+        """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
+        axes = request.axis_name if request.axis_size > 1 else ()
+        reason = next(filter(None, map(no_peer_copies_reason, axes)), None)
+        return None if reason is None else f"would hide nothing: {reason}"
+
+    def predict(self, request: ExpertRequest) -> Prediction | None:
+        """The cost model, which exists for the direct pattern only."""
+        gpu = rates()
+        if gpu is None or self.pattern != "direct" or request.axis_size == 1:
+            return None
+        return Prediction(cost.ring_seconds(request), _ERROR, gpu.basis)
+
+
+#: The rings by name.
+RINGS: dict[str, RingExperts] = {
+    "ring": RingExperts("ring", "one_way"),
+    "ring_two_way": RingExperts("ring_two_way", "two_way"),
+    "ring_direct": RingExperts("ring_direct", "direct"),
+}

@@ -1,0 +1,191 @@
+"""What a device does with the tokens of a visit: the products of its experts, and their gradients.
+
+Legend: T tokens of the visit, k experts of a token, M = T k pairs in the order of a `Plan`, E
+experts of this device, h the width of tokens, f hidden features. With X, DY the rows of tokens and
+of gradients for each pair, p the pairs' weights as a column, and σ the activation::
+
+    G = X w_gate, U = X w_up, A = σ(G) U       [M, f]
+    y = sum over a token's pairs of p A w_down [T, h]
+
+    DA  = DY w_downᵀ                           [M, f]
+    dp  = sum over f of DA A                   [M]
+    DG, DU = gradients of σ(G) U for p DA      [M, f]
+    dx  = sum over a token's pairs of DG w_gateᵀ + DU w_upᵀ
+    dw_gate = Xᵀ DG, dw_up = Xᵀ DU, dw_down = (p A)ᵀ DY, over the rows of each expert
+
+so the gradient of the router's weights needs no product of its own. X and DY are read by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from collective_matmul.dispatch.contract import Direction
+from collective_matmul.dispatch.selection import choose
+from collective_matmul.ops.experts.grouped.backend import GroupedBackend
+from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.request import ExpertRequest
+from collective_matmul.ops.experts.routing import Plan
+
+#: The activations by name: functions of float32.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x * jax.lax.logistic(x),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": lambda x: jnp.maximum(x, 0),
+}
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of this device's experts.
+
+    Attributes:
+      gate: [E, h, f].
+      up: [E, h, f].
+      down: [E, f, h].
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+class Hidden(NamedTuple):
+    """The products of gate and up, [M, f] each."""
+
+    gate: jax.Array
+    up: jax.Array
+
+
+class _Product(NamedTuple):
+    request: GroupedRequest
+    backend: GroupedBackend
+
+
+class ExpertWork:
+    """The computations of one pass, each with the backend that was chosen for it.
+
+    Args:
+      request: the pass.
+      rows: pairs of a visit, M.
+      activation: a name of `ACTIVATIONS`.
+      grouped: names of the requested backends of grouped matmuls, best first, or None.
+    """
+
+    def __init__(
+        self,
+        request: ExpertRequest,
+        rows: int,
+        activation: str,
+        grouped: tuple[str, ...] | None,
+    ):
+        self.dtype = request.dtype
+        self.direction: Direction = request.direction
+        self.activation = ACTIVATIONS[activation]
+        self._rows = rows
+        self._request = request
+        self._requested = grouped
+        h, f = request.width, request.hidden
+        self._up = self._down = None
+        if request.direction == "forward" or not request.keeps_hidden:
+            self._up = self._chosen(h, f)
+        if request.direction == "forward":
+            self._down = self._chosen(f, h)
+        else:
+            self._hidden_gradient = self._chosen(h, f, transposed=True)
+            self._input_gradient = self._chosen(f, h, transposed=True, pairs=2)
+            self._weight_gradient = self._chosen(h, f, op="grouped_weight_gradient")
+            self._down_gradient = self._chosen(f, h, op="grouped_weight_gradient")
+
+    def _chosen(self, contracted: int, columns: int, **attributes: Any) -> _Product:
+        request = self._request
+        grouped = GroupedRequest(
+            **({"op": "grouped_matmul"} | attributes),
+            all_rows=self._rows,
+            used_rows=max(1, self._rows // request.expert_devices),
+            contracted=contracted,
+            columns=columns,
+            groups=request.local_experts,
+            dtype=request.dtype,
+            direction=self.direction,
+            source=request.source,
+            replaces=request.replaces,
+        )
+        return _Product(grouped, cast(GroupedBackend, choose(grouped, self._requested)))
+
+    def hidden(self, x: jax.Array, plan: Plan, ws: ExpertWeights) -> Hidden:
+        """The products of gate and up."""
+        assert self._up is not None
+        request, backend = self._up
+        return Hidden(
+            *(backend.matmul(request, [(x, w)], plan.sizes, plan.tokens) for w in (ws.gate, ws.up))
+        )
+
+    def activated(self, hidden: Hidden, plan: Plan) -> jax.Array:
+        """σ(G) U."""
+        assert self._up is not None
+
+        def fun(gate: jax.Array, up: jax.Array) -> tuple:
+            return (self.activation(gate) * up,), None
+
+        (activated,) = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
+        return activated
+
+    def down(self, activated: jax.Array, plan: Plan, w: jax.Array) -> jax.Array:
+        """[T, columns of w]: each token's weighted sum over its experts here."""
+        assert self._down is not None
+        request, backend = self._down
+        rows = backend.matmul(request, [(activated, w)], plan.sizes)
+        return plan.combined(rows, plan.weights, self.dtype)
+
+    def hidden_gradients(
+        self, dy: jax.Array, hidden: Hidden, plan: Plan, ws: ExpertWeights
+    ) -> tuple[Hidden, jax.Array, jax.Array]:
+        """DG and DU; p A, for the gradient of down; and the gradient of the weights, [T, k]."""
+        request, backend = self._hidden_gradient
+        gradient = backend.matmul(request, [(dy, ws.down)], plan.sizes, plan.tokens)
+
+        def fun(gradient: jax.Array, gate: jax.Array, up: jax.Array, weight: jax.Array) -> tuple:
+            product = lambda gate, up: self.activation(gate) * up  # noqa: E731
+            activated, pullback = jax.vjp(product, gate, up)
+            return (*pullback(weight * gradient), weight * activated), gradient * activated
+
+        dgate, dup, weighted, dweights = backend.map_rows(
+            fun, [gradient, *hidden], [plan.row_weights], plan.count, results=3, row_sums=True
+        )
+        return Hidden(dgate, dup), weighted, plan.of_tokens(dweights)
+
+    def input_gradient(self, dhidden: Hidden, plan: Plan, ws: ExpertWeights) -> jax.Array:
+        """dx [T, h], this device's term."""
+        request, backend = self._input_gradient
+        pairs = [(dhidden.gate, ws.gate), (dhidden.up, ws.up)]
+        return plan.combined(backend.matmul(request, pairs, plan.sizes), None, self.dtype)
+
+    def weight_gradients(
+        self,
+        x: jax.Array,
+        dy: jax.Array,
+        dhidden: Hidden,
+        weighted: jax.Array,
+        plan: Plan,
+        added_to: ExpertWeights | None,
+    ) -> ExpertWeights:
+        """The gradients of weights, added to those of the visits before."""
+        before = added_to or ExpertWeights(None, None, None)
+
+        def of_inputs(dhidden: jax.Array, before: Any) -> jax.Array:
+            request, backend = self._weight_gradient
+            return backend.weight_gradient(
+                request, x, dhidden, plan.sizes, left_index=plan.tokens, added_to=before
+            )
+
+        request, backend = self._down_gradient
+        down = backend.weight_gradient(
+            request, weighted, dy, plan.sizes, right_index=plan.tokens, added_to=before.down
+        )
+        return ExpertWeights(
+            of_inputs(dhidden.gate, before.gate), of_inputs(dhidden.up, before.up), down
+        )
