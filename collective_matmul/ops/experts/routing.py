@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     @property
     def is_here(self) -> jax.Array:
-        """bool [T, k]: whether a pair's expert is on this device."""
+        """Bool [T, k]: whether a pair's expert is on this device."""
         return self.places < self.count
 
     @property

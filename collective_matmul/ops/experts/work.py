@@ -159,7 +159,7 @@ class ExpertWork:
         return Hidden(dgate, dup), weighted, plan.of_tokens(dweights)
 
     def input_gradient(self, dhidden: Hidden, plan: Plan, ws: ExpertWeights) -> jax.Array:
-        """dx [T, h], this device's term."""
+        """Dx [T, h], this device's term."""
         request, backend = self._input_gradient
         pairs = [(dhidden.gate, ws.gate), (dhidden.up, ws.up)]
         return plan.combined(backend.matmul(request, pairs, plan.sizes), None, self.dtype)

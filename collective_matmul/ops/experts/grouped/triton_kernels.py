@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from collective_matmul._compat import varying_axes
-from collective_matmul.ops.experts.grouped.tiles import count_tiles, starts_of, tiles_of
+from collective_matmul.ops.experts.grouped.tiles import starts_of, tiles_of
 
 
 @dataclass(frozen=True)
