@@ -5,7 +5,7 @@ to the shard's owner while the device works on the next one. The owner adds what
 order of the devices as it counts them, in float32.
 
 The last result has no other shard left to travel under. It is made in pieces, each of which travels
-while the next is made; and work that nobody waits for can follow.
+while the next is made; and work that nobody waits for follows it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collective_matmul.operands.arithmetic import add
 from collective_matmul.schedule.schedules import Chunk, Schedule
 from collective_matmul.schedule.walk import Gather
 
-#: A function that makes one piece of the result of a visit.
-Piece = Callable[[], Any]
+#: Makes one piece of the result of a visit from the visit's state.
+Piece = Callable[[Any], Any]
 
 
 class Visit(NamedTuple):
@@ -77,10 +77,10 @@ def walk_round_trip(
     Args:
       gather: the shards: pytrees of arrays [rows, ...].
       visits: the visits, by `visits_of`.
-      work: ``work(number of the visit, its rows, operands)`` returns functions that make the pieces
-        of the result, pytrees of arrays [rows, ...]; and what `finish` needs. Pieces are parts of
-        the last dimension.
-      finish: ``finish(number, what it needs, operands, carry)`` returns the next `carry`.
+      work: ``work(number of the visit, its rows, operands)`` returns functions of a state, which make
+        the pieces of the result, pytrees of arrays [rows, ...]; and that state, a pytree. Pieces are
+        parts of the last dimension.
+      finish: ``finish(number, state, operands, carry)`` returns the next `carry`.
       operands: arrays that are used, not before their step.
       carry: the initial carry.
 
@@ -99,15 +99,15 @@ def walk_round_trip(
         is_last = i + 1 == len(gather.steps)
         for number in numbers:
             visit = remaining.pop(number)
-            pieces, rest = work(number, gather.held[visit.chunk], operands)
+            pieces, state = work(number, gather.held[visit.chunk], operands)
             for p, piece in enumerate(pieces):
-                made[number, p] = piece()
+                made[number, p] = piece(state)
                 if is_last and visit.chunk.offset:
                     # This piece leaves before the next is made, and before what follows.
-                    made, rest, operands = lax.optimization_barrier((made, rest, operands))
+                    made, state, operands = lax.optimization_barrier((made, state, operands))
                     home |= _returned(gather, visits, made)
                     made = {}
-            carry = finish(number, rest, operands, carry)
+            carry = finish(number, state, operands, carry)
         gather.receive(i, arriving)
         if not is_last:
             tied = gather.used_by(i + 1), operands, made, carry, home

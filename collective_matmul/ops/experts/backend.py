@@ -11,11 +11,11 @@ from collective_matmul.dispatch.contract import Backend
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
 
-#: Makes one piece of a visit's result.
-Piece = Callable[[], Any]
-#: ``work(number of the visit, its tokens, operands)``, as `walk_round_trip` has it.
+#: Makes one piece of a visit's result from the visit's state.
+Piece = Callable[[Any], Any]
+#: ``work(number of the visit, its tokens, operands)`` returns the pieces, and the state.
 Work = Callable[[int, Any, Any], tuple[Sequence[Piece], Any]]
-#: ``finish(number of the visit, what work left for it, operands, carry)``.
+#: ``finish(number of the visit, its state, operands, carry)``.
 Finish = Callable[[int, Any, Any, Any], Any]
 
 
@@ -49,7 +49,7 @@ class ExpertBackend(Backend, Protocol):
           request: the pass.
           tokens: this device's arrays [T, ...].
           work: makes the result of a visit: arrays of its tokens, in pieces of the last dimension.
-          finish: uses what `work` leaves for it, after the result has left.
+          finish: uses the state of a visit, after the result has left.
           operands: arrays that work and finish use.
           carry: the initial carry of `finish`.
 

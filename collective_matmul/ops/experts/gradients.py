@@ -23,11 +23,15 @@ from collective_matmul.dispatch.selection import choose
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
-from collective_matmul.ops.experts.work import ExpertWeights, ExpertWork, Hidden
+from collective_matmul.ops.experts.work import ExpertWeights, ExpertWork, GradientRows, Hidden
 from collective_matmul.source_location import SourceLocation
 
 #: Name of the products of gate and up, for policies of `jax.checkpoint`.
 HIDDEN_CHECKPOINT_NAME = "collective_matmul_expert_hidden"
+
+#: Weight gradients of this many visits are one product. More would keep the rows of more visits;
+#: with one, each visit would read and write all gradients.
+_VISITS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -147,23 +151,25 @@ def _forward(
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
     routings = backend.routings(request, Routing(ids, weights))
     plans = plans_of(routings, first, request.local_experts)
+    # Tokens leave after the routings, which everything waits for.
+    x, plans = lax.optimization_barrier((x, plans))
     work, pieces = call.work(request, plans), backend.pieces(request)
     hidden: list[Hidden] = []
 
     def visit(number: int, tokens: Any, ws: ExpertWeights) -> Any:
-        plan = plans[number]
+        plan, parts = plans[number], pieces[number]
         products = work.hidden(tokens, plan, ws)
         if not call.recompute_hidden:
             products = Hidden(*(checkpoint_name(p, HIDDEN_CHECKPOINT_NAME) for p in products))
             hidden.append(products)
-        activated = work.activated(products, plan)
-        columns = ws.down.shape[2] // pieces[number]
+        width = x.shape[1] // parts
 
-        def piece(i: int) -> jax.Array:
-            w = lax.slice_in_dim(ws.down, i * columns, (i + 1) * columns, axis=2)
-            return work.down(activated, plan, w)
+        def piece(i: int, activated: jax.Array) -> jax.Array:
+            columns = None if parts == 1 else (i * width, (i + 1) * width)
+            return work.down(activated, plan, ws.down, columns)
 
-        return [functools.partial(piece, i) for i in range(pieces[number])], None
+        makers = [functools.partial(piece, i) for i in range(parts)]
+        return makers, work.activated(products, plan)
 
     y, _ = backend.round_trip(
         request,
@@ -188,17 +194,25 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
         products = work.hidden(x, plan, ws) if call.recompute_hidden else kept[number]
         dhidden, weighted, dweights = work.hidden_gradients(dy, products, plan, ws)
 
-        def gradients() -> tuple[jax.Array, jax.Array]:
-            return work.input_gradient(dhidden, plan, ws), dweights
+        def gradients(state: tuple[GradientRows, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            rows, dweights = state
+            return work.input_gradient(rows.dhidden, plan, ws), dweights
 
-        return [gradients], (x, dy, dhidden, weighted)
+        return [gradients], (GradientRows(x, dy, dhidden, weighted, plan), dweights)
 
-    def finish(number: int, rest: Any, operands: Any, carry: Any) -> ExpertWeights:
+    def finish(number: int, state: Any, operands: Any, carry: Any) -> Any:
+        """Weight gradients of `_VISITS_AT_ONCE` visits, which are added in registers."""
         del operands
-        return work.weight_gradients(*rest, plans[number], carry)
+        waiting, gradients = carry
+        waiting = [*waiting, state[0]]
+        if len(waiting) < _VISITS_AT_ONCE and number + 1 < len(plans):
+            return waiting, gradients
+        return [], work.weight_gradients(waiting, gradients)
 
     operands = call.whole(backend, stored, x.dtype), hidden
-    (dx, dweights), gradients = backend.round_trip(request, (x, dy), visit, finish, operands, None)
+    (dx, dweights), (_, gradients) = backend.round_trip(
+        request, (x, dy), visit, finish, operands, ([], None)
+    )
     gradients = call.shards(backend, gradients, ws)
     gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))
     ids = np.zeros(dweights.shape, jax.dtypes.float0)

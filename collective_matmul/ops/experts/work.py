@@ -18,7 +18,7 @@ so the gradient of the router's weights needs no product of its own. X and DY ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -28,6 +28,7 @@ from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
 
@@ -58,6 +59,24 @@ class Hidden(NamedTuple):
 
     gate: jax.Array
     up: jax.Array
+
+
+class GradientRows(NamedTuple):
+    """What the gradients of weights are computed from, for one visit.
+
+    Attributes:
+      x: tokens [T, h].
+      dy: gradients of results [T, h].
+      dhidden: DG and DU.
+      weighted: p A.
+      plan: the order of the pairs.
+    """
+
+    x: jax.Array
+    dy: jax.Array
+    dhidden: Hidden
+    weighted: jax.Array
+    plan: Plan
 
 
 class _Product(NamedTuple):
@@ -134,11 +153,13 @@ class ExpertWork:
         (activated,) = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
         return activated
 
-    def down(self, activated: jax.Array, plan: Plan, w: jax.Array) -> jax.Array:
-        """[T, columns of w]: each token's weighted sum over its experts here."""
+    def down(
+        self, activated: jax.Array, plan: Plan, w: jax.Array, columns: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """[T, columns]: each token's weighted sum over its experts here."""
         assert self._down is not None
         request, backend = self._down
-        rows = backend.matmul(request, [(activated, w)], plan.sizes)
+        rows = backend.matmul(request, [(activated, w)], plan.sizes, columns=columns)
         return plan.combined(rows, plan.weights, self.dtype)
 
     def hidden_gradients(
@@ -165,27 +186,22 @@ class ExpertWork:
         return plan.combined(backend.matmul(request, pairs, plan.sizes), None, self.dtype)
 
     def weight_gradients(
-        self,
-        x: jax.Array,
-        dy: jax.Array,
-        dhidden: Hidden,
-        weighted: jax.Array,
-        plan: Plan,
-        added_to: ExpertWeights | None,
+        self, visits: Sequence[GradientRows], added_to: ExpertWeights | None
     ) -> ExpertWeights:
-        """The gradients of weights, added to those of the visits before."""
+        """The gradients of weights of some visits, added to those of others before."""
         before = added_to or ExpertWeights(None, None, None)
 
-        def of_inputs(dhidden: jax.Array, before: Any) -> jax.Array:
+        def of_inputs(name: str) -> jax.Array:
             request, backend = self._weight_gradient
-            return backend.weight_gradient(
-                request, x, dhidden, plan.sizes, left_index=plan.tokens, added_to=before
-            )
+            parts = [
+                OuterPart(v.x, getattr(v.dhidden, name), v.plan.sizes, left_index=v.plan.tokens)
+                for v in visits
+            ]
+            return backend.weight_gradient(request, parts, getattr(before, name))
 
         request, backend = self._down_gradient
-        down = backend.weight_gradient(
-            request, weighted, dy, plan.sizes, right_index=plan.tokens, added_to=before.down
-        )
-        return ExpertWeights(
-            of_inputs(dhidden.gate, before.gate), of_inputs(dhidden.up, before.up), down
-        )
+        parts = [
+            OuterPart(v.weighted, v.dy, v.plan.sizes, right_index=v.plan.tokens) for v in visits
+        ]
+        down = backend.weight_gradient(request, parts, before.down)
+        return ExpertWeights(of_inputs("gate"), of_inputs("up"), down)

@@ -40,9 +40,9 @@ class XlaExperts(ExpertBackend):
         carry: Any,
     ) -> tuple[Any, Any]:
         """See `ExpertBackend`."""
-        pieces, rest = work(0, self._gathered(request, tokens), operands)
-        (result,) = (piece() for piece in pieces)
-        carry = finish(0, rest, operands, carry)
+        pieces, state = work(0, self._gathered(request, tokens), operands)
+        (result,) = (piece(state) for piece in pieces)
+        carry = finish(0, state, operands, carry)
         return jax.tree.map(lambda x: self._sum(request, x), result), carry
 
     def _gathered(self, request: ExpertRequest, values: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
 
 class GroupedBackend(Backend, Protocol):
@@ -25,6 +26,7 @@ class GroupedBackend(Backend, Protocol):
         pairs: Sequence[tuple[jax.Array, jax.Array]],
         sizes: jax.Array,
         index: jax.Array | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> jax.Array:
         """The sum over pairs (x, w) of the rows of each group times its matrix.
 
@@ -34,24 +36,26 @@ class GroupedBackend(Backend, Protocol):
             `request.transposed`.
           sizes: int32 [G].
           index: int32 [M], the row of x for each sorted row.
+          columns: the first column of the result, and the end; None: all.
 
         Returns:
-          [M, N].
+          [M, N], or those columns.
         """
         ...
 
     def weight_gradient(
         self,
         request: GroupedRequest,
-        left: jax.Array,
-        right: jax.Array,
-        sizes: jax.Array,
-        *,
-        left_index: jax.Array | None = None,
-        right_index: jax.Array | None = None,
+        parts: Sequence[OuterPart],
         added_to: jax.Array | None = None,
     ) -> jax.Array:
-        """``leftᵀ right`` over the rows of each group, and `added_to` added to it: [G, K, N]."""
+        """``leftᵀ right`` over the rows of each group, the sum of all parts: [G, K, N].
+
+        Args:
+          request: the shapes.
+          parts: the rows.
+          added_to: [G, K, N], added too.
+        """
         ...
 
     def map_rows(

@@ -16,6 +16,7 @@ from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
+    OuterPart,
     grouped_matmul,
     grouped_outer,
     map_rows,
@@ -42,6 +43,7 @@ class TritonGrouped(GroupedBackend):
         pairs: Sequence[tuple[jax.Array, jax.Array]],
         sizes: jax.Array,
         index: jax.Array | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> jax.Array:
         """One kernel, which adds all pairs in the same registers; see `GroupedBackend`."""
         return grouped_matmul(
@@ -50,6 +52,7 @@ class TritonGrouped(GroupedBackend):
             self.blocks(request),
             index=index,
             transposed=request.transposed,
+            columns=columns,
             dtype=pairs[0][0].dtype,
             interpret=not on_gpu(),
         )
@@ -57,24 +60,15 @@ class TritonGrouped(GroupedBackend):
     def weight_gradient(
         self,
         request: GroupedRequest,
-        left: jax.Array,
-        right: jax.Array,
-        sizes: jax.Array,
-        *,
-        left_index: jax.Array | None = None,
-        right_index: jax.Array | None = None,
+        parts: Sequence[OuterPart],
         added_to: jax.Array | None = None,
     ) -> jax.Array:
-        """One kernel, which adds in place; see `GroupedBackend`."""
+        """One kernel, which adds all parts in the same registers; see `GroupedBackend`."""
         return grouped_outer(
-            left,
-            right,
-            sizes,
+            parts,
             self.blocks(request),
-            left_index=left_index,
-            right_index=right_index,
             added_to=added_to,
-            dtype=left.dtype,
+            dtype=parts[0].left.dtype,
             interpret=not on_gpu(),
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,7 @@ def grouped_matmul(
     *,
     index: jax.Array | None = None,
     transposed: bool = False,
+    columns: tuple[int, int] | None = None,
     dtype: Any,
     interpret: bool = False,
 ) -> jax.Array:
@@ -70,17 +71,18 @@ def grouped_matmul(
       blocks: the sizes of blocks.
       index: int32 [M], the row of x for each sorted row.
       transposed: whether the matrices are stored transposed.
+      columns: the first column of the result, and the end; None: all.
       dtype: of the result.
       interpret: whether to interpret the kernel, on any device.
 
     Returns:
-      [M, N].
+      [M, N], or those columns.
     """
     (x, w), *_ = pairs
     rows = x.shape[0] if index is None else index.shape[0]
-    columns = w.shape[1 if transposed else 2]
+    first, end = columns or (0, w.shape[1 if transposed else 2])
     tiles = tiles_of(sizes, rows, blocks.rows)
-    column_blocks = math.ceil(columns / blocks.columns)
+    column_blocks = math.ceil((end - first) / blocks.columns)
     inputs = [tiles, *(array for pair in pairs for array in pair)]
     if index is not None:
         inputs.append(index)
@@ -92,11 +94,12 @@ def grouped_matmul(
             list(zip(operands[::2], operands[1::2], strict=True)),
             None if index is None else refs[-2],
             refs[-1],
+            first_column=first,
             blocks=blocks,
             transposed=transposed,
         )
 
-    shape = jax.ShapeDtypeStruct((rows, columns), dtype, **_manual_axes(inputs))
+    shape = jax.ShapeDtypeStruct((rows, end - first), dtype, **_manual_axes(inputs))
     count = tiles.shape[0] * column_blocks
     return _call(body, shape, count, blocks, "grouped_matmul", interpret)(*inputs)
 
@@ -107,6 +110,7 @@ def _matmul_body(
     index_ref: Any,
     out_ref: Any,
     *,
+    first_column: int,
     blocks: Blocks,
     transposed: bool,
 ) -> None:
@@ -125,7 +129,15 @@ def _matmul_body(
         for pair in pair_refs:
             # The next product is added to the same registers.
             product = _add_product(
-                product, *pair, group, source, in_rows, ns, in_columns, blocks, transposed
+                product,
+                *pair,
+                group,
+                source,
+                in_rows,
+                first_column + ns,
+                in_columns,
+                blocks,
+                transposed,
             )
         mask = _both(in_rows, in_columns)
         assert mask is not None
@@ -164,27 +176,37 @@ def _add_product(
     return lax.fori_loop(0, math.ceil(contracted / size), step, product)
 
 
+class OuterPart(NamedTuple):
+    """Rows whose products are added: see `grouped_outer`.
+
+    Attributes:
+      left: [M, K], or [S, K] with `left_index`.
+      right: [M, N], or [S, N] with `right_index`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      left_index: int32 [M], or None.
+      right_index: int32 [M], or None.
+    """
+
+    left: Any
+    right: Any
+    sizes: Any
+    left_index: Any = None
+    right_index: Any = None
+
+
 def grouped_outer(
-    left: jax.Array,
-    right: jax.Array,
-    sizes: jax.Array,
+    parts: Sequence[OuterPart],
     blocks: Blocks,
     *,
-    left_index: jax.Array | None = None,
-    right_index: jax.Array | None = None,
     added_to: jax.Array | None = None,
     dtype: Any,
     interpret: bool = False,
 ) -> jax.Array:
-    """The sum of ``leftᵀ right`` over the rows of each group.
+    """The sum of ``leftᵀ right`` over the rows of each group, of all parts.
 
     Args:
-      left: [M, K], or [S, K] with `left_index`.
-      right: [M, N], or [S, N] with `right_index`.
-      sizes: int32 [G], the number of rows of each group, in order.
+      parts: at least one; all have the same groups, K and N.
       blocks: the sizes of blocks: `rows` along K, `columns` along N, `contracted` along the rows.
-      left_index: int32 [M].
-      right_index: int32 [M].
       added_to: [G, K, N], what is added in float32; it is overwritten.
       dtype: of the result.
       interpret: whether to interpret the kernel, on any device.
@@ -192,16 +214,17 @@ def grouped_outer(
     Returns:
       [G, K, N].
     """
-    groups, k, n = sizes.size, left.shape[1], right.shape[1]
+    groups, k, n = parts[0].sizes.size, parts[0].left.shape[1], parts[0].right.shape[1]
     grid = math.ceil(k / blocks.rows), math.ceil(n / blocks.columns)
-    given = [("left_index", left_index), ("right_index", right_index), ("added_to", added_to)]
-    optional = {name: array for name, array in given if array is not None}
-    starts = starts_of(sizes)
-    bounds = jnp.stack([starts, starts + sizes], axis=1)
-    inputs = [bounds, left, right, *optional.values()]
+
+    def with_bounds(part: OuterPart) -> OuterPart:
+        starts = starts_of(part.sizes)
+        return part._replace(sizes=jnp.stack([starts, starts + part.sizes], axis=1))
+
+    inputs, structure = jax.tree.flatten((list(map(with_bounds, parts)), added_to))
 
     def body(*refs: Any) -> None:
-        _outer_body(*refs[:3], refs[-1], dict(zip(optional, refs[3:-1], strict=True)), blocks, grid)
+        _outer_body(*jax.tree.unflatten(structure, refs[:-1]), refs[-1], blocks, grid)
 
     aliases = {} if added_to is None or interpret else {len(inputs) - 1: 0}
     if added_to is not None:
@@ -212,11 +235,9 @@ def grouped_outer(
 
 
 def _outer_body(
-    bounds_ref: Any,
-    left_ref: Any,
-    right_ref: Any,
+    parts: Sequence[OuterPart],
+    added_ref: Any,
     out_ref: Any,
-    optional: dict[str, Any],
     blocks: Blocks,
     grid: tuple[int, int],
 ) -> None:
@@ -224,31 +245,44 @@ def _outer_body(
     program = pl.program_id(0)
     group, tile = program // tiles, program % tiles
     row_block, column_block = tile // grid[1], tile % grid[1]
-    start, end = bounds_ref[group, 0], bounds_ref[group, 1]
     ks = row_block * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
     ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
-    in_ks = ks < left_ref.shape[1] if left_ref.shape[1] % blocks.rows else None
-    in_ns = ns < right_ref.shape[1] if right_ref.shape[1] % blocks.columns else None
+    in_ks = ks < out_ref.shape[1] if out_ref.shape[1] % blocks.rows else None
+    in_ns = ns < out_ref.shape[2] if out_ref.shape[2] % blocks.columns else None
+    total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    for part in parts:
+        total = _add_outer(total, part, group, ks, in_ks, ns, in_ns, blocks.contracted)
+    place, mask = (group, ks[:, None], ns[None, :]), _both(in_ks, in_ns)
+    if added_ref is not None:
+        total += _load(added_ref.at[place], mask).astype(jnp.float32)
+    plgpu.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)
 
-    def loaded(ref: Any, index: str, rows: Any, in_rows: Any, ns: Any, in_ns: Any) -> jax.Array:
-        source = _load(optional[index].at[rows], in_rows) if index in optional else rows
+
+def _add_outer(
+    total: jax.Array,
+    part: OuterPart,
+    group: jax.Array,
+    ks: jax.Array,
+    in_ks: jax.Array | None,
+    ns: jax.Array,
+    in_ns: jax.Array | None,
+    size: int,
+) -> jax.Array:
+    """A tile of a sum, in float32, with the rows of one part more."""
+    start, end = part.sizes[group, 0], part.sizes[group, 1]
+
+    def loaded(ref: Any, index_ref: Any, rows: Any, in_rows: Any, ns: Any, in_ns: Any) -> jax.Array:
+        source = rows if index_ref is None else _load(index_ref.at[rows], in_rows)
         return _load(ref.at[source[:, None], ns[None, :]], _both(in_rows, in_ns))
 
-    def step(i: jax.Array, sum_: jax.Array) -> jax.Array:
-        rows = start + i * blocks.contracted + jnp.arange(blocks.contracted, dtype=jnp.int32)
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows = start + i * size + jnp.arange(size, dtype=jnp.int32)
         in_rows = rows < end
-        left = loaded(left_ref, "left_index", rows, in_rows, ks, in_ks)
-        right = loaded(right_ref, "right_index", rows, in_rows, ns, in_ns)
-        return sum_ + _dot(left.T, right)
+        left = loaded(part.left, part.left_index, rows, in_rows, ks, in_ks)
+        right = loaded(part.right, part.right_index, rows, in_rows, ns, in_ns)
+        return total + _dot(left.T, right)
 
-    place = (group, ks[:, None], ns[None, :])
-    mask = _both(in_ks, in_ns)
-    steps = (end - start + blocks.contracted - 1) // blocks.contracted
-    zero = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
-    total = lax.fori_loop(0, steps, step, zero)
-    if "added_to" in optional:
-        total += _load(optional["added_to"].at[place], mask).astype(jnp.float32)
-    plgpu.store(out_ref.at[place], total.astype(out_ref.dtype), mask=mask)
+    return lax.fori_loop(0, (end - start + size - 1) // size, step, total)
 
 
 def map_rows(

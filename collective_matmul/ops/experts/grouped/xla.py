@@ -13,6 +13,7 @@ from collective_matmul.hardware import assumed_rates, rates
 from collective_matmul.operands.arithmetic import accumulator, add
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -41,12 +42,15 @@ class XlaGrouped(GroupedBackend):
         pairs: Sequence[tuple[jax.Array, jax.Array]],
         sizes: jax.Array,
         index: jax.Array | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> jax.Array:
         """Copies the rows if they are read by index; see `GroupedBackend`."""
         dtype = pairs[0][0].dtype
         products = []
         for x, w in pairs:
             rows = _rows(x, index)
+            if columns is not None:
+                w = lax.slice_in_dim(w, *columns, axis=1 if request.transposed else 2)
             if request.transposed:
                 wide = lax.ragged_dot_general(
                     rows, w, sizes, _TRANSPOSED, preferred_element_type=accumulator(dtype)
@@ -59,28 +63,23 @@ class XlaGrouped(GroupedBackend):
     def weight_gradient(
         self,
         request: GroupedRequest,
-        left: jax.Array,
-        right: jax.Array,
-        sizes: jax.Array,
-        *,
-        left_index: jax.Array | None = None,
-        right_index: jax.Array | None = None,
+        parts: Sequence[OuterPart],
         added_to: jax.Array | None = None,
     ) -> jax.Array:
-        """Copies the rows if they are read by index; see `GroupedBackend`."""
+        """Copies the rows that are read by index; see `GroupedBackend`."""
         del request
-        product = lax.ragged_dot_general(
-            _rows(left, left_index),
-            _rows(right, right_index),
-            sizes,
-            _OVER_ROWS,
-            preferred_element_type=accumulator(left.dtype),
-        )
-        return (
-            product.astype(left.dtype)
-            if added_to is None
-            else add(product, added_to, dtype=left.dtype)
-        )
+        dtype = parts[0].left.dtype
+        products = [
+            lax.ragged_dot_general(
+                _rows(part.left, part.left_index),
+                _rows(part.right, part.right_index),
+                part.sizes,
+                _OVER_ROWS,
+                preferred_element_type=accumulator(dtype),
+            )
+            for part in parts
+        ]
+        return add(*products, *([] if added_to is None else [added_to]), dtype=dtype)
 
     def unsupported_reason(self, request: GroupedRequest) -> str | None:
         """None: it executes every request."""
