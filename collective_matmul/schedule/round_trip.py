@@ -103,8 +103,10 @@ def walk_round_trip(
             for p, piece in enumerate(pieces):
                 made[number, p] = piece(state)
                 if is_last and visit.chunk.offset:
-                    # This piece leaves before the next is made, and before what follows.
-                    made, state, operands = lax.optimization_barrier((made, state, operands))
+                    # This piece leaves before the next is made, and before what follows; and after
+                    # the piece before it has arrived, so that this one is made meanwhile.
+                    tied = made, state, operands, home
+                    made, state, operands, home = lax.optimization_barrier(tied)
                     home |= _returned(gather, visits, made)
                     made = {}
             carry = finish(number, state, operands, carry)
