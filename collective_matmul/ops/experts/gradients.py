@@ -9,7 +9,7 @@ computed again.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul._compat import axis_index
 from collective_matmul.dispatch.contract import Direction
+from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.request import ExpertRequest
@@ -144,6 +145,19 @@ def routed_experts(
     return _forward(x, weights, ws, ids, call)[0]
 
 
+def _keeping(
+    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+) -> tuple[jax.Array, Any]:
+    """The forward pass of a program with gradients.
+
+    Both passes have the backend of the backward pass, which is twice as long: what is kept has the
+    order of its visits.
+    """
+    with record_decisions(hidden=True):
+        backend, _ = call.choose(x, ids.shape[1], ws, "backward")
+    return _forward(x, weights, ws, ids, replace(call, implementation=(backend.name,)))
+
+
 def _forward(
     x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
 ) -> tuple[jax.Array, Any]:
@@ -219,4 +233,4 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     return dx, dweights, gradients, ids
 
 
-routed_experts.defvjp(_forward, _backward)
+routed_experts.defvjp(_keeping, _backward)

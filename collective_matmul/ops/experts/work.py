@@ -139,9 +139,8 @@ class ExpertWork:
         """The products of gate and up."""
         assert self._up is not None
         request, backend = self._up
-        return Hidden(
-            *(backend.matmul(request, [(x, w)], plan.sizes, plan.tokens) for w in (ws.gate, ws.up))
-        )
+        products = backend.matmuls(request, x, (ws.gate, ws.up), plan.sizes, plan.tokens)
+        return Hidden(*products)
 
     def activated(self, hidden: Hidden, plan: Plan) -> jax.Array:
         """σ(G) U."""

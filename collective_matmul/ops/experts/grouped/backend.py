@@ -43,6 +43,17 @@ class GroupedBackend(Backend, Protocol):
         """
         ...
 
+    def matmuls(
+        self,
+        request: GroupedRequest,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        sizes: jax.Array,
+        index: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """The rows of each group times its matrix, for each of several weights; as `matmul`."""
+        return tuple(self.matmul(request, [(x, w)], sizes, index) for w in ws)
+
     def weight_gradient(
         self,
         request: GroupedRequest,

@@ -17,7 +17,7 @@ from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
     OuterPart,
-    grouped_matmul,
+    grouped_matmuls,
     grouped_outer,
     map_rows,
 )
@@ -46,14 +46,34 @@ class TritonGrouped(GroupedBackend):
         columns: tuple[int, int] | None = None,
     ) -> jax.Array:
         """One kernel, which adds all pairs in the same registers; see `GroupedBackend`."""
-        return grouped_matmul(
-            pairs,
+        (result,) = grouped_matmuls(
+            [pairs],
             sizes,
             self.blocks(request),
             index=index,
             transposed=request.transposed,
             columns=columns,
             dtype=pairs[0][0].dtype,
+            interpret=not on_gpu(),
+        )
+        return result
+
+    def matmuls(
+        self,
+        request: GroupedRequest,
+        x: jax.Array,
+        ws: Sequence[jax.Array],
+        sizes: jax.Array,
+        index: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """One kernel; see `GroupedBackend`."""
+        return grouped_matmuls(
+            [[(x, w)] for w in ws],
+            sizes,
+            self.blocks(request),
+            index=index,
+            transposed=request.transposed,
+            dtype=x.dtype,
             interpret=not on_gpu(),
         )
 

@@ -51,8 +51,8 @@ class Blocks:
         return asdict(self)
 
 
-def grouped_matmul(
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
+def grouped_matmuls(
+    sums: Sequence[Sequence[tuple[jax.Array, jax.Array]]],
     sizes: jax.Array,
     blocks: Blocks,
     *,
@@ -61,51 +61,58 @@ def grouped_matmul(
     columns: tuple[int, int] | None = None,
     dtype: Any,
     interpret: bool = False,
-) -> jax.Array:
-    """The rows of each group times the group's matrix, summed over pairs of an x and a w.
+) -> tuple[jax.Array, ...]:
+    """The rows of each group times the group's matrix, for several results in one kernel.
 
     Args:
-      pairs: x is [M, K], or [S, K] if `index` is given; w is [G, K, N], or [G, N, K] if
-        `transposed`.
+      sums: for each result, the pairs (x, w) whose products it is the sum of. x is [M, K], or
+        [S, K] if `index` is given; w is [G, K, N], or [G, N, K] if `transposed`.
       sizes: int32 [G], the number of rows of each group, in order.
       blocks: the sizes of blocks.
       index: int32 [M], the row of x for each sorted row.
       transposed: whether the matrices are stored transposed.
-      columns: the first column of the result, and the end; None: all.
-      dtype: of the result.
+      columns: the first column of the results, and the end; None: all.
+      dtype: of the results.
       interpret: whether to interpret the kernel, on any device.
 
     Returns:
-      [M, N], or those columns.
+      [M, N], or those columns, for each sum.
     """
-    (x, w), *_ = pairs
+    x, w = sums[0][0]
     rows = x.shape[0] if index is None else index.shape[0]
     first, end = columns or (0, w.shape[1 if transposed else 2])
     tiles = tiles_of(sizes, rows, blocks.rows)
-    column_blocks = math.ceil((end - first) / blocks.columns)
-    inputs = [tiles, *(array for pair in pairs for array in pair)]
-    if index is not None:
-        inputs.append(index)
+    inputs, structure = jax.tree.flatten((tiles, index, [list(pairs) for pairs in sums]))
 
     def body(*refs: Any) -> None:
-        operands = refs[1 : 1 + 2 * len(pairs)]
-        _matmul_body(
-            refs[0],
-            list(zip(operands[::2], operands[1::2], strict=True)),
-            None if index is None else refs[-2],
-            refs[-1],
-            first_column=first,
-            blocks=blocks,
-            transposed=transposed,
-        )
+        tiles_ref, index_ref, sum_refs = jax.tree.unflatten(structure, refs[: len(inputs)])
+        column_blocks = math.ceil((end - first) / blocks.columns)
+        tile, column_block = _place(tiles.shape[0], column_blocks * len(sums), blocks)
+        # Programs of all results, one after another, so that few multiprocessors are idle at last.
+        for number, pair_refs in enumerate(sum_refs):
+            is_of_result = column_block // column_blocks == number
+            _matmul_body(
+                tuple(tiles_ref[tile, i] for i in range(3)),
+                column_block - number * column_blocks,
+                is_of_result if len(sums) > 1 else None,
+                pair_refs,
+                index_ref,
+                refs[len(inputs) + number],
+                first_column=first,
+                blocks=blocks,
+                transposed=transposed,
+            )
 
     shape = jax.ShapeDtypeStruct((rows, end - first), dtype, **_manual_axes(inputs))
-    count = tiles.shape[0] * column_blocks
-    return _call(body, shape, count, blocks, "grouped_matmul", interpret)(*inputs)
+    count = tiles.shape[0] * math.ceil((end - first) / blocks.columns) * len(sums)
+    shapes = (shape,) * len(sums)
+    return tuple(_call(body, shapes, count, blocks, "grouped_matmul", interpret)(*inputs))
 
 
 def _matmul_body(
-    tiles_ref: Any,
+    tile: tuple[jax.Array, jax.Array, jax.Array],
+    column_block: jax.Array,
+    is_of_result: jax.Array | None,
     pair_refs: Sequence[tuple[Any, Any]],
     index_ref: Any,
     out_ref: Any,
@@ -115,10 +122,9 @@ def _matmul_body(
     transposed: bool,
 ) -> None:
     columns = out_ref.shape[1]
-    tile, column_block = _place(tiles_ref.shape[0], math.ceil(columns / blocks.columns), blocks)
-    group, start, end = (tiles_ref[tile, i] for i in range(3))
+    group, start, end = tile
 
-    @pl.when(start < end)
+    @pl.when(start < end if is_of_result is None else is_of_result & (start < end))
     def _() -> None:
         rows = start + jnp.arange(blocks.rows, dtype=jnp.int32)
         in_rows = rows < end
