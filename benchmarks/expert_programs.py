@@ -187,6 +187,8 @@ def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., 
     def both(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
         fun = lambda x, weights, *ws: sharded(x, ids, weights, *ws)  # noqa: E731
         y, pullback = jax.vjp(fun, x, weights, gate, up, down)
+        # In a model, the gradient of the result depends on the result.
+        y, dy = lax.optimization_barrier((y, dy))
         return y, pullback(dy)
 
     return both if differentiated else forward
