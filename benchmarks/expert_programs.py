@@ -99,13 +99,14 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
 
     def experts(x: Any, weights: Any, gate: Any, up: Any, down: Any, order: Any, sizes: Any) -> Any:
         k = weights.shape[1]
-        rows = _rows_of_tokens(x, order, k)
+        is_here = (jnp.arange(order.size) < sizes.sum())[:, None]
+        rows = _rows_of_tokens(x, order, is_here, k)
         hidden = jax.nn.silu(product("up")(rows, gate, sizes)) * product("up")(rows, up, sizes)
         y = product("down")(hidden, down, sizes)
-        is_here = jnp.arange(y.shape[0]) < sizes.sum()
         factors = _permuted(weights.reshape(-1), order)
-        y = jnp.where(is_here[:, None], y * factors[:, None].astype(y.dtype), 0)
-        return _sums_of_tokens(y, order, k)
+        # Kernels do not write rows of no group.
+        y = jnp.where(is_here, y, 0) * factors[:, None].astype(y.dtype)
+        return _sums_of_tokens(y, order, is_here, k)
 
     if recompute:
         experts = jax.checkpoint(experts)
@@ -127,19 +128,17 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
     return layer
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows_of_tokens(x: jax.Array, order: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_of_tokens(x: jax.Array, order: jax.Array, is_here: jax.Array, k: int) -> jax.Array:
     """[T, h] to [T k, h], the row of each pair in this order."""
+    del is_here
     return x[order // k]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sums_of_tokens(rows: jax.Array, order: jax.Array, k: int) -> jax.Array:
-    """The opposite: the sum of each token's rows."""
-    return _added(rows[_inverse(order)], k)
-
-
-def _added(rows: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums_of_tokens(rows: jax.Array, order: jax.Array, is_here: jax.Array, k: int) -> jax.Array:
+    """The opposite: the sum of each token's rows, of those that are here."""
+    rows = jnp.where(is_here, rows, 0)[_inverse(order)]
     wide = rows.reshape(-1, k, rows.shape[1]).astype(jnp.float32)
     return wide.sum(1).astype(rows.dtype)
 
@@ -154,12 +153,12 @@ def _no_gradient(order: jax.Array) -> np.ndarray:
 
 
 _rows_of_tokens.defvjp(
-    lambda x, order, k: (_rows_of_tokens(x, order, k), order),
-    lambda k, order, dy: (_sums_of_tokens(dy, order, k), _no_gradient(order)),
+    lambda x, order, is_here, k: (_rows_of_tokens(x, order, is_here, k), (order, is_here)),
+    lambda k, kept, dy: (_sums_of_tokens(dy, *kept, k), *map(_no_gradient, kept)),
 )
 _sums_of_tokens.defvjp(
-    lambda rows, order, k: (_sums_of_tokens(rows, order, k), order),
-    lambda k, order, dy: (dy[order // k], _no_gradient(order)),
+    lambda rows, order, is_here, k: (_sums_of_tokens(rows, order, is_here, k), (order, is_here)),
+    lambda k, kept, dy: (dy[kept[0] // k], *map(_no_gradient, kept)),
 )
 
 

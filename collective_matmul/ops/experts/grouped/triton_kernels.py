@@ -87,7 +87,9 @@ def grouped_matmuls(
     def body(*refs: Any) -> None:
         tiles_ref, index_ref, sum_refs = jax.tree.unflatten(structure, refs[: len(inputs)])
         column_blocks = math.ceil((end - first) / blocks.columns)
-        tile, column_block = _place(tiles.shape[0], column_blocks * len(sums), blocks)
+        tile, column_block = _place(
+            pl.program_id(0), tiles.shape[0], column_blocks * len(sums), blocks
+        )
         # Programs of all results, one after another, so that few multiprocessors are idle at last.
         for number, pair_refs in enumerate(sum_refs):
             is_of_result = column_block // column_blocks == number
@@ -250,7 +252,7 @@ def _outer_body(
     tiles = grid[0] * grid[1]
     program = pl.program_id(0)
     group, tile = program // tiles, program % tiles
-    row_block, column_block = tile // grid[1], tile % grid[1]
+    row_block, column_block = _place(tile, *grid, blocks)
     ks = row_block * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
     ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
     in_ks = ks < out_ref.shape[1] if out_ref.shape[1] % blocks.rows else None
@@ -355,13 +357,14 @@ def map_rows(
     return tuple(_call(body, tuple(shapes), programs, blocks, "map_rows", interpret)(*inputs))
 
 
-def _place(row_tiles: int, column_blocks: int, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """This program's tile of rows and its block of columns."""
+def _place(
+    program: jax.Array, row_blocks: int, column_blocks: int, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """A program's block of rows and its block of columns."""
     at_once = blocks.rows_at_once
-    program = pl.program_id(0)
     first = program // (at_once * column_blocks) * at_once
     within = program % (at_once * column_blocks)
-    height = jnp.minimum(row_tiles - first, at_once)
+    height = jnp.minimum(row_blocks - first, at_once)
     return first + within % height, within // height
 
 
