@@ -144,11 +144,11 @@ class TritonGrouped(GroupedBackend):
             return [Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)]
         per_group = request.used_rows / request.groups
         if request.op == "grouped_weight_gradient":
-            first = Blocks(warps=4, stages=5)
-            return [first, replace(first, stages=3), Blocks(columns=256, stages=4)]
+            first = Blocks(warps=4, stages=4)
+            return [first, replace(first, stages=3), Blocks(columns=256, stages=3)]
         rows = next((size for size in (16, 32, 64) if per_group <= size), 128)
         columns = 256 if request.columns >= 256 else 128
-        wide = Blocks(rows=rows, columns=columns, stages=4 if rows < 128 else 3)
+        wide = Blocks(rows=rows, columns=columns, stages=4)
         others = [
             replace(wide, rows_at_once=at_once, stages=stages)
             for at_once, stages in itertools.product((4, 8, 16), (3, 4))

@@ -130,7 +130,10 @@ def _matmul_body(
     def _() -> None:
         rows = start + jnp.arange(blocks.rows, dtype=jnp.int32)
         in_rows = rows < end
-        source = rows if index_ref is None else _load(index_ref.at[rows], in_rows)
+        # Rows that are not written may be any rows: loads without a mask are faster.
+        source = jnp.minimum(rows, end - 1)
+        if index_ref is not None:
+            source = _load(index_ref.at[source], None)
         ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
         in_columns = ns < columns if columns % blocks.columns else None
         product = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
@@ -141,7 +144,6 @@ def _matmul_body(
                 *pair,
                 group,
                 source,
-                in_rows,
                 first_column + ns,
                 in_columns,
                 blocks,
@@ -161,7 +163,6 @@ def _add_product(
     w_ref: Any,
     group: jax.Array,
     source: jax.Array,
-    in_rows: jax.Array,
     ns: jax.Array,
     in_columns: jax.Array | None,
     blocks: Blocks,
@@ -174,7 +175,7 @@ def _add_product(
     def step(i: jax.Array, sum_: jax.Array) -> jax.Array:
         ks = i * size + jnp.arange(size, dtype=jnp.int32)
         in_ks = ks < contracted if ragged else None
-        x = _load(x_ref.at[source[:, None], ks[None, :]], _both(in_rows, in_ks))
+        x = _load(x_ref.at[source[:, None], ks[None, :]], _both(None, in_ks))
         if transposed:
             w = _load(w_ref.at[group, ns[:, None], ks[None, :]], _both(in_columns, in_ks)).T
         else:
@@ -283,14 +284,22 @@ def _add_outer(
         source = rows if index_ref is None else _load(index_ref.at[rows], in_rows)
         return _load(ref.at[source[:, None], ns[None, :]], _both(in_rows, in_ns))
 
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        rows = start + i * size + jnp.arange(size, dtype=jnp.int32)
-        in_rows = rows < end
+    def add(start: jax.Array, total: jax.Array, *, masked: bool) -> jax.Array:
+        rows = start + jnp.arange(size, dtype=jnp.int32)
+        in_rows = rows < end if masked else None
         left = loaded(part.left, part.left_index, rows, in_rows, ks, in_ks)
         right = loaded(part.right, part.right_index, rows, in_rows, ns, in_ns)
         return total + _dot(left.T, right)
 
-    return lax.fori_loop(0, (end - start + size - 1) // size, step, total)
+    # Rows of other groups are masked in the last step only: loads without a mask are faster.
+    whole = (end - start) // size
+    total = lax.fori_loop(
+        0, whole, lambda i, total: add(start + i * size, total, masked=False), total
+    )
+    rest = start + whole * size
+    return lax.cond(
+        rest < end, lambda total: add(rest, total, masked=True), lambda total: total, total
+    )
 
 
 def map_rows(
