@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
     all_gather_matmul,
+    collective_einsum,
     explain,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -43,6 +44,8 @@ class TwoHalves(Xla):
     """XLA's matmuls and sums; two all-gathers of half the rows take the place of one."""
 
     name = NAME
+    # `Xla` executes them all. Here, the dimension to be halved must be one of rows.
+    executes_einsums = False
 
     def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """[..., m, ...] -> [..., D*m, ...]."""
@@ -252,6 +255,19 @@ def test_odd_rows_are_refused_with_the_reason(
     assert chosen == "ring"
     assert reason in why
     assert reason in caplog.text
+
+
+def test_einsums_that_are_no_matmuls_are_refused(make_mesh: MeshFactory) -> None:
+    op = jax.shard_map(
+        lambda x, w: collective_einsum(
+            "ks,kn->sn", x, w, "tensor", gather="s", implementation=NAME
+        ),
+        mesh=make_mesh({"tensor": 4}),
+        in_specs=(P(None, "tensor"), P(None, "tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    with pytest.raises(ValueError, match=f"'ks,kn->sn' is not a matmul, and {NAME} executes"):
+        jax.eval_shape(op, *described((K, M), (K, N)))
 
 
 def test_the_backward_pass_is_refused_too(make_mesh: MeshFactory) -> None:
