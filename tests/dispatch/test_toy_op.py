@@ -1,6 +1,10 @@
-"""An op that the library does not have: the softmax of each row of ``all_gather(x) @ w``.
+"""A new op is a request, backends, and one registration: all else follows from their answers.
 
-Its request is no matmul. It has a reference, a ring and a backward pass of its own.
+The op is no matmul: the softmax, row by row, of a gathered x times w. It was written from
+docs/extending.md. It has a reference, a ring that walks a schedule, and a backward pass that is a
+request of its own. Nothing of the library is changed here but by `register_op`.
+
+Local shapes: x [m, K], w [K, N] -> [D*m, N].
 """
 
 from __future__ import annotations
@@ -8,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,26 +21,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain, tune
-from collective_matmul.data import Run
-from collective_matmul.dispatch.contract import COMPUTE_ONLY, Backend, Prediction, Request
+from collective_matmul.dispatch import selection
+from collective_matmul.dispatch.branches import divergent_axes, no_permutes_reason
+from collective_matmul.dispatch.contract import (
+    COMPUTE_ONLY,
+    Backend,
+    Prediction,
+    Request,
+    size_above_zero,
+)
 from collective_matmul.dispatch.registry import OPS, Op, Registry, register_op, unregister_op
 from collective_matmul.dispatch.repetitions import AXIS, Repetitions
-from collective_matmul.dispatch.selection import choose
-from collective_matmul.dispatch.table import Entry, Table
+from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
+from collective_matmul.dispatch.table import Table
 from collective_matmul.dispatch.table_files import cache_path, read_users, save
 from collective_matmul.hardware import rates
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 from collective_matmul.operands.chunked import empty_like, read, write
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.source_location import SourceLocation, calling_location
 from tests.conftest import MeshFactory
+from tests.dispatch.sites import H200
+from tests.dispatch.tables import entry
+from tests.dispatch.tables import layer as matmul_layer
 
 NAME = "gathered_softmax"
-SOFTMAXES = Registry()
+SOFTMAXES = Registry(renamed={"spiral": "ring"})
 
 
 @dataclass(frozen=True)
@@ -50,40 +64,19 @@ class SoftmaxRequest(Request):
     axis_size: int
     # Another operation than the forward pass, so tables must tell them apart.
     is_backward: bool = False
+    divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
 
     op = NAME
-    transport = "peer_copies"
-    divergent_axes = ()
-    replaces = None
 
-    @property
-    def backends(self) -> Registry:
-        return SOFTMAXES
-
-    @property
-    def direction(self) -> Any:
-        return "backward" if self.is_backward else "forward"
-
-    @property
-    def rows(self) -> int:
-        return self.sizes[0]
-
-    @property
-    def layer(self) -> Any:
-        return self.sizes[1:]
-
-    @property
-    def kind(self) -> Any:
-        return self.axis_size, self.dtype, self.is_backward
-
-    @property
-    def order(self) -> Any:
-        return *self.kind, *self.layer, self.rows
-
-    @property
-    def flat(self) -> SoftmaxRequest:
-        return replace(self, axis_name="")
+    backends = property(lambda self: SOFTMAXES)
+    direction = property(lambda self: "backward" if self.is_backward else "forward")
+    rows = property(lambda self: self.sizes[0])
+    layer = property(lambda self: self.sizes[1:])
+    kind = property(lambda self: (self.axis_size, self.dtype, self.is_backward))
+    order = property(lambda self: (*self.kind, *self.layer, self.rows))
+    flat = property(lambda self: replace(self, axis_name=""))
+    communication_seconds = property(lambda self: self.bytes_communicated / 3e11)
 
     @property
     def flops(self) -> int:
@@ -96,8 +89,11 @@ class SoftmaxRequest(Request):
         return (self.axis_size - 1) * shard * (2 if self.is_backward else 1)
 
     @property
-    def communication_seconds(self) -> float:
-        return self.bytes_communicated / 3e11
+    def remarks(self) -> Sequence[str]:
+        return ("one column is all ones",) if self.sizes[2] == 1 else ()
+
+    def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
+        return f"multiplies {self.dtype}"
 
     @property
     def shapes(self) -> str:
@@ -117,9 +113,9 @@ class SoftmaxRequest(Request):
 
 
 def request_of(fields: Mapping[str, Any]) -> SoftmaxRequest:
-    rows, k, n = (int(size) for size in fields["sizes"])
-    dtype = jnp.dtype(fields["dtype"]).name
-    return SoftmaxRequest((rows, k, n), dtype, "", fields["devices"], fields["backward"])
+    rows, k, n = map(size_above_zero, fields["sizes"])
+    dtype, devices = jnp.dtype(fields["dtype"]).name, size_above_zero(fields["devices"])
+    return SoftmaxRequest((rows, k, n), dtype, "", devices, bool(fields["backward"]))
 
 
 def softmax_gradient(y: jax.Array, dy: jax.Array) -> jax.Array:
@@ -189,6 +185,9 @@ class SoftmaxRing(SoftmaxInXla):
         return dx, gather.gathered().whole(0).T @ dz
 
     def unsupported_reason(self, request: SoftmaxRequest) -> str | None:
+        if reason := no_permutes_reason(request):
+            return reason
+        # For these tests alone: a schedule takes any number of rows.
         return f"a shard has {request.rows} rows, which is odd" if request.rows % 2 else None
 
     def predict(self, request: SoftmaxRequest) -> Prediction | None:
@@ -246,44 +245,53 @@ class Measured(Repetitions):
         return backend.execute(request, operands.x, weights, *operands.others), ()
 
 
-@contextmanager
-def registered() -> Iterator[None]:
-    register_op(Op(NAME, SOFTMAXES, request_of, Measured, has_bound=True))
-    try:
-        yield
-    finally:
-        unregister_op(NAME)
+OP = Op(NAME, SOFTMAXES, request_of, Measured, has_bound=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+class Call(NamedTuple):
+    """What both passes know of the user's call. It is hashable, as a static argument must be."""
+
+    axis_name: str
+    implementation: tuple[str, ...] | None
+    divergent_axes: tuple[str, ...]
+    source: SourceLocation | None
+
+    def execute(self, is_backward: bool, *operands: jax.Array) -> Any:
+        x, w = operands[:2]
+        request = SoftmaxRequest(
+            (*x.shape, w.shape[1]),  # type: ignore[arg-type]
+            x.dtype.name,
+            self.axis_name,
+            lax.axis_size(self.axis_name),
+            is_backward,
+            self.divergent_axes,
+            self.source,
+        )
+        return choose(request, self.implementation).execute(request, *operands)
+
+
 def gathered_softmax(x: Any, w: Any, axis_name: str, implementation: Any = None) -> Any:
     """x [m, K], w [K, N] -> [D*m, N], whose rows add up to 1, inside `jax.shard_map`."""
-    return _execute(axis_name, implementation, False, x, w)
+    names = SOFTMAXES.requested(implementation)
+    call = Call(axis_name, names, divergent_axes(axis_name), calling_location())
+    return _gathered_softmax(call, *pvary_all(axis_name, (x, w)))
 
 
-def _execute(axis_name: str, implementation: Any, is_backward: bool, *operands: Any) -> Any:
-    x, w = operands[:2]
-    request = SoftmaxRequest(
-        (*x.shape, w.shape[1]),
-        x.dtype.name,
-        axis_name,
-        lax.axis_size(axis_name),
-        is_backward,
-        calling_location(),
-    )
-    return choose(request, SOFTMAXES.requested(implementation)).execute(request, *operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered_softmax(call: Call, x: Any, w: Any) -> Any:
+    return call.execute(False, x, w)
 
 
-def _forward(x: Any, w: Any, axis_name: str, implementation: Any) -> Any:
-    y = gathered_softmax(x, w, axis_name, implementation)
+def _forward(call: Call, x: Any, w: Any) -> Any:
+    y = call.execute(False, x, w)
     return y, (x, w, y)
 
 
-def _backward(axis_name: str, implementation: Any, kept: Any, dy: Any) -> Any:
-    return _execute(axis_name, implementation, True, *kept, dy)
+def _backward(call: Call, kept: Any, dy: Any) -> Any:
+    return call.execute(True, *kept, dy)
 
 
-gathered_softmax.defvjp(_forward, _backward)
+_gathered_softmax.defvjp(_forward, _backward)
 
 
 # The tests.
@@ -293,8 +301,9 @@ ROWS, K, N = 4, 6, 5  # of a shard
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    with registered():
-        yield
+    register_op(OP)
+    yield
+    unregister_op(NAME)
 
 
 @pytest.fixture(autouse=True)
@@ -346,6 +355,19 @@ def expected(devices: int, x: Any, w: Any, c: Any) -> tuple[np.ndarray, ...]:
     return np.concatenate(ys, 1), dx, np.concatenate(dws, 1)
 
 
+def softmax_of(rows: int) -> SoftmaxRequest:
+    """The flat request of `described`."""
+    return SoftmaxRequest((rows, K, N), "float32", "", 4)
+
+
+def save_for(mesh: Mesh, entries: Any) -> None:
+    """Saves a table for the devices of a mesh where decisions read it."""
+    kind = mesh.devices.flat[0].device_kind
+    path = cache_path(kind)
+    assert path is not None
+    save(path, kind, entries)
+
+
 def decisions(fun: Any, *args: Any) -> list[tuple[str, str, str]]:
     explained = explain(fun)(*args).decisions
     return [(d.site.direction, d.implementation, d.reason) for d in explained]
@@ -381,23 +403,65 @@ def test_a_name_is_a_request(make_mesh: MeshFactory) -> None:
         assert "requested" in reason
 
 
-def test_an_unknown_name_is_refused(make_mesh: MeshFactory) -> None:
-    with pytest.raises(ValueError, match=r"'spiral'.*xla.*ring"):
-        jax.eval_shape(layer(make_mesh({"tensor": 4}), "spiral"), *described(4))
+def test_names_that_the_op_does_not_have_are_refused(make_mesh: MeshFactory) -> None:
+    mesh = make_mesh({"tensor": 4})
+    with pytest.raises(ValueError, match=r"^implementation='one_shot': expected .* of xla, ring"):
+        jax.eval_shape(layer(mesh, "one_shot"), *described(4))
+    with pytest.warns(DeprecationWarning, match="'spiral' is now called 'ring'"):
+        jax.eval_shape(layer(mesh, "spiral"), *described(4))
 
 
 def test_odd_rows_are_refused_with_the_reason(make_mesh: MeshFactory) -> None:
     mesh = make_mesh({"tensor": 4})
-    with pytest.raises(ValueError, match="'ring': a shard has 3 rows, which is odd; for "):
+    with pytest.raises(UnsupportedSiteError, match="'ring': a shard has 3 rows, which is odd; "):
         jax.eval_shape(layer(mesh, "ring"), *described(4, rows=3))
     [(_, chosen, reason)] = decisions(layer(mesh, ("ring", "xla")), *described(4, rows=3))
     assert chosen == "xla"
     assert "3 rows" in reason
 
 
+@pytest.mark.parametrize("names", [None, ("ring", "xla")])
+def test_no_ring_in_a_branch_that_devices_may_not_share(names: Any, make_mesh: MeshFactory) -> None:
+    def in_branch(flag: Any, x: Any, w: Any) -> Any:
+        def softmax(x: Any, w: Any) -> Any:
+            return gathered_softmax(x, w, "tensor", names)
+
+        return lax.cond(flag.any(), softmax, lambda x, w: softmax(2 * x, w), x, w)
+
+    op = jax.shard_map(
+        in_branch,
+        mesh=make_mesh({"data": 2, "tensor": 2}),
+        in_specs=(P("data"), P(("data", "tensor")), P(None, "tensor")),
+        out_specs=P("data", "tensor"),
+    )
+    shapes = [jax.ShapeDtypeStruct((2,), "bool"), *described(4)]
+    explained = explain(jax.grad(lambda *args: op(*args).sum(), argnums=1))(*shapes)
+    assert {d.implementation for d in explained.decisions} == {"xla"}
+    assert {d.site.divergent_axes for d in explained.decisions} == {("data",)}
+    assert {d.site.direction for d in explained.decisions} == {"forward", "backward"}
+
+
+def test_another_axis_has_parts_of_x_and_the_whole_w(make_mesh: MeshFactory) -> None:
+    """The gradient of w is summed over that axis."""
+    x, w = random_arrays(2)[:2]
+    x = np.concatenate((x, x + 1))
+    c = np.random.default_rng(0).normal(size=(len(x), w.shape[1])).astype(np.float32)
+    op = jax.shard_map(
+        lambda x, w: gathered_softmax(x, w, "tensor", "ring"),
+        mesh=make_mesh({"data": 2, "tensor": 2}),
+        in_specs=(P(("data", "tensor")), P(None, "tensor")),
+        out_specs=P("data", "tensor"),
+    )
+    dw = jax.jit(jax.grad(lambda w: jnp.sum(c * op(x, w))))(w)
+    # float32 sums of at most 40 products of numbers near 1.
+    np.testing.assert_allclose(dw, expected(2, x, w, c)[2], rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_chosen_where_nothing_is_known(make_mesh: MeshFactory) -> None:
     [(_, chosen, _)] = decisions(layer(make_mesh({"tensor": 4})), *described(4))
     assert chosen == "xla"
+    [(_, chosen, reason)] = decisions(layer(make_mesh({"tensor": 1})), *described(1))
+    assert (chosen, reason) == ("xla", "one device: nothing to communicate")
 
 
 def test_a_saved_table_chooses_in_each_pass_by_itself(make_mesh: MeshFactory) -> None:
@@ -405,27 +469,31 @@ def test_a_saved_table_chooses_in_each_pass_by_itself(make_mesh: MeshFactory) ->
     fun = loss_gradients(mesh)
     forward, backward = (d.site.flat for d in explain(fun)(*arrays).decisions)
     assert forward != backward
-    run = Run("2026-11-26", jax.__version__, "4 of nothing")
-    kind = mesh.devices.flat[0].device_kind
-    path = cache_path(kind)
-    assert path is not None
-    entries = {
-        forward: Entry({"xla": 3e-6, "ring": 2e-6}, run),
-        backward: Entry({"xla": 3e-6, "ring": 4e-6}, run),
-    }
-    save(path, kind, entries)
+    save_for(mesh, {forward: entry(xla=3, ring=2), backward: entry(xla=3, ring=4)})
 
     chosen = decisions(fun, *arrays)
     assert [entry[:2] for entry in chosen] == [("forward", "ring"), ("backward", "xla")]
     assert all("measured" in reason for *_, reason in chosen)
-    # A request with twice the rows is near enough to what was measured.
-    [(_, name, _)] = decisions(layer(mesh), *described(4, rows=2 * ROWS))
-    assert name == "ring"
+
+
+def test_similar_requests_are_decided_alike(make_mesh: MeshFactory) -> None:
+    """Between two entries of a layer, and near one of another layer; not of another kind."""
+    mesh = make_mesh({"tensor": 4})
+    ends = {softmax_of(rows): entry(xla=2 * rows, ring=rows / 2) for rows in (2, 8)}
+    save_for(mesh, ends)
+    near = "near what was measured (your table)"
+    [(_, chosen, reason)] = decisions(layer(mesh), *described(4))
+    assert chosen == "ring"
+    assert reason.startswith(f"{near}: 8 µs xla, 2 µs ring")
+    wider = jax.ShapeDtypeStruct((K, 8 * N), "float32")
+    [(_, _, reason)] = decisions(layer(mesh), described(4, rows=2)[0], wider)
+    assert reason.startswith(near)
+    [(_, chosen, _)] = decisions(layer(make_mesh({"tensor": 2})), *described(2))
+    assert chosen == "xla"
 
 
 def test_a_model_chooses_on_devices_that_it_knows() -> None:
-    h200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((4,), ("tensor",), (AxisType.Auto,), abstract_device=h200)
+    mesh = AbstractMesh((4,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
     shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 1024), (1024, 8192))]
     [decision] = explain(layer(mesh))(*shapes).decisions
     assert decision.implementation == "ring"
@@ -433,15 +501,51 @@ def test_a_model_chooses_on_devices_that_it_knows() -> None:
     assert decision.seconds is not None
     assert decision.reference_seconds is not None
     assert decision.seconds < decision.reference_seconds
+    assert decision.communication_seconds == decision.site.communication_seconds
+
+
+def test_what_is_missed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(selection, "warn_once", warned.append)
+    mesh = AbstractMesh((4,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4100, 1024), (1024, 8192))]
+    [(_, chosen, reason)] = decisions(layer(mesh), *shapes)
+    missed = "ring is not possible: a shard has 1025 rows, which is odd"
+    assert chosen == "xla"
+    assert reason.startswith(f"fallback: {missed}; the slower of two rates")
+    assert warned == [f"{NAME} falls back to xla: {missed}"]
+
+
+def test_what_xla_hides_is_the_requests_own() -> None:
+    forward = softmax_of(ROWS)
+    assert forward.overlapped_seconds == 0
+    backward = replace(forward, is_backward=True)
+    assert backward.overlapped_seconds == backward.communication_seconds > 0
 
 
 def test_explain_has_a_line_for_each_pass(make_mesh: MeshFactory) -> None:
-    table = explain(loss_gradients(make_mesh({"tensor": 4}), "ring"))(*random_arrays(4)).table(400)
-    lines = [line for line in table.splitlines() if NAME in line]
+    explained = explain(loss_gradients(make_mesh({"tensor": 4}), "ring"))(*random_arrays(4))
+    lines = [line for line in explained.table(400).splitlines() if NAME in line]
     assert ["forward" in line for line in lines] == [True, False]
     assert ["backward" in line for line in lines] == [False, True]
-    assert all("float32 softmax [4,6]@[6,5] over tensor=4" in line for line in lines)
-    assert all(Path(__file__).name in line and " ring " in line for line in lines)
+    shapes = "float32 softmax [4,6]@[6,5] over tensor=4"
+    for part in (shapes, " ring ", f"{Path(__file__).name}:", "multiplies float32"):
+        assert all(part in line for line in lines)
+    # Both passes are those of one call.
+    assert len({decision.site.source for decision in explained.decisions}) == 1
+
+
+def test_explain_counts_runs_and_shows_remarks(make_mesh: MeshFactory) -> None:
+    op = layer(make_mesh({"tensor": 4}))
+
+    def repeated(x: Any, w: Any) -> Any:
+        return lax.scan(lambda carry, _: (carry, op(x, w)), 0, length=3)
+
+    explained = explain(repeated)(described(4)[0], jax.ShapeDtypeStruct((K, 4), "float32"))
+    [decision] = explained.decisions
+    assert decision.reason.startswith("one column is all ones; ")
+    assert [*explained.runs.values()] == [3]
+    assert "3 collective matmuls" in str(explained)
 
 
 def test_tune_measures_both_passes_and_its_table_decides(
@@ -453,8 +557,8 @@ def test_tune_measures_both_passes_and_its_table_decides(
     assert table.path is not None
     assert table.path.parent == tmp_path
     assert {request.is_backward for request in table.entries} == {False, True}
-    for entry in table.entries.values():
-        assert set(entry.seconds) == {"xla", "ring", COMPUTE_ONLY}
+    for measured in table.entries.values():
+        assert set(measured.seconds) == {"xla", "ring", COMPUTE_ONLY}
     saved = read_users(table.path)
     assert saved is not None
     assert saved.entries.keys() == table.entries.keys()
@@ -462,15 +566,42 @@ def test_tune_measures_both_passes_and_its_table_decides(
         assert "measured" in reason
 
 
-def test_a_table_keeps_entries_of_an_op_that_is_not_registered() -> None:
-    run = Run("2026-11-26", jax.__version__, "4 of nothing")
-    request = SoftmaxRequest((ROWS, K, N), "float32", "", 4)
-    table = Table("cpu", {request: Entry({"xla": 3e-6, "ring": 2e-6}, run)})
+def test_tables_hold_several_ops(tmp_path: Path) -> None:
+    softmaxes = [softmax_of(rows) for rows in (4, 2)]
+    matmul = matmul_layer(512).flat
+    entries = {key: entry(xla=1.0) for key in (*softmaxes, matmul)}
+    text = save(tmp_path / "table.jsonl", "cpu", entries).to_text()
+    read = Table.from_text(text)
+    assert read.entries == entries
+    assert [*read.entries] == [matmul, *reversed(softmaxes)]
+    for damaged in ("0", '"4"', "null"):
+        with pytest.raises(ValueError, match="expected a whole number above zero"):
+            Table.from_text(text.replace('"sizes": [4', f'"sizes": [{damaged}'))
+
+
+def test_entries_of_ops_that_a_program_does_not_have_stay_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They hide no entry of another op, and are read again where the op is registered."""
+    path, others = tmp_path / "table.jsonl", [matmul_layer(rows).flat for rows in (512, 1024)]
+    measured = entry(xla=3.5, ring=1.0)
+    save(path, "cpu", {softmax_of(ROWS): measured, others[0]: measured})
     unregister_op(NAME)
     try:
         assert NAME not in OPS
-        unread = Table.from_text(table.to_text())
-        assert not unread.entries
+        read = read_users(path)
+        assert read is not None
+        assert [*read.entries] == [others[0]]
+        save(path, "cpu", {others[1]: measured})
     finally:
-        register_op(Op(NAME, SOFTMAXES, request_of, Measured, has_bound=True))
-    assert Table.from_text(unread.to_text()).entries == table.entries
+        register_op(OP)
+    read = read_users(path)
+    assert read is not None
+    assert read.entries == dict.fromkeys((*others, softmax_of(ROWS)), measured)
+    assert [*tmp_path.iterdir()] == [path]
+    assert not caplog.records
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(ValueError, match=rf"^op.name='{NAME}': it is taken"):
+        register_op(OPS[NAME])
