@@ -30,6 +30,7 @@ from collective_matmul.dispatch.branches import divergent_axes, no_permutes_reas
 from collective_matmul.dispatch.contract import (
     COMPUTE_ONLY,
     Backend,
+    Direction,
     Prediction,
     Request,
     size_above_zero,
@@ -68,15 +69,18 @@ class SoftmaxRequest(Request):
     source: SourceLocation | None = field(default=None, compare=False)
 
     op = NAME
-
     backends = property(lambda self: SOFTMAXES)
-    direction = property(lambda self: "backward" if self.is_backward else "forward")
     rows = property(lambda self: self.sizes[0])
     layer = property(lambda self: self.sizes[1:])
     kind = property(lambda self: (self.axis_size, self.dtype, self.is_backward))
     order = property(lambda self: (*self.kind, *self.layer, self.rows))
     flat = property(lambda self: replace(self, axis_name=""))
+    remarks = property(lambda self: ("all ones",) if self.layer[1] == 1 else ())
     communication_seconds = property(lambda self: self.bytes_communicated / 3e11)
+
+    @property
+    def direction(self) -> Direction:
+        return "backward" if self.is_backward else "forward"
 
     @property
     def flops(self) -> int:
@@ -87,10 +91,6 @@ class SoftmaxRequest(Request):
     def bytes_communicated(self) -> int:
         shard = jnp.dtype(self.dtype).itemsize * math.prod(self.sizes[:2])
         return (self.axis_size - 1) * shard * (2 if self.is_backward else 1)
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        return ("one column is all ones",) if self.sizes[2] == 1 else ()
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
         return f"multiplies {self.dtype}"
@@ -143,7 +143,6 @@ class SoftmaxInXla(Backend):
         return dx, lax.all_gather(x, request.axis_name, axis=0, tiled=True).T @ dz
 
     def unsupported_reason(self, request: SoftmaxRequest) -> str | None:
-        del request
         return None
 
     def predict(self, request: SoftmaxRequest) -> Prediction | None:
@@ -163,7 +162,6 @@ class SoftmaxRing(SoftmaxInXla):
         gather = Gather(x, "two_way", request.axis_name, 0)
 
         def softmax(chunk: Any, rows: jax.Array, operands: Any, y: jax.Array) -> jax.Array:
-            del operands
             place = Rows(y, gather.start(chunk), gather.size(chunk))
             return write(place, jax.nn.softmax(rows @ w, axis=-1), 0)
 
@@ -212,13 +210,11 @@ class WithoutCommunication(SoftmaxInXla):
     """The computation on an x that is gathered already."""
 
     def forward(self, request: SoftmaxRequest, x: jax.Array, w: jax.Array) -> jax.Array:
-        del request
         return jax.nn.softmax(x @ w, axis=-1)
 
     def backward(
         self, request: SoftmaxRequest, x: jax.Array, w: jax.Array, y: jax.Array, dy: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        del request
         dz = softmax_gradient(y, dy)
         return dz @ w.T, x.T @ dz
 
@@ -299,16 +295,12 @@ _gathered_softmax.defvjp(_forward, _backward)
 ROWS, K, N = 4, 6, 5  # of a shard
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path))
     register_op(OP)
     yield
     unregister_op(NAME)
-
-
-@pytest.fixture(autouse=True)
-def _no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path))
 
 
 def layer(mesh: Mesh | AbstractMesh, implementation: Any = None) -> Any:
@@ -543,7 +535,7 @@ def test_explain_counts_runs_and_shows_remarks(make_mesh: MeshFactory) -> None:
 
     explained = explain(repeated)(described(4)[0], jax.ShapeDtypeStruct((K, 4), "float32"))
     [decision] = explained.decisions
-    assert decision.reason.startswith("one column is all ones; ")
+    assert decision.reason.startswith("all ones; ")
     assert [*explained.runs.values()] == [3]
     assert "3 collective matmuls" in str(explained)
 
