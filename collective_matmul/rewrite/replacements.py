@@ -15,13 +15,13 @@ from collective_matmul.operands.chunked import Gathered, tie_with_barrier
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import Sharded
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.einsum import einsum
 from collective_matmul.ops.matmul.gradients import (
     gather_matmul,
     matmul_all_reduce,
     matmul_scatter,
-    pvary_all,
 )
 from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch

@@ -56,10 +56,11 @@ from jax.ad_checkpoint import checkpoint_name
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.matmul import checks, gradients
 from collective_matmul.ops.matmul.call import call_here
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
-from collective_matmul.ops.matmul.gradients import gather_matmul, matmul_scatter, pvary_all
+from collective_matmul.ops.matmul.gradients import gather_matmul, matmul_scatter
 from collective_matmul.ops.matmul.prequantize import checked_weights, operands_of
 
 #: Name of the results of the ops, for policies of `jax.checkpoint`.

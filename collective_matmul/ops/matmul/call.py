@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import jax
 from jax import lax
 
-from collective_matmul._compat import inside_branch_or_loop
+from collective_matmul.dispatch.branches import divergent_axes
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.operands.format import PLAIN
@@ -128,14 +127,11 @@ def call_here(
     axis_name: str, dimension: int | None, implementation: tuple[str, ...] | None, **attributes: Any
 ) -> Call:
     """The parameters of an op that the user's program calls now."""
-    mesh = jax.sharding.get_abstract_mesh()
-    further = [a for a in mesh.manual_axes if a != axis_name and mesh.shape[a] > 1]
-    divergent = tuple(further) if further and inside_branch_or_loop() else ()
     return Call(
         axis_name,
         dimension,
         implementation,
-        divergent_axes=divergent,
+        divergent_axes=divergent_axes(axis_name),
         source=calling_location(),
         **attributes,
     )

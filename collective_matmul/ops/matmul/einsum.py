@@ -21,6 +21,7 @@ from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
 from collective_matmul.operands.format import PLAIN, Format, format_named
 from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.matmul import checks, einsum_checks
 from collective_matmul.ops.matmul.api import named
 from collective_matmul.ops.matmul.backend import MatmulBackend
@@ -28,7 +29,7 @@ from collective_matmul.ops.matmul.call import Call, call_here
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 from collective_matmul.ops.matmul.einsum_execution import contract
 from collective_matmul.ops.matmul.equation import Equation, parse
-from collective_matmul.ops.matmul.gradients import gather_matmul, matmul_scatter, op_of, pvary_all
+from collective_matmul.ops.matmul.gradients import gather_matmul, matmul_scatter, op_of
 from collective_matmul.ops.matmul.request import Einsum, Site
 
 

@@ -345,18 +345,6 @@ def _held(operands: Any, ws: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     return operands, tuple(map(with_read, ws, read))
 
 
-def pvary_all(axis_name: str, operands: Any) -> Any:
-    """Types all arrays as varying over the axis and over every axis that one of them varies over.
-
-    This happens outside the custom gradients, so that JAX sums the cotangent of a replicated
-    operand.
-    """
-    axes = frozenset({axis_name}).union(*map(varying_axes, jax.tree.leaves(operands)))
-    if not tracks_varying_axes(axis_name):
-        return operands
-    return jax.tree.map(lambda array: vary_over(array, axes), operands)
-
-
 def _whole_cotangent(gathered: Gathered, cotangent: Any, dimension: int) -> jax.Array | None:
     """The cotangent of what was kept, as one array; None if it is zero."""
     chunks = cotangent.chunks if isinstance(gathered, Chunked) else [cotangent]

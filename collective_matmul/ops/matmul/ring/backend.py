@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from collective_matmul.dispatch.branches import no_permutes_reason
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.operands.chunked import Gathered
 from collective_matmul.ops.matmul.backend import MatmulBackend
@@ -123,12 +124,8 @@ class RingBackend(MatmulBackend):
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Permutes meet on all devices; and an all-reduce scatters rows, which the axis divides."""
-        if site.divergent_axes:
-            axes = " and ".join(map(repr, site.divergent_axes))
-            return (
-                f"devices along {axes} may take different branches or numbers of steps around it,"
-                " and a permute waits for all devices of the program"
-            )
+        if reason := no_permutes_reason(site):
+            return reason
         if site.op == "matmul_all_reduce" and site.rows % site.axis_size:
             return (
                 f"{site.rows} rows are not divisible by axis {site.axis_name!r} of size"
