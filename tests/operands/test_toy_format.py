@@ -206,14 +206,7 @@ def mapped_over_matrices(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.
         (repeated, scanned),
         (repeated, scanned_over_matrices),
         (stacked, mapped),
-        pytest.param(
-            stacked,
-            mapped_over_matrices,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="each gradient of a batch of weights quantized before is the batch's sum",
-            ),
-        ),
+        (stacked, mapped_over_matrices),
     ],
 )
 def test_transforms_change_no_bit(make_mesh: MeshFactory, plain: Any, transformed: Any) -> None:

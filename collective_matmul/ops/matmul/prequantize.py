@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul._compat import nan_like
 from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import Sharded, WeightShards
@@ -158,15 +157,10 @@ def _unread(array: jax.Array) -> jax.Array:
     So nothing reads the array of a `Quantized`. What is rematerialized would: a barrier at
     its begin takes all operands of the ops inside, and XLA keeps them in a loop over microbatches.
     """
-    return _nan_like(array)
+    return nan_like(array)
 
 
-def _nan_like(array: jax.Array) -> jax.Array:
-    nan = jnp.full_like(array, jnp.nan)
-    return vary_over(nan, varying_axes(array))
-
-
-_unread.defvjp(lambda array: (_nan_like(array), None), lambda _, gradient: (gradient,))
+_unread.defvjp(lambda array: (nan_like(array), None), lambda _, gradient: (gradient,))
 
 
 def _described(shards: WeightShards | None) -> str:
