@@ -34,6 +34,13 @@ Transport = Literal["peer_copies", "nccl", "nccl_symmetric"]
 COMPUTE_ONLY = "compute_only"
 
 
+class UnregisteredError(LookupError):
+    """A record of a table is about something that this program has not registered.
+
+    Another program may have: tables keep such records as they are.
+    """
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A backend's prediction for a request.

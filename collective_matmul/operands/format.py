@@ -285,9 +285,10 @@ def format_of_fields(fields: Mapping[str, Any]) -> Format:
     """The format of a table's record.
 
     Raises:
-      ValueError: if there is no such format.
+      LookupError: if this program has not registered a format of the name.
+      ValueError: for what is no name.
     """
     name = fields.get("fp8")
-    if name is not None and name not in FORMATS:
-        raise ValueError(f"no recipe: {dict(fields)}")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"no name of a format: {dict(fields)}")
     return format_named(name)

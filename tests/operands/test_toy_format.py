@@ -288,6 +288,12 @@ def test_a_saved_table_is_read_back(
     read = Table.from_text(text)
     assert read.entries.keys() == table.entries.keys()
     assert [site.format for site in read.entries] == [FORMATS[NAME]] * 2
+    unregister_format(NAME)
+    try:
+        assert not Table.from_text(text).entries
+        assert Table.from_text(text).to_text() == text  # For programs that have registered it.
+    finally:
+        register_format(Int8Rows())
     explanation = explain(gradients)(*shapes)
     assert all(d.reason.startswith("measured (your table)") for d in explanation.decisions)
 

@@ -15,6 +15,7 @@ from collective_matmul.dispatch.contract import (
     Direction,
     Request,
     Transport,
+    UnregisteredError,
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import Registry
@@ -354,6 +355,7 @@ class Site(HasFormat, Request):
         """The flat site of a table's entry; see `fields`.
 
         Raises:
+          UnregisteredError: if the site has a format that this program has not registered.
           ValueError, LookupError, TypeError: if the values are not those of a site.
         """
         op, dtype = fields["op"], jnp.dtype(fields["dtype"])
@@ -365,15 +367,20 @@ class Site(HasFormat, Request):
             co_gathered = size_above_zero(co_gathered[0]), size_above_zero(co_gathered[1])
         size = size_above_zero
         operands = [((size(m), size(k)), (k, size(n))) for m, k, n in fields["operands"]]
+        devices = size_above_zero(fields["devices"])
+        try:
+            stored = format_of_fields(fields)
+        except LookupError as error:
+            raise UnregisteredError(str(error)) from error
         return cls(
             op=op,
             operands=tuple(operands),
             dtype=dtype,
             axis_name="",
-            axis_size=size_above_zero(fields["devices"]),
+            axis_size=devices,
             co_gathered=co_gathered,
             keep_gathered=bool(fields.get("keep_gathered", False)),
-            format=format_of_fields(fields),
+            format=stored,
         ).flat
 
     @property
