@@ -28,7 +28,6 @@ from collective_matmul.dispatch.contract import (
     Direction,
     Prediction,
     Request,
-    Transport,
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import OPS, Op, Registry, register_op, unregister_op
@@ -56,7 +55,6 @@ class SoftmaxRequest(Request):
     axis_name: str
     axis_size: int
     op: str = NAME
-    transport: Transport = field(default="nccl", compare=False)
     divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     direction: Direction = field(default="forward", compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
