@@ -349,7 +349,7 @@ def _without_operand(used: Sequence[bool], *others: Any) -> tuple[list[bool], An
 mlir.register_lowering(_nan_like, _lower_nan_like)
 ad.primitive_jvps[_nan_like] = lambda primals, tangents, **params: (
     _nan_like.bind(*primals, **params),
-    ad.Zero.from_primal_value(primals[0]),
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
 )
 batching.primitive_batchers[_nan_like] = lambda arrays, dimensions, **params: (
     _nan_like.bind(*arrays, **params),

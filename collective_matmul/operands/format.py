@@ -95,7 +95,8 @@ class Format(Protocol):
         None if the kernels cannot multiply the format.
       relative_seconds: time of a matmul relative to one in half precision; None for that of arrays.
       ring_error: the error of predicted rings, where it was measured; None for that of arrays.
-      second_derivative_reason: why an op has no second derivative; None if it has.
+      family: what formats of its kind are called together, before their names; None for one that
+        is alone.
     """
 
     name: str
@@ -104,11 +105,7 @@ class Format(Protocol):
     scaled_parts: Any = None
     relative_seconds: float | None = None
     ring_error: float | None = None
-    second_derivative_reason: str | None = (
-        "second derivative of a collective matmul with fp8: its gradients are computed from"
-        " operands in 8 bits, and rounding has none; leave fp8 out for ops that are differentiated"
-        " twice"
-    )
+    family: str | None = None
 
     def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
         """Rows in the format. They keep their arrays too, unless it `packs_gradients`.
@@ -178,13 +175,27 @@ class Format(Protocol):
         return dtypes
 
     @property
+    def second_derivative_reason(self) -> str | None:
+        """Why an op has no second derivative; None if it has."""
+        return (
+            f"second derivative of a collective matmul with fp8={self.name!r}: its gradients are"
+            " computed from rounded operands, and rounding has none; leave fp8 out for ops that are"
+            " differentiated twice"
+        )
+
+    @property
     def text(self) -> str:
         """The end of a request's text."""
-        return f", fp8 {self.name}"
+        return f", {self.family} {self.name}" if self.family else f", {self.name}"
+
+    @property
+    def kind(self) -> str:
+        """What operands are in, for sentences about them."""
+        return self.family or self.name
 
     def refusal(self, reason: str) -> str:
         """What `explain` says of operands that stay arrays for this reason."""
-        return f"not in fp8: {reason}"
+        return f"not in {self.kind}: {reason}"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -198,7 +209,6 @@ class Plain(Format):
 
     name: str = "plain"
     travels_in_loop = True
-    second_derivative_reason = None
 
     def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
         """The arrays."""
@@ -225,6 +235,10 @@ class Plain(Format):
         """The program's dtype."""
         del backward
         return np.dtype(dtype).name
+
+    @property
+    def second_derivative_reason(self) -> None:
+        """It has one."""
 
     @property
     def text(self) -> str:

@@ -84,8 +84,8 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
-      fp8: None, or the recipe by which operands are quantized, as the ops take it. Only for matmuls
-        of whole dimensions, such as the first two above.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
+        as the ops take it. Only for matmuls of whole dimensions, such as the first two above.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`. Some execute only
         matmuls.
