@@ -98,7 +98,7 @@ def op_of(forward: Callable, gradients: Callable, *, keeps_gathered: bool = Fals
         def specs() -> Any:
             rows = kept[0] if keeps_gathered else kept
             arrays = tuple(_array_of(w) for w in ws if is_trained(w))
-            is_rows = lambda x: hasattr(x, "packed")  # noqa: E731
+            is_rows = lambda x: hasattr(x, "without_array")  # noqa: E731
             first = lambda x: jax.tree.leaves(x)[0]  # noqa: E731
             return specs_like((jax.tree.map(first, rows, is_leaf=is_rows), arrays))
 
