@@ -147,10 +147,6 @@ class Format(Protocol):
         """The bytes of a row of `columns` numbers, which as an array have `itemsize` bytes each."""
         ...
 
-    def kept_row_bytes(self, columns: int, itemsize: int) -> int:
-        """The bytes of a row that travels for a weight gradient alone."""
-        return self.row_bytes(columns, itemsize) if self.packs_gradients else columns * itemsize
-
     def operand_dtypes(self, dtype: Any, *, backward: bool) -> tuple[str, str]:
         """The dtypes of x, or of dy in a `backward` pass, and of w, in a program of this dtype."""
         ...
@@ -164,15 +160,12 @@ class Format(Protocol):
         del shapes, rows, backward
         return False
 
-    def runs_kernel(self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool) -> bool:
-        """Whether it multiplies them in the program of this dtype that is traced."""
-        del shapes, rows, dtype, backward
-        return False
-
-    def multiplied_dtypes(self, dtypes: tuple[str, str], *, by_kernel: bool) -> tuple[str, str]:
-        """The dtypes of operands as they are multiplied, by our kernel or else by XLA."""
-        del by_kernel
-        return dtypes
+    def multiplied_dtypes(
+        self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool
+    ) -> tuple[str, str]:
+        """`operand_dtypes`, as this number of rows is multiplied in the traced program."""
+        del shapes, rows
+        return self.operand_dtypes(dtype, backward=backward)
 
     @property
     def second_derivative_reason(self) -> str | None:

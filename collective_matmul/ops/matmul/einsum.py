@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
 from collective_matmul.operands.format import PLAIN, Format, format_named
 from collective_matmul.operands.quantized import Quantized
@@ -175,24 +174,18 @@ class EinsumCall(Call):
         equation = self.equation
         moved = equation.transposed + (undivided.transposed if undivided else ())
         is_matmul = equation.is_matmul
-        request = Site(
-            op="matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
+        request = self.site(
+            "matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
             operands=(_work(equation, a, b),),
             dtype=a.dtype,
-            axis_name=self.axis_name,
-            axis_size=lax.axis_size(self.axis_name),
             einsum=None if is_matmul else _einsum(equation, a, b),
             equation=equation,
             dimension=equation.a.index(equation.label) if is_matmul else None,
             transpose_w=equation.is_stored_transposed,
             transposed=tuple(dict.fromkeys(moved)),
-            divergent_axes=self.divergent_axes,
-            source=self.source,
-            replaces=self.replaces,
-            remarks=self.remarks,
             **attributes,
         )
-        return cast(MatmulBackend, choose(request, self.implementation)), request
+        return self.chosen(request)
 
 
 def _forward(xs: Sequence[Any], ws: Sequence[Any], call: EinsumCall) -> tuple[jax.Array, Any]:

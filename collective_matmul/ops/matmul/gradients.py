@@ -56,7 +56,7 @@ from collective_matmul.operands.sharded import (
 from collective_matmul.ops.matmul.backend import MatmulBackend
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
-from collective_matmul.ops.matmul.request import Site
+from collective_matmul.ops.matmul.request import Op, Site
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.schedule.direct_scatter import scattered_sum
 
@@ -200,20 +200,16 @@ def gather_matmul(
     return _gather(x, tuple(ws), call), None
 
 
-def _scatter_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
-    """The sum of products, and what is kept of the xs."""
-    backend, request = call.choose("matmul_reduce_scatter", xs, ws)
-    return _sum_of_products(backend.execute, request, xs, ws, call)
-
-
 def _sum_of_products(
-    execute: Callable, request: Site, xs: Sequence[Any], ws: Sequence[Any], call: Call
+    op: Op, xs: Sequence[Any], ws: Sequence[Any], call: Call
 ) -> tuple[jax.Array, Any]:
+    """The sum over devices of sums of products, and what is kept of the xs."""
+    backend, request = call.choose(op, xs, ws)
     stored_as = format_of(ws)
 
     def product(xs: Any, ws: Any) -> Any:
         rows, weights = stored_as.rows(xs), _weights(request, ws, xs[0].dtype)
-        y, _ = execute(request, [*map(multiplied, rows)], weights)
+        y, _ = backend.execute(request, [*map(multiplied, rows)], weights)
         return y, tuple(map(contracted, rows)) if stored_as.packs_gradients else None
 
     def specs() -> Any:
@@ -245,13 +241,9 @@ def _scatter_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax
 
 
 #: ``reduce_scatter(sum of x @ w)`` over pairs.
-matmul_scatter = op_of(_scatter_forward, _scatter_gradients)
-
-
-def _all_reduce_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
-    """The sum of products, and what is kept of the xs."""
-    backend, request = call.choose("matmul_all_reduce", xs, ws)
-    return _sum_of_products(backend.execute, request, xs, ws, call)
+matmul_scatter = op_of(
+    functools.partial(_sum_of_products, "matmul_reduce_scatter"), _scatter_gradients
+)
 
 
 def _all_reduce_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax.Array) -> Any:
@@ -273,7 +265,9 @@ def _all_reduce_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: 
 
 
 #: ``psum(sum of x @ w)`` over pairs.
-matmul_all_reduce = op_of(_all_reduce_forward, _all_reduce_gradients)
+matmul_all_reduce = op_of(
+    functools.partial(_sum_of_products, "matmul_all_reduce"), _all_reduce_gradients
+)
 
 
 @functools.partial(ReverseMode, nondiff_argnums=(1, 2))

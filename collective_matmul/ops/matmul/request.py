@@ -70,8 +70,6 @@ class Site(HasFormat, Request):
       operands: local shapes (x, w) of every matmul; w is [K, N]. For an einsum, the shapes of a
         matmul with as many operations and as much communication.
       dtype: dtype of operands, before they are quantized, and of the result.
-      axis_name: mesh axis to communicate over.
-      axis_size: number of devices on the axis, D.
       co_gathered: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether the gathered array is a result too.
       einsum: the multiplication, if it is not a matmul; or None.
@@ -83,11 +81,7 @@ class Site(HasFormat, Request):
       transpose_w: whether the weights are stored as [N, K].
       transposed: arrays that have to be transposed before or after the multiplication, named by
         their einsum labels.
-      divergent_axes: further mesh axes along which devices may execute the site a different number
-        of times, because it is inside a branch or a loop.
-      direction: whether this is the forward or the backward pass of the op that the user called.
-      source: where the user called it.
-      replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
+      axis_name, axis_size, divergent_axes, direction, source, replaces: see `Request`.
       remarks: what `explain` says of the call before the reason of a decision.
       gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
       equation: the einsum that the op executes; None for matmuls.
@@ -211,8 +205,7 @@ class Site(HasFormat, Request):
     def multiplied_dtypes(self, rows: int) -> tuple[str, str]:
         """The dtypes of x and w as this number of rows is multiplied in the traced program."""
         backward = self.direction == "backward"
-        by_kernel = self.format.runs_kernel(self, rows, self.dtype, backward=backward)
-        return self.format.multiplied_dtypes(self.operand_dtypes, by_kernel=by_kernel)
+        return self.format.multiplied_dtypes(self, rows, self.dtype, backward=backward)
 
     @property
     def communicated_dtypes(self) -> tuple[str, ...]:
@@ -246,18 +239,14 @@ class Site(HasFormat, Request):
     def bytes_communicated(self) -> int:
         """Bytes that each device sends: D - 1 shards of each gathered or scattered array."""
         if self.op == "all_gather_matmul":
-            own = (self.axis_size - 1) * self.rows * self._bytes_of_gathered_row
+            row = self.format.row_bytes(self.contracted, np.dtype(self.dtype).itemsize)
+            own = (self.axis_size - 1) * self.rows * row
         else:
             elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
             own = elements * np.dtype(self.dtype).itemsize
         if self.op == "matmul_all_reduce":
             own *= 2
         return own + self.co_gathered_bytes + self.weight_bytes
-
-    @property
-    def _bytes_of_gathered_row(self) -> int:
-        """Bytes of a row of x as it travels."""
-        return self.format.row_bytes(self.contracted, np.dtype(self.dtype).itemsize)
 
     @property
     def _sends_x_itself(self) -> bool:
@@ -293,7 +282,8 @@ class Site(HasFormat, Request):
             rows, columns = [self.rows], self.contracted
         else:
             return 0
-        row = self.format.kept_row_bytes(columns, np.dtype(self.dtype).itemsize)
+        stored = self.format if self.format.packs_gradients else PLAIN
+        row = stored.row_bytes(columns, np.dtype(self.dtype).itemsize)
         return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
