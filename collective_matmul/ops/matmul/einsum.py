@@ -173,12 +173,12 @@ class EinsumCall(Call):
         """
         equation = self.equation
         moved = equation.transposed + (undivided.transposed if undivided else ())
-        is_matmul = equation.is_matmul
+        is_matmul, shapes = equation.is_matmul, (a.shape, b.shape)
         request = self.site(
             "matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
             operands=(_work(equation, a, b),),
             dtype=a.dtype,
-            einsum=None if is_matmul else _einsum(equation, a, b),
+            einsum=None if is_matmul else Einsum(str(equation), shapes, equation.accumulates),
             equation=equation,
             dimension=equation.a.index(equation.label) if is_matmul else None,
             transpose_w=equation.is_stored_transposed,
@@ -224,10 +224,6 @@ def _result_spec(equation: Equation, a: jax.Array, b: jax.Array) -> PartitionSpe
     axes = dict(zip(equation.b, entries(b), strict=True))
     axes |= {k: v for k, v in zip(equation.a, entries(a), strict=True) if v or k not in axes}
     return spec_of([axes[label] for label in equation.y])
-
-
-def _einsum(equation: Equation, a: jax.Array, b: jax.Array) -> Einsum:
-    return Einsum(str(equation), (a.shape, b.shape), equation.accumulates)
 
 
 def _work(

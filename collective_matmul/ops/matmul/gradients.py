@@ -46,13 +46,7 @@ from collective_matmul.operands.quantized import (
     read_by_backward,
     with_read,
 )
-from collective_matmul.operands.sharded import (
-    Sharded,
-    WeightShards,
-    sharding_of,
-    stored,
-    whole,
-)
+from collective_matmul.operands.sharded import Sharded, WeightShards, sharding_of, stored, whole
 from collective_matmul.ops.matmul.backend import MatmulBackend
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
