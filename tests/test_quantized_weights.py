@@ -406,7 +406,7 @@ def scanned(*operands: Any) -> jax.Array:
     "fp8", ["rowwise", "tensorwise", pytest.param("blockwise", marks=pytest.mark.exhaustive)]
 )
 def test_transforms_give_each_weight_its_own_gradient(fp8: Any, make_mesh: MeshFactory) -> None:
-    """Of a batch of matrices with their arrays, and of arrays alone that share the matrices.
+    """The batch has matrices and their arrays, or arrays alone, which share the matrices.
 
     Sums of up to 48 float32 terms are taken in another order, which is off by at most 3e-6.
     """
