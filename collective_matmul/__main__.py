@@ -58,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", type=names, default=SHAPES, help=f"{commas}: {', '.join(LAYERS)}")
     add("--rows", type=whole_numbers, default=",".join(map(str, ROWS)), help=f"global, {commas}")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of all")
-    add("--fp8", choices=tuple(FORMATS), help="recipe of operands in 8 bits; none if not given")
+    add(
+        "--fp8",
+        choices=tuple(FORMATS),
+        help="format of operands, as a recipe of 8 bits; arrays if not given",
+    )
     add("--implementations", type=names, help=f"{commas}; all if not given")
     add("--output", type=Path, help="of the table; in the user's cache if not given")
     add("--groups", type=int, default=5, help="timed groups for each site")

@@ -40,7 +40,8 @@ from jax._src.source_info_util import user_context
 from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 #: Whether Mosaic's matmuls take operands of both 8-bit dtypes.
 MULTIPLIES_MIXED_FP8 = jax.__version_info__ >= (0, 11)
@@ -307,6 +308,59 @@ def _lower_device_constant(
 
 mlir.register_lowering(_device_constant, _lower_device_constant)
 prim_requires_devices_during_lowering.add(_device_constant)
+
+
+_nan_like = Primitive("nan_like")
+
+
+def nan_like(array: jax.Array) -> jax.Array:
+    """An array of NaN of the same type, with a batch dimension where `array` has one.
+
+    A constant has none: then `jax.vmap` of a `jax.custom_vjp` that takes it sums the gradients of
+    a batch. Nothing reads `array`. What `jax.checkpoint` computes again does not take it either,
+    so that it need not stay in memory.
+    """
+    return _nan_like.bind(array, type_of_result=None)
+
+
+@_nan_like.def_abstract_eval
+def _(*arrays: ShapedArray, type_of_result: ShapedArray | None) -> ShapedArray:
+    return type_of_result or arrays[0]
+
+
+@_nan_like.def_impl
+def _(*arrays: jax.Array, type_of_result: ShapedArray | None) -> jax.Array:
+    like = type_of_result or arrays[0]
+    return jnp.full(like.shape, jnp.nan, like.dtype)
+
+
+def _lower_nan_like(context: mlir.LoweringRuleContext, *arrays: Any, **params: Any) -> Any:
+    del arrays, params
+    (result,) = context.avals_out
+    make = mlir.lower_fun(
+        lambda: lax.full(result.shape, np.nan, result.dtype), multiple_results=False
+    )
+    return make(context.replace(avals_in=()))
+
+
+def _without_operand(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
+    """The equation with no operand: how JAX drops what no result depends on."""
+    equation = others[-1]  # 0.10.2: (used, equation); 0.12: (used, operands in use, equation).
+    (result,) = equation.outvars
+    without = equation.replace(invars=[], params={"type_of_result": result.aval})
+    return [False] * len(equation.invars), without if used[0] else None
+
+
+mlir.register_lowering(_nan_like, _lower_nan_like)
+ad.primitive_jvps[_nan_like] = lambda primals, tangents, **params: (
+    _nan_like.bind(*primals, **params),
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
+)
+batching.primitive_batchers[_nan_like] = lambda arrays, dimensions, **params: (
+    _nan_like.bind(*arrays, **params),
+    dimensions[0],
+)
+pe.dce_rules[_nan_like] = _without_operand
 
 
 def packed_attention(

@@ -93,7 +93,7 @@ def test_planted_mistakes_are_found(folder: str, tmp_path: Path) -> None:
         f"{LIBRARY}/explain.py": f"from {LIBRARY} import operands",
         f"{LIBRARY}/{folder}/trial.py": (
             f"def f():\n    from {LIBRARY}.ops import matmul\n"
-            "\n\n# One QuantizedWeight.\nfp8_dtype = 1\n"
+            "\n\n# One Quantized weight.\nfp8_dtype = 1\n"
         ),
     }
     for path, text in files.items():

@@ -17,12 +17,16 @@ import jax
 import numpy as np
 import pytest
 
+from collective_matmul.dispatch.registry import OPS, unregister_op
+from collective_matmul.operands.format import FORMATS, unregister_format
 from collective_matmul.ops.matmul.backends import BACKENDS, unregister
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], key=lambda page: page.relative_to(ROOT).parts
 )
+#: What pages may register, by name, and how it is removed.
+REGISTERED = ((BACKENDS, unregister), (FORMATS, unregister_format), (OPS, unregister_op))
 FOLDERS = ("collective_matmul", "models", "train", "benchmarks", "docs", "tests")
 
 
@@ -53,14 +57,15 @@ def run_examples(page: Path) -> dict[str, Any]:
     """Runs the Python blocks of a page in order, in one namespace, which is returned.
 
     A text block right after a Python block that prints is compared with what it printed; ``...``
-    stands for anything. Backends that the page registers are gone afterwards.
+    stands for anything. What the page registers is gone afterwards.
     """
-    registered = set(BACKENDS)
+    before = [(names, remove, set(names)) for names, remove in REGISTERED]
     try:
         return _run_blocks(page)
     finally:
-        for name in BACKENDS.keys() - registered:
-            unregister(name)
+        for names, remove, registered in before:
+            for name in names.keys() - registered:
+                remove(name)
 
 
 def _run_blocks(page: Path) -> dict[str, Any]:

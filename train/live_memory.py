@@ -25,7 +25,7 @@ _FUSED = frozenset({
     "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
     "concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "empty", "eq", "erf",
     "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow",
+    "logistic", "lt", "max", "min", "mul", "nan_like", "ne", "neg", "not", "or", "pad", "pow",
     "reduce_precision", "rem", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt",
     "square", "sub", "tanh", "transpose", "xor",
 })  # fmt: skip
@@ -176,6 +176,8 @@ class _Flattening:
 
 def _read_by(equation: Any, operands: Sequence[int | None]) -> Sequence[int | None]:
     """The operands that an operation reads. XLA passes nothing to a loop that its body leaves."""
+    if equation.primitive.name == "nan_like":  # The library's: it has the operand's type alone.
+        return ()
     if equation.primitive.name != "scan":
         return operands
     body = flatten(equation.params["jaxpr"].jaxpr)

@@ -104,7 +104,8 @@ class Op:
       name: the name that requests and tables have.
       backends: the backends of its family.
       request_of: reads a flat request from what `Request.fields` returned; raises a ValueError,
-        LookupError or TypeError for other JSON values.
+        LookupError or TypeError for other JSON values, and an `UnregisteredError` for those that a
+        program can read which has registered more.
       measurement: the programs that measure a flat request, on the first `axis_size` of some
         devices.
       has_bound: whether its programs include one of the computation alone, `COMPUTE_ONLY`.

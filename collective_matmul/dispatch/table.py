@@ -17,7 +17,7 @@ from typing import Any
 
 from collective_matmul.data import UNREADABLE, MeasuredData, Record, Run
 from collective_matmul.dispatch.contract import COMPUTE_ONLY as COMPUTE_ONLY
-from collective_matmul.dispatch.contract import Request
+from collective_matmul.dispatch.contract import Request, UnregisteredError
 from collective_matmul.dispatch.registry import OPS, REFERENCE
 
 #: What `collective_matmul.data` calls such tables.
@@ -43,7 +43,8 @@ class Table:
       device_kind: the kind of device.
       entries: the entries by flat request.
       path: the file they are in, if any.
-      unread: entries of ops that this program has not registered. They are written back.
+      unread: entries of ops, or of formats of operands, that this program has not registered. They
+        are written back.
     """
 
     device_kind: str
@@ -87,9 +88,15 @@ class Table:
         try:
             if data.measures != MEASURES:
                 raise ValueError(f"it measures {data.measures!r}, expected {MEASURES!r}")
-            unread = tuple(record for record in data.records if not _is_read(record))
-            read = (record for record in data.records if _is_read(record))
-            return cls(data.device_kind, dict(map(_entry_from, read)), unread=unread)
+            entries, unread = {}, []
+            for record in data.records:
+                try:
+                    site = _site_of(record)
+                except UnregisteredError:
+                    unread.append(record)
+                else:
+                    entries[site] = _entry_of(record)
+            return cls(data.device_kind, entries, unread=tuple(unread))
         except UNREADABLE as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -127,23 +134,28 @@ def _kind(site: Request) -> tuple:
     return type(site), site.kind
 
 
-def _is_read(record: Record) -> bool:
-    """Whether an op reads the record; raises an error for what belongs to no op at all."""
-    name = record.problem["op"]
-    if not isinstance(name, str):
-        raise ValueError(f"no site of an op: {dict(record.problem)}")
-    return name in OPS
+def _site_of(record: Record) -> Request:
+    """The site of a record.
 
-
-def _entry_from(record: Record) -> tuple[Request, Entry]:
+    Raises:
+      UnregisteredError: if no registered op reads it.
+    """
     problem = record.problem
-    site = OPS[problem["op"]].request_of(problem)
+    name = problem["op"]
+    if not isinstance(name, str):
+        raise ValueError(f"no site of an op: {dict(problem)}")
+    if name not in OPS:
+        raise UnregisteredError(name)
+    return OPS[name].request_of(problem)
+
+
+def _entry_of(record: Record) -> Entry:
     if record.run is None:
-        raise ValueError(f"no run: {dict(problem)}")
+        raise ValueError(f"no run: {dict(record.problem)}")
     seconds = {name: 1e-6 * value for name, value in record.microseconds.items()}
     if REFERENCE not in seconds:
         raise KeyError(REFERENCE)
-    return site, Entry(seconds, record.run)
+    return Entry(seconds, record.run)
 
 
 def _order(site: Request) -> tuple:

@@ -66,7 +66,8 @@ def column_parallel(
       gather_dimension: the dimension of x to gather; None for no gather. Negative numbers count
         from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
-      fp8: None, or the recipe by which operands are quantized, as the ops take it.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
+        as the ops take it.
 
     Returns:
       For each kernel global [..., S, *N], sharded over the axis in the first feature dimension, or
@@ -138,7 +139,8 @@ def row_parallel(
       scatter_dimension: the dimension of the result to scatter; None for an all-reduce. Negative
         numbers count from the features as if they were one dimension.
       implementation: which backends execute the matmuls; None chooses for each shape.
-      fp8: None, or the recipe by which operands are quantized, as the ops take it.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
+        as the ops take it.
 
     Returns:
       Global [..., S, *N], sharded over the axis along `scatter_dimension`, or this device's shard

@@ -20,7 +20,8 @@ class Column:
       gather_dimension: the dimension of the input [..., S, K] that is sharded between layers;
         negative numbers count from the features, as if they were one dimension. None: the input is
         the same on every device.
-      fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it.
+      fp8: None, or the recipe by which operands are quantized to 8 bits, or the name of a
+        registered format, as the ops take it.
     """
 
     gather_dimension: int | None = -2

@@ -95,7 +95,8 @@ class Format(Protocol):
         None if the kernels cannot multiply the format.
       relative_seconds: time of a matmul relative to one in half precision; None for that of arrays.
       ring_error: the error of predicted rings, where it was measured; None for that of arrays.
-      second_derivative_reason: why an op has no second derivative; None if it has.
+      family: what formats of its kind are called together, before their names; None for one that
+        is alone.
     """
 
     name: str
@@ -104,11 +105,7 @@ class Format(Protocol):
     scaled_parts: Any = None
     relative_seconds: float | None = None
     ring_error: float | None = None
-    second_derivative_reason: str | None = (
-        "second derivative of a collective matmul with fp8: its gradients are computed from"
-        " operands in 8 bits, and rounding has none; leave fp8 out for ops that are differentiated"
-        " twice"
-    )
+    family: str | None = None
 
     def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
         """Rows in the format. They keep their arrays too, unless it `packs_gradients`.
@@ -150,10 +147,6 @@ class Format(Protocol):
         """The bytes of a row of `columns` numbers, which as an array have `itemsize` bytes each."""
         ...
 
-    def kept_row_bytes(self, columns: int, itemsize: int) -> int:
-        """The bytes of a row that travels for a weight gradient alone."""
-        return self.row_bytes(columns, itemsize) if self.packs_gradients else columns * itemsize
-
     def operand_dtypes(self, dtype: Any, *, backward: bool) -> tuple[str, str]:
         """The dtypes of x, or of dy in a `backward` pass, and of w, in a program of this dtype."""
         ...
@@ -167,24 +160,35 @@ class Format(Protocol):
         del shapes, rows, backward
         return False
 
-    def runs_kernel(self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool) -> bool:
-        """Whether it multiplies them in the program of this dtype that is traced."""
-        del shapes, rows, dtype, backward
-        return False
+    def multiplied_dtypes(
+        self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool
+    ) -> tuple[str, str]:
+        """`operand_dtypes`, as this number of rows is multiplied in the traced program."""
+        del shapes, rows
+        return self.operand_dtypes(dtype, backward=backward)
 
-    def multiplied_dtypes(self, dtypes: tuple[str, str], *, by_kernel: bool) -> tuple[str, str]:
-        """The dtypes of operands as they are multiplied, by our kernel or else by XLA."""
-        del by_kernel
-        return dtypes
+    @property
+    def second_derivative_reason(self) -> str | None:
+        """Why an op has no second derivative; None if it has."""
+        return (
+            f"second derivative of a collective matmul with fp8={self.name!r}: its gradients are"
+            " computed from rounded operands, and rounding has none; leave fp8 out for ops that are"
+            " differentiated twice"
+        )
 
     @property
     def text(self) -> str:
         """The end of a request's text."""
-        return f", fp8 {self.name}"
+        return f", {self.family} {self.name}" if self.family else f", {self.name}"
+
+    @property
+    def kind(self) -> str:
+        """What operands are in, for sentences about them."""
+        return self.family or self.name
 
     def refusal(self, reason: str) -> str:
         """What `explain` says of operands that stay arrays for this reason."""
-        return f"not in fp8: {reason}"
+        return f"not in {self.kind}: {reason}"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -198,7 +202,6 @@ class Plain(Format):
 
     name: str = "plain"
     travels_in_loop = True
-    second_derivative_reason = None
 
     def rows(self, xs: Sequence[jax.Array], *, of_gradient: bool = False) -> tuple[Any, ...]:
         """The arrays."""
@@ -225,6 +228,10 @@ class Plain(Format):
         """The program's dtype."""
         del backward
         return np.dtype(dtype).name
+
+    @property
+    def second_derivative_reason(self) -> None:
+        """It has one."""
 
     @property
     def text(self) -> str:
@@ -285,9 +292,10 @@ def format_of_fields(fields: Mapping[str, Any]) -> Format:
     """The format of a table's record.
 
     Raises:
-      ValueError: if there is no such format.
+      LookupError: if this program has not registered a format of the name.
+      ValueError: for what is no name.
     """
     name = fields.get("fp8")
-    if name is not None and name not in FORMATS:
-        raise ValueError(f"no recipe: {dict(fields)}")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"no name of a format: {dict(fields)}")
     return format_named(name)

@@ -34,7 +34,7 @@ from collective_matmul.rewrite.site_selection import PlacedMatch
 from collective_matmul.rewrite.sums import SumMatch
 
 _SENT_PACKED_ONLY = (
-    "the program uses the gathered array elsewhere too, and {!r} sends it in 8 bits only;"
+    "the program uses the gathered array elsewhere too, and {!r} sends it in this format only;"
     " differentiate what overlap returns"
 )
 

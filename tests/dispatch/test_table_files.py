@@ -107,11 +107,33 @@ def test_a_site_that_records_cannot_describe_is_refused() -> None:
             table_of((site, entry(xla=10.0))).to_text()
 
 
-def test_a_recipe_that_does_not_exist_is_refused() -> None:
+def test_entries_in_a_format_that_is_not_registered_are_kept(tmp_path: Path) -> None:
+    site = dataclasses.replace(layer(512), format=format_named("rowwise"))
+    text = table_of((site, entry(xla=10.0))).to_text().replace("rowwise", "columnwise")
+    path = tmp_path / "table.jsonl"
+    path.write_text(text, encoding="utf-8")
+    saved = table_files.save(path, KIND, {layer(1024).flat: entry(xla=9.0)})
+    assert [*saved.entries] == [layer(1024).flat]
+    (kept,) = text.splitlines()[1:]
+    assert kept in path.read_text(encoding="utf-8").splitlines()
+    assert not [*tmp_path.glob("*damaged*")]
+    registered = path.read_text(encoding="utf-8").replace("columnwise", "rowwise")
+    assert [*Table.from_text(registered).entries] == [layer(1024).flat, site.flat]
+
+
+@pytest.mark.parametrize("name", ['["rowwise"]', "1", "{}"])
+def test_other_values_name_no_format(name: str) -> None:
     site = dataclasses.replace(layer(512), format=format_named("rowwise"))
     text = table_of((site, entry(xla=10.0))).to_text()
-    with pytest.raises(ValueError, match=r"no recipe: .*'columnwise'"):
-        Table.from_text(text.replace("rowwise", "columnwise"))
+    with pytest.raises(ValueError, match="no name of a format: "):
+        Table.from_text(text.replace('"rowwise"', name))
+
+
+def test_damage_beside_a_format_that_is_not_registered_is_found() -> None:
+    site = dataclasses.replace(layer(512), format=format_named("rowwise"))
+    text = table_of((site, entry(xla=10.0))).to_text().replace("rowwise", "columnwise")
+    with pytest.raises(ValueError, match="the size 0"):
+        Table.from_text(text.replace('"devices": 4', '"devices": 0'))
 
 
 def test_a_table_may_have_weights_in_any_order() -> None:

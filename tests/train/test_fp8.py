@@ -202,6 +202,24 @@ def test_microbatches_use_weights_that_were_quantized_before(
     assert not found[True].keys() & both.keys()
 
 
+def operands_of(primitive: str, jaxpr: Any) -> Iterator[Any]:
+    """The operands of all operations of a name."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield from (operand.aval for operand in equation.invars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from operands_of(primitive, inner)
+
+
+def test_what_is_computed_again_takes_no_array_of_a_quantized_weight() -> None:
+    """It would stay in memory beside the values in 8 bits."""
+    step = step_of(*accumulating({"fp8": "rowwise", "remat": "full"}))
+    taken = {(*operand.shape, operand.dtype.itemsize) for operand in operands_of("remat2", step)}
+    kernels = both_ways(KERNELS)
+    assert {(*shape, 1) for shape in kernels} & taken
+    assert not {(*shape, 2) for shape in kernels} & taken
+
+
 @pytest.mark.parametrize(
     ("changes", "shards", "head"),
     [

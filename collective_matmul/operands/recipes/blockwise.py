@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul._compat import axis_index
+from collective_matmul._compat import axis_index, partly_automatic
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.operands.format import Shapes
 from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.operands.scaled_matrix import ScaledMatrix
@@ -59,9 +62,15 @@ class Blockwise(Recipe):
         pairs = zip(blocks, ws, strict=True)
         return tuple(ScaledMatrix(values, scales, w.dtype) for (values, scales), w in pairs)
 
-    def multiplied_dtypes(self, dtypes: tuple[str, str], *, by_kernel: bool) -> tuple[str, str]:
-        """XLA has no matmul with scales of blocks: it multiplies float32."""
-        return dtypes if by_kernel else ("float32", "float32")
+    def multiplied_dtypes(
+        self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool
+    ) -> tuple[str, str]:
+        """XLA has no matmul with scales of blocks: without our kernel, it multiplies float32."""
+        runs_kernel = device.target() is not None and not partly_automatic()
+        half_precision = dtype in (jnp.bfloat16, jnp.float16)
+        if runs_kernel and half_precision and self.fits_kernel(shapes, rows, backward=backward):
+            return self.operand_dtypes(dtype, backward=backward)
+        return "float32", "float32"
 
 
 BLOCKWISE = Blockwise("blockwise")

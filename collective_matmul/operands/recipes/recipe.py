@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul._compat import partly_automatic, pmax
-from collective_matmul.mosaic_gpu import device
+from collective_matmul._compat import pmax
 from collective_matmul.operands import scaled_chunks
 from collective_matmul.operands.format import Format, Shapes
 from collective_matmul.operands.packed_rows import PackedRows, pack, scale_bytes, scales_of_row
@@ -61,6 +60,7 @@ class Recipe(Format):
     dtype: jnp.dtype = E4M3
     gradient_dtype: jnp.dtype = E4M3
 
+    family = "fp8"
     scaled_parts = "rows"
     # Of our kernel on an H200.
     relative_seconds = 0.56
@@ -154,9 +154,3 @@ class Recipe(Format):
         problem = scaled_chunks.ScaledProblem(planes, rows // planes, ks, ns, in_blocks)
         dtypes = self.operand_dtypes(None, backward=backward)
         return self.scaled_parts is not None and scaled_chunks.fits(problem, *dtypes)
-
-    def runs_kernel(self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool) -> bool:
-        """Whether our kernel multiplies them in the program that is traced."""
-        half_precision = dtype in (jnp.bfloat16, jnp.float16)
-        runs = device.target() is not None and not partly_automatic()
-        return runs and half_precision and self.fits_kernel(shapes, rows, backward=backward)

@@ -65,57 +65,39 @@ class Tensorwise(Recipe):
     def weight_gradients(
         self, xs: Sequence[Any], dys: Sequence[Any], dtype: Any, *, shards: int, dimension: int
     ) -> Sequence[jax.Array]:
-        """``xᵀ dy`` of packed rows: see `weight_gradients`."""
-        return weight_gradients(xs, dys, dtype, shards=shards, dimension=dimension)
+        """``xᵀ dy`` [K, N] of each x and dy, contracted over all rows, in 8 bits; see `Format`.
+
+        Shards may have different scales, as they were quantized by different devices. The sum over
+        rows then has one scale, the largest, and the rows of dy, of more range than x, are
+        multiplied by the ratio of theirs to it. All scales are powers of two, so this rounds only
+        what becomes subnormal, and the shards of gathered rows need not agree on a scale. Rows that
+        are not gathered count as shards which have the same scale.
+
+        Nor does the scale of the sum round: it multiplies a rounded bfloat16 sum. So the matmul
+        itself writes bfloat16: float32 would be twice the bytes, and one more pass.
+        """
+        x_scales = [_scales_of_shards(x, shards, dimension) for x in xs]
+        x_values = [_rows_last(x.values) for x in xs]
+        if len(xs) == 1:
+            x_scales, x_values = x_scales * len(dys), x_values * len(dys)
+        if len(dys) == 1:
+            dys = [*dys] * len(x_scales)
+        pairs = zip(x_scales, dys, strict=True)
+        scaled = [_with_common_scale(scales, dy, dimension) for scales, dy in pairs]
+        dy_values, scales = zip(*scaled, strict=True)
+        # XLA multiplies by a scale in the matmul if nothing else does, and merges equal scales.
+        scales = lax.optimization_barrier(scales)
+        # float16 has no room for sums that are not scaled yet.
+        sums = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+        rows = tuple(range(1, len(xs[0].shape)))
+        gradients = []
+        for x, dy, scale in zip(x_values, map(_rows_last, dy_values), scales, strict=True):
+            product = lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=sums)
+            gradients.append((product * scale.astype(sums)).astype(dtype))
+        return gradients
 
 
 TENSORWISE = Tensorwise("tensorwise", gradient_dtype=E5M2)
-
-
-def weight_gradients(
-    xs: Sequence[PackedRows], dys: Sequence[PackedRows], dtype: Any, *, shards: int, dimension: int
-) -> list[jax.Array]:
-    """``xᵀ dy`` [K, N] of each x and dy, contracted over all rows, in 8 bits.
-
-    Shards may have different scales, as they were quantized by different devices. The sum over rows
-    then has one scale, the largest, and the rows of dy, of more range than x, are multiplied by the
-    ratio of theirs to it. All scales are powers of two, so this rounds only what becomes subnormal,
-    and the shards of gathered rows need not agree on a scale.
-
-    Nor does the scale of the sum round: it multiplies a rounded bfloat16 sum. So the matmul itself
-    writes bfloat16: float32 would be twice the bytes, and one more pass.
-
-    Args:
-      xs: rows [..., K], with one scale for each shard.
-      dys: rows [..., N], likewise. One x, or one dy, may be that of all others.
-      dtype: dtype of the results.
-      shards: how many shards of equal size the rows have. Rows that are not gathered may count as
-        many of them, which have the same scale.
-      dimension: the dimension of the rows along which the shards follow each other.
-    """
-    x_scales = [_scales_of_shards(x, shards, dimension) for x in xs]
-    x_values = [_rows_last(x.values) for x in xs]
-    if len(xs) == 1:
-        x_scales, x_values = x_scales * len(dys), x_values * len(dys)
-    if len(dys) == 1:
-        dys = [*dys] * len(x_scales)
-    dy_values, scales = zip(
-        *(
-            _with_common_scale(scales, dy, dimension)
-            for scales, dy in zip(x_scales, dys, strict=True)
-        ),
-        strict=True,
-    )
-    # XLA multiplies by a scale in the matmul if nothing else does, and merges equal scales.
-    scales = lax.optimization_barrier(scales)
-    # float16 has no room for sums that are not scaled yet.
-    sums = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-    rows = tuple(range(1, len(xs[0].shape)))
-    gradients = []
-    for x, dy, scale in zip(x_values, map(_rows_last, dy_values), scales, strict=True):
-        product = lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=sums)
-        gradients.append((product * scale.astype(sums)).astype(dtype))
-    return gradients
 
 
 def _with_common_scale(

@@ -30,12 +30,13 @@ So float32 shards of bfloat16 matmuls have gradients that are summed in float32:
 rounded results of matmuls, which travel in x's dtype in rings, and in w's with "xla".
 
 With `fp8`, operands are quantized to 8 bits by a recipe of `collective_matmul.operands.recipes`:
-"tensorwise", "rowwise" or "blockwise". What is gathered travels in 8 bits, with its scales. What is
-summed between devices, and results, keep x's dtype, and so does a weight gradient unless the recipe
-is "tensorwise". Shards of weights are quantized, with the scales of the whole weights, and then
-gathered by XLA, not in the op's own loop. A weight or its shard may be a `Quantized`, which
-`prequantize` made before: the op then multiplies with its matrices, and the gradient is that of its
-array. Without an array it is frozen, and has none.
+"tensorwise", "rowwise" or "blockwise"; or they are stored in a format that the program registered
+by `collective_matmul.operands.format.register_format`. What is gathered travels in 8 bits, with its
+scales. What is summed between devices, and results, keep x's dtype, and so does a weight gradient
+unless the recipe is "tensorwise". Shards of weights are quantized, with the scales of the whole
+weights, and then gathered by XLA, not in the op's own loop. A weight or its shard may be a
+`Quantized`, which `prequantize` made before: the op then multiplies with its matrices, and the
+gradient is that of its array. Without an array it is frozen, and has none.
 
 Results have the checkpoint name `CHECKPOINT_NAME`. With the policy
 `jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)`, `jax.checkpoint` saves them
@@ -121,7 +122,8 @@ def all_gather_matmul(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of every w that `weight_axis_name` shards, 0 or 1.
-      fp8: None, or the recipe by which operands are quantized; see the module.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
+        see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 
@@ -180,7 +182,8 @@ def matmul_reduce_scatter(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
-      fp8: None, or the recipe by which operands are quantized; see the module.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
+        see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 
@@ -235,7 +238,8 @@ def matmul_all_reduce(
       weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
         whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
-      fp8: None, or the recipe by which operands are quantized; see the module.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
+        see the module.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 

@@ -61,7 +61,10 @@ class Call:
         self, op: Op, xs: Sequence[Any], ws: Sequence[Any], **attributes: Any
     ) -> tuple[MatmulBackend, Site]:
         """The backend for one pass, and its request; arguments as for `request`."""
-        request = self.request(op, xs, ws, **attributes)
+        return self.chosen(self.request(op, xs, ws, **attributes))
+
+    def chosen(self, request: Site) -> tuple[MatmulBackend, Site]:
+        """The backend for a request, and the request."""
         return cast(MatmulBackend, choose(request, self.implementation)), request
 
     def request(self, op: Op, xs: Sequence[Any], ws: Sequence[Any], **attributes: Any) -> Site:
@@ -78,17 +81,24 @@ class Call:
         stored, sharding = format_of(ws), sharding_of(ws[0])
         shapes = [w.shape[::-1] if transpose_w else w.shape for w in ws]
         in_loop = stored.travels_in_loop and self._can_gather_in_loop(op, len(ws), backward)
-        return Site(
-            op=op,
+        return self.site(
+            op,
             operands=tuple(zip([x.shape for x in xs], shapes, strict=True)),
             dtype=xs[0].dtype,
-            axis_name=self.axis_name,
-            axis_size=lax.axis_size(self.axis_name),
             format=stored,
             weight_shards=sharding if in_loop else None,
             gathered_shards=None if in_loop else sharding,
             dimension=self.dimension,
             transpose_w=transpose_w,
+            **attributes,
+        )
+
+    def site(self, op: Op, **attributes: Any) -> Site:
+        """A request with these attributes and with those that the call has."""
+        return Site(
+            op=op,
+            axis_name=self.axis_name,
+            axis_size=lax.axis_size(self.axis_name),
             divergent_axes=self.divergent_axes,
             source=self.source,
             replaces=self.replaces,

@@ -14,7 +14,7 @@ from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.backends import BACKENDS
 
-#: The name of a format of `collective_matmul.operands.recipes`.
+#: The name of a registered format, such as one of `collective_matmul.operands.recipes`.
 RecipeName = str
 
 #: Type of the argument `implementation`: the name of a backend; several names, of which the first
@@ -94,11 +94,12 @@ def weight_sharding(
 
 
 def fp8(value: RecipeName | None) -> RecipeName | None:
-    """Raises ValueError unless `value` is None or the name of a recipe."""
+    """Raises ValueError unless `value` is None or the name of a registered format."""
     if value is not None and not (isinstance(value, str) and value in FORMATS):
         names = ", ".join(map(repr, FORMATS))
         raise ValueError(
-            f"fp8={value!r}: expected None (operands keep their dtype), or a recipe: {names}"
+            f"fp8={value!r}: expected None (operands keep their dtype), or the name of a registered"
+            f" format: {names}"
         )
     return value
 

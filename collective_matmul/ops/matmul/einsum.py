@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from collective_matmul._compat import vary_over, varying_axes
-from collective_matmul.dispatch.selection import choose
 from collective_matmul.explicit_axes import entries, spec_of, with_auto_axes
 from collective_matmul.operands.format import PLAIN, Format, format_named
 from collective_matmul.operands.quantized import Quantized
@@ -85,8 +84,8 @@ def collective_einsum(
       axis_name: the mesh axis to gather over, or to sum and scatter over.
       gather: the label to gather: free, batch or contracted.
       scatter: the label of the result to scatter: free or batch.
-      fp8: None, or the recipe by which operands are quantized, as the ops take it. Only for matmuls
-        of whole dimensions, such as the first two above.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
+        as the ops take it. Only for matmuls of whole dimensions, such as the first two above.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`. Some execute only
         matmuls.
@@ -175,25 +174,19 @@ class EinsumCall(Call):
         """
         equation = self.equation
         moved = equation.transposed + (undivided.transposed if undivided else ())
-        is_matmul = equation.is_matmul
-        request = Site(
-            op="matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
+        is_matmul, shapes = equation.is_matmul, (a.shape, b.shape)
+        request = self.site(
+            "matmul_reduce_scatter" if self.scatters else "all_gather_matmul",
             operands=(_work(equation, a, b),),
             dtype=a.dtype,
-            axis_name=self.axis_name,
-            axis_size=lax.axis_size(self.axis_name),
-            einsum=None if is_matmul else _einsum(equation, a, b),
+            einsum=None if is_matmul else Einsum(str(equation), shapes, equation.accumulates),
             equation=equation,
             dimension=equation.a.index(equation.label) if is_matmul else None,
             transpose_w=equation.is_stored_transposed,
             transposed=tuple(dict.fromkeys(moved)),
-            divergent_axes=self.divergent_axes,
-            source=self.source,
-            replaces=self.replaces,
-            remarks=self.remarks,
             **attributes,
         )
-        return cast(MatmulBackend, choose(request, self.implementation)), request
+        return self.chosen(request)
 
 
 def _forward(xs: Sequence[Any], ws: Sequence[Any], call: EinsumCall) -> tuple[jax.Array, Any]:
@@ -232,10 +225,6 @@ def _result_spec(equation: Equation, a: jax.Array, b: jax.Array) -> PartitionSpe
     axes = dict(zip(equation.b, entries(b), strict=True))
     axes |= {k: v for k, v in zip(equation.a, entries(a), strict=True) if v or k not in axes}
     return spec_of([axes[label] for label in equation.y])
-
-
-def _einsum(equation: Equation, a: jax.Array, b: jax.Array) -> Einsum:
-    return Einsum(str(equation), (a.shape, b.shape), equation.accumulates)
 
 
 def _work(

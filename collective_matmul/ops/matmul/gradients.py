@@ -46,17 +46,11 @@ from collective_matmul.operands.quantized import (
     read_by_backward,
     with_read,
 )
-from collective_matmul.operands.sharded import (
-    Sharded,
-    WeightShards,
-    sharding_of,
-    stored,
-    whole,
-)
+from collective_matmul.operands.sharded import Sharded, WeightShards, sharding_of, stored, whole
 from collective_matmul.ops.matmul.backend import MatmulBackend
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
-from collective_matmul.ops.matmul.request import Site
+from collective_matmul.ops.matmul.request import Op, Site
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.schedule.direct_scatter import scattered_sum
 
@@ -98,7 +92,7 @@ def op_of(forward: Callable, gradients: Callable, *, keeps_gathered: bool = Fals
         def specs() -> Any:
             rows = kept[0] if keeps_gathered else kept
             arrays = tuple(_array_of(w) for w in ws if is_trained(w))
-            is_rows = lambda x: hasattr(x, "packed")  # noqa: E731
+            is_rows = lambda x: hasattr(x, "without_array")  # noqa: E731
             first = lambda x: jax.tree.leaves(x)[0]  # noqa: E731
             return specs_like((jax.tree.map(first, rows, is_leaf=is_rows), arrays))
 
@@ -200,20 +194,16 @@ def gather_matmul(
     return _gather(x, tuple(ws), call), None
 
 
-def _scatter_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
-    """The sum of products, and what is kept of the xs."""
-    backend, request = call.choose("matmul_reduce_scatter", xs, ws)
-    return _sum_of_products(backend.execute, request, xs, ws, call)
-
-
 def _sum_of_products(
-    execute: Callable, request: Site, xs: Sequence[Any], ws: Sequence[Any], call: Call
+    op: Op, xs: Sequence[Any], ws: Sequence[Any], call: Call
 ) -> tuple[jax.Array, Any]:
+    """The sum over devices of sums of products, and what is kept of the xs."""
+    backend, request = call.choose(op, xs, ws)
     stored_as = format_of(ws)
 
     def product(xs: Any, ws: Any) -> Any:
         rows, weights = stored_as.rows(xs), _weights(request, ws, xs[0].dtype)
-        y, _ = execute(request, [*map(multiplied, rows)], weights)
+        y, _ = backend.execute(request, [*map(multiplied, rows)], weights)
         return y, tuple(map(contracted, rows)) if stored_as.packs_gradients else None
 
     def specs() -> Any:
@@ -245,13 +235,9 @@ def _scatter_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax
 
 
 #: ``reduce_scatter(sum of x @ w)`` over pairs.
-matmul_scatter = op_of(_scatter_forward, _scatter_gradients)
-
-
-def _all_reduce_forward(xs: Sequence[Any], ws: Sequence[Any], call: Call) -> tuple[jax.Array, Any]:
-    """The sum of products, and what is kept of the xs."""
-    backend, request = call.choose("matmul_all_reduce", xs, ws)
-    return _sum_of_products(backend.execute, request, xs, ws, call)
+matmul_scatter = op_of(
+    functools.partial(_sum_of_products, "matmul_reduce_scatter"), _scatter_gradients
+)
 
 
 def _all_reduce_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: jax.Array) -> Any:
@@ -273,7 +259,9 @@ def _all_reduce_gradients(call: Call, xs: Sequence[Any], ws: Sequence[Any], dy: 
 
 
 #: ``psum(sum of x @ w)`` over pairs.
-matmul_all_reduce = op_of(_all_reduce_forward, _all_reduce_gradients)
+matmul_all_reduce = op_of(
+    functools.partial(_sum_of_products, "matmul_all_reduce"), _all_reduce_gradients
+)
 
 
 @functools.partial(ReverseMode, nondiff_argnums=(1, 2))

@@ -89,7 +89,8 @@ def sites(
       rows: global numbers of rows.
       devices: number of devices on the axis.
       dtype: dtype of operands, before they are quantized, and of results.
-      fp8: the recipe by which operands are quantized to 8 bits, or None.
+      fp8: the recipe by which operands are quantized to 8 bits, or the name of a registered format;
+        or None.
 
     Raises:
       ValueError: for an unknown name, fewer than 2 devices, or sizes that devices do not divide.

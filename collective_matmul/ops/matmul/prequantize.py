@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul._compat import nan_like
 from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import Sharded, WeightShards
@@ -60,7 +59,7 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
 
     Args:
       w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards.
-      fp8: the recipe, as the op takes it.
+      fp8: the recipe, or the name of a registered format, as the op takes it.
       weight_axis_name: a mesh axis that shards the weights, as the op takes it; None: they are
         whole.
       weight_dimension: the dimension of every w that it shards, 0 or 1.
@@ -74,7 +73,8 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
     """
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
     if fp8 is None:
-        raise ValueError(f"fp8=None: expected a recipe: {', '.join(map(repr, FORMATS))}")
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"fp8=None: expected the name of a registered format: {names}")
     checks.fp8(fp8)
     checks.weights(ws)
     checks.quantizable("w", ws[0], fp8)
@@ -96,7 +96,7 @@ def checked_weights(
 
     Args:
       ws: the weights of one call.
-      fp8: its recipe.
+      fp8: the name of its format.
       shards: how a second axis shards its weights.
       x: its other operand, whose dtype shards have been quantized in.
 
@@ -123,7 +123,7 @@ def checked_weights(
             )
         if w.fp8 != fp8:
             raise ValueError(
-                f"fp8={fp8!r}: w is quantized by {w.fp8!r}; expected the same recipe; pass"
+                f"fp8={fp8!r}: w is quantized by {w.fp8!r}; expected the same format; pass"
                 f" fp8={w.fp8!r}"
             )
         copied, shape = w.forward, (w.shape[0], math.prod(w.shape[1:]))
@@ -158,15 +158,10 @@ def _unread(array: jax.Array) -> jax.Array:
     So nothing reads the array of a `Quantized`. What is rematerialized would: a barrier at
     its begin takes all operands of the ops inside, and XLA keeps them in a loop over microbatches.
     """
-    return _nan_like(array)
+    return nan_like(array)
 
 
-def _nan_like(array: jax.Array) -> jax.Array:
-    nan = jnp.full_like(array, jnp.nan)
-    return vary_over(nan, varying_axes(array))
-
-
-_unread.defvjp(lambda array: (_nan_like(array), None), lambda _, gradient: (gradient,))
+_unread.defvjp(lambda array: (nan_like(array), None), lambda _, gradient: (gradient,))
 
 
 def _described(shards: WeightShards | None) -> str:

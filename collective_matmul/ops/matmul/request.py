@@ -14,7 +14,7 @@ from collective_matmul.dispatch.contract import (
     Backend,
     Direction,
     Request,
-    Transport,
+    UnregisteredError,
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import Registry
@@ -70,8 +70,6 @@ class Site(HasFormat, Request):
       operands: local shapes (x, w) of every matmul; w is [K, N]. For an einsum, the shapes of a
         matmul with as many operations and as much communication.
       dtype: dtype of operands, before they are quantized, and of the result.
-      axis_name: mesh axis to communicate over.
-      axis_size: number of devices on the axis, D.
       co_gathered: local shape of an array gathered in the same loop, or None.
       keep_gathered: whether the gathered array is a result too.
       einsum: the multiplication, if it is not a matmul; or None.
@@ -83,15 +81,10 @@ class Site(HasFormat, Request):
       transpose_w: whether the weights are stored as [N, K].
       transposed: arrays that have to be transposed before or after the multiplication, named by
         their einsum labels.
-      divergent_axes: further mesh axes along which devices may execute the site a different number
-        of times, because it is inside a branch or a loop.
-      direction: whether this is the forward or the backward pass of the op that the user called.
-      source: where the user called it.
-      replaces: the user's collective that `collective_matmul.overlap` replaced by this op, or None.
+      axis_name, axis_size, divergent_axes, direction, source, replaces: see `Request`.
       remarks: what `explain` says of the call before the reason of a decision.
       gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
       equation: the einsum that the op executes; None for matmuls.
-      transport: who moves its bytes.
     """
 
     op: Op
@@ -114,7 +107,6 @@ class Site(HasFormat, Request):
     remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
-    transport: Transport = field(default="peer_copies", compare=False, repr=False)
 
     @property
     def backends(self) -> Registry:
@@ -213,8 +205,7 @@ class Site(HasFormat, Request):
     def multiplied_dtypes(self, rows: int) -> tuple[str, str]:
         """The dtypes of x and w as this number of rows is multiplied in the traced program."""
         backward = self.direction == "backward"
-        by_kernel = self.format.runs_kernel(self, rows, self.dtype, backward=backward)
-        return self.format.multiplied_dtypes(self.operand_dtypes, by_kernel=by_kernel)
+        return self.format.multiplied_dtypes(self, rows, self.dtype, backward=backward)
 
     @property
     def communicated_dtypes(self) -> tuple[str, ...]:
@@ -248,18 +239,14 @@ class Site(HasFormat, Request):
     def bytes_communicated(self) -> int:
         """Bytes that each device sends: D - 1 shards of each gathered or scattered array."""
         if self.op == "all_gather_matmul":
-            own = (self.axis_size - 1) * self.rows * self._bytes_of_gathered_row
+            row = self.format.row_bytes(self.contracted, np.dtype(self.dtype).itemsize)
+            own = (self.axis_size - 1) * self.rows * row
         else:
             elements = (self.axis_size - 1) * self.rows * self.columns // self.axis_size
             own = elements * np.dtype(self.dtype).itemsize
         if self.op == "matmul_all_reduce":
             own *= 2
         return own + self.co_gathered_bytes + self.weight_bytes
-
-    @property
-    def _bytes_of_gathered_row(self) -> int:
-        """Bytes of a row of x as it travels."""
-        return self.format.row_bytes(self.contracted, np.dtype(self.dtype).itemsize)
 
     @property
     def _sends_x_itself(self) -> bool:
@@ -295,7 +282,8 @@ class Site(HasFormat, Request):
             rows, columns = [self.rows], self.contracted
         else:
             return 0
-        row = self.format.kept_row_bytes(columns, np.dtype(self.dtype).itemsize)
+        stored = self.format if self.format.packs_gradients else PLAIN
+        row = stored.row_bytes(columns, np.dtype(self.dtype).itemsize)
         return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
@@ -354,6 +342,7 @@ class Site(HasFormat, Request):
         """The flat site of a table's entry; see `fields`.
 
         Raises:
+          UnregisteredError: if the site has a format that this program has not registered.
           ValueError, LookupError, TypeError: if the values are not those of a site.
         """
         op, dtype = fields["op"], jnp.dtype(fields["dtype"])
@@ -365,15 +354,20 @@ class Site(HasFormat, Request):
             co_gathered = size_above_zero(co_gathered[0]), size_above_zero(co_gathered[1])
         size = size_above_zero
         operands = [((size(m), size(k)), (k, size(n))) for m, k, n in fields["operands"]]
+        devices = size_above_zero(fields["devices"])
+        try:
+            stored = format_of_fields(fields)
+        except LookupError as error:
+            raise UnregisteredError(str(error)) from error
         return cls(
             op=op,
             operands=tuple(operands),
             dtype=dtype,
             axis_name="",
-            axis_size=size_above_zero(fields["devices"]),
+            axis_size=devices,
             co_gathered=co_gathered,
             keep_gathered=bool(fields.get("keep_gathered", False)),
-            format=format_of_fields(fields),
+            format=stored,
         ).flat
 
     @property

@@ -61,7 +61,7 @@ class OneShot(SequentialBackend):
     def unsupported_reason(self, site: Site) -> str | None:
         """Exchanges are limited by the kernel's requirements and the size of the workspace."""
         if site.format != PLAIN:
-            return "operands in fp8: these exchanges send wider numbers only"
+            return f"operands in {site.format.kind}: these exchanges send wider numbers only"
         reasons = (
             exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site)
         )
