@@ -27,6 +27,9 @@ from collective_matmul.source_location import SourceLocation
 
 Direction = Literal["forward", "backward"]
 
+#: Who moves the bytes of a request: copies between peers, NCCL, or NCCL with symmetric buffers.
+Transport = Literal["peer_copies", "nccl", "nccl_symmetric"]
+
 #: The name, among those of backends, of the computation alone, without its communication.
 COMPUTE_ONLY = "compute_only"
 
@@ -73,6 +76,7 @@ class Request(Protocol):
       op: name of the op, as users and tables have it.
       axis_name: the mesh axis to communicate over, or several.
       axis_size: number of devices on the axis, or on all of them together.
+      transport: who moves its bytes.
       divergent_axes: further mesh axes along which devices may execute the request a different
         number of times, because it is inside a branch or a loop.
       direction: whether this is the forward or the backward pass of the op that the user called.
@@ -83,6 +87,7 @@ class Request(Protocol):
     op: str
     axis_name: str | tuple[str, ...]
     axis_size: int
+    transport: Transport = "peer_copies"
     divergent_axes: tuple[str, ...] = ()
     direction: Direction = "forward"
     source: SourceLocation | None = None

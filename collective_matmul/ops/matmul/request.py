@@ -14,6 +14,7 @@ from collective_matmul.dispatch.contract import (
     Backend,
     Direction,
     Request,
+    Transport,
     UnregisteredError,
     size_above_zero,
 )
@@ -85,6 +86,7 @@ class Site(HasFormat, Request):
       remarks: what `explain` says of the call before the reason of a decision.
       gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
       equation: the einsum that the op executes; None for matmuls.
+      transport: who moves its bytes.
     """
 
     op: Op
@@ -107,6 +109,7 @@ class Site(HasFormat, Request):
     remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
+    transport: Transport = field(default="peer_copies", compare=False, repr=False)
 
     @property
     def backends(self) -> Registry:
