@@ -276,9 +276,10 @@ def test_explain_says_what_is_sharded(make_mesh: MeshFactory) -> None:
         ({"weight_axis_name": FSDP, "weight_dimension": 2}, "weight_dimension=2: expected 0"),
         ({"weight_dimension": 1}, "weight_dimension=1: nothing is sharded"),
         ({"weight_axis_name": FSDP}, r"w: shape \(8, 4\) has 8 × 2 shards rows"),
-        (
+        pytest.param(
             {"weight_axis_name": FSDP, "weight_dimension": 1, "implementation": "fused"},
             "w is sharded over axis 'fsdp', and fused multiplies whole weights",
+            marks=pytest.mark.needs("fused"),
         ),
     ],
 )

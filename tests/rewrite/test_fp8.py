@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,7 +91,7 @@ SENT, SUMMED = "travels float8_e4m3fn + scales", "travels bfloat16"
     [
         ("tensorwise", "float8_e4m3fn", None),
         ("rowwise", "float8_e4m3fn", " and bfloat16"),
-        ("blockwise", "float32", " and bfloat16"),
+        pytest.param("blockwise", "float32", " and bfloat16", marks=pytest.mark.needs("blockwise")),
     ],
 )
 def test_explain_names_dtypes(
@@ -150,7 +151,8 @@ def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.parametrize(
-    ("body", "fp8"), [(whole_sum, "rowwise"), (whole_sum, "blockwise"), (detached, "rowwise")]
+    ("body", "fp8"),
+    [*itertools.product((whole_sum, detached), [n for n in FORMATS if n != "tensorwise"])],
 )
 def test_a_gathered_array_with_other_users_keeps_its_numbers(
     body: Callable, fp8: Any, make_mesh: MeshFactory
@@ -293,6 +295,7 @@ SCOPES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
 ]
 
 
+@pytest.mark.needs("blockwise")
 @pytest.mark.parametrize(("scopes", "gathers", "scatters"), SCOPES, ids=str)
 def test_scopes_have_recipes(
     scopes: Any, gathers: list, scatters: list, make_mesh: MeshFactory
