@@ -11,13 +11,25 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+import collective_matmul
+
 MeshFactory = Callable[[dict[str, int]], Mesh]
+
+#: Backends and formats that some tests name, and where they are. Without one of them and its own
+#: tests, the other tests pass; those about it are marked `needs`.
+REMOVABLE = {
+    "blockwise": "operands/recipes/blockwise.py",
+    "fused": "ops/matmul/fused",
+    "one_shot": "ops/matmul/one_shot",
+}
+LIBRARY = Path(collective_matmul.__file__).parent
 
 SIMULATED_DEVICES = 8
 ON_THE_CPU = {
@@ -87,7 +99,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fails a GPU test that finds no GPU; skipped, it would look as if it had been checked."""
+    """Skips what needs a part that was taken out. Fails a GPU test that finds no GPU.
+
+    If that was skipped too, it would look as if it had been checked.
+    """
+    for name in (name for marker in item.iter_markers("needs") for name in marker.args):
+        if not (LIBRARY / REMOVABLE[name]).exists():
+            pytest.skip(f"needs {name!r}, which is not here")
     rehearsed = item.config.option.rehearse
     if item.get_closest_marker("gpu") and not rehearsed and jax.default_backend() != "gpu":
         pytest.fail("needs an NVIDIA GPU, and jax finds none: run it where there is one")

@@ -21,12 +21,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, collective_einsum, explain, overlap, prequantize
+from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.covering import pairwise
 from tests.reference import AXIS, OPS, PORTABLE, Case
 
 DEVICES = 2
-RECIPES = ("tensorwise", "rowwise", "blockwise")
 #: Roundings of float64, in units of the largest number. float32 would be off by 1e-8 at least.
 TOLERANCE = 1e-12
 
@@ -141,7 +141,7 @@ def test_operands_of_two_dtypes_are_refused(make_mesh: MeshFactory) -> None:
         fun(x, w.astype("float32"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_fp8_refuses_float64(recipe: Any, make_mesh: MeshFactory) -> None:
     """Whose larger numbers would become NaN, as float32 scales cannot hold them."""
 

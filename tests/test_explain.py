@@ -98,6 +98,7 @@ def test_an_a100_has_an_estimate_of_xla_and_rings() -> None:
             )
 
 
+@pytest.mark.needs("fused")
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float32])
 def test_what_executes_sites_that_a_fused_kernel_cannot(dtype: Any) -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
@@ -111,6 +112,7 @@ def test_what_executes_sites_that_a_fused_kernel_cannot(dtype: Any) -> None:
             assert line[-1].startswith(f"fallback: fused is not possible: {why}: ")
 
 
+@pytest.mark.needs("fused")
 @pytest.mark.parametrize(
     ("subscripts", "w", "dimension", "transpose_w"),
     [

@@ -41,6 +41,7 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     ]
 
 
+@pytest.mark.needs("fused")
 @pytest.mark.parametrize("fused", [False, True])
 def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
@@ -68,6 +69,7 @@ def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> N
         assert psum[2:5:2] == ["psum", "left alone"]
 
 
+@pytest.mark.needs("fused")
 def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
     sharded = plain(make_mesh({AXIS: 2}))
     fun = overlap(sharded, implementation=("fused", "ring"), require=2)
@@ -77,6 +79,7 @@ def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
         assert line[4:] == ["ring by overlap", f"fallback: {reason}; requested"]
 
 
+@pytest.mark.needs("fused")
 def test_overlap_leaves_alone_what_the_backend_cannot_execute(make_mesh: MeshFactory) -> None:
     sharded = plain(make_mesh({AXIS: 2}))
     (site, *_) = find_sites(sharded, implementation="fused")(*flat_arguments())
@@ -164,6 +167,7 @@ def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
     assert str(error.value).splitlines()[1:] == table[:-1]
 
 
+@pytest.mark.needs("fused")
 def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFactory) -> None:
     """On CPUs a fused kernel cannot run, and no other backend was allowed."""
     fun = overlap(plain(make_mesh({AXIS: 2})), implementation="fused")

@@ -112,8 +112,8 @@ def test_rows_keep_their_precision_beside_larger_ones() -> None:
     for name, recipe in FORMATS.items():
         quantized = cast(Recipe, recipe).rows([x])[0].dequantized()
         within[name] = (abs(quantized - x) <= bound).mean(axis=1)
-    np.testing.assert_array_equal(within["rowwise"], 1.0)
-    np.testing.assert_array_equal(within["blockwise"], 1.0)
+    for name in within.keys() - {"tensorwise"}:
+        np.testing.assert_array_equal(within[name], 1.0)
     # In common with the larger row, many numbers are below the normal ones.
     assert within["tensorwise"][0] == 1.0
     assert within["tensorwise"][1] < 0.8

@@ -53,6 +53,15 @@ def case_of(op: str, fp8: str, devices: int, **changes: Any) -> Fp8Case:
     )
 
 
+def rounds_before(case: Fp8Case) -> bool:
+    """Whether the cotangent is rounded before it is quantized, perhaps to another number.
+
+    Without types that say what is replicated, JAX divides it by D, and sums that over the devices.
+    """
+    is_replicated = case.op == "matmul_all_reduce" and not case.check_vma
+    return is_replicated and case.dtype != "float32" and case.devices not in (1, 2, 4, 8)
+
+
 PRODUCT = [
     case_of(op, fp8, devices, implementation=implementation, dimension=dimension, **others)
     for op, fp8, implementation, devices, dimension, others in itertools.product(
@@ -68,6 +77,7 @@ PRODUCT = [
         ),
     )
 ]
+PRODUCT = [case for case in PRODUCT if not rounds_before(case)]
 
 
 def factors(case: Fp8Case) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def test_the_choice_across_processes_is_xla(reports: list[list[Report]], op: str
         assert of(process, ACROSS, op, None).decisions == ["xla"]
 
 
+@pytest.mark.needs("fused", "one_shot")
 def test_the_reason_is_reported_once(reports: list[list[Report]]) -> None:
     for process in reports:
         across = [r for r in process if tuple(r.mesh) == ACROSS]

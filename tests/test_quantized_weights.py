@@ -28,6 +28,7 @@ from collective_matmul.layers import (
     prequantize_kernels,
     shared_gather,
 )
+from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -86,9 +87,7 @@ def with_array(array: jax.Array, before: Any) -> Any:
     return before.with_array(array) if isinstance(before, Quantized) else array
 
 
-@pytest.mark.parametrize(
-    ("fp8", "vma"), [("rowwise", True), ("tensorwise", False), ("blockwise", True)]
-)
+@pytest.mark.parametrize(("fp8", "vma"), [(name, name != "tensorwise") for name in FORMATS])
 def test_results_and_gradients_are_those_of_arrays(
     fp8: Any, vma: bool, make_mesh: MeshFactory
 ) -> None:
@@ -111,7 +110,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize("fp8", ["rowwise", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("fp8", FORMATS)
 def test_shards_have_the_copies_of_the_whole(
     fp8: Any, dimension: Any, make_mesh: MeshFactory
 ) -> None:
@@ -147,7 +146,11 @@ def test_only_scales_of_columns_are_gathered(
 
 @pytest.mark.parametrize(
     ("fp8", "dimension", "vma"),
-    [("rowwise", 0, True), ("tensorwise", 1, True), ("blockwise", 0, False)],
+    [
+        ("rowwise", 0, True),
+        ("tensorwise", 1, True),
+        pytest.param("blockwise", 0, False, marks=pytest.mark.needs("blockwise")),
+    ],
 )
 def test_shards_have_the_results_and_gradients_of_arrays(
     fp8: Any, dimension: Any, vma: bool, make_mesh: MeshFactory
@@ -237,8 +240,8 @@ def test_copies_that_do_not_fit_are_refused(make_mesh: MeshFactory) -> None:
     assert "quantize the weights of this op together" in message
     assert "1 of 2" in refuse(lambda ws: (prequantize(ws, "rowwise")[0], ws[1]))
     assert "1 of 2, 0 of 2" in refuse(lambda ws: prequantize(ws, "rowwise")[::-1])
-    message = refuse(lambda ws: prequantize(ws, "rowwise"), fp8="blockwise")
-    assert message.startswith("fp8='blockwise': w is quantized by 'rowwise'")
+    message = refuse(lambda ws: prequantize(ws, "rowwise"), fp8="tensorwise")
+    assert message.startswith("fp8='tensorwise': w is quantized by 'rowwise'")
     assert "pass fp8='rowwise'" in refuse(lambda ws: prequantize(ws, "rowwise"), fp8=None)
     message = refuse(lambda ws: prequantize(ws[0], "rowwise").with_array(ws[0][1:]))
     assert "its copies are of bfloat16 (136, 32)" in message

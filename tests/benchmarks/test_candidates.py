@@ -25,7 +25,8 @@ def test_the_librarys_candidates_are_repeated_with_each_recipe() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("auto", "auto_fused", "auto_fused_fp8_rowwise", "xla", "fused", "ring"),
+        *("auto", "auto_fused", "auto_fused_fp8_rowwise", "xla", "ring"),
+        pytest.param("fused", marks=pytest.mark.needs("fused")),
         *("rewrite", "explicit", "rewrite_jit"),
     ],
 )

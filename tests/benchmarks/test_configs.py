@@ -127,6 +127,7 @@ def test_a_run_leaves_a_table(
     assert f"| {name} |" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.needs("fused")
 def test_sites_that_a_backend_does_not_support_say_why(tmp_path: Path) -> None:
     """In a process of its own: fused kernels do not run on CPUs."""
     command_line.main([*ARGUMENTS.split(), "--output", str(tmp_path)])
@@ -154,7 +155,10 @@ def test_what_hangs_has_no_times() -> None:
         ("configs --backend quick", "backend: 'quick' is unknown; expected xla, "),
         ("configs --configs 0", "configs=0: expected at least 1"),
         ("configs --lead-seconds 0", "lead_seconds=0.0: expected more than 0"),
-        ("configs --platform cpu --devices 3 --rows 16", "rows=16: not divisible by 3 devices"),
+        (
+            "configs --backend ring --platform cpu --devices 3 --rows 16",
+            "rows=16: not divisible by 3 devices",
+        ),
         ("tilings --output t.jsonl --models 8B", "models: '8B' is unknown; expected llama3-8b, "),
         ("tilings --output nowhere/t.jsonl", "output=nowhere/t.jsonl: there is no folder nowhere"),
         ("tilings --output t.jsonl", "the kernel runs on Hopper GPUs; run this on one"),

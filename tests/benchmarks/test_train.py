@@ -144,7 +144,7 @@ def test_baselines_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, s
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["auto_fp8_rowwise", "ring", "ring_fp8_tensorwise"])
+@pytest.mark.parametrize("name", ["auto_fp8_rowwise", "ring", "ring_fp8_rowwise"])
 def test_a_candidates_recipe_is_the_trainers(make_mesh, monkeypatch, name):
     seen = []
 
@@ -154,11 +154,11 @@ def test_a_candidates_recipe_is_the_trainers(make_mesh, monkeypatch, name):
 
     monkeypatch.setattr(train, "sharded_step", sharded_step)
     operands = Operands(make_mesh({"tensor": 2}), np.dtype("float32"))
-    flags = "--fp8 blockwise"
+    flags = "--fp8 tensorwise"
     case = train.TrainCase("debug", 1, 16, 1, "none", trainer=flags)
     case.build(operands, candidates.make(name, operands.mesh))
     overlap, _, recipe = name.partition("_fp8_")
-    assert seen == [(overlap, recipe or "blockwise")]
+    assert seen == [(overlap, recipe or "tensorwise")]
 
 
 def test_flags_of_the_trainer_reach_both():

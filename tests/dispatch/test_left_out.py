@@ -42,6 +42,7 @@ def answers() -> list[tuple[Site, Entry, dict[str, Comparison]]]:
     return found
 
 
+@pytest.mark.needs("fused", "one_shot")
 def test_what_is_chosen_between_entries_is_nearly_the_fastest(answers: list) -> None:
     """The reference takes 1.3 times as long as the fastest; nothing slower than it is chosen."""
     losses = []
@@ -53,7 +54,14 @@ def test_what_is_chosen_between_entries_is_nearly_the_fastest(answers: list) -> 
     assert geometric_mean(losses) < 1.02
 
 
-@pytest.mark.parametrize(("name", "most"), [("fused", 0.12), ("one_shot", 0.11), ("ring", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        pytest.param("fused", 0.12, marks=pytest.mark.needs("fused")),
+        pytest.param("one_shot", 0.11, marks=pytest.mark.needs("one_shot")),
+        ("ring", 0.2),
+    ],
+)
 def test_times_between_entries(name: str, most: float, answers: list) -> None:
     """Errors as logarithms. Entries are up to three doublings apart if one is left out."""
     errors = [

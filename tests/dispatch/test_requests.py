@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +21,12 @@ from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul.backends import BACKENDS
-from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
-from collective_matmul.ops.matmul.fused import backend as fused_backend
 from collective_matmul.ops.matmul.request import Einsum, Op, Site
 from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.peer_access import peer_kernels_allowed
-from tests.dispatch.sites import BFLOAT16, H200, site_of, tracing_for
+from tests.dispatch.sites import H200, site_of, tracing_for
 from tests.dispatch.tables import measure_as
-from tests.reference import AXIS, OPS, PEER_KERNELS, PORTABLE
+from tests.reference import OPS, PEER_KERNELS, PORTABLE
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_kernel = pytest.mark.parametrize("kernel", PEER_KERNELS)
@@ -73,6 +72,7 @@ def decide(site: Site, *requested: str) -> tuple[str, str]:
     return name, taken.reason
 
 
+@pytest.mark.needs("fused")
 @every_op
 def test_fused_where_its_kernels_can(op: Op, on_h200: None, logged: Callable) -> None:
     assert decide(layer(op), "fused") == ("fused", "requested")
@@ -113,6 +113,7 @@ def test_a_request_is_strict(op: Op, kernel: str, on_h200: None, logged: Callabl
     assert (decisions, logged()) == ([], [])
 
 
+@pytest.mark.needs("fused", "one_shot")
 @every_op
 def test_of_a_sequence_the_first_that_can_is_used_and_the_others_are_logged_once(
     op: Op, on_h200: None, logged: Callable
@@ -137,12 +138,14 @@ def test_other_requests_are_followed_where_kernels_cannot(
     assert logged() == []
 
 
+@pytest.mark.needs("fused")
 @every_op
 def test_of_all_that_is_not_chosen_the_best_is_logged(
     op: Op, on_h200: None, logged: Callable, monkeypatch: Patch
 ) -> None:
     peers = "GPU 0 cannot address the memory of GPU 1"
     monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: peers)
+    fused_backend = sys.modules[type(BACKENDS["fused"]).__module__]
     monkeypatch.setattr(fused_backend, "no_peer_access_reason", lambda: peers)
     monkeypatch.setitem(SECONDS, "one_shot", 5e-6)
     fused = f"fused is not possible: {peers}"
@@ -154,6 +157,7 @@ def test_of_all_that_is_not_chosen_the_best_is_logged(
     assert logged() == [f"{op} falls back to xla: {why}" for why in (fused, ring)]
 
 
+@pytest.mark.needs("one_shot")
 def test_a_backend_that_is_slower_is_not_missed(monkeypatch: Patch, logged: Callable) -> None:
     others = dict.fromkeys(BACKENDS, 3e-6)
     measure_as(monkeypatch, {**others, "xla": 1e-6, "fused": 2e-6, "one_shot": 2e-6})
@@ -220,7 +224,7 @@ def test_no_kernel_is_configured_for_programs_that_may_have_none(
     )
     with peer_kernels_allowed(allowed):
         decide(layer(op))
-    assert ({*PEER_KERNELS} <= {*asked}) == allowed
+    assert {*PEER_KERNELS} & {*asked} == ({*PEER_KERNELS} if allowed else set())
     assert len(asked) == len({*asked})  # Each is asked once.
 
 
@@ -241,6 +245,7 @@ def test_kernels_are_not_divided_over_automatic_axes(op: Op, kernel: str, size: 
     assert found is None or "automatic mesh axes" in found
 
 
+@pytest.mark.needs("fused")
 @every_op
 def test_a_kernel_that_was_not_measured_is_named(
     op: Op, on_h200: None, logged: Callable, monkeypatch: Patch
@@ -267,64 +272,6 @@ def test_only_newer_versions_have_kernels(
     found = unsupported_reason(layer(op), kernel)
     assert (found is None) == (version >= (0, 11))
     assert found is None or found.endswith(": these kernels need 0.11 or newer")
-
-
-@pytest.mark.parametrize(
-    ("op", "contracted", "columns", "possible"),
-    [
-        ("all_gather_matmul", 192, 96, True),
-        ("all_gather_matmul", 160, 96, False),
-        ("all_gather_matmul", 192, 80, False),
-        ("matmul_reduce_scatter", 96, 160, True),
-        ("matmul_reduce_scatter", 80, 192, False),
-        ("matmul_reduce_scatter", 96, 144, False),
-        ("matmul_all_reduce", 96, 160, True),
-        ("matmul_all_reduce", 80, 192, False),
-        ("matmul_all_reduce", 96, 144, False),
-    ],
-)
-@pytest.mark.parametrize("transpose_w", [False, True])
-def test_sizes_that_kernels_do_not_take(
-    op: Op, contracted: int, columns: int, possible: bool, transpose_w: bool, on_h200: None
-) -> None:
-    """However the weights are stored, except that an all-reduce takes none transposed."""
-    operands = ((64, contracted), (contracted, columns))
-    is_transposed = transpose_w and op != "matmul_all_reduce"
-    found = unsupported_reason(
-        Site(op, (operands,), BFLOAT16, AXIS, 4, transpose_w=is_transposed), "fused"
-    )
-    assert (found is None) == possible
-    assert found is None or "pad them" in found
-
-
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_kernels_are_asked_about_the_arrays_as_they_are_stored(op: Op, monkeypatch: Patch) -> None:
-    """Measured, it has all its rows in one dimension, and weights as a model has them."""
-    asked = []
-
-    def refuse(x: Any, ws: Any, devices: int, *, dimension: int, transpose_w: bool) -> str:
-        (x,) = x if isinstance(x, list) else [x]
-        asked.append((x.shape, ws[0].shape, devices, dimension, transpose_w))
-        return "no"
-
-    monkeypatch.setattr(all_gather, "all_gather_unsupported_reason", refuse)
-    monkeypatch.setattr(reduce_scatter, "reduce_scatter_unsupported_reason", refuse)
-    operands = (((2, 64, 96), (96, 192)),)
-    site = Site(op, operands, BFLOAT16, AXIS, 4, dimension=1, transpose_w=True)
-    for each in (site, site.flat, dataclasses.replace(site, keep_gathered=True).flat):
-        assert unsupported_reason(each, "fused") == "no"
-    assert asked == [
-        ((2, 64, 96), (192, 96), 4, 1, True),
-        ((128, 96), (96, 192), 4, 0, False),
-        ((128, 96), (192, 96), 4, 0, True),
-    ]
-
-
-@pytest.mark.parametrize("rows", [6, 8])
-def test_a_kernel_sums_rows_that_a_ring_cannot_divide(rows: int, on_h200: None) -> None:
-    site = site_of("matmul_all_reduce", rows, 512, 512)
-    assert (unsupported_reason(site, "ring") is None) == (rows % 4 == 0)
-    assert unsupported_reason(site, "fused") is None
 
 
 @every_kernel

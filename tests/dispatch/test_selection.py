@@ -204,6 +204,7 @@ def test_what_cannot_be_chosen_hides_nothing_that_can(
     assert taken.reference_seconds == pytest.approx(100e-6)
 
 
+@pytest.mark.needs("fused", "one_shot")
 @pytest.mark.parametrize(
     ("rows", "fused", "chosen", "basis"),
     [
@@ -227,6 +228,7 @@ def test_where_fused_alone_was_measured_a_ring_may_gain(
     assert "fused was not measured" not in taken.reason
 
 
+@pytest.mark.needs("fused", "one_shot")
 def test_times_are_relative_to_the_sites_own_measurement(
     on_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,8 @@ from collective_matmul.dispatch.lookup import look_up
 from collective_matmul.dispatch.table import Table
 from collective_matmul.dispatch.table_files import cache_path
 from collective_matmul.log import warn_once
-from collective_matmul.operands.format import format_named
+from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.request import Einsum, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables import KIND, RUN, entry, layer, table_of
@@ -48,7 +47,7 @@ def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "_shipped", lambda kind: None)
 
 
-FP8: tuple[RecipeName | None, ...] = (None, "tensorwise", "rowwise", "blockwise")
+FP8 = (None, *FORMATS)
 
 
 def some_sites() -> list[Site]:

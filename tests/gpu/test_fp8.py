@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
 from tests.conftest import skip_without
 from tests.fp8_reference import Fp8Case, quantized_outcome
 from tests.gpu.problems import described, mesh_of, size
@@ -129,11 +128,14 @@ def test_values_and_repeats(programs: Any, call: Call) -> None:
     assert same
 
 
+@pytest.mark.needs("fused")
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("op", (GATHER, SCATTER))
 @pytest.mark.parametrize("devices", (2, 4))
 def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_kernels: None) -> None:
     """A scale, or a product, that is read before it has arrived is another run's, or NaN."""
+    from collective_matmul.ops.matmul.fused import all_gather, reduce_scatter
+
     skip_without(devices)
     case = call(op, fp8, "fused", devices).case
     recipe = FORMATS[fp8]

@@ -126,10 +126,10 @@ def recipes(fun: Callable, *arguments: Any) -> Iterator[tuple[str, Any]]:
 
 def test_parallelize_gives_linen_layers_the_recipe_of_their_style(make_mesh: MeshFactory) -> None:
     variables = PlainLinen().init(jax.random.key(0), X)
-    plan = {"up": Column(fp8="blockwise"), "down": Row(fp8="tensorwise")}
+    plan = {"up": Column(fp8="rowwise"), "down": Row(fp8="tensorwise")}
     model = parallelize(PlainLinen(), plan, mesh=make_mesh({"tensor": 4}))
     assert [*recipes(model.apply, variables, X)] == [
-        ("all_gather_matmul", "blockwise"),
+        ("all_gather_matmul", "rowwise"),
         ("matmul_reduce_scatter", "tensorwise"),
     ]
 
@@ -177,5 +177,5 @@ def test_layers_inside_a_layer_have_its_recipe() -> None:
 )
 def test_unknown_recipes_are_refused(construct: Callable) -> None:
     for wrong in ("mxfp8", True):
-        with pytest.raises(ValueError, match=rf"fp8={wrong!r}: expected None .*'blockwise'"):
+        with pytest.raises(ValueError, match=rf"fp8={wrong!r}: expected None .*'rowwise'"):
             construct(wrong)

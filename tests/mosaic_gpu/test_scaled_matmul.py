@@ -31,6 +31,7 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 #: after the point of the largest.
 HOPPER_ULP = 33 * 2.0**-13
 
+needs_blocks = pytest.mark.needs("blockwise")
 needs_mixed = pytest.mark.skipif(
     not MULTIPLIES_MIXED_FP8, reason="Mosaic multiplies operands of two dtypes from jax 0.11 on"
 )
@@ -138,15 +139,17 @@ def _interpreted(_without_races: None, monkeypatch: pytest.MonkeyPatch) -> None:
             Products("tensorwise", 64, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
         ),
         pytest.param(
-            Products("blockwise", 136, (256,), (320,), chunks=2), marks=pytest.mark.exhaustive
+            Products("blockwise", 136, (256,), (320,), chunks=2),
+            marks=[needs_blocks, pytest.mark.exhaustive],
         ),
         pytest.param(
-            Products("blockwise", 72, (128, 256), (192, 64), E5M2, lead=(2,)), marks=needs_mixed
+            Products("blockwise", 72, (128, 256), (192, 64), E5M2, lead=(2,)),
+            marks=[needs_blocks, needs_mixed],
         ),
         Products("rowwise", 8, (768,), (64,), chunks=2),
         # Whole tiles, whose scales are read from the message.
         Products("rowwise", 256, (128,), (64,), chunks=2),
-        Products("blockwise", 128, (256,), (64,), chunks=2),
+        pytest.param(Products("blockwise", 128, (256,), (64,), chunks=2), marks=needs_blocks),
     ],
     ids=str,
 )
@@ -158,7 +161,7 @@ def test_chunks_are_multiplied_in_place(products: Products) -> None:
 
 @needs_interpreter
 @pytest.mark.usefixtures("_interpreted")
-@pytest.mark.parametrize("fp8", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("fp8", ["rowwise", pytest.param("blockwise", marks=needs_blocks)])
 def test_nans_stay_in_their_rows(fp8: str) -> None:
     def edit(x: np.ndarray) -> None:
         x[3, 5], x[7, 0] = math.nan, math.inf
@@ -223,6 +226,7 @@ def test_float32_products_are_left_to_xla(product_dtype: str) -> None:
     assert (product is None) == (product_dtype == "float32")
 
 
+@needs_blocks
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize(
     ("op", "rows", "by_xla", "by_ring"),

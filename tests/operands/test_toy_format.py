@@ -258,7 +258,10 @@ HOPPER = AbstractMesh(
 )
 
 
-@pytest.mark.parametrize("implementation", ["fused", "one_shot"])
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=pytest.mark.needs(name)) for name in ("fused", "one_shot")],
+)
 def test_kernels_refuse_what_they_do_not_know(implementation: str) -> None:
     shapes, gradients = arguments_and_gradients(HOPPER, "bfloat16", implementation)
     reason = {

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS
 
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
 MESHES += ({"d": 2, "t": 2, "f": 2}, {"d": 2, "f": 2, "t": 2}, {"s": 1, "d": 2, "t": 2})
@@ -33,16 +33,7 @@ MODES = ("not", "not", "before", "after")
 AROUND = ("nothing", "nothing", "jit", "checkpoint", "scan", "cond")
 IMPLEMENTATIONS = ("ring", "ring", "xla", "ring_two_way")
 DTYPES = ("float32", "float32", "float32", "bfloat16")
-RECIPES: tuple[RecipeName | None, ...] = (
-    None,
-    None,
-    None,
-    None,
-    None,
-    "tensorwise",
-    "rowwise",
-    "blockwise",
-)
+RECIPES = (*(None,) * 5, *FORMATS)
 #: Kinds of statements, and those that often follow a statement of another kind.
 KINDS = ("dot",) * 6 + ("reshard",) * 4 + ("sum",) * 3 + ("map",) * 2 + ("layout",) * 3
 FOLLOWING = {
@@ -73,7 +64,7 @@ class ExplicitCase:
     mode: str
     around: str
     implementation: str
-    fp8: RecipeName | None
+    fp8: Any
     dtype: str
     arguments: list[tuple[tuple[int, ...], P]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap
-from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.operands.format import FORMATS
 from collective_matmul.rewrite import FoundSite, find_sites
 from tests.rewrite.explicit_fuzz import refused_by_xla
 from tests.rewrite.programs import gradients_of
@@ -103,9 +103,9 @@ def plain_sum(mesh: Mesh) -> Callable:
     )
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("auto", ["", "d"])
-def test_scales_of_weights_that_another_axis_shards(recipe: RecipeName, auto: str) -> None:
+def test_scales_of_weights_that_another_axis_shards(recipe: Any, auto: str) -> None:
     mesh = mesh_of((2, 1, 2), auto)
     with jax.set_mesh(mesh):
         operands = structs(REDUCED, mesh, "bfloat16")
@@ -114,6 +114,7 @@ def test_scales_of_weights_that_another_axis_shards(recipe: RecipeName, auto: st
     assert refused_by_xla(program.jaxpr) is None
 
 
+@pytest.mark.needs("blockwise")
 def test_blocks_that_are_filled_up_in_a_loop() -> None:
     """Gradients of a loop keep nothing that was computed where explicit axes are automatic."""
     mesh = mesh_of((2, 1, 2))

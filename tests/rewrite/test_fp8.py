@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,7 +91,7 @@ SENT, SUMMED = "travels float8_e4m3fn + scales", "travels bfloat16"
     [
         ("tensorwise", "float8_e4m3fn", None),
         ("rowwise", "float8_e4m3fn", " and bfloat16"),
-        ("blockwise", "float32", " and bfloat16"),
+        pytest.param("blockwise", "float32", " and bfloat16", marks=pytest.mark.needs("blockwise")),
     ],
 )
 def test_explain_names_dtypes(
@@ -143,25 +144,34 @@ def whole_sum(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole @ w, 2 * whole
 
 
-def test_a_gathered_array_with_other_users_keeps_its_numbers(make_mesh: MeshFactory) -> None:
+def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `whole_sum`, where the gathered array has no cotangent."""
+    y, whole = whole_sum(x, w)
+    return y, lax.stop_gradient(whole)
+
+
+@pytest.mark.parametrize(
+    ("body", "fp8"),
+    [*itertools.product((whole_sum, detached), [n for n in FORMATS if n != "tensorwise"])],
+)
+def test_a_gathered_array_with_other_users_keeps_its_numbers(
+    body: Callable, fp8: Any, make_mesh: MeshFactory
+) -> None:
     """It travels beside the message. As its cotangent counts too, gradients are not in 8 bits."""
-    program = gathering(whole_sum, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
+    program = gathering(body, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
     plain, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
-    rewritten, ops = in_fp8(plain, "rowwise"), overlap(plain, implementation="ring")
+    rewritten, ops = in_fp8(plain, fp8), overlap(plain, implementation="ring")
     run = jax.jit(lambda *a: results_and_gradients(lambda f: f, (plain, rewritten, ops), *a))
-    (exact, _), (results, gradients), (_, expected) = run(*arguments)
+    (exact, exact_gradients), (results, gradients), (_, expected) = run(*arguments)
     assert_equal(results[1], exact[1])
     # Rounding to 8 bits is off by at most 1/16 of each factor.
     bound = 0.14 * abs(np.float32(arguments[0])).max() * abs(np.float32(arguments[1])).sum(0).max()
     assert 0 < abs(np.float32(results[0]) - np.float32(exact[0])).max() < bound
     assert_equal(gradients, expected)
+    assert_same(gradients, exact_gradients, "bfloat16")
 
 
 def test_explain_says_why_such_gradients_keep_their_dtype(make_mesh: MeshFactory) -> None:
-    def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, whole = whole_sum(x, w)
-        return y, lax.stop_gradient(whole)
-
     program = gathering(detached, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
     fun = in_fp8(program.sharded(make_mesh({AXIS: 2})), "rowwise")
     forward, backward = dtypes_of(gradients_of(fun, 2), *program.arguments())
@@ -285,6 +295,7 @@ SCOPES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
 ]
 
 
+@pytest.mark.needs("blockwise")
 @pytest.mark.parametrize(("scopes", "gathers", "scatters"), SCOPES, ids=str)
 def test_scopes_have_recipes(
     scopes: Any, gathers: list, scatters: list, make_mesh: MeshFactory

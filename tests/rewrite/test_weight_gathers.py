@@ -55,6 +55,13 @@ def _kept_whole(x, up, down):
     return scatter(y @ gather(down, 1))
 
 
+def _kept_constant(x, up, down):
+    """As `_kept_whole`, where the gathered x has no cotangent."""
+    whole = gather(x, 1, AXIS)
+    scale = jnp.sum(jnp.sin(lax.stop_gradient(whole)), -1, keepdims=True)
+    return scatter((whole @ gather(up, 0) + scale) @ gather(down, 1))
+
+
 def _differentiated(x, up, down):
     """Its gradients are computed on each device."""
     dx, dup, ddown = gradients_of(_gated, 3)(x, up, down)
@@ -86,6 +93,7 @@ BODIES: dict[str, tuple[Callable, int, int]] = {
     "in heads": (_in_heads, 2, 0),
     "transposed": (_transposed, 2, 0),
     "kept whole": (_kept_whole, 2, 0),
+    "kept whole, a constant": (_kept_constant, 2, 0),
     "differentiated": (_differentiated, 3, 0),
     "used elsewhere": (_used_elsewhere, 1, 1),
     "in pieces": (_in_pieces, 1, 1),

@@ -65,7 +65,7 @@ def test_terms_travel_in_the_narrower_dtype(make_mesh: MeshFactory) -> None:
     ("requested", "divergent_axes", "reason", "expected"),
     [
         (None, (), None, True),
-        (("fused", "ring_direct"), (), None, True),
+        (("xla", "ring_direct"), (), None, True),
         (("xla",), (), None, False),
         (None, (AXIS,), None, False),
         (None, (), "several processes", False),

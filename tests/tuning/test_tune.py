@@ -119,6 +119,7 @@ def test_few_sites_are_compiled_before_the_first_is_timed(monkeypatch: pytest.Mo
     assert made == [*sites]
 
 
+@pytest.mark.needs("fused")
 def test_what_cannot_carry_out_a_site_is_not_compiled() -> None:
     site = Site("matmul_all_reduce", (((3, 4), (4, 2)),), FLOAT32, "", 2)
     (trial,) = trials([site], jax.devices(), ["xla", "ring", "fused"])
@@ -192,6 +193,7 @@ def test_what_a_table_cannot_have_is_left_out_and_named(
     ]
 
 
+@pytest.mark.needs("fused")
 def test_what_the_table_has_is_not_measured_again_unless_asked_to(
     cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +212,7 @@ def test_what_the_table_has_is_not_measured_again_unless_asked_to(
     assert {entry.run.jax for entry in read(cache).entries.values()} == {"9.9.9", JAX_VERSION}
 
 
+@pytest.mark.needs("fused")
 def test_what_was_not_possible_and_now_is_is_measured(
     cache: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

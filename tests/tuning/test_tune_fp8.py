@@ -152,7 +152,7 @@ def test_a_recipe_decides_about_its_own_sites_alone(
     messages = [dtype for _, _, ((_, dtype), *_) in calls]
     assert messages and set(messages) == {jnp.dtype("uint8")}
     assert chosen("rowwise") == ["ring", "ring"]
-    assert chosen(None) == chosen("blockwise") == ["xla", "xla"]
+    assert chosen(None) == chosen("tensorwise") == ["xla", "xla"]
 
 
 def test_weights_gathered_before_are_measured_whole(make_mesh: MeshFactory, tmp_path: Path) -> None:

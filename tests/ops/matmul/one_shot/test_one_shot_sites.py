@@ -122,7 +122,7 @@ def test_floats_of_few_rows_warn_of_nothing(
 
 
 def test_the_basis_of_a_modelled_backend_is_the_model(monkeypatch: Patch) -> None:
-    measure_as(monkeypatch, {"xla": 6e-5, "fused": 7e-5})
+    measure_as(monkeypatch, {"xla": 6e-5, "ring": 7e-5})
     with record_decisions() as decisions:
         assert choose(site_of("all_gather_matmul", 64, 4096, 14336)) == "one_shot"
     assert decisions[0].reason.startswith("measured: 60 µs xla, ")
