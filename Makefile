@@ -19,6 +19,11 @@ train: $(ENV)/installed-train ## train the debug preset: on GPUs if there are an
 
 # worksteal hands each worker a contiguous run of tests, so that neighbours share what they compile
 # and their fixtures, and lets the worker that is done first take over from the other's end.
+#
+# Each worker rewrites the assertions of 300 modules and compiles them, unless an earlier run left
+# the bytecode. An environment may forbid files beside the sources: here they lie in ENV.
+test: export PYTHONDONTWRITEBYTECODE =
+test: export PYTHONPYCACHEPREFIX = $(abspath $(ENV))/bytecode
 test: $(ENV)/installed-test ## run the suite; exhaustive: ARGS="-m 'not gpu'"; on GPUs: ARGS="-m gpu -n 0"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
