@@ -19,8 +19,11 @@ train: $(ENV)/installed-train ## train the debug preset: on GPUs if there are an
 
 # worksteal hands each worker a contiguous run of tests, so that neighbours share what they compile
 # and their fixtures, and lets the worker that is done first take over from the other's end.
+#
+# Without bytecode of an earlier run, each worker rewrites the assertions of 300 modules and compiles
+# them. An environment may forbid to write it: the suite does, and `make clean` removes it.
 test: $(ENV)/installed-test ## run the suite; exhaustive: ARGS="-m 'not gpu'"; on GPUs: ARGS="-m gpu -n 0"
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(ENV)/installed-lint ## check style, format and types
 	@$(BIN)/ruff check

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+# Threads of OpenBLAS spin while they wait for each other's part of a product: on the small matrices
+# of tests they take several times the CPU seconds of one thread. It is read when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +61,11 @@ class Fp8Case(Case):
         return (getattr(collective_matmul, self.op)(x, ws[0], AXIS, **keywords),)
 
     def compare(self, mesh: Any, seed: int = 0, run: Any = jax.jit) -> Comparison:
-        """Runs the case, and the reference with quantized operands."""
+        """Runs the case, and by `run` too what quantizes the operands of the reference."""
         arrays = self.arrays(seed)
         actual = self.run(mesh, arrays, run)
-        bounds = self._bounds_of(quantized_outcome(self, arrays, magnitudes=True))
-        return Comparison(actual, quantized_outcome(self, arrays), bounds, self.dtype)
+        expected, magnitudes = quantized_outcomes(self, arrays, run)
+        return Comparison(actual, expected, self._bounds_of(magnitudes), self.dtype)
 
     def _bounds_of(self, magnitudes: Outcome) -> Outcome:
         """As `Case.bounds`, whose terms are those of the quantized operands."""
@@ -81,45 +81,97 @@ class Fp8Case(Case):
         return sum(int(np.prod(columns)) for columns in self.columns)
 
 
-def quantized_outcome(case: Fp8Case, arrays: tuple, *, magnitudes: bool = False) -> Outcome:
-    """Results and gradients of quantized operands; or of each the sum of terms' magnitudes."""
+class Rows(NamedTuple):
+    """Quantized rows: the numbers that they stand for, which are products of values and scales."""
+
+    exact: Any
+    values: Any
+    scales: Any
+
+
+class Shards(NamedTuple):
+    """What one device quantizes: rows of x and of each dy, and each weight and its transpose."""
+
+    x: Rows
+    dys: list[Rows]
+    ws: list[Any]
+    transposed: list[Any]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def quantize_shards(recipe: Recipe, x: Any, ws: Sequence[Any], dys: Sequence[Any]) -> Shards:
+    """The operands of one device, quantized as the ops do."""
+
+    def rows(packed: PackedRows) -> Rows:
+        return Rows(packed.dequantized(), packed.values, packed.scales)
+
+    return Shards(
+        rows(recipe.rows([x])[0]),
+        [rows(packed) for packed in recipe.rows(dys, of_gradient=True)],
+        [recipe.matrices([w])[0].dequantized() for w in ws],
+        [matrix.dequantized() for matrix in recipe.matrices([w.T for w in ws])],
+    )
+
+
+def quantized_outcomes(case: Fp8Case, arrays: tuple, run: Any = jax.jit) -> tuple[Outcome, Outcome]:
+    """Results and gradients of quantized operands, and of each the sum of its terms' magnitudes.
+
+    `run` compiles or simulates what quantizes, as it does with the op: both round alike.
+    """
     x, ws, dys = arrays
-    wide = (lambda a: abs(np.asarray(a, np.float64))) if magnitudes else _wide
-    recipe, devices = cast(Recipe, FORMATS[case.fp8]), range(case.devices)
+    recipe, count = cast(Recipe, FORMATS[case.fp8]), case.devices
+    gathers = case.op == "all_gather_matmul"
     ws, dys = [_matrix(w) for w in ws], [d.reshape(*x.shape[:-1], -1) for d in dys]
-    if case.op == "all_gather_matmul":
-        shards = np.split(x, case.devices, case.dimension)
-        sent_x = [quantize_rows([shard], recipe)[0] for shard in shards]
-        quantized = _join([dequantized(rows) for rows in sent_x], case)
-        columns = [np.split(w, case.devices, 1) for w in ws]
-        cotangents = [np.split(dy, case.devices, -1) for dy in dys]
-        ys = [[], *([] for _ in ws[1:])]
-        dws = [[], *([] for _ in ws[1:])]
-        dx = 0.0
-        for d in devices:
-            own, dy = [w[d] for w in columns], [c[d] for c in cotangents]
-            sent = quantize_rows(dy, recipe, True)
-            back = quantize_weights([w.T for w in own], recipe)
-            for i, w in enumerate(own):
-                forward = dequantized(quantize_weights([w], recipe)[0])
-                ys[i].append(wide(quantized) @ wide(forward))
-                dx = dx + wide(dequantized(sent[i])) @ wide(dequantized(back[i]))
-                pair = _join(sent_x, case), sent[i]
-                dws[i].append(weight_gradient(x, dy[i], pair, recipe, wide))
-        joined = [np.concatenate(y, -1) for y in ys]
-        return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
-    parts, rows_of_w = np.split(x, case.devices, -1), np.split(ws[0], case.devices, 0)
+    xs = np.split(x, count, case.dimension if gathers else -1)
+    weights = _per_device(ws, count, 1 if gathers else 0)
+    if case.op == "matmul_all_reduce":
+        cotangents = [dys] * count
+    else:
+        cotangents = _per_device(dys, count, -1 if gathers else case.dimension)
+    quantize = run(functools.partial(quantize_shards, recipe))
+    shards = [
+        jax.tree.map(np.asarray, quantize(*operands))
+        for operands in zip(xs, weights, cotangents, strict=True)
+    ]
+    outcome = _gathered if gathers else _summed
+    values, magnitudes = (
+        outcome(case, (x, dys), shards, wide) for wide in (_wide, lambda a: abs(_wide(a)))
+    )
+    return values, magnitudes
+
+
+def _per_device(
+    arrays: Sequence[np.ndarray], devices: int, dimension: int
+) -> list[list[np.ndarray]]:
+    return [*map(list, zip(*(np.split(a, devices, dimension) for a in arrays), strict=True))]
+
+
+def _gathered(case: Fp8Case, arrays: tuple, shards: Sequence[Shards], wide: Any) -> Outcome:
+    """The outcome of a gather, to whose x each device applies columns of its own."""
+    x, dys = arrays
+    recipe = cast(Recipe, FORMATS[case.fp8])
+    sent_x = _join([own.x for own in shards], case)
+    ys, dws, dx = [[] for _ in dys], [[] for _ in dys], 0.0
+    for i, dy in enumerate(dys):
+        for own, local in zip(shards, np.split(dy, case.devices, -1), strict=True):
+            ys[i].append(wide(sent_x.exact) @ wide(own.ws[i]))
+            dx = dx + wide(own.dys[i].exact) @ wide(own.transposed[i])
+            dws[i].append(weight_gradient(x, local, (sent_x, own.dys[i]), recipe, wide))
+    joined = [np.concatenate(y, -1) for y in ys]
+    return _outcome(case, joined, dx, [np.concatenate(dw, 1) for dw in dws])
+
+
+def _summed(case: Fp8Case, arrays: tuple, shards: Sequence[Shards], wide: Any) -> Outcome:
+    """The outcome of a sum over devices, each of which has rows of the weight of its own."""
+    x, (dy,) = arrays
+    recipe = cast(Recipe, FORMATS[case.fp8])
     scattered = case.op == "matmul_reduce_scatter"
-    cotangents = np.split(dys[0], case.devices, case.dimension) if scattered else [dys[0]]
-    sent_dy = [quantize_rows([dy], recipe, True)[0] for dy in cotangents]
-    gathered = _join([dequantized(rows) for rows in sent_dy], case)
+    sent_dy = _join([own.dys[0] for own in (shards if scattered else shards[:1])], case)
     y, dx, dw = 0.0, [], []
-    for part, w in zip(parts, rows_of_w, strict=True):
-        forward = quantize_rows([part], recipe)[0], quantize_weights([w], recipe)[0]
-        y = y + wide(dequantized(forward[0])) @ wide(dequantized(forward[1]))
-        dx.append(wide(gathered) @ wide(dequantized(quantize_weights([w.T], recipe)[0])))
-        pair = forward[0], _join(sent_dy, case)
-        dw.append(weight_gradient(part, dys[0], pair, recipe, wide))
+    for own, local in zip(shards, np.split(x, case.devices, -1), strict=True):
+        y = y + wide(own.x.exact) @ wide(own.ws[0])
+        dx.append(wide(sent_dy.exact) @ wide(own.transposed[0]))
+        dw.append(weight_gradient(local, dy, (own.x, sent_dy), recipe, wide))
     return _outcome(case, [y], np.concatenate(dx, -1), [np.concatenate(dw, 0)])
 
 
@@ -133,12 +185,12 @@ def weight_gradient(
     return _contract_rows(wide(x), wide(dy))
 
 
-def _scaled_alike(x: PackedRows, dy: PackedRows) -> tuple:
+def _scaled_alike(x: Rows | PackedRows, dy: Rows | PackedRows) -> tuple:
     """The values that rows stand for, those of dy rounded to a scale for all rows."""
     scales = [_wide(rows.scales) for rows in (x, dy)]
     assert all((np.frexp(each)[0] == 0.5).all() for each in scales)  # Powers of two.
     ratios = np.prod([each / each.max() for each in scales], 0)
-    rounded = _wide((_wide(dy.values) * ratios).astype(dy.dtype))
+    rounded = _wide((_wide(dy.values) * ratios).astype(dy.values.dtype))
     return _wide(x.values) * scales[0].max(), rounded * scales[1].max()
 
 
@@ -155,9 +207,8 @@ def _matrix(w: np.ndarray) -> np.ndarray:
     return w.reshape(w.shape[0], -1)
 
 
-def _join(parts: Sequence[Any], case: Case) -> Any:
-    join = lambda *arrays: jnp.concatenate(arrays, case.dimension)  # noqa: E731
-    return parts[0] if len(parts) == 1 else jax.tree.map(join, *parts)
+def _join(parts: Sequence[Rows], case: Case) -> Rows:
+    return Rows(*(np.concatenate(arrays, case.dimension) for arrays in zip(*parts, strict=True)))
 
 
 def _outcome(case: Case, ys: Sequence[Any], dx: Any, dws: Sequence[Any]) -> Outcome:

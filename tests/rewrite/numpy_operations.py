@@ -205,15 +205,14 @@ def _iota(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
     return np.broadcast_to(np.arange(math.prod(sizes)).reshape(sizes), (devices, *shape))
 
 
-def _reduce(operands: Stacks, equation: JaxprEqn, devices: int) -> list[np.ndarray]:
-    """By a function of the program's own, device by device: JAX does not map over first values."""
-    dtypes = [type_of(atom).dtype for atom in equation.invars]
-    operation = _operation(equation.primitive, False, tuple(equation.params.items()))
-    results = [
-        operation(*(x[device].astype(dtype) for x, dtype in zip(operands, dtypes, strict=True)))
-        for device in range(devices)
-    ]
-    return [np.stack([np.asarray(each) for each in parts]) for parts in zip(*results, strict=True)]
+def _bitcast(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
+    """The bytes of each element as one of another size: of a smaller one, a dimension of them."""
+    # Arrays that are held in float64 have the bytes of their own dtype.
+    array = operands[0].astype(type_of(equation.invars[0]).dtype)
+    result = type_of(equation.outvars[0])
+    if result.dtype.itemsize < array.dtype.itemsize:
+        array = array[..., None]
+    return np.ascontiguousarray(array).view(result.dtype).reshape(devices, *result.shape)
 
 
 def _same(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
@@ -233,6 +232,7 @@ def _empty(operands: Stacks, equation: JaxprEqn, devices: int) -> np.ndarray:
 
 
 _SHAPED: dict[str, Operation] = {
+    "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "convert_element_type": _same,
@@ -244,9 +244,9 @@ _SHAPED: dict[str, Operation] = {
     "expand_dims": _reshape,
     "integer_pow": lambda operands, equation, _: operands[0] ** equation.params["y"],
     "iota": _iota,
+    "layout_constraint": _same,
     "pad": _pad,
     "reduce_precision": _same,
-    "reduce": _reduce,
     "reshape": _reshape,
     "rev": lambda operands, equation, _: np.flip(
         operands[0], tuple(i + 1 for i in equation.params["dimensions"])

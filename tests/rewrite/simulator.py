@@ -134,8 +134,7 @@ def _execute_equation(equation: JaxprEqn, operands: Stacks, team: Team) -> Stack
         return _collective(equation, operands, team)
     if name == "axis_index":
         return [_axis_index(parameters["axis_name"], team)]
-    # The function of a `reduce` has two numbers for arguments, and nothing to communicate.
-    if name != "reduce" and any(True for _ in jaxprs_in_params(parameters)):
+    if any(True for _ in jaxprs_in_params(parameters)):
         raise NotImplementedError(
             f"the simulator cannot execute {name}: its parameters have jaxprs; add it to"
             " _CONTROL_FLOW or _CALLS"
@@ -216,6 +215,35 @@ def _scan(equation: JaxprEqn, operands: Stacks, team: Team) -> Stacks:
     if parameters["reverse"]:
         steps.reverse()
     return [*carry, *(np.stack(ys, 1) for ys in zip(*steps, strict=True))]
+
+
+def _reduce(equation: JaxprEqn, operands: Stacks, team: Team) -> Stacks:
+    """By a function of the program's own: halves of what is reduced are combined until one is left.
+
+    The function takes numbers; each pair of them is executed as if on a device of its own.
+    """
+    parameters = equation.params
+    count, axes = len(operands) // 2, [axis + 1 for axis in parameters["dimensions"]]
+    kept = [i for i in range(operands[0].ndim) if i not in axes]
+    shape = [operands[0].shape[i] for i in kept]
+    reduced = math.prod(operands[0].shape[i] for i in axes)
+
+    def combine(xs: Stacks, ys: Stacks) -> Stacks:
+        pairs = [pair.reshape(-1) for pair in (*xs, *ys)]
+        apart = replace(team, mesh=(), members=tuple(range(pairs[0].size)))
+        return [z.reshape(xs[0].shape) for z in _call(parameters["jaxpr"], pairs, apart)]
+
+    arrays = [x.transpose(*axes, *kept).reshape(reduced, *shape) for x in operands[:count]]
+    starts = [x.reshape(-1, *(1 for _ in shape[1:])) for x in operands[count:]]
+    arrays = [
+        np.concatenate([np.broadcast_to(start, (1, *shape)), x])
+        for start, x in zip(starts, arrays, strict=True)
+    ]
+    while (size := len(arrays[0])) > 1:
+        half = size // 2
+        combined = combine([x[:half] for x in arrays], [x[half : 2 * half] for x in arrays])
+        arrays = [np.concatenate([z, x[2 * half :]]) for z, x in zip(combined, arrays, strict=True)]
+    return [x[0] for x in arrays]
 
 
 def _is_longer(outside: Any, inside: Any) -> bool:
@@ -371,7 +399,13 @@ _COLLECTIVES: dict[str, Callable[[np.ndarray, dict[str, Any]], np.ndarray]] = {
     "pmax": _extreme(np.max),
     "pmin": _extreme(np.min),
 }
-_CONTROL_FLOW = {"shard_map": _shard_map, "cond": _branches, "while": _while, "scan": _scan}
+_CONTROL_FLOW = {
+    "shard_map": _shard_map,
+    "cond": _branches,
+    "while": _while,
+    "scan": _scan,
+    "reduce": _reduce,
+}
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -110,3 +110,28 @@ for communicate in (gathered, permuted):
                 process.communicate(timeout=5)
         finally:
             process.kill()
+
+
+def bytes_of_each(x):
+    """Numbers as bytes, exchanged and then read back, as messages in 8 bits are."""
+    raw = lax.bitcast_convert_type(x, jnp.uint8)
+    sent = lax.ppermute(raw.reshape(len(x), -1), "t", [(0, 1), (1, 0)])
+    return lax.bitcast_convert_type(sent.reshape(raw.shape), jnp.float32)
+
+
+def reduced_by_an_own_function(x):
+    """The sums and the largest magnitudes of rows, three of which are not a power of two."""
+
+    def combined(left, right):
+        return left[0] + right[0], jnp.maximum(abs(left[1]), abs(right[1]))
+
+    zeros = np.float32(0), np.float32(0)
+    whole = lax.pad(x - 1, np.float32(0), [(0, 1, 0), (0, 0, 0)])
+    sums, largest = lax.reduce((whole, whole), zeros, combined, (0,))
+    return jnp.stack([sums, largest])
+
+
+@pytest.mark.parametrize("body", [bytes_of_each, reduced_by_an_own_function])
+def test_bytes_and_reductions(body) -> None:
+    fun = sharded(body)
+    np.testing.assert_allclose(simulated(fun)(X), jax.jit(fun)(X), rtol=1e-6)
