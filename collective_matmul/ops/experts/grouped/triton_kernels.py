@@ -130,10 +130,7 @@ def _matmul_body(
     def _() -> None:
         rows = start + jnp.arange(blocks.rows, dtype=jnp.int32)
         in_rows = rows < end
-        # Rows that are not written may be any rows: loads without a mask are faster.
-        source = jnp.minimum(rows, end - 1)
-        if index_ref is not None:
-            source = _load(index_ref.at[source], None)
+        source = rows if index_ref is None else _load(index_ref.at[rows], in_rows)
         ns = column_block * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
         in_columns = ns < columns if columns % blocks.columns else None
         product = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
@@ -144,6 +141,7 @@ def _matmul_body(
                 *pair,
                 group,
                 source,
+                in_rows,
                 first_column + ns,
                 in_columns,
                 blocks,
@@ -163,6 +161,7 @@ def _add_product(
     w_ref: Any,
     group: jax.Array,
     source: jax.Array,
+    in_rows: jax.Array,
     ns: jax.Array,
     in_columns: jax.Array | None,
     blocks: Blocks,
@@ -175,7 +174,7 @@ def _add_product(
     def step(i: jax.Array, sum_: jax.Array) -> jax.Array:
         ks = i * size + jnp.arange(size, dtype=jnp.int32)
         in_ks = ks < contracted if ragged else None
-        x = _load(x_ref.at[source[:, None], ks[None, :]], _both(None, in_ks))
+        x = _load(x_ref.at[source[:, None], ks[None, :]], _both(in_rows, in_ks))
         if transposed:
             w = _load(w_ref.at[group, ns[:, None], ks[None, :]], _both(in_columns, in_ks)).T
         else:
