@@ -264,8 +264,8 @@ def map_rows(
     """A function of the elements of arrays, of their first rows only.
 
     Args:
-      fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1], returns
-        blocks, and what is summed along columns, or None.
+      fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1],
+        returns blocks, and what is summed along columns, or None.
       arrays: [M, N], of one dtype.
       row_values: float32 [M].
       count: int32 scalar, the number of rows that are computed. Others are not written.
