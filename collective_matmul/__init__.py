@@ -14,6 +14,8 @@ from collective_matmul.ops.attention.choice import AttentionDecision
 from collective_matmul.ops.attention.segments import Segments, segments_of_ids, segments_of_lengths
 from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.gradients import HIDDEN_CHECKPOINT_NAME
+from collective_matmul.ops.experts.grouped.measurement import GroupedRepetitions as _Grouped  # noqa: F401
+from collective_matmul.ops.experts.measurement import ExpertRepetitions as _Experts  # noqa: F401
 from collective_matmul.ops.matmul.api import (
     CHECKPOINT_NAME,
     all_gather_matmul,

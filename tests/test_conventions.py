@@ -62,19 +62,37 @@ BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
 
 #: Where the name of a backend may be compared, besides the registry.
-BACKEND_FILES = {
-    "xla": "collective_matmul/ops/matmul/xla.py",
-    "ring": "collective_matmul/ops/matmul/ring/",
-    "ring_two_way": "collective_matmul/ops/matmul/ring/",
-    "ring_direct": "collective_matmul/ops/matmul/ring/",
-    "one_shot": "collective_matmul/ops/matmul/one_shot/",
-    "fused": "collective_matmul/ops/matmul/fused/",
+_RINGS = ("collective_matmul/ops/matmul/ring/", "collective_matmul/ops/experts/ring.py")
+BACKEND_FILES: dict[str, tuple[str, ...]] = {
+    "xla": (
+        "collective_matmul/ops/matmul/xla.py",
+        "collective_matmul/ops/experts/xla.py",
+        "collective_matmul/ops/experts/grouped/xla.py",
+    ),
+    "ring": _RINGS,
+    "ring_two_way": _RINGS,
+    "ring_direct": _RINGS,
+    "one_shot": ("collective_matmul/ops/matmul/one_shot/",),
+    "fused": ("collective_matmul/ops/matmul/fused/",),
+    "triton": ("collective_matmul/ops/experts/grouped/triton",),
 }
-#: What the folder of each family of ops may have.
+#: What the folder of each family of ops may have. "xla" is its reference.
 OP_FOLDERS = "collective_matmul/ops/"
-OP_MODULES = ("api", "request", "gradients", "backend", "backends", "checks")
-REGISTRY = "collective_matmul/ops/matmul/backends.py"
-CONTRACT = "collective_matmul/ops/matmul/backend.py"
+OP_MODULES = (
+    "api",
+    "request",
+    "gradients",
+    "backend",
+    "backends",
+    "checks",
+    "measurement",
+    "xla",
+)
+REGISTRIES = tuple(
+    f"{OP_FOLDERS}{family}/backends.py" for family in ("matmul", "experts", "experts/grouped")
+)
+#: Not that of the experts, whose round trips carry pytrees of the op's choice.
+CONTRACTS = tuple(f"{OP_FOLDERS}{family}/backend.py" for family in ("matmul", "experts/grouped"))
 
 MAX_FILE_LINES = 600
 # The longest function of the library has 49 lines besides its docstring. Kernels may be longer: the
@@ -165,14 +183,14 @@ def compared_backend_names(tree: SourceTree) -> Findings:
     for module in tree.below(*PROGRAMS):
         for place in module.compared_strings():
             home = BACKEND_FILES.get(place.text)
-            if home and module.path != REGISTRY and not module.path.startswith(home):
+            if home and module.path not in REGISTRIES and not module.path.startswith(home):
                 yield Finding(place, "is compared with")
 
 
 def untyped_backends(tree: SourceTree) -> Findings:
     """Annotations with `Any` for backends, and in the contract and the registry except for JSON."""
     for module in tree.below(LIBRARY):
-        everywhere = module.path in (REGISTRY, CONTRACT)
+        everywhere = module.path in (*REGISTRIES, *CONTRACTS)
         for place, annotation in module.annotations():
             text = ast.unparse(annotation)
             is_backend = everywhere or {"backend", "implementation"} & {*words(place.text)}

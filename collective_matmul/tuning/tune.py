@@ -109,7 +109,7 @@ def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
         raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
     found = _sites_in(target, args) if callable(target) else target
     distinct = dict.fromkeys(site.flat for site in found)
-    return [site for site in distinct if site.axis_size > 1 and site.flops > 0]
+    return [site for site in distinct if site.communicates and site.flops > 0]
 
 
 def _sites_in(fun: Callable, args: tuple) -> list[Request]:

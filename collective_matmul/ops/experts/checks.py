@@ -68,8 +68,8 @@ def weight_dimension(value: int) -> int:
     """
     if value not in (0, 1, 2):
         raise ValueError(
-            f"weight_dimension={value!r}: expected 0, the experts, or 1 or 2, the rows or columns of"
-            " each matrix"
+            f"weight_dimension={value!r}: expected 0, the experts, or 1 or 2, the rows or columns"
+            " of each matrix"
         )
     return value
 
@@ -147,6 +147,6 @@ def weights(x: jax.Array, ws: ExpertWeights, shards: int, dimension: int, *, sha
     for name, shape, wanted in zip(names, whole, expected, strict=True):
         if shape != wanted or 0 in shape:
             raise ValueError(
-                f"{name} of shape {shape}: expected {wanted}, for x of shape {x.shape} and w_gate of"
-                f" shape {whole[0]}; sizes are above 0"
+                f"{name} of shape {shape}: expected {wanted}, for x of shape {x.shape} and w_gate"
+                f" of shape {whole[0]}; sizes are above 0"
             )

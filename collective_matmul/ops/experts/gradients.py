@@ -25,6 +25,7 @@ from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
 from collective_matmul.ops.experts.work import ExpertWeights, ExpertWork, GradientRows, Hidden
+from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.source_location import SourceLocation
 
 #: Name of the products of gate and up, for policies of `jax.checkpoint`.
@@ -126,7 +127,29 @@ def devices_of(axis_names: tuple[str, ...]) -> int:
     return int(np.prod([lax.axis_size(name) for name in axis_names], dtype=np.int64))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+#: Returns its arguments; refuses to be differentiated. Rules of gradients begin with it.
+_once_differentiable = undifferentiated(
+    lambda *values: values,
+    "second derivatives of expert_mlp, as by jax.hessian or by jax.grad of jax.grad: the op defines"
+    " first derivatives alone; differentiate it once",
+)
+
+
+def backward_pass(call: ExpertCall, kept: Any, dy: jax.Array) -> Any:
+    """The backward pass of `routed_experts`, to be measured by itself.
+
+    Args:
+      call: the static parameters.
+      kept: x, the weights, plans of all visits, and the products of gate and up in each, or none.
+      dy: [T, h], the gradient of the result.
+
+    Returns:
+      Gradients of the arguments of `routed_experts`.
+    """
+    return _backward(call, kept, dy)
+
+
+@functools.partial(ReverseMode, nondiff_argnums=(4,))
 def routed_experts(
     x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
 ) -> jax.Array:
@@ -161,6 +184,7 @@ def _keeping(
 def _forward(
     x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
 ) -> tuple[jax.Array, Any]:
+    x, weights, ws = _once_differentiable(x, weights, ws)
     backend, request = call.choose(x, ids.shape[1], ws, "forward")
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
     routings = backend.routings(request, Routing(ids, weights))
@@ -198,6 +222,7 @@ def _forward(
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     x, ws, plans, hidden = residuals
+    dy, ws = _once_differentiable(dy, ws)
     # Without the barrier, XLA would keep what the forward gathered.
     x, dy, stored = lax.optimization_barrier((x, dy, ws))
     backend, request = call.choose(x, plans[0].places.shape[1], ws, "backward")

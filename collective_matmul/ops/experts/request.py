@@ -1,4 +1,4 @@
-"""`ExpertRequest`: one pass of an expert op as data, with all that the choice of a backend needs."""
+"""`ExpertRequest`: one pass of an expert op as data, for the choice of a backend."""
 
 from __future__ import annotations
 

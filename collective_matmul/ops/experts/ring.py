@@ -16,7 +16,7 @@ from jax import lax
 from collective_matmul._compat import axis_index
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
-from collective_matmul.ops.experts import cost
+from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend, Finish, Work
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
@@ -38,14 +38,15 @@ class RingExperts(ExpertBackend):
         self.pattern: Pattern = pattern
 
     def pieces(self, request: ExpertRequest) -> Sequence[int]:
-        """Those of the last visit, unless they would be too narrow to multiply well."""
+        """Several of the last visit, unless they would be too narrow to multiply well."""
         return [visit.pieces for visit in self._visits(request)]
 
     def _visits(self, request: ExpertRequest) -> Sequence[Visit]:
         pattern = self.pattern if request.tokens > 1 else "one_way"
         schedule = make_schedule("gather", pattern, request.axis_size)
-        splits = request.direction == "forward" and request.width % (256 * cost.LAST_PIECES) == 0
-        return visits_of(schedule, request.tokens, cost.LAST_PIECES if splits else 1)
+        narrowest = 256 * expert_cost.LAST_PIECES
+        splits = request.direction == "forward" and request.width % narrowest == 0
+        return visits_of(schedule, request.tokens, expert_cost.LAST_PIECES if splits else 1)
 
     def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
         """Every device's, straight from it."""
@@ -120,7 +121,7 @@ class RingExperts(ExpertBackend):
         gpu = rates()
         if gpu is None or self.pattern != "direct" or request.axis_size == 1:
             return None
-        return Prediction(cost.ring_seconds(request), _ERROR, gpu.basis)
+        return Prediction(expert_cost.ring_seconds(request), _ERROR, gpu.basis)
 
 
 #: The rings by name.

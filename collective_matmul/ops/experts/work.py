@@ -189,18 +189,25 @@ class ExpertWork:
     ) -> ExpertWeights:
         """The gradients of weights of some visits, added to those of others before."""
         before = added_to or ExpertWeights(None, None, None)
+        request, backend = self._weight_gradient
+        of_x = [backend.contracted_rows(request, v.x, v.plan.tokens, v.plan.count) for v in visits]
 
         def of_inputs(name: str) -> jax.Array:
-            request, backend = self._weight_gradient
             parts = [
-                OuterPart(v.x, getattr(v.dhidden, name), v.plan.sizes, left_index=v.plan.tokens)
-                for v in visits
+                OuterPart(x, getattr(v.dhidden, name), v.plan.sizes, left_index=index)
+                for v, (x, index) in zip(visits, of_x, strict=True)
             ]
             return backend.weight_gradient(request, parts, getattr(before, name))
 
+        return ExpertWeights(of_inputs("gate"), of_inputs("up"), self._of_down(visits, before.down))
+
+    def _of_down(self, visits: Sequence[GradientRows], before: Any) -> jax.Array:
         request, backend = self._down_gradient
+        # Copies cost as much as those for gate and up, which are two: the same sizes decide.
+        of_up = self._weight_gradient.request
+        of_dy = [backend.contracted_rows(of_up, v.dy, v.plan.tokens, v.plan.count) for v in visits]
         parts = [
-            OuterPart(v.weighted, v.dy, v.plan.sizes, right_index=v.plan.tokens) for v in visits
+            OuterPart(v.weighted, dy, v.plan.sizes, right_index=index)
+            for v, (dy, index) in zip(visits, of_dy, strict=True)
         ]
-        down = backend.weight_gradient(request, parts, before.down)
-        return ExpertWeights(of_inputs("gate"), of_inputs("up"), down)
+        return backend.weight_gradient(request, parts, before)

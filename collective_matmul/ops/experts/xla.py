@@ -10,7 +10,7 @@ from jax import lax
 
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
-from collective_matmul.ops.experts import cost
+from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend, Finish, Work
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
@@ -73,5 +73,5 @@ class XlaExperts(ExpertBackend):
         gpu = rates()
         if gpu is None:
             return None
-        seconds = cost.compute_seconds(request) + request.communication_seconds
+        seconds = expert_cost.compute_seconds(request) + request.communication_seconds
         return Prediction(max(seconds, gpu.host_seconds), 0.0, gpu.basis)

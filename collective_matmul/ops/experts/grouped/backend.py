@@ -69,6 +69,23 @@ class GroupedBackend(Backend, Protocol):
         """
         ...
 
+    def contracted_rows(
+        self, request: GroupedRequest, x: jax.Array, index: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """How a weight gradient reads rows of x by index best.
+
+        Args:
+          request: the weight gradient.
+          x: [S, K].
+          index: int32 [M].
+          count: int32 scalar, the number of rows that belong to groups.
+
+        Returns:
+          x and the index; or a copy of the rows, [M, K], and None.
+        """
+        del request, count
+        return x, index
+
     def map_rows(
         self,
         fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],

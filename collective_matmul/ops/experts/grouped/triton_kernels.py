@@ -314,8 +314,8 @@ def map_rows(
     """A function of the elements of arrays, of their first rows only.
 
     Args:
-      fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1], returns
-        blocks, and what is summed along columns, or None.
+      fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1],
+        returns blocks, and what is summed along columns, or None.
       arrays: [M, N], of one dtype.
       row_values: float32 [M].
       count: int32 scalar, the number of rows that are computed. Others are not written.
@@ -363,6 +363,36 @@ def map_rows(
     blocks = Blocks(warps=4, stages=2)
     programs = math.ceil(rows / row_block)
     return tuple(_call(body, tuple(shapes), programs, blocks, "map_rows", interpret)(*inputs))
+
+
+def copy_rows(
+    x: jax.Array, index: jax.Array, count: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """The rows of x [S, N] by index, int32 [M]: the first `count` of them. Others are not written.
+
+    Returns:
+      [M, N].
+    """
+    rows, columns = index.size, x.shape[1]
+    row_block, column_block = 4, min(1024, pl.next_power_of_2(columns))
+
+    def body(count_ref: Any, x_ref: Any, index_ref: Any, out_ref: Any) -> None:
+        place = pl.program_id(0) * row_block + jnp.arange(row_block, dtype=jnp.int32)
+        is_used = place < count_ref[0]
+
+        @pl.when(pl.program_id(0) * row_block < count_ref[0])
+        def _() -> None:
+            source = _load(index_ref.at[place], is_used)
+            for first in range(0, columns, column_block):
+                ns = first + jnp.arange(column_block, dtype=jnp.int32)
+                mask = is_used[:, None] & (ns < columns)[None, :]
+                block = _load(x_ref.at[source[:, None], ns[None, :]], mask)
+                plgpu.store(out_ref.at[place[:, None], ns[None, :]], block, mask=mask)
+
+    inputs = [count.reshape(1), x, index]
+    shape = jax.ShapeDtypeStruct((rows, columns), x.dtype, **_manual_axes(inputs))
+    blocks = Blocks(warps=4, stages=2)
+    return _call(body, shape, math.ceil(rows / row_block), blocks, "copy_rows", interpret)(*inputs)
 
 
 def _place(
