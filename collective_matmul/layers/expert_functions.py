@@ -1,0 +1,361 @@
+"""A router and its experts as a function of arrays, local or global.
+
+Legend: h features of a token, E experts, k choices of a token, f hidden features of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul._compat import (
+    axis_index,
+    psum,
+    tracks_varying_axes,
+    vary_over,
+    varying_axes,
+)
+from collective_matmul.layers import layer_checks
+from collective_matmul.layers.router import Router
+from collective_matmul.layers.router_statistics import RouterStatistics
+from collective_matmul.layers.sequence_form import with_reference
+from collective_matmul.layers.sharding_context import (
+    GlobalArrays,
+    LeadingAxes,
+    LocalShards,
+    ShardingContext,
+    current_context,
+    partition_spec,
+    sharded,
+)
+from collective_matmul.ops.experts.api import expert_mlp
+from collective_matmul.ops.experts.work import ExpertWeights
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """How mesh axes divide experts and tokens.
+
+    Attributes:
+      expert_axes: the axes that experts are divided over, in the order in which they are numbered.
+      hidden_axis: the axis that divides hidden features, or None.
+      weight_axis: a further axis that shards dimension 1 of each weight, or None.
+      token_dimensions: the dimension of global tokens that each of `all_axes` shards.
+      data_axes: further axes that shard dimension 0 of global tokens.
+    """
+
+    expert_axes: tuple[str, ...]
+    hidden_axis: str | None
+    weight_axis: str | None
+    token_dimensions: tuple[int, ...]
+    data_axes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        axis_name: str | tuple[str, ...],
+        hidden_axis_name: str | None,
+        weight_axis_name: str | None,
+        token_dimension: int | Sequence[int],
+        data_axis_name: str | tuple[str, ...],
+    ) -> ExpertAxes:
+        """The axes that the arguments of a layer name.
+
+        Raises:
+          ValueError: if an axis is named twice, or the dimensions are not one for each.
+        """
+        experts = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        data = (data_axis_name,) if isinstance(data_axis_name, str) else tuple(data_axis_name)
+        exchanged = experts if hidden_axis_name is None else (*experts, hidden_axis_name)
+        named = (*exchanged, *data)
+        if weight_axis_name is not None:
+            layer_checks.distinct_axes((*exchanged, weight_axis_name))
+        layer_checks.distinct_axes(named)
+        if isinstance(token_dimension, int):
+            dimensions = (token_dimension,) * len(exchanged)
+        else:
+            dimensions = tuple(token_dimension)
+        if len(dimensions) != len(exchanged):
+            raise ValueError(
+                f"token_dimension={token_dimension!r}: expected one dimension, or one for each of"
+                f" the axes {exchanged}"
+            )
+        return cls(experts, hidden_axis_name, weight_axis_name, dimensions, data)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The axes whose devices exchange tokens."""
+        hidden = () if self.hidden_axis is None else (self.hidden_axis,)
+        return (*self.expert_axes, *hidden)
+
+    @property
+    def weight_specs(self) -> ExpertWeights:
+        """The partition specs of the parameters."""
+        return self._specs(self.weight_axis)
+
+    @property
+    def specs_of_call(self) -> ExpertWeights:
+        """The partition specs of weights that the compiler gathers over the weight axis."""
+        return self._specs(None)
+
+    def _specs(self, weight_axis: str | None) -> ExpertWeights:
+        experts, hidden = _entry(self.expert_axes), self.hidden_axis
+        rows = _entry(tuple(axis for axis in (hidden, weight_axis) if axis is not None))
+        up = P(experts, weight_axis, hidden)
+        return ExpertWeights(up, up, P(experts, rows, None))
+
+    def leading(self, context: ShardingContext, x: jax.Array) -> LeadingAxes:
+        """The axes that shard each dimension of tokens [..., h] before the last."""
+        count = x.ndim - 1
+        leading = context.leading_axes(x, count)
+        if isinstance(context, LocalShards):
+            return leading
+        data = [axis for axis in self.data_axes if axis in context.further_axes]
+        wanted = [(axis, 0) for axis in (context.axis_name, *data) if axis in self.data_axes]
+        for axis, dimension in (
+            *wanted,
+            *zip(self.all_axes, self.token_dimensions, strict=True),
+        ):
+            position = layer_checks.leading_dimension("token_dimension", dimension, count)
+            assert position is not None
+            longer = sharded(leading, position, axis)
+            if x.shape[position] % context.shards(longer[position]) == 0:
+                leading = longer
+        return leading
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Options of `collective_matmul.expert_mlp`, whose arguments have these names."""
+
+    activation: str
+    recompute_hidden: bool
+    implementation: tuple[str, ...] | None
+    grouped_implementation: tuple[str, ...] | None
+
+
+def expert_context(axes: ExpertAxes, mesh: Mesh | None, arrays: Any) -> ShardingContext:
+    """The context of the caller, over all axes of the experts, and over those of data if global.
+
+    Args:
+      axes: the axes.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      arrays: a pytree of the arrays that the layer is called with.
+
+    Raises:
+      ValueError: if there is no mesh with these axes.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    data = tuple(axis for axis in axes.data_axes if axis not in around.manual_axes)
+    names = axes.all_axes or data
+    if not names:  # Experts that are whole on each device need no mesh.
+        return LocalShards("")
+    context = current_context(names[0], mesh, arrays, names[1:])
+    if isinstance(context, LocalShards):
+        return context
+    # The types of arrays say what Explicit axes shard.
+    auto = context.mesh.abstract_mesh.auto_axes
+    layer_checks.known_axes("data_axis_name", data, context.mesh.axis_names)
+    added = [axis for axis in data if axis in auto and axis not in names]
+    return replace(context, further_axes=(*context.further_axes, *added))
+
+
+def routed_experts(
+    context: ShardingContext,
+    axes: ExpertAxes,
+    router: Router,
+    options: ExpertOptions,
+    tokens: tuple[jax.Array, jax.Array | None],
+    routing: tuple[jax.Array, jax.Array | None],
+    ws: ExpertWeights,
+    dtype: Any,
+) -> tuple[jax.Array, RouterStatistics]:
+    """Each token's weighted sum over the experts that a router chooses, and its statistics.
+
+    Args:
+      context: whether the arrays are local or global.
+      axes: how mesh axes divide them.
+      router: the options of the router.
+      options: the options of the op.
+      tokens: x [..., h], and a mask [...] of tokens that the statistics count, or None.
+      routing: the kernel of the router [h, E], and its bias [E] or None.
+      ws: the weights of the experts.
+      dtype: dtype of the experts' computation.
+
+    Returns:
+      [..., h], and the statistics of all tokens or, if arrays are local, of this device's.
+
+    Raises:
+      ValueError: for shapes that do not fit each other.
+    """
+    x, mask = tokens
+    layer_checks.input_features(x, (router.in_features,))
+    if mask is not None and mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"mask of shape {mask.shape}: expected {x.shape[:-1]}, one number for each token of x"
+            f" of shape {x.shape}"
+        )
+    leading = axes.leading(context, x)
+    is_global = isinstance(context, GlobalArrays)
+
+    def on_shards(
+        tokens: Any, routing: Any, ws: ExpertWeights
+    ) -> tuple[jax.Array, RouterStatistics]:
+        (x, mask), (kernel, bias) = tokens, routing
+        flat = x.reshape(-1, x.shape[-1])
+        routed = router.route(flat, None if mask is None else mask.reshape(-1), kernel, bias)
+        y = _apply_experts(
+            axes, options, flat.astype(dtype), routed.expert_ids, routed.expert_weights, ws
+        )
+        statistics = routed.statistics
+        if is_global:
+            statistics = jax.tree.map(_sum_over_varying_axes, statistics)
+        return y.reshape(x.shape), statistics
+
+    mask_spec = None if mask is None else partition_spec(leading)
+    specs = (
+        (partition_spec(leading, None), mask_spec),
+        (P(None, None), None if routing[1] is None else P(None)),
+        axes.specs_of_call,
+    )
+    total = RouterStatistics(P(None), P(None), P(), P())
+    out_specs = partition_spec(leading, None), total
+    return context.map_shards(on_shards, (tokens, routing, ws), specs, out_specs)
+
+
+def _apply_experts(
+    axes: ExpertAxes,
+    options: ExpertOptions,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    ws: ExpertWeights,
+) -> jax.Array:
+    """`expert_mlp` along the axes whose devices have different tokens; [T, h] -> [T, h].
+
+    Along the others, every device applies its own experts, or its hidden features, to the tokens
+    that all have, and results are added.
+    """
+    common = _common_axes(axes.all_axes, x)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    weight_axis = axes.weight_axis if axes.weight_axis in manual else None
+    if weight_axis is None:
+        ws = ExpertWeights(*(w.astype(x.dtype) for w in ws))
+    implementation = options.implementation
+    if common:
+        local = ws.gate.shape[0]
+        ids = _numbers_without(ids, axes.expert_axes, common, local)
+        implementation = with_reference(implementation)
+    varying = frozenset[str]().union(*map(varying_axes, (x, ids, weights, *ws)))
+    if varying:  # So that JAX sums the gradients of what does not vary, over these axes too.
+        x, ids, weights, ws = jax.tree.map(
+            lambda array: vary_over(array, varying), (x, ids, weights, ws)
+        )
+    y = expert_mlp(
+        x,
+        ids,
+        weights,
+        *ws,
+        axis_name=tuple(axis for axis in axes.expert_axes if axis not in common),
+        hidden_axis_name=None if axes.hidden_axis in common else axes.hidden_axis,
+        activation=options.activation,
+        recompute_hidden=options.recompute_hidden,
+        weight_axis_name=weight_axis,
+        implementation=implementation,
+        grouped_implementation=options.grouped_implementation,
+    )
+    for axis in common:
+        y = psum(y, axis)
+    return y
+
+
+def _common_axes(names: Sequence[str], x: jax.Array) -> tuple[str, ...]:
+    """The axes along which all devices have the same x, as its type says."""
+    return tuple(
+        axis for axis in names if tracks_varying_axes(axis) and axis not in varying_axes(x)
+    )
+
+
+def _numbers_without(
+    ids: jax.Array, names: Sequence[str], common: Sequence[str], local: int
+) -> jax.Array:
+    """The experts' numbers among those of the devices that share this device's index along `common`.
+
+    Args:
+      ids: numbers from 0 to E - 1.
+      names: the axes that experts are divided over.
+      common: axes to leave out.
+      local: the experts of a device.
+
+    Returns:
+      Numbers as `expert_mlp` takes them over the other axes; -1 for experts of other devices.
+    """
+    device, number, stride = ids // local, ids % local, local
+    is_here = jnp.ones(ids.shape, bool)
+    for name in reversed(names):
+        size = lax.axis_size(name)
+        index, device = device % size, device // size
+        if name in common:
+            is_here &= index == axis_index(name)
+        else:
+            number += index * stride
+            stride *= size
+    return jnp.where(is_here, number, -1)
+
+
+def _sum_over_varying_axes(value: jax.Array) -> jax.Array:
+    for axis in sorted(varying_axes(value)):
+        value = psum(value, axis)
+    return value
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """An entry of a partition spec."""
+    return (axes[0] if len(axes) == 1 else axes) if axes else None
+
+
+def check_weights(
+    axes: ExpertAxes, context: ShardingContext, ws: ExpertWeights, shape: tuple[int, int, int]
+) -> None:
+    """Checks the shapes of the weights, local or global according to `context`.
+
+    Args:
+      axes: how mesh axes divide them.
+      context: whether they are local.
+      ws: the weights.
+      shape: (E, h, f), global.
+
+    Raises:
+      ValueError: for other shapes.
+    """
+    experts, inputs, hidden = shape
+    whole = ExpertWeights(shape, shape, (experts, hidden, inputs))
+    for name, w, size, spec in zip(ws._fields, ws, whole, axes.weight_specs, strict=True):
+        expected = size
+        if isinstance(context, LocalShards):
+            expected = tuple(n // _local_shards(entry) for n, entry in zip(size, spec, strict=True))
+        if w.shape != expected:
+            shard = (
+                ""
+                if expected == size
+                else (
+                    f", this device's shard of the global {size}; pass the parameters through"
+                    " shard_map with the in_specs that nnx.get_partition_spec gives"
+                )
+            )
+            raise ValueError(f"w_{name}: shape {w.shape}; expected {expected}{shard}")
+
+
+def _local_shards(entry: str | tuple[str, ...] | None) -> int:
+    """The number of pieces that the axes of a spec's entry divide a dimension into here."""
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return math.prod(lax.axis_size(axis) for axis in axes if axis in manual)

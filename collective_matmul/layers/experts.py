@@ -1,0 +1,229 @@
+"""`ExpertMLP`: a router and its experts, as a Flax nnx module.
+
+Legend: h features of a token, E experts, k choices of a token, f hidden features of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import canonicalize_dtype
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from collective_matmul.layers import layer_checks
+from collective_matmul.layers.blocks import GatedFeedForward
+from collective_matmul.layers.expert_functions import (
+    ExpertAxes,
+    ExpertOptions,
+    check_weights,
+    expert_context,
+    routed_experts,
+)
+from collective_matmul.layers.router import Router, RouterOptions
+from collective_matmul.layers.router_statistics import RouterStatistics
+from collective_matmul.layers.sharding_context import known_axis_size
+from collective_matmul.ops.experts import checks
+from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
+
+_KERNEL_INIT = nnx.initializers.lecun_normal()
+
+
+class ExpertMLP(nnx.Module):
+    """A mixture of experts: a router sends each token to k of E gated feed-forwards.
+
+    The result is the weighted sum of a token's experts, plus the shared expert's if there is one.
+    No token is dropped. `collective_matmul.expert_mlp` exchanges the tokens of the devices along
+    `axis_name` and `hidden_axis_name` while experts work. Shapes of the call::
+
+        x           global [..., h], or local: this device's tokens
+        mask        of x without its last dimension, or None
+        result      y, of x's shape, and the router's statistics
+
+    The statistics are sums over the tokens of the call: of all tokens if arrays are global, of this
+    device's inside a `shard_map`, where `RouterStatistics.sum_over_devices` adds them up. Nothing
+    in the layer waits for them. `load_balancing_loss` and `router_z_loss` make losses of them.
+
+    The parameters, and what `nnx.get_partition_spec` returns for them::
+
+        router.kernel    [h, E]       P(None, None)
+        w_gate, w_up     [E, h, f]    P(axis_name, weight_axis_name, hidden_axis_name)
+        w_down           [E, f, h]    P(axis_name, (hidden_axis_name, weight_axis_name), None)
+        shared           a `GatedFeedForward`, if there are shared features
+        shared_gate      [h, 1]       P(None, None), if the shared expert is gated
+        router.bias      [E]          P(None), a `BalancingBias`, with selection_bias=True
+
+    Experts may be divided over the tensor axis, over the axis of fully sharded data parallelism, or
+    over both while attention uses the tensor axis alone. If every device along an axis has the same
+    tokens, as in decoding, nothing travels along it: each device applies its own experts, and the
+    results are added. Inside a `shard_map` the type of x tells so, if ``check_vma=True``.
+
+    Args:
+      in_features: h.
+      hidden_features: f; divisible by the size of `hidden_axis_name`.
+      experts: E; divisible by the number of devices along `axis_name`.
+      choices: k.
+      shared_features: hidden features of an expert that all tokens visit; 0 for none.
+      shared_gate: whether the shared expert's result is multiplied with the sigmoid of a product of
+        x with a vector, as in Qwen2-MoE.
+      shared_axis_name: the mesh axis of the shared expert.
+      shared_weight_axis_name: its weight_axis_name.
+      activation: "silu", "gelu" (by tanh) or "relu".
+      axis_name: the mesh axis that experts are divided over, or several in the order in which
+        experts are numbered, or ().
+      hidden_axis_name: a mesh axis that divides the hidden features, or None.
+      weight_axis_name: a further mesh axis that shards dimension 1 of the weights, as in fully
+        sharded data parallelism; or None. Inside a `shard_map` over it, the op gathers them in
+        `dtype`; elsewhere the compiler does.
+      token_dimension: for global arrays, the dimension of x that each axis of `axis_name` and then
+        `hidden_axis_name` shards: one for all, or one for each. An axis that does not divide its
+        dimension leaves it whole.
+      data_axis_name: for global arrays, further mesh axes that shard dimension 0 of x. The compiler
+        does not divide the work of experts over axes that are not named.
+      dtype: dtype of the experts' computation and of the communicated arrays; None promotes x and
+        the weights. The router always computes in float32.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer, called with the shape of one expert's matrix, and with those of the
+        router's and the shared expert's.
+      recompute_hidden: see `collective_matmul.expert_mlp`.
+      implementation: likewise.
+      grouped_implementation: likewise.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      rngs: random keys for the initial parameters.
+      **router: options of the `Router`.
+
+    Raises:
+      ValueError: by the constructor, for options that do not fit each other or axes of known size;
+        by the call, if shapes do not fit or no mesh is known. Nothing is compiled before.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        experts: int,
+        choices: int,
+        *,
+        shared_features: int = 0,
+        shared_gate: bool = False,
+        shared_axis_name: str = "tensor",
+        shared_weight_axis_name: str | None = None,
+        activation: str = "silu",
+        axis_name: str | tuple[str, ...] = "tensor",
+        hidden_axis_name: str | None = None,
+        weight_axis_name: str | None = None,
+        token_dimension: int | Sequence[int] = -2,
+        data_axis_name: str | tuple[str, ...] = (),
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = _KERNEL_INIT,
+        recompute_hidden: bool = False,
+        implementation: str | Sequence[str] | None = None,
+        grouped_implementation: str | Sequence[str] | None = None,
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
+        **router: Unpack[RouterOptions],
+    ):
+        self.in_features, self.hidden_features = in_features, hidden_features
+        self.experts, self.choices = experts, choices
+        self.axes = ExpertAxes.of(
+            axis_name, hidden_axis_name, weight_axis_name, token_dimension, data_axis_name
+        )
+        self.options = ExpertOptions(
+            checks.activation(activation),
+            recompute_hidden,
+            _names(implementation),
+            _names(grouped_implementation),
+        )
+        self.dtype, self.param_dtype, self.mesh = dtype, param_dtype, mesh
+        sizes = [known_axis_size(axis, mesh) for axis in self.axes.expert_axes]
+        layer_checks.sizes("in_features", in_features)
+        layer_checks.sizes("hidden_features", hidden_features)
+        self.router = Router(
+            in_features,
+            experts,
+            choices,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+            **router,
+        )
+        if None not in sizes:
+            devices = math.prod(size or 1 for size in sizes)
+            layer_checks.features("experts", experts, " and ".join(self.axes.expert_axes), devices)
+        if hidden_axis_name and (devices := known_axis_size(hidden_axis_name, mesh)):
+            layer_checks.features("hidden_features", hidden_features, hidden_axis_name, devices)
+
+        def weight(rows: int, columns: int, spec: tuple) -> nnx.Param[jax.Array]:
+            keys = jax.random.split(rngs.params(), experts)
+            matrices = jax.vmap(lambda key: kernel_init(key, (rows, columns), param_dtype))(keys)
+            return nnx.Param(matrices, out_sharding=spec, eager_sharding=False)
+
+        specs = self.axes.weight_specs
+        self.w_gate = weight(in_features, hidden_features, tuple(specs.gate))
+        self.w_up = weight(in_features, hidden_features, tuple(specs.up))
+        self.w_down = weight(hidden_features, in_features, tuple(specs.down))
+        self.shared = self.shared_gate = nnx.data(None)
+        if shared_features:
+            self.shared = GatedFeedForward(
+                in_features,
+                shared_features,
+                activation=ACTIVATIONS[activation],
+                axis_name=shared_axis_name,
+                weight_axis_name=shared_weight_axis_name,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                mesh=mesh,
+                rngs=rngs,
+            )
+        if shared_gate:
+            if not shared_features:
+                raise ValueError(
+                    "shared_gate=True: there is no shared expert to gate; give shared_features"
+                )
+            gate = kernel_init(rngs.params(), (in_features, 1), param_dtype)
+            self.shared_gate = nnx.Param(gate, out_sharding=(None, None), eager_sharding=False)
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, RouterStatistics]:
+        """Applies each token's experts; for shapes see the class.
+
+        Args:
+          x: [..., h].
+          mask: 0 or False for tokens that the statistics leave out, such as padding; or None. The
+            experts compute these tokens too.
+        """
+        ws = ExpertWeights(self.w_gate[...], self.w_up[...], self.w_down[...])
+        dtype = canonicalize_dtype(x, *ws, dtype=self.dtype)
+        kernel, bias = self.router.kernel[...], self.router.bias
+        bias = None if bias is None else bias[...]
+        context = expert_context(self.axes, self.mesh, (x, ws))
+        check_weights(
+            self.axes, context, ws, (self.experts, self.in_features, self.hidden_features)
+        )
+        y, statistics = routed_experts(
+            context, self.axes, self.router, self.options, (x, mask), (kernel, bias), ws, dtype
+        )
+        if self.shared is None:
+            return y, statistics
+        return y + self._of_shared(x, dtype), statistics
+
+    def _of_shared(self, x: jax.Array, dtype: Any) -> jax.Array:
+        """The shared expert's result."""
+        y = self.shared(x).astype(dtype)
+        if self.shared_gate is None:
+            return y
+        logits = jnp.asarray(x, dtype) @ self.shared_gate[...].astype(dtype)
+        return jax.nn.sigmoid(logits) * y
+
+
+def _names(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names of backends as a tuple, which makes the module hashable."""
+    return (value,) if isinstance(value, str) else None if value is None else tuple(value)
