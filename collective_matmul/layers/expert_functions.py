@@ -5,7 +5,6 @@ Legend: h features of a token, E experts, k choices of a token, f hidden feature
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,122 +23,59 @@ from collective_matmul._compat import (
     varying_axes,
 )
 from collective_matmul.layers import layer_checks
+from collective_matmul.layers.expert_axes import ExpertAxes
 from collective_matmul.layers.router import Router
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sequence_form import with_reference
 from collective_matmul.layers.sharding_context import (
     GlobalArrays,
-    LeadingAxes,
     LocalShards,
     ShardingContext,
     current_context,
     partition_spec,
-    sharded,
 )
+from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.api import expert_mlp
+from collective_matmul.ops.experts.backends import BACKENDS
+from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.work import ExpertWeights
 
 
 @dataclass(frozen=True)
-class ExpertAxes:
-    """How mesh axes divide experts and tokens.
+class ExpertOptions:
+    """Options of `collective_matmul.expert_mlp`, checked.
 
     Attributes:
-      expert_axes: the axes that experts are divided over, in the order in which they are numbered.
-      hidden_axis: the axis that divides hidden features, or None.
-      weight_axis: a further axis that shards dimension 1 of each weight, or None.
-      token_dimensions: the dimension of global tokens that each of `all_axes` shards.
-      data_axes: further axes that shard dimension 0 of global tokens.
+      activation: as the op takes it.
+      recompute_hidden: likewise.
+      implementation: the names as a tuple, or None.
+      grouped_implementation: likewise.
     """
-
-    expert_axes: tuple[str, ...]
-    hidden_axis: str | None
-    weight_axis: str | None
-    token_dimensions: tuple[int, ...]
-    data_axes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        axis_name: str | tuple[str, ...],
-        hidden_axis_name: str | None,
-        weight_axis_name: str | None,
-        token_dimension: int | Sequence[int],
-        data_axis_name: str | tuple[str, ...],
-    ) -> ExpertAxes:
-        """The axes that the arguments of a layer name.
-
-        Raises:
-          ValueError: if an axis is named twice, or the dimensions are not one for each.
-        """
-        experts = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        data = (data_axis_name,) if isinstance(data_axis_name, str) else tuple(data_axis_name)
-        exchanged = experts if hidden_axis_name is None else (*experts, hidden_axis_name)
-        named = (*exchanged, *data)
-        if weight_axis_name is not None:
-            layer_checks.distinct_axes((*exchanged, weight_axis_name))
-        layer_checks.distinct_axes(named)
-        if isinstance(token_dimension, int):
-            dimensions = (token_dimension,) * len(exchanged)
-        else:
-            dimensions = tuple(token_dimension)
-        if len(dimensions) != len(exchanged):
-            raise ValueError(
-                f"token_dimension={token_dimension!r}: expected one dimension, or one for each of"
-                f" the axes {exchanged}"
-            )
-        return cls(experts, hidden_axis_name, weight_axis_name, dimensions, data)
-
-    @property
-    def all_axes(self) -> tuple[str, ...]:
-        """The axes whose devices exchange tokens."""
-        hidden = () if self.hidden_axis is None else (self.hidden_axis,)
-        return (*self.expert_axes, *hidden)
-
-    @property
-    def weight_specs(self) -> ExpertWeights:
-        """The partition specs of the parameters."""
-        return self._specs(self.weight_axis)
-
-    @property
-    def specs_of_call(self) -> ExpertWeights:
-        """The partition specs of weights that the compiler gathers over the weight axis."""
-        return self._specs(None)
-
-    def _specs(self, weight_axis: str | None) -> ExpertWeights:
-        experts, hidden = _entry(self.expert_axes), self.hidden_axis
-        rows = _entry(tuple(axis for axis in (hidden, weight_axis) if axis is not None))
-        up = P(experts, weight_axis, hidden)
-        return ExpertWeights(up, up, P(experts, rows, None))
-
-    def leading(self, context: ShardingContext, x: jax.Array) -> LeadingAxes:
-        """The axes that shard each dimension of tokens [..., h] before the last."""
-        count = x.ndim - 1
-        leading = context.leading_axes(x, count)
-        if isinstance(context, LocalShards):
-            return leading
-        data = [axis for axis in self.data_axes if axis in context.further_axes]
-        wanted = [(axis, 0) for axis in (context.axis_name, *data) if axis in self.data_axes]
-        for axis, dimension in (
-            *wanted,
-            *zip(self.all_axes, self.token_dimensions, strict=True),
-        ):
-            position = layer_checks.leading_dimension("token_dimension", dimension, count)
-            assert position is not None
-            longer = sharded(leading, position, axis)
-            if x.shape[position] % context.shards(longer[position]) == 0:
-                leading = longer
-        return leading
-
-
-@dataclass(frozen=True)
-class ExpertOptions:
-    """Options of `collective_matmul.expert_mlp`, whose arguments have these names."""
 
     activation: str
     recompute_hidden: bool
     implementation: tuple[str, ...] | None
     grouped_implementation: tuple[str, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        activation: str,
+        recompute_hidden: bool,
+        implementation: str | Sequence[str] | None,
+        grouped_implementation: str | Sequence[str] | None,
+    ) -> ExpertOptions:
+        """The options that the arguments of a layer name.
+
+        Raises:
+          ValueError, TypeError: for unknown names.
+        """
+        return cls(
+            checks.activation(activation),
+            bool(recompute_hidden),
+            BACKENDS.requested(implementation),
+            GROUPED_BACKENDS.requested(grouped_implementation),
+        )
 
 
 def expert_context(axes: ExpertAxes, mesh: Mesh | None, arrays: Any) -> ShardingContext:
@@ -224,10 +160,10 @@ def routed_experts(
     specs = (
         (partition_spec(leading, None), mask_spec),
         (P(None, None), None if routing[1] is None else P(None)),
-        axes.specs_of_call,
+        axes.gathered_weight_specs,
     )
-    total = RouterStatistics(P(None), P(None), P(), P())
-    out_specs = partition_spec(leading, None), total
+    # One spec for all statistics: they are the same on all devices.
+    out_specs = partition_spec(leading, None), P()
     return context.map_shards(on_shards, (tokens, routing, ws), specs, out_specs)
 
 
@@ -287,7 +223,7 @@ def _common_axes(names: Sequence[str], x: jax.Array) -> tuple[str, ...]:
 def _numbers_without(
     ids: jax.Array, names: Sequence[str], common: Sequence[str], local: int
 ) -> jax.Array:
-    """The experts' numbers among those of the devices that share this device's index along `common`.
+    """The experts' numbers among the devices that have this device's indices along `common`.
 
     Args:
       ids: numbers from 0 to E - 1.
@@ -315,47 +251,3 @@ def _sum_over_varying_axes(value: jax.Array) -> jax.Array:
     for axis in sorted(varying_axes(value)):
         value = psum(value, axis)
     return value
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """An entry of a partition spec."""
-    return (axes[0] if len(axes) == 1 else axes) if axes else None
-
-
-def check_weights(
-    axes: ExpertAxes, context: ShardingContext, ws: ExpertWeights, shape: tuple[int, int, int]
-) -> None:
-    """Checks the shapes of the weights, local or global according to `context`.
-
-    Args:
-      axes: how mesh axes divide them.
-      context: whether they are local.
-      ws: the weights.
-      shape: (E, h, f), global.
-
-    Raises:
-      ValueError: for other shapes.
-    """
-    experts, inputs, hidden = shape
-    whole = ExpertWeights(shape, shape, (experts, hidden, inputs))
-    for name, w, size, spec in zip(ws._fields, ws, whole, axes.weight_specs, strict=True):
-        expected = size
-        if isinstance(context, LocalShards):
-            expected = tuple(n // _local_shards(entry) for n, entry in zip(size, spec, strict=True))
-        if w.shape != expected:
-            shard = (
-                ""
-                if expected == size
-                else (
-                    f", this device's shard of the global {size}; pass the parameters through"
-                    " shard_map with the in_specs that nnx.get_partition_spec gives"
-                )
-            )
-            raise ValueError(f"w_{name}: shape {w.shape}; expected {expected}{shard}")
-
-
-def _local_shards(entry: str | tuple[str, ...] | None) -> int:
-    """The number of pieces that the axes of a spec's entry divide a dimension into here."""
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return math.prod(lax.axis_size(axis) for axis in axes if axis in manual)

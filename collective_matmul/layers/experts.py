@@ -14,21 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.blocks import GatedFeedForward
+from collective_matmul.layers.expert_axes import ExpertAxes
 from collective_matmul.layers.expert_functions import (
-    ExpertAxes,
     ExpertOptions,
-    check_weights,
     expert_context,
     routed_experts,
 )
 from collective_matmul.layers.router import Router, RouterOptions
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sharding_context import known_axis_size
-from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -131,44 +130,23 @@ class ExpertMLP(nnx.Module):
     ):
         self.in_features, self.hidden_features = in_features, hidden_features
         self.experts, self.choices = experts, choices
+        self.dtype, self.param_dtype, self.mesh = dtype, param_dtype, mesh
         self.axes = ExpertAxes.of(
             axis_name, hidden_axis_name, weight_axis_name, token_dimension, data_axis_name
         )
-        self.options = ExpertOptions(
-            checks.activation(activation),
-            recompute_hidden,
-            _names(implementation),
-            _names(grouped_implementation),
+        self.options = ExpertOptions.of(
+            activation, recompute_hidden, implementation, grouped_implementation
         )
-        self.dtype, self.param_dtype, self.mesh = dtype, param_dtype, mesh
-        sizes = [known_axis_size(axis, mesh) for axis in self.axes.expert_axes]
-        layer_checks.sizes("in_features", in_features)
-        layer_checks.sizes("hidden_features", hidden_features)
-        self.router = Router(
-            in_features,
-            experts,
-            choices,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-            **router,
-        )
-        if None not in sizes:
-            devices = math.prod(size or 1 for size in sizes)
-            layer_checks.features("experts", experts, " and ".join(self.axes.expert_axes), devices)
-        if hidden_axis_name and (devices := known_axis_size(hidden_axis_name, mesh)):
-            layer_checks.features("hidden_features", hidden_features, hidden_axis_name, devices)
-
-        def weight(rows: int, columns: int, spec: tuple) -> nnx.Param[jax.Array]:
-            keys = jax.random.split(rngs.params(), experts)
-            matrices = jax.vmap(lambda key: kernel_init(key, (rows, columns), param_dtype))(keys)
-            return nnx.Param(matrices, out_sharding=spec, eager_sharding=False)
-
+        self._check_sizes()
+        initial: Any = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.router = Router(in_features, experts, choices, **initial, **router)
+        up, down = (in_features, hidden_features), (hidden_features, in_features)
         specs = self.axes.weight_specs
-        self.w_gate = weight(in_features, hidden_features, tuple(specs.gate))
-        self.w_up = weight(in_features, hidden_features, tuple(specs.up))
-        self.w_down = weight(hidden_features, in_features, tuple(specs.down))
-        self.shared = self.shared_gate = nnx.data(None)
+        self.w_gate = _matrices(experts, up, specs.gate, **initial)
+        self.w_up = _matrices(experts, up, specs.up, **initial)
+        self.w_down = _matrices(experts, down, specs.down, **initial)
+        self.shared: GatedFeedForward | None = nnx.data(None)
+        self.shared_gate: nnx.Param[jax.Array] | None = nnx.data(None)
         if shared_features:
             self.shared = GatedFeedForward(
                 in_features,
@@ -177,18 +155,30 @@ class ExpertMLP(nnx.Module):
                 axis_name=shared_axis_name,
                 weight_axis_name=shared_weight_axis_name,
                 dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
                 mesh=mesh,
-                rngs=rngs,
+                **initial,
             )
         if shared_gate:
-            if not shared_features:
-                raise ValueError(
-                    "shared_gate=True: there is no shared expert to gate; give shared_features"
-                )
+            layer_checks.shared_gate(shared_features)
             gate = kernel_init(rngs.params(), (in_features, 1), param_dtype)
             self.shared_gate = nnx.Param(gate, out_sharding=(None, None), eager_sharding=False)
+
+    def _check_sizes(self) -> None:
+        """Checks the sizes, against those of the axes that are known.
+
+        Raises:
+          ValueError: if they do not fit.
+        """
+        layer_checks.sizes("in_features", self.in_features)
+        layer_checks.sizes("hidden_features", self.hidden_features)
+        layer_checks.sizes("experts", self.experts)
+        axes, hidden_axis = self.axes.expert_axes, self.axes.hidden_axis
+        sizes = [known_axis_size(axis, self.mesh) for axis in axes]
+        if axes and None not in sizes:
+            devices = math.prod(size or 1 for size in sizes)
+            layer_checks.features("experts", self.experts, " and ".join(axes), devices)
+        if hidden_axis and (devices := known_axis_size(hidden_axis, self.mesh)):
+            layer_checks.features("hidden_features", self.hidden_features, hidden_axis, devices)
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None
@@ -205,25 +195,30 @@ class ExpertMLP(nnx.Module):
         kernel, bias = self.router.kernel[...], self.router.bias
         bias = None if bias is None else bias[...]
         context = expert_context(self.axes, self.mesh, (x, ws))
-        check_weights(
-            self.axes, context, ws, (self.experts, self.in_features, self.hidden_features)
-        )
+        shape = self.experts, self.in_features, self.hidden_features
+        self.axes.check_weights(context, ws, shape)
         y, statistics = routed_experts(
             context, self.axes, self.router, self.options, (x, mask), (kernel, bias), ws, dtype
         )
-        if self.shared is None:
-            return y, statistics
-        return y + self._of_shared(x, dtype), statistics
-
-    def _of_shared(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """The shared expert's result."""
-        y = self.shared(x).astype(dtype)
-        if self.shared_gate is None:
-            return y
-        logits = jnp.asarray(x, dtype) @ self.shared_gate[...].astype(dtype)
-        return jax.nn.sigmoid(logits) * y
+        if self.shared is not None:
+            shared = self.shared(x).astype(dtype)
+            if self.shared_gate is not None:
+                gate = self.shared_gate[...].astype(dtype)
+                shared *= jax.nn.sigmoid(jnp.asarray(x, dtype) @ gate)
+            y += shared
+        return y, statistics
 
 
-def _names(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Names of backends as a tuple, which makes the module hashable."""
-    return (value,) if isinstance(value, str) else None if value is None else tuple(value)
+def _matrices(
+    experts: int,
+    shape: tuple[int, int],
+    spec: P,
+    *,
+    param_dtype: DTypeLike,
+    kernel_init: nnx.Initializer,
+    rngs: nnx.Rngs,
+) -> nnx.Param[jax.Array]:
+    """A matrix for each expert. Initializers of three dimensions would count experts as inputs."""
+    keys = jax.random.split(rngs.params(), experts)
+    value = jax.vmap(lambda key: kernel_init(key, shape, param_dtype))(keys)
+    return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=False)

@@ -208,6 +208,19 @@ def router(
         )
 
 
+def shared_gate(shared_features: int) -> None:
+    """Checks that there is a shared expert to gate.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    if not shared_features:
+        raise ValueError(
+            f"shared_gate=True: shared_features={shared_features}, so there is no shared expert to"
+            " gate; give its hidden features"
+        )
+
+
 def distinct_axes(names: Sequence[str]) -> None:
     """Checks the axes of a layer of experts.
 

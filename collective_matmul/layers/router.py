@@ -14,15 +14,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from collective_matmul._compat import varying_axes, vary_over
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.ops.matmul.api import CHECKPOINT_NAME
 
 Score = Literal["softmax", "sigmoid"]
 
-#: Added to the sum of scores that divides them, which may be 0 for sigmoid scores, as DeepSeek does.
+#: Added to the sum of scores before they are divided by it: that of sigmoids may be 0.
 _SMALLEST_SUM = 1e-20
+_KERNEL_INIT = nnx.initializers.lecun_normal()
 
 
 class RouterOptions(TypedDict, total=False):
@@ -46,7 +47,7 @@ class BalancingBias(nnx.Variable[jax.Array]):
     """
 
 
-class Routing(NamedTuple):
+class RouterDecision(NamedTuple):
     """The decisions of a router.
 
     Attributes:
@@ -107,7 +108,7 @@ class Router(nnx.Module):
         groups: int = 1,
         chosen_groups: int = 1,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
+        kernel_init: nnx.Initializer = _KERNEL_INIT,
         rngs: nnx.Rngs,
     ):
         layer_checks.router(experts, choices, score, get_args(Score), groups, chosen_groups)
@@ -123,7 +124,7 @@ class Router(nnx.Module):
         else:
             self.bias = nnx.data(None)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Routing:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> RouterDecision:
         """Routes tokens x [T, h].
 
         Args:
@@ -135,7 +136,7 @@ class Router(nnx.Module):
     @jax.named_scope("router")
     def route(
         self, x: jax.Array, mask: jax.Array | None, kernel: jax.Array, bias: jax.Array | None
-    ) -> Routing:
+    ) -> RouterDecision:
         """Routes tokens as the module with this kernel and this bias."""
         # The highest precision: GPUs would otherwise multiply float32 in 10 bits.
         logits = jnp.matmul(
@@ -151,7 +152,7 @@ class Router(nnx.Module):
         if self.normalize_weights:
             weights /= weights.sum(-1, keepdims=True) + _SMALLEST_SUM
         statistics = _statistics(logits, probabilities, ids, mask)
-        return Routing(ids, weights * jnp.float32(self.weight_scale), statistics)
+        return RouterDecision(ids, weights * jnp.float32(self.weight_scale), statistics)
 
     def _choose(self, scores: jax.Array, bias: jax.Array | None) -> jax.Array:
         """The numbers [T, k] of the experts with the highest scores [T, E]."""
@@ -174,12 +175,12 @@ def _statistics(
     logits: jax.Array, probabilities: jax.Array, ids: jax.Array, mask: jax.Array | None
 ) -> RouterStatistics:
     """The sums over tokens [T, ...] that are not masked."""
-    counted = jnp.ones(ids.shape[0]) if mask is None else mask.astype(jnp.float32)
-    counted = vary_over(counted, varying_axes(logits) | varying_axes(counted))
-    chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.float32).sum(1)
+    counted = jnp.ones(len(ids), jnp.float32) if mask is None else mask.astype(jnp.float32)
+    counted = vary_over(counted, varying_axes(logits))
+    chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.float32)
     z = jax.nn.logsumexp(logits, axis=-1)
     return RouterStatistics(
-        tokens_per_expert=jnp.sum(chosen * counted[:, None], 0),
+        tokens_per_expert=jnp.sum(chosen * counted[:, None, None], (0, 1)),
         probability_per_expert=jnp.sum(probabilities * counted[:, None], 0),
         z_square_sum=jnp.sum(z * z * counted),
         tokens=jnp.sum(counted),

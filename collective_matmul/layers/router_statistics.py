@@ -1,8 +1,8 @@
 """Statistics of routers, and the losses of a global batch that follow from them.
 
-Every statistic is a sum over tokens. Sums over devices, microbatches and layers are statistics too,
-so losses of the global batch are exact: the product of two means is not the mean of products. Legend:
-E is the number of experts; * are dimensions such as layers, or none.
+Every statistic is a sum over tokens. Sums over devices, microbatches and layers are statistics too.
+So losses of the global batch are exact, although the product of two means is not the mean of
+products. Legend: E is the number of experts; * are dimensions such as layers, or none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load_balancing_loss(
       statistics: the statistics of a batch, with any dimensions in front.
       whole: the statistics of a larger batch, of which `statistics` are those of a part: a device's
         tokens, or a microbatch. The result is the part's share: the shares of all parts add up to
-        the loss of the larger batch, and so do their gradients. None: `statistics` are those of all.
+        the loss of the larger batch, and so do their gradients. None: `statistics` are of all.
 
     Returns:
       Float32 [*], the loss. Only `probability_per_expert` of `statistics` has a gradient.

@@ -112,13 +112,18 @@ class GlobalArrays:
     parameter_shards = 1
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that `map_shards` divides arrays over."""
+        return self.axis_name, *self.further_axes
+
+    @property
     def devices(self) -> int:
         """The size of the axis."""
         return self.mesh.shape[self.axis_name]
 
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
         """The Explicit axes that shard the first `count` dimensions, without the context's own."""
-        others = set(self._explicit_axes()) - {self.axis_name, *self.further_axes}
+        others = set(self._explicit_axes()) - set(self.axes)
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
         return tuple(tuple(axis for axis in axes if axis in others) for axes in named)
 
@@ -138,7 +143,7 @@ class GlobalArrays:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={self.axis_name, *self.further_axes, *self._explicit_axes(), *single},
+            axis_names={*self.axes, *self._explicit_axes(), *single},
         )(*jax.tree.map(self._with_type_of, operands, in_specs))
 
     def reshard(self, y: jax.Array, sharding: Sharding | P | None) -> jax.Array:
