@@ -81,6 +81,12 @@ class ExpertAxes:
         return (*self.expert_axes, *hidden)
 
     @property
+    def local_weight_axis(self) -> str | None:
+        """The weight axis, if the `shard_map` around is over that axis too."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return self.weight_axis if self.weight_axis in manual else None
+
+    @property
     def weight_specs(self) -> ExpertWeights:
         """The partition specs of the parameters."""
         return self._specs(self.weight_axis)

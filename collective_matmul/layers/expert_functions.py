@@ -24,7 +24,7 @@ from collective_matmul._compat import (
 )
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.expert_axes import ExpertAxes
-from collective_matmul.layers.router import Router
+from collective_matmul.layers.router import Router, RouterDecision
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sequence_form import with_reference
 from collective_matmul.layers.sharding_context import (
@@ -92,8 +92,9 @@ def expert_context(axes: ExpertAxes, mesh: Mesh | None, arrays: Any) -> Sharding
     around = jax.sharding.get_abstract_mesh()
     data = tuple(axis for axis in axes.data_axes if axis not in around.manual_axes)
     names = axes.all_axes or data
-    if not names:  # Experts that are whole on each device need no mesh.
-        return LocalShards("")
+    if not names:
+        # Experts that are whole on each device need no mesh, but types of arrays may name one.
+        return GlobalArrays("", around) if around.explicit_axes else LocalShards("")
     context = current_context(names[0], mesh, arrays, names[1:])
     if isinstance(context, LocalShards):
         return context
@@ -141,6 +142,7 @@ def routed_experts(
         )
     leading = axes.leading(context, x)
     is_global = isinstance(context, GlobalArrays)
+    weight_axis = None if is_global else axes.local_weight_axis
 
     def on_shards(
         tokens: Any, routing: Any, ws: ExpertWeights
@@ -148,9 +150,7 @@ def routed_experts(
         (x, mask), (kernel, bias) = tokens, routing
         flat = x.reshape(-1, x.shape[-1])
         routed = router.route(flat, None if mask is None else mask.reshape(-1), kernel, bias)
-        y = _apply_experts(
-            axes, options, flat.astype(dtype), routed.expert_ids, routed.expert_weights, ws
-        )
+        y = _apply_experts(axes, options, weight_axis, flat.astype(dtype), routed, ws)
         statistics = routed.statistics
         if is_global:
             statistics = jax.tree.map(_sum_over_varying_axes, statistics)
@@ -170,9 +170,9 @@ def routed_experts(
 def _apply_experts(
     axes: ExpertAxes,
     options: ExpertOptions,
+    weight_axis: str | None,
     x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
+    routed: RouterDecision,
     ws: ExpertWeights,
 ) -> jax.Array:
     """`expert_mlp` along the axes whose devices have different tokens; [T, h] -> [T, h].
@@ -181,8 +181,7 @@ def _apply_experts(
     that all have, and results are added.
     """
     common = _common_axes(axes.all_axes, x)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    weight_axis = axes.weight_axis if axes.weight_axis in manual else None
+    ids, weights = routed.expert_ids, routed.expert_weights
     if weight_axis is None:
         ws = ExpertWeights(*(w.astype(x.dtype) for w in ws))
     implementation = options.implementation

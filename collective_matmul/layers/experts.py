@@ -33,6 +33,56 @@ from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 
 
+class SharedExpert(nnx.Module):
+    """A gated feed-forward that all tokens visit; it may be weighted by ``sigmoid(x @ gate)``.
+
+    The parameters are those of `feed_forward`, a `GatedFeedForward`, and::
+
+        gate    [h, 1]    P(None, None), if it is gated
+
+    Args:
+      in_features: h.
+      hidden_features: those of the feed-forward.
+      gated: whether the result is multiplied with the sigmoid.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the parameters.
+      rngs: random keys.
+      **options: further options of `GatedFeedForward`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        gated: bool,
+        dtype: DTypeLike | None,
+        param_dtype: DTypeLike,
+        kernel_init: nnx.Initializer,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        self.dtype = dtype
+        initial: Any = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.feed_forward = GatedFeedForward(
+            in_features, hidden_features, dtype=dtype, **initial, **options
+        )
+        self.gate: nnx.Param[jax.Array] | None = nnx.data(None)
+        if gated:
+            gate = kernel_init(rngs.params(), (in_features, 1), param_dtype)
+            self.gate = nnx.Param(gate, out_sharding=(None, None), eager_sharding=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., h] -> [..., h]."""
+        y = self.feed_forward(x)
+        if self.gate is None:
+            return y
+        gate = self.gate[...]
+        dtype = canonicalize_dtype(x, gate, dtype=self.dtype)
+        return y * jax.nn.sigmoid(jnp.asarray(x, dtype) @ gate.astype(dtype)).astype(y.dtype)
+
+
 class ExpertMLP(nnx.Module):
     """A mixture of experts: a router sends each token to k of E gated feed-forwards.
 
@@ -53,8 +103,7 @@ class ExpertMLP(nnx.Module):
         router.kernel    [h, E]       P(None, None)
         w_gate, w_up     [E, h, f]    P(axis_name, weight_axis_name, hidden_axis_name)
         w_down           [E, f, h]    P(axis_name, (hidden_axis_name, weight_axis_name), None)
-        shared           a `GatedFeedForward`, if there are shared features
-        shared_gate      [h, 1]       P(None, None), if the shared expert is gated
+        shared           those of a `SharedExpert`, if there are shared features
         router.bias      [E]          P(None), a `BalancingBias`, with selection_bias=True
 
     Experts may be divided over the tensor axis, over the axis of fully sharded data parallelism, or
@@ -128,9 +177,8 @@ class ExpertMLP(nnx.Module):
         rngs: nnx.Rngs,
         **router: Unpack[RouterOptions],
     ):
-        self.in_features, self.hidden_features = in_features, hidden_features
-        self.experts, self.choices = experts, choices
-        self.dtype, self.param_dtype, self.mesh = dtype, param_dtype, mesh
+        self.shape = experts, in_features, hidden_features
+        self.dtype, self.mesh = dtype, mesh
         self.axes = ExpertAxes.of(
             axis_name, hidden_axis_name, weight_axis_name, token_dimension, data_axis_name
         )
@@ -140,28 +188,14 @@ class ExpertMLP(nnx.Module):
         self._check_sizes()
         initial: Any = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.router = Router(in_features, experts, choices, **initial, **router)
-        up, down = (in_features, hidden_features), (hidden_features, in_features)
-        specs = self.axes.weight_specs
-        self.w_gate = _matrices(experts, up, specs.gate, **initial)
-        self.w_up = _matrices(experts, up, specs.up, **initial)
-        self.w_down = _matrices(experts, down, specs.down, **initial)
-        self.shared: GatedFeedForward | None = nnx.data(None)
-        self.shared_gate: nnx.Param[jax.Array] | None = nnx.data(None)
+        ws = _initial_weights(self.shape, self.axes.weight_specs, **initial)
+        self.w_gate, self.w_up, self.w_down = ws
+        layer_checks.shared_expert(shared_features, shared_gate)
+        self.shared: SharedExpert | None = nnx.data(None)
         if shared_features:
-            self.shared = GatedFeedForward(
-                in_features,
-                shared_features,
-                activation=ACTIVATIONS[activation],
-                axis_name=shared_axis_name,
-                weight_axis_name=shared_weight_axis_name,
-                dtype=dtype,
-                mesh=mesh,
-                **initial,
-            )
-        if shared_gate:
-            layer_checks.shared_gate(shared_features)
-            gate = kernel_init(rngs.params(), (in_features, 1), param_dtype)
-            self.shared_gate = nnx.Param(gate, out_sharding=(None, None), eager_sharding=False)
+            initial |= dict(axis_name=shared_axis_name, weight_axis_name=shared_weight_axis_name)
+            initial |= dict(activation=ACTIVATIONS[activation], dtype=dtype, mesh=mesh)
+            self.shared = SharedExpert(in_features, shared_features, gated=shared_gate, **initial)
 
     def _check_sizes(self) -> None:
         """Checks the sizes, against those of the axes that are known.
@@ -169,16 +203,17 @@ class ExpertMLP(nnx.Module):
         Raises:
           ValueError: if they do not fit.
         """
-        layer_checks.sizes("in_features", self.in_features)
-        layer_checks.sizes("hidden_features", self.hidden_features)
-        layer_checks.sizes("experts", self.experts)
+        for name, size in zip(
+            ("experts", "in_features", "hidden_features"), self.shape, strict=True
+        ):
+            layer_checks.sizes(name, size)
         axes, hidden_axis = self.axes.expert_axes, self.axes.hidden_axis
         sizes = [known_axis_size(axis, self.mesh) for axis in axes]
         if axes and None not in sizes:
             devices = math.prod(size or 1 for size in sizes)
-            layer_checks.features("experts", self.experts, " and ".join(axes), devices)
+            layer_checks.features("experts", self.shape[0], " and ".join(axes), devices)
         if hidden_axis and (devices := known_axis_size(hidden_axis, self.mesh)):
-            layer_checks.features("hidden_features", self.hidden_features, hidden_axis, devices)
+            layer_checks.features("hidden_features", self.shape[2], hidden_axis, devices)
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None
@@ -195,30 +230,30 @@ class ExpertMLP(nnx.Module):
         kernel, bias = self.router.kernel[...], self.router.bias
         bias = None if bias is None else bias[...]
         context = expert_context(self.axes, self.mesh, (x, ws))
-        shape = self.experts, self.in_features, self.hidden_features
-        self.axes.check_weights(context, ws, shape)
+        self.axes.check_weights(context, ws, self.shape)
         y, statistics = routed_experts(
             context, self.axes, self.router, self.options, (x, mask), (kernel, bias), ws, dtype
         )
         if self.shared is not None:
-            shared = self.shared(x).astype(dtype)
-            if self.shared_gate is not None:
-                gate = self.shared_gate[...].astype(dtype)
-                shared *= jax.nn.sigmoid(jnp.asarray(x, dtype) @ gate)
-            y += shared
+            y += self.shared(x).astype(dtype)
         return y, statistics
 
 
-def _matrices(
-    experts: int,
-    shape: tuple[int, int],
-    spec: P,
+def _initial_weights(
+    shape: tuple[int, int, int],
+    specs: ExpertWeights,
     *,
     param_dtype: DTypeLike,
     kernel_init: nnx.Initializer,
     rngs: nnx.Rngs,
-) -> nnx.Param[jax.Array]:
+) -> ExpertWeights:
     """A matrix for each expert. Initializers of three dimensions would count experts as inputs."""
-    keys = jax.random.split(rngs.params(), experts)
-    value = jax.vmap(lambda key: kernel_init(key, shape, param_dtype))(keys)
-    return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=False)
+    experts, inputs, hidden = shape
+
+    def matrices(rows: int, columns: int, spec: P) -> nnx.Param[jax.Array]:
+        keys = jax.random.split(rngs.params(), experts)
+        value = jax.vmap(lambda key: kernel_init(key, (rows, columns), param_dtype))(keys)
+        return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=False)
+
+    gate, up = (matrices(inputs, hidden, spec) for spec in specs[:2])
+    return ExpertWeights(gate, up, matrices(hidden, inputs, specs.down))

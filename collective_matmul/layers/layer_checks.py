@@ -208,16 +208,18 @@ def router(
         )
 
 
-def shared_gate(shared_features: int) -> None:
-    """Checks that there is a shared expert to gate.
+def shared_expert(shared_features: int, shared_gate: bool) -> None:
+    """Checks the options of a shared expert.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is none to gate, or its features are no size.
     """
-    if not shared_features:
+    if shared_features:
+        sizes("shared_features", shared_features)
+    elif shared_gate:
         raise ValueError(
-            f"shared_gate=True: shared_features={shared_features}, so there is no shared expert to"
-            " gate; give its hidden features"
+            f"shared_gate={shared_gate}: shared_features={shared_features}, so there is no shared"
+            " expert to gate; give its hidden features"
         )
 
 

@@ -45,8 +45,8 @@ class LocalShards:
     """Context inside a `shard_map` over the axis: arrays are this device's shards.
 
     Attributes:
-      axis_name: the mesh axis.
-      further_axes: further axes that the `shard_map` is over.
+      axis_name: the mesh axis; "" for a layer that works over no axis.
+      further_axes: further axes that it works over.
     """
 
     axis_name: str
@@ -100,7 +100,7 @@ class GlobalArrays:
     """Context outside of a `shard_map` over the axis: arrays are global.
 
     Attributes:
-      axis_name: the mesh axis.
+      axis_name: the mesh axis; "" for a layer that works over no axis.
       mesh: the mesh of the arrays.
       further_axes: further axes that `map_shards` divides arrays over.
       parameter_shards: the number of pieces that parameters are already split into.
@@ -114,7 +114,7 @@ class GlobalArrays:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that `map_shards` divides arrays over."""
-        return self.axis_name, *self.further_axes
+        return (self.axis_name, *self.further_axes) if self.axis_name else ()
 
     @property
     def devices(self) -> int:
