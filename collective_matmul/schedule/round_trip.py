@@ -77,9 +77,9 @@ def walk_round_trip(
     Args:
       gather: the shards: pytrees of arrays [rows, ...].
       visits: the visits, by `visits_of`.
-      work: ``work(number of the visit, its rows, operands)`` returns functions of a state, which make
-        the pieces of the result, pytrees of arrays [rows, ...]; and that state, a pytree. Pieces are
-        parts of the last dimension.
+      work: ``work(number of the visit, its rows, operands)`` returns functions of a state, which
+        make the pieces of the result, pytrees of arrays [rows, ...]; and that state, a pytree.
+        Pieces are parts of the last dimension.
       finish: ``finish(number, state, operands, carry)`` returns the next `carry`.
       operands: arrays that are used, not before their step.
       carry: the initial carry.
