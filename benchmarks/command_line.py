@@ -11,6 +11,7 @@ import tyro
 from benchmarks import (
     attention,
     configs,
+    experts,
     fp8_matmuls,
     generation,
     ops,
@@ -31,6 +32,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
     "attention": (attention.AttentionKernels, attention.run),
+    "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str]) -> None:
             | step.Step
             | generation.Generation
             | fp8_matmuls.Fp8Matmuls
-            | attention.AttentionKernels,
+            | attention.AttentionKernels
+            | experts.Experts,
         ):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)

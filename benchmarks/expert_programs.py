@@ -100,7 +100,7 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
     def experts(x: Any, weights: Any, gate: Any, up: Any, down: Any, order: Any, sizes: Any) -> Any:
         k = weights.shape[1]
         is_here = (jnp.arange(order.size) < sizes.sum())[:, None]
-        rows = _rows_of_tokens(x, order, is_here, k)
+        rows: Any = _rows_of_tokens(x, order, is_here, k)
         hidden = jax.nn.silu(product("up")(rows, gate, sizes)) * product("up")(rows, up, sizes)
         y = product("down")(hidden, down, sizes)
         factors = _permuted(weights.reshape(-1), order)
@@ -129,14 +129,14 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_of_tokens(x: jax.Array, order: jax.Array, is_here: jax.Array, k: int) -> jax.Array:
+def _rows_of_tokens(x: Any, order: Any, is_here: Any, k: int) -> Any:
     """[T, h] to [T k, h], the row of each pair in this order."""
     del is_here
     return x[order // k]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sums_of_tokens(rows: jax.Array, order: jax.Array, is_here: jax.Array, k: int) -> jax.Array:
+def _sums_of_tokens(rows: Any, order: Any, is_here: Any, k: int) -> Any:
     """The opposite: the sum of each token's rows, of those that are here."""
     rows = jnp.where(is_here, rows, 0)[_inverse(order)]
     wide = rows.reshape(-1, k, rows.shape[1]).astype(jnp.float32)
