@@ -11,6 +11,7 @@ typeguard that the command line needs; start the benchmark from Python where it 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Chosen(NamedTuple):
     teraflops: dict[str, str]
 
 
+@functools.cache
 def fastest(layer: ExpertLayer, devices: int) -> Chosen:
     """The fastest kernel of each product of a layer, measured on the first device.
 
