@@ -122,7 +122,17 @@ def expert_mlp(
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
     x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
-    return checkpoint_name(routed_experts(x, weights, ws, ids, call), CHECKPOINT_NAME)
+    try:
+        y = routed_experts(x, weights, ws, ids, call)
+    except NotImplementedError as error:
+        if "ragged_dot vmap" not in str(error):
+            raise
+        raise NotImplementedError(
+            "jax.vmap of expert_mlp with grouped_implementation='xla': jax.lax.ragged_dot cannot be"
+            " mapped over one operand alone; use jax.lax.map, or join the mapped dimension and the"
+            " tokens"
+        ) from error
+    return checkpoint_name(y, CHECKPOINT_NAME)
 
 
 def _within(ids: jax.Array, experts: int) -> jax.Array:
