@@ -98,6 +98,8 @@ def expert_mlp(
     hidden_axis = checks.other_axis(hidden_axis_name, "hidden_axis_name", names)
     used = names if hidden_axis is None else (*names, hidden_axis)
     weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
+    checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
+    checks.arrays(w_gate=w_gate, w_up=w_up, w_down=w_down)
     checks.routing(x, expert_ids, expert_weights)
     ws = ExpertWeights(w_gate, w_up, w_down)
     shards = 1 if weight_axis is None else devices_of((weight_axis,))
@@ -109,7 +111,7 @@ def expert_mlp(
         hidden_axis_name=hidden_axis,
         experts=local * devices_of(names),
         activation=checks.activation(activation),
-        recompute_hidden=bool(recompute_hidden),
+        recompute_hidden=checks.recompute_hidden(recompute_hidden),
         weight_axis_name=weight_axis,
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
