@@ -286,7 +286,10 @@ class Backends(Mapping[str, Backend]):
         collectives and computation, one after the other. Every family names it "xla".
       substitute: what replaces the reference where its `unprofitable_reason` speaks against it; or
         None.
+      argument: the name of the ops' argument that requests backends.
     """
+
+    argument: str = "implementation"
 
     @property
     @abstractmethod

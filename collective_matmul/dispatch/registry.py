@@ -21,12 +21,19 @@ class Registry(Backends):
       substitute: the name of the backend that replaces the reference where that is unprofitable;
         None if there is none.
       renamed: today's names by the names of earlier releases.
+      argument: the name of the ops' argument that requests backends.
     """
 
-    def __init__(self, substitute: str | None = None, renamed: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        substitute: str | None = None,
+        renamed: Mapping[str, str] | None = None,
+        argument: str = "implementation",
+    ):
         self._backends: dict[str, Backend] = {}
         self._substitute = substitute
         self._renamed = dict(renamed or {})
+        self.argument = argument
 
     def register(self, backend: Backend) -> None:
         """Adds a backend, to be requested by its name, compared with the others, and tuned.
@@ -48,7 +55,7 @@ class Registry(Backends):
             return name
         current = self._renamed[name]
         warn_deprecated(
-            f"implementation={name!r} is now called {current!r}; the old name will be removed"
+            f"{self.argument}={name!r} is now called {current!r}; the old name will be removed"
         )
         return current
 
@@ -65,7 +72,7 @@ class Registry(Backends):
         names = tuple(map(self.current_name, named)) if is_named else ()
         if not names or not all(name in self._backends for name in names):
             raise ValueError(
-                f"implementation={value!r}: expected None (choose per shape), or one or several of"
+                f"{self.argument}={value!r}: expected None (choose per shape), or one or several of"
                 f" {', '.join(self._backends)}"
             )
         return names

@@ -135,7 +135,7 @@ def _first_supported(assessments: Assessments, requested: Sequence[str]) -> _Cho
     if len(requested) == 1:
         named, reason = requested[0], assessments.by_name[requested[0]].unsupported or ""
     raise UnsupportedSiteError(
-        f"implementation={named!r}: {reason}; for {assessments.site}; pass"
+        f"{assessments.site.backends.argument}={named!r}: {reason}; for {assessments.site}; pass"
         f" {(*requested, REFERENCE)} to use the first that can, or None to choose per shape",
         "; ".join(reasons),
     )

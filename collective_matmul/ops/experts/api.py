@@ -98,6 +98,8 @@ def expert_mlp(
     hidden_axis = checks.other_axis(hidden_axis_name, "hidden_axis_name", names)
     used = names if hidden_axis is None else (*names, hidden_axis)
     weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
+    checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
+    checks.arrays(w_gate=w_gate, w_up=w_up, w_down=w_down)
     checks.routing(x, expert_ids, expert_weights)
     ws = ExpertWeights(w_gate, w_up, w_down)
     shards = 1 if weight_axis is None else devices_of((weight_axis,))
@@ -109,7 +111,7 @@ def expert_mlp(
         hidden_axis_name=hidden_axis,
         experts=local * devices_of(names),
         activation=checks.activation(activation),
-        recompute_hidden=bool(recompute_hidden),
+        recompute_hidden=checks.recompute_hidden(recompute_hidden),
         weight_axis_name=weight_axis,
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
@@ -122,7 +124,17 @@ def expert_mlp(
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
     x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
-    return checkpoint_name(routed_experts(x, weights, ws, ids, call), CHECKPOINT_NAME)
+    try:
+        y = routed_experts(x, weights, ws, ids, call)
+    except NotImplementedError as error:
+        if "ragged_dot vmap" not in str(error):
+            raise
+        raise NotImplementedError(
+            "jax.vmap of expert_mlp with grouped_implementation='xla': jax.lax.ragged_dot cannot be"
+            " mapped over one operand alone; use jax.lax.map, or join the mapped dimension and the"
+            " tokens"
+        ) from error
+    return checkpoint_name(y, CHECKPOINT_NAME)
 
 
 def _within(ids: jax.Array, experts: int) -> jax.Array:

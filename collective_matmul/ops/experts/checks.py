@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
@@ -80,10 +81,32 @@ def activation(value: str) -> str:
     Raises:
       ValueError: for other values.
     """
-    if value not in ACTIVATIONS:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation={value!r}: expected one of {names}")
     return value
+
+
+def recompute_hidden(value: bool) -> bool:
+    """Whether hidden products are computed again.
+
+    Raises:
+      TypeError: for other values than True and False.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"recompute_hidden={value!r}: expected True or False")
+    return bool(value)
+
+
+def arrays(**values: Any) -> None:
+    """Checks that arguments are arrays.
+
+    Raises:
+      TypeError: for others.
+    """
+    for name, value in values.items():
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(f"{name} of type {type(value).__name__}: expected an array")
 
 
 def routing(x: jax.Array, ids: jax.Array, weights: jax.Array) -> None:

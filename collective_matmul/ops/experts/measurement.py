@@ -193,7 +193,8 @@ class ExpertRepetitions(Repetitions):
 def balanced_ids(numbers: jax.Array, choices: int, experts: int) -> jax.Array:
     """int32 [T, choices] from random numbers [T]: each expert occurs equally often, up to one."""
     rank = jnp.argsort(jnp.argsort(numbers)).astype(jnp.int32)
-    return lax.rem(rank[:, None] * choices + jnp.arange(choices, dtype=jnp.int32), experts)
+    pairs = rank[:, None] * choices + jnp.arange(choices, dtype=jnp.int32)[None, :]
+    return lax.rem(pairs, jnp.int32(experts))
 
 
 def _stored(plan: Plan) -> tuple[jax.Array, ...]:

@@ -74,7 +74,9 @@ class GroupedRepetitions(Repetitions):
         request, found = self.request, cast(GroupedBackend, backend)
         sizes = balanced_sizes(request)
         if request.op == "grouped_weight_gradient":
-            part = OuterPart(operands.xs[0], weights[0], sizes, left_index=operands.order)
+            used = jnp.int32(request.used_rows)
+            rows, order = found.contracted_rows(request, operands.xs[0], operands.order, used)
+            part = OuterPart(rows, weights[0], sizes, left_index=order)
             return found.weight_gradient(request, [part]), ()
         index = operands.order if request.pairs == 1 else None
         pairs = list(zip(operands.xs, weights, strict=True))

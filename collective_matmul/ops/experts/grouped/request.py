@@ -16,7 +16,7 @@ from collective_matmul.source_location import SourceLocation
 GroupedOp = Literal["grouped_matmul", "grouped_weight_gradient"]
 
 #: The backends of grouped matmuls; `collective_matmul.ops.experts.grouped.backends` fills it.
-GROUPED_BACKENDS = Registry()
+GROUPED_BACKENDS = Registry(argument="grouped_implementation")
 
 
 @dataclass(frozen=True)
