@@ -51,9 +51,10 @@ class Arguments(NamedTuple):
     down: Tensor  # [E/D, h, f]
     dy: Tensor  # [T, h]
 
-    @property
-    def differentiated(self) -> tuple[Tensor, ...]:
-        return self.x, self.weights, self.gate, self.up, self.down
+    def differentiated(self) -> list[Tensor]:
+        """The arrays that have gradients, as leaves of a graph."""
+        arrays = self.x, self.weights, self.gate, self.up, self.down
+        return [array.detach().requires_grad_() for array in arrays]
 
 
 class Rows(NamedTuple):
@@ -74,8 +75,10 @@ def _sums(values: Tensor, copies: Tensor, here: Tensor | None) -> Tensor:
     chosen = values[copies]
     if here is not None:
         chosen = torch.where(here[..., None], chosen, 0)
-    return chosen[:, 0] if copies.shape[1] == 1 else chosen.sum(1, dtype=torch.float32).to(
-        values.dtype
+    return (
+        chosen[:, 0]
+        if copies.shape[1] == 1
+        else chosen.sum(1, dtype=torch.float32).to(values.dtype)
     )
 
 
@@ -116,14 +119,15 @@ def _sorted(keys: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     ordered, order = torch.sort(keys, stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    ends = torch.searchsorted(ordered, torch.arange(groups, device=order.device), right=True)
+    numbers = torch.arange(groups, dtype=keys.dtype, device=keys.device)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     return order, places, ends
 
 
 def _experts(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
     """The experts' results for rows in the order of experts."""
     product = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    multiply = functools.partial(product, offs=ends.to(torch.int32))
+    multiply = functools.partial(product, offs=ends)
     hidden = F.silu(multiply(rows, gate.mT)) * multiply(rows, up.mT)
     return multiply(hidden, down.mT)
 
@@ -134,7 +138,7 @@ def _weighted_sums(y: Tensor, weights: Tensor, rows: Rows, pairs: Rows) -> Tenso
     return sum_copies(y * factors.to(y.dtype), rows)
 
 
-class Collectives:
+class ExpertCollectives:
     """Differentiable collectives of all devices, of those that the compiler knows."""
 
     def __init__(self, place: Place):
@@ -170,7 +174,7 @@ class Collectives:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+    def forward(ctx: Any, x: Tensor, collectives: ExpertCollectives) -> Tensor:
         ctx.collectives = collectives
         return collectives.all_gather(x)
 
@@ -181,7 +185,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+    def forward(ctx: Any, x: Tensor, collectives: ExpertCollectives) -> Tensor:
         ctx.collectives = collectives
         return collectives.reduce_scatter(x)
 
@@ -192,7 +196,9 @@ class _Scatter(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: Any, sent: Any, collectives: Collectives) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, received: Any, sent: Any, collectives: ExpertCollectives
+    ) -> Tensor:
         ctx.sizes, ctx.collectives = (sent, received), collectives
         return collectives.all_to_all(x, received, sent)
 
@@ -210,7 +216,7 @@ class AllToAll:
       compiled: compiles a function, or not.
     """
 
-    def __init__(self, collectives: Collectives, experts: int, compiled: Callable):
+    def __init__(self, collectives: ExpertCollectives, experts: int, compiled: Callable):
         self.collectives, self.experts = collectives, experts
         self.route, self.compute = compiled(self._route), compiled(self._compute)
         self.combine = compiled(_weighted_sums)
@@ -237,7 +243,9 @@ class AllToAll:
     def _compute(self, rows: Any, arriving: Any, gate: Any, up: Any, down: Any) -> Tensor:
         """Rows come by device and then by expert; the experts take them by expert."""
         local = len(gate)
-        numbers = torch.arange(local, device=rows.device).repeat(len(arriving) // local)
+        numbers = torch.arange(local, dtype=torch.int32, device=rows.device).repeat(
+            len(arriving) // local
+        )
         numbers = torch.repeat_interleave(numbers, arriving, output_size=len(rows))
         order, places, ends = _sorted(numbers, local)
         y = _experts(copy_rows(rows, Rows(order, places[:, None])), gate, up, down, ends)
@@ -253,7 +261,7 @@ class AllGather:
       static: whether there is room for all pairs on every device, so that the host needs no size.
     """
 
-    def __init__(self, collectives: Collectives, compiled: Callable, *, static: bool):
+    def __init__(self, collectives: ExpertCollectives, compiled: Callable, *, static: bool):
         self.collectives, self.static = collectives, static
         self.route, self.compute = compiled(self._route), compiled(self._compute)
 
@@ -269,13 +277,14 @@ class AllGather:
         return _sorted(torch.where((numbers >= 0) & (numbers < local), numbers, local), local)
 
     def _compute(
-        self, x: Any, weights: Any, order: Any, places: Any, ends: Any, *experts: Any
+        self, x: Any, weights: Any, order: Any, places: Any, ends: Any, *experts: Tensor
     ) -> Tensor:
         k, here = weights.shape[1], places < ends[-1]
-        copies = places.clamp(max=max(len(order) - 1, 0))
+        copies = places.clamp(max=len(order) - 1)
         tokens = Rows(order // k, copies.view(-1, k), here.view(-1, k))
         pairs = Rows(order, copies[:, None], here[:, None])
-        y = _experts(copy_rows(x, tokens), *experts, ends)
+        gate, up, down = experts
+        y = _experts(copy_rows(x, tokens), gate, up, down, ends)
         if self.static:  # Kernels do not write rows of no group.
             is_here = torch.arange(len(order), device=y.device) < ends[-1]
             y = torch.where(is_here[:, None], y, 0)
@@ -291,7 +300,8 @@ def layer_of(name: str, way: str, place: Place, experts: int, compiler: str) -> 
     def unchanged(function: Callable) -> Callable:
         return function
 
-    collectives, parts = Collectives(place), compiled if way == "compiled parts" else unchanged
+    collectives = ExpertCollectives(place)
+    parts = compiled if way == "compiled parts" else unchanged
     if name == "torch_all_to_all":
         return AllToAll(collectives, experts, parts)
     layer = AllGather(collectives, parts, static=way == "compiled")
@@ -305,7 +315,7 @@ def run_of(layer: Layer, arguments: Arguments, *, differentiated: bool) -> Run:
         with torch.no_grad():
             return [layer(*arguments[:-1])]
 
-    leaves = [array.detach().requires_grad_() for array in arguments.differentiated]
+    leaves = arguments.differentiated()
     x, weights, *ws = leaves
 
     def both() -> list[Tensor]:
@@ -352,6 +362,8 @@ class TorchExperts:
 
     def prepare(self, name: str, way: str, direction: str, result: dict[str, Any]) -> Run:
         """A warm function that was checked; raises Failure if it fails or is wrong."""
+        if self.worker.out_of_time():
+            raise Failure("the time was over before its turn")
         experts, compiler = self.case["experts"], self.worker.compiler or "aot_eager"
         differentiated = direction == "gradients"
 
@@ -390,7 +402,7 @@ class TorchExperts:
         ids = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, :k]
         return Arguments(
             x=normal(tokens, h, scale=1.0),
-            ids=ids.contiguous(),
+            ids=ids.to(torch.int32),
             weights=weights / weights.sum(1, keepdim=True),
             gate=normal(local, f, h, scale=h**-0.5),
             up=normal(local, f, h, scale=h**-0.5),

@@ -125,7 +125,7 @@ class Worker:
     def run(self) -> None:
         """Measures all cases; writes the results after each."""
         for case in self.job.cases:
-            if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
+            if self.out_of_time():
                 self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
             self.measurement_of(case)(case)
@@ -338,6 +338,10 @@ class Worker:
             outcome = f"{1e3 * statistics.median(result['samples']):.3f} ms"
             outcome += "".join(f", {key} {result[key]}" for key in shown if key in result)
         self.log(f"{result['name']:<30} {result['candidate']:<15} {outcome}")
+
+    def out_of_time(self) -> bool:
+        """Whether nothing further may begin; all devices ask together."""
+        return self.largest(time.monotonic() - self.started) > self.job.limit_seconds
 
     def log(self, line: str) -> None:
         if self.place.rank == 0:
