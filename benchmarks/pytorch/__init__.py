@@ -22,6 +22,8 @@ TRAINING_NAMES: dict[int, tuple[str, ...]] = {
 }
 #: Decoders: NCCL's sums, eager and compiled; and compiled with PyTorch's sums in symmetric memory.
 GENERATION_NAMES = ("torch", "torch_compiled", "torch_symm_mem")
+#: Expert layers: rows travel to their experts, or all tokens to all devices.
+EXPERT_NAMES = ("torch_all_to_all", "torch_all_gather")
 #: The losses of so many first steps are kept.
 FIRST_STEPS = 8
 #: The ways to run each of `NAMES`; the fastest counts.

@@ -37,6 +37,7 @@ from benchmarks.pytorch.torch_communication import (
     Collectives,
     TorchCommunication,
 )
+from benchmarks.pytorch.torch_experts import TorchExperts
 from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
 from benchmarks.pytorch.torch_generation import TorchGeneration
 from benchmarks.pytorch.torch_graphs import GraphPool
@@ -124,14 +125,21 @@ class Worker:
     def run(self) -> None:
         """Measures all cases; writes the results after each."""
         for case in self.job.cases:
-            if self.largest(time.monotonic() - self.started) > self.job.limit_seconds:
+            if self.out_of_time():
                 self.log(f"stopped: limit_seconds={self.job.limit_seconds:g} is over")
                 break
-            measure = self.measure_training if "model" in case else self.measure_case
-            (self.measure_generation if "prompt" in case else measure)(case)
+            self.measurement_of(case)(case)
             self.free()
         dist.barrier(self.control)
         dist.destroy_process_group()
+
+    def measurement_of(self, case: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+        """What measures a case, by what it describes."""
+        if "prompt" in case:
+            return self.measure_generation
+        if "experts" in case:
+            return self.measure_experts
+        return self.measure_training if "model" in case else self.measure_case
 
     def measure_case(self, case: dict[str, Any]) -> None:
         arguments = self.place, getattr(torch, self.job.dtype), self.job.seed, {}
@@ -168,6 +176,12 @@ class Worker:
         """Measures prefill and decoding of one batch."""
         case = {**case, "groups": self.job.groups}
         for result in TorchGeneration(self, case, getattr(torch, self.job.dtype)).results():
+            self.add(result)
+
+    def measure_experts(self, case: dict[str, Any]) -> None:
+        """Measures an expert layer, forward and with gradients."""
+        case = {**case, "groups": self.job.groups}
+        for result in TorchExperts(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
 
     def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +338,10 @@ class Worker:
             outcome = f"{1e3 * statistics.median(result['samples']):.3f} ms"
             outcome += "".join(f", {key} {result[key]}" for key in shown if key in result)
         self.log(f"{result['name']:<30} {result['candidate']:<15} {outcome}")
+
+    def out_of_time(self) -> bool:
+        """Whether nothing further may begin; all devices ask together."""
+        return self.largest(time.monotonic() - self.started) > self.job.limit_seconds
 
     def log(self, line: str) -> None:
         if self.place.rank == 0:
