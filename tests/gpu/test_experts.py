@@ -1,0 +1,43 @@
+"""Experts on GPUs: kernels compute what float64 does, and repeat their results bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.conftest import MeshFactory, skip_without
+from tests.ops.experts.reference import Case
+
+pytestmark = pytest.mark.gpu
+
+
+def case_of(devices: int, implementation: Any, **attributes: Any) -> Case:
+    sizes = {"tokens": 37, "width": 72, "hidden": 40, "local_experts": 3, "choices": 2}
+    axes = {"expert": devices}
+    return Case(axes, implementation, "triton", **(sizes | {"dtype": "bfloat16"} | attributes))
+
+
+CASES = [
+    case_of(1, None),
+    case_of(2, "xla"),
+    case_of(2, "ring_direct"),
+    case_of(2, "ring_direct", dtype="float32"),
+    case_of(2, "ring_direct", dtype="float16", routing="first"),
+    case_of(2, "ring_direct", check_vma=False, width=512, options={"recompute_hidden": True}),
+    case_of(2, "ring_two_way", choices=8, local_experts=5),
+    case_of(2, "ring", width=64, hidden=4096, tokens=130),
+    case_of(2, "ring_direct", routing="none"),
+    case_of(2, None, width=256, hidden=256, tokens=300, routing="distinct"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_gradients_and_repeats(case: Case, make_mesh: MeshFactory) -> None:
+    skip_without(case.axes["expert"])
+    first = case.check(make_mesh)
+    again = jax.jit(case.program(make_mesh(dict(case.axes))))(case.arrays())
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other))
