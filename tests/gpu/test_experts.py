@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -37,6 +38,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_gradients_and_repeats(case: Case, make_mesh: MeshFactory) -> None:
     skip_without(case.axes["expert"])
+    if jax.default_backend() == "cpu":  # A rehearsal: Pallas' interpreter cannot check types.
+        case = replace(case, grouped="xla")
     first = case.check(make_mesh)
     again = jax.jit(case.program(make_mesh(dict(case.axes))))(case.arrays())
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
