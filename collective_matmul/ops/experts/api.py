@@ -124,8 +124,15 @@ def expert_mlp(
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
     x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
+    return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
+
+
+def _routed(
+    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+) -> jax.Array:
+    """`routed_experts`, with a helpful error under `jax.vmap`."""
     try:
-        y = routed_experts(x, weights, ws, ids, call)
+        return routed_experts(x, weights, ws, ids, call)
     except NotImplementedError as error:
         if "ragged_dot vmap" not in str(error):
             raise
@@ -134,7 +141,6 @@ def expert_mlp(
             " mapped over one operand alone; use jax.lax.map, or join the mapped dimension and the"
             " tokens"
         ) from error
-    return checkpoint_name(y, CHECKPOINT_NAME)
 
 
 def _within(ids: jax.Array, experts: int) -> jax.Array:

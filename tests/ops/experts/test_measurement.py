@@ -85,7 +85,7 @@ def test_every_repetition_is_the_pass_with_weights_of_its_own(name: str, backend
     results = jax.jit(measured.program(backend))(operands)
     assert len(results) == 2
     # A few dozen roundings of float32, in values of size 10 to 100.
-    close = {"rtol": 1e-4, "atol": 1e-3}
+    close: Any = {"rtol": 1e-4, "atol": 1e-3}
     for (waited_for, more), ws in zip(results, operands.weights, strict=True):
         expected = exact(name, operands, ws)
         if REQUESTS[name].direction == "forward":
@@ -153,7 +153,7 @@ def test_grouped_matmuls_are_measured(op: GroupedOp, pairs: int, transposed: boo
         rows = [(x[order] if pairs == 1 else x)[:7] for x in xs]
         ws = [np.asarray(w, np.float64) for w in ws]
         # Sums of at most 8 products of size 1, in float32.
-        close = {"rtol": 1e-5, "atol": 1e-5}
+        close: Any = {"rtol": 1e-5, "atol": 1e-5}
         if op == "grouped_weight_gradient":
             expected = np.zeros((3, 4, 5))
             for row in range(7):

@@ -48,7 +48,7 @@ def test_layers_of_a_scan(implementation: str, make_mesh: MeshFactory) -> None:
             x = x + factor * fun(x, *arrays[1:6])
         return (x * arrays.dy).sum()
 
-    scale = np.float32([0.1, 0.2])
+    scale = np.array([0.1, 0.2], np.float32)
     found, expected = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (loss, unrolled)])(
         arrays.x, scale
     )

@@ -155,7 +155,7 @@ def test_routings_share_a_program(
 ) -> None:
     """All tokens to one expert, tokens of no expert, experts without tokens: shapes are static."""
     case = case_of({"expert": 2}, implementation, grouped, tokens=2)
-    program = jax.jit(case.program(make_mesh({"expert": 2})))
+    program: Any = jax.jit(case.program(make_mesh({"expert": 2})))
     for routing in ROUTINGS:
         outcome = replace(case, routing=routing).check(make_mesh, run=lambda _: program)
         if routing in ("none", "beyond"):
@@ -168,7 +168,7 @@ def test_an_expert_that_a_token_has_twice_counts_twice(make_mesh: MeshFactory) -
     program = jax.jit(case.program(make_mesh({"expert": 2})))
     arrays = replace(case, routing="first").arrays()
     twice = program(arrays)
-    half = arrays.weights.sum(1, keepdims=True) * np.float32([[1, 0]])
+    half = arrays.weights.sum(1, keepdims=True) * np.array([[1, 0]], np.float32)
     once = program(arrays._replace(weights=half))
     # Two products with weights that add up to one: a few roundings of float32.
     np.testing.assert_allclose(twice.y, once.y, rtol=1e-5, atol=1e-5)

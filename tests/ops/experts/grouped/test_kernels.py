@@ -24,7 +24,7 @@ from tests.conftest import MeshFactory
 #: Smaller than all sizes, which they do not divide. A kernel's blocks are powers of two.
 BLOCKS = Blocks(rows=4, columns=4, contracted=2, rows_at_once=2)
 #: Rows of each group: none, several tiles, less than one tile.
-SIZES = np.int32([0, 9, 3, 0, 1])
+SIZES = np.array([0, 9, 3, 0, 1], np.int32)
 ROWS, WIDTH, COLUMNS = 16, 5, 7
 GROUPS, USED = len(SIZES), int(SIZES.sum())
 #: The group of each row that has one.
@@ -45,7 +45,7 @@ def poisoned(rows: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
 
 
 #: Each row that is needed is read once or twice; the others once too, and are NaN.
-INDEX = np.int32([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 8, 9, 7, 0, 10])
+INDEX = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 8, 9, 7, 0, 10], np.int32)
 
 
 # All values are multiples of 1/8 of at most 1: float32 adds their products exactly, in any order.
@@ -147,6 +147,10 @@ def test_map_rows(count: int) -> None:
     np.testing.assert_array_equal(sums[:count], (a * b).sum(1)[:count])
 
 
+#: From jax 0.11 on, a warning says that Pallas' backend for Triton will be removed.
+lowers_triton = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
 def lowered(fun: Callable, *arguments: Any) -> str:
     """The module for CUDA, of kernels that are compiled there and not interpreted."""
     return jax.jit(fun).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -183,6 +187,7 @@ def operands(devices: int = 1) -> list[Any]:
     return [x, w, y, sizes, index]
 
 
+@lowers_triton
 def test_kernels_lower_for_cuda() -> None:
     text = lowered(all_kernels, *operands())
     for name in ("grouped_matmul", "grouped_outer", "map_rows"):
@@ -190,6 +195,7 @@ def test_kernels_lower_for_cuda() -> None:
     assert text.count("__gpu$xla.gpu.triton") == 4
 
 
+@lowers_triton
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_kernels_lower_inside_of_shard_map(check_vma: bool, make_mesh: MeshFactory) -> None:
     """Also where types say over which axes values vary, as Pallas' interpreter does not support."""
