@@ -27,6 +27,7 @@ from collective_matmul.dispatch.recording import Decision
 from collective_matmul.peer_access import peer_kernels_undecided
 
 _SCOPE = "collective_matmul.decision"
+_MATMULS = ("dot_general", "ragged_dot_general")
 _NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
 
 
@@ -113,7 +114,7 @@ def totals(
             inner = list(jaxprs_in_params(equation.params))
             # What only prepares an operand may stay where a backward pass computes it again.
             own = {} if around else of_equation(equation)
-            executes = inner or equation.effects or equation.primitive.name == "dot_general"
+            executes = inner or equation.effects or equation.primitive.name in _MATMULS
             if not (own or executes):
                 continue
             numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))

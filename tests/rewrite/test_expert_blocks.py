@@ -196,9 +196,7 @@ def test_other_collectives_of_such_a_program_have_their_own_reasons(make_mesh: M
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_op_has_one_line_and_its_permutes_none(
-    check_vma: bool, make_mesh: MeshFactory
-) -> None:
+def test_the_op_has_one_line_and_its_permutes_none(check_vma: bool, make_mesh: MeshFactory) -> None:
     def block(x: Any, *others: Any) -> jax.Array:
         return expert_mlp(gathered(x)[: x.shape[0]], *others, AXIS, implementation="ring")
 
@@ -206,6 +204,7 @@ def test_the_op_has_one_line_and_its_permutes_none(
     explanation = explain(with_gradients(fun))(*shapes())
     ops = [each for each in explanation.decisions if line_of(each).op == "expert_mlp"]
     assert len(ops) == 2  # Forward and backward.
+    assert "0×" not in str(explanation)
     # What the program gathers itself is no part of a block, though rows of it are multiplied.
     assert len(explanation.plain) == 2
     assert not any("ExpertMLP" in site.reason for site in explanation.plain)
