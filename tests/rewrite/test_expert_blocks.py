@@ -154,7 +154,7 @@ def test_a_shared_expert_and_a_loop_are_seen_through(make_mesh: MeshFactory) -> 
 
 def test_overlap_says_so_if_it_is_required_to_replace_a_block(make_mesh: MeshFactory) -> None:
     fun = sharded(adding, make_mesh)
-    with pytest.raises(ValueError, match="layers.ExpertMLP"):
+    with pytest.raises(ValueError, match=r"layers\.ExpertMLP"):
         overlap(fun, require=1)(*shapes())
 
 
