@@ -46,7 +46,7 @@ _ADDITIONS = ("add", "add_any", "sub", "concatenate")
 
 
 @dataclass(frozen=True)
-class _Step:
+class _NumberedEquation:
     """An equation, with numbers for its operands and results that are the same inside calls."""
 
     equation: JaxprEqn
@@ -64,7 +64,7 @@ class _Step:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Those operands whose rows the results have."""
+        """The operands whose rows the results have."""
         if self.combines_rows or self.name == "optimization_barrier":
             return self.operands
         places = _ROWS.get(self.name, ())
@@ -82,9 +82,9 @@ class _Flow:
     """
 
     def __init__(self, jaxpr: Jaxpr):
-        self.steps: list[_Step] = []
-        self.users: dict[int, list[_Step]] = defaultdict(list)
-        self.makers: dict[int, _Step] = {}
+        self.steps: list[_NumberedEquation] = []
+        self.users: dict[int, list[_NumberedEquation]] = defaultdict(list)
+        self.makers: dict[int, _NumberedEquation] = {}
         self.bodies: list[Jaxpr] = []
         self._numbers = itertools.count()
         self._add(jaxpr, {})
@@ -103,7 +103,7 @@ class _Flow:
                 continue
             self.bodies += inner
             results = tuple(self._number(var, numbers) for var in equation.outvars)
-            step = _Step(equation, operands, results)
+            step = _NumberedEquation(equation, operands, results)
             self.steps.append(step)
             self.makers.update(dict.fromkeys(results, step))
             for operand in dict.fromkeys(operands):
@@ -115,7 +115,7 @@ class _Flow:
         return numbers.setdefault(atom, next(self._numbers))
 
     def reached(
-        self, starts: Iterable[int], follows: Callable[[_Step, int], bool]
+        self, starts: Iterable[int], follows: Callable[[_NumberedEquation, int], bool]
     ) -> dict[int, None]:
         """Numbers of all arrays that are made of the first ones, by the steps that it follows."""
         found = dict.fromkeys(starts)
@@ -129,7 +129,7 @@ class _Flow:
                     pending += new
         return found
 
-    def behind(self, number: int, *, additions: bool) -> Iterator[_Step]:
+    def behind(self, number: int, *, additions: bool) -> Iterator[_NumberedEquation]:
         """The grouped products and collectives whose rows an array has, or sums of these."""
         pending, seen = [number], {number}
         while pending:
@@ -173,13 +173,13 @@ class ExpertBlocks:
         return reason
 
 
-def _reason_of_gather(flow: _Flow, gather: _Step) -> str | None:
+def _reason_of_gather(flow: _Flow, gather: _NumberedEquation) -> str | None:
     made = flow.reached(
         (product.results[0] for product in flow.products if not _makes_weights(product)),
         lambda step, number: number in step.rows,
     )
 
-    def weights_results(step: _Step, number: int) -> bool:
+    def weights_results(step: _NumberedEquation, number: int) -> bool:
         multiplies = step.name == "mul" or step.combines_rows
         return multiplies and any(each in made for each in step.operands if each != number)
 
@@ -203,7 +203,7 @@ def _reason_of_gather(flow: _Flow, gather: _Step) -> str | None:
     return None
 
 
-def _product_of_rows(flow: _Flow, rows: Collection[int]) -> _Step | None:
+def _product_of_rows(flow: _Flow, rows: Collection[int]) -> _NumberedEquation | None:
     """The first grouped product that multiplies rows of tokens, if there is one."""
     for product in flow.products:
         taken = product.operands[:2] if _makes_weights(product) else product.operands[:1]
@@ -212,7 +212,7 @@ def _product_of_rows(flow: _Flow, rows: Collection[int]) -> _Step | None:
     return None
 
 
-def _reason_of_sum(flow: _Flow, summed: _Step) -> str | None:
+def _reason_of_sum(flow: _Flow, summed: _NumberedEquation) -> str | None:
     operand = type_of(summed.equation.invars[0])
     scatters = kind_of(summed.equation) == "reduce_scatter"
     if operand.ndim < 2:
@@ -236,12 +236,12 @@ def _reason_of_sum(flow: _Flow, summed: _Step) -> str | None:
     return None
 
 
-def _multiplies_or_communicates(step: _Step) -> bool:
+def _multiplies_or_communicates(step: _NumberedEquation) -> bool:
     is_collective = any(type(each).__name__ == "NamedAxisEffect" for each in step.equation.effects)
     return is_collective or step.name in ("dot_general", _GROUPED)
 
 
-def _makes_weights(product: _Step) -> bool:
+def _makes_weights(product: _NumberedEquation) -> bool:
     """Whether the grouped product contracts the rows, as weight gradients do."""
     numbers = product.equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
@@ -260,7 +260,7 @@ def _holds_grouped(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _at(product: _Step) -> str:
+def _at(product: _NumberedEquation) -> str:
     return described(product.equation)
 
 

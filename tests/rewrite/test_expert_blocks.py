@@ -159,7 +159,7 @@ def test_overlap_says_so_if_it_is_required_to_replace_a_block(make_mesh: MeshFac
 
 
 def test_gathers_of_experts_weights_have_an_argument_of_the_op(make_mesh: MeshFactory) -> None:
-    """Of weights that are sharded as in fully sharded data parallelism, and of their gradients."""
+    """Weights may be sharded as in fully sharded data parallelism, and so are their gradients."""
 
     def block(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
         gate, up, down = map(gathered, (gate, up, down))
