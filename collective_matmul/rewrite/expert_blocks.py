@@ -41,6 +41,8 @@ _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"), (0,)),
     **dict.fromkeys(("pad", "slice", "split", "rev", "reduce_sum", "sharding_constraint"), (0,)),
 }
+#: A loop is followed once.
+_CALLS = CALLS | {"scan"}
 #: Additions: of a shared expert, and of gradients; but also of a residual stream.
 _ADDITIONS = ("add", "add_any", "sub", "concatenate")
 
@@ -70,15 +72,25 @@ class _NumberedEquation:
         places = _ROWS.get(self.name, ())
         return tuple(self.operands[place] for place in places if place < len(self.operands))
 
+    def takes_as_factors(self, number: int) -> bool:
+        """Whether it multiplies an operand with a larger one, or repeats it to that end."""
+        sizes = [type_of(atom).shape for atom in self.equation.invars]
+        place = self.operands.index(number)
+        if self.name == "mul" or self.combines_rows:
+            return math.prod(sizes[place]) < math.prod(sizes[1 - place])
+        before, after = sizes[place], type_of(self.equation.outvars[0]).shape
+        repeats = self.name == "broadcast_in_dim" and math.prod(before) < math.prod(after)
+        return repeats and before[-1:] != after[-1:]
+
 
 class _Flow:
     """The dataflow of a jaxpr and of the calls in it.
 
     Attributes:
-      steps: its equations, those of calls in their place.
+      steps: its equations, those of calls and loops in their place.
       users: for each number, the steps that read it.
       makers: for each number, the step that makes it.
-      bodies: jaxprs of loops and branches, which are flows of their own.
+      bodies: jaxprs of branches and others, which are flows of their own.
     """
 
     def __init__(self, jaxpr: Jaxpr):
@@ -94,7 +106,7 @@ class _Flow:
         for equation in jaxpr.eqns:
             operands = tuple(self._number(atom, numbers) for atom in equation.invars)
             inner = list(jaxprs_in_params(equation.params))
-            is_call = equation.primitive.name in CALLS and len(inner) == 1
+            is_call = equation.primitive.name in _CALLS and len(inner) == 1
             if is_call and len(inner[0].invars) == len(operands):
                 inside = dict(zip(inner[0].invars, operands, strict=True))
                 self._add(inner[0], inside)
@@ -174,18 +186,9 @@ class ExpertBlocks:
 
 
 def _reason_of_gather(flow: _Flow, gather: _NumberedEquation) -> str | None:
-    made = flow.reached(
-        (product.results[0] for product in flow.products if not _makes_weights(product)),
-        lambda step, number: number in step.rows,
-    )
-
-    def weights_results(step: _NumberedEquation, number: int) -> bool:
-        multiplies = step.name == "mul" or step.combines_rows
-        return multiplies and any(each in made for each in step.operands if each != number)
-
     rows = flow.reached(
         gather.results,
-        lambda step, number: number in step.rows and not weights_results(step, number),
+        lambda step, number: number in step.rows and not step.takes_as_factors(number),
     )
     if product := _product_of_rows(flow, rows):
         return f"its rows are tokens, to which {_at(product)} applies experts; {_ADVICE}"
@@ -197,10 +200,19 @@ def _reason_of_gather(flow: _Flow, gather: _NumberedEquation) -> str | None:
         if product.operands[2] in decided:
             return f"it decides which expert {_at(product)} applies to a token; {_ADVICE}"
     for number in rows:
-        if any(weights_results(step, number) for step in flow.users[number]):
-            product = next(each for each in flow.products if not _makes_weights(each))
-            return f"it gathers the factors of results of {_at(product)}; {_ADVICE}"
+        for step in flow.users[number]:
+            if step.takes_as_factors(number) and (product := _product_beside(flow, step)):
+                return f"it gathers the factors of results of {_at(product)}; {_ADVICE}"
     return None
+
+
+def _product_beside(flow: _Flow, scaled: _NumberedEquation) -> _NumberedEquation | None:
+    """The first grouped product that scaled rows come from or go to, if there is one."""
+    after = flow.reached(scaled.results, lambda step, number: number in step.rows)
+    if product := _product_of_rows(flow, after):
+        return product
+    behind = (step for number in after for step in flow.behind(number, additions=False))
+    return next((step for step in behind if _is_grouped(step.equation)), None)
 
 
 def _product_of_rows(flow: _Flow, rows: Collection[int]) -> _NumberedEquation | None:
@@ -220,8 +232,9 @@ def _reason_of_sum(flow: _Flow, summed: _NumberedEquation) -> str | None:
     for step in flow.behind(summed.operands[0], additions=False):
         if _is_grouped(step.equation) and not _makes_weights(step):
             return f"it adds up what {_at(step)} makes of tokens; {_ADVICE}"
-        if _is_grouped(step.equation) and scatters:
-            return f"it adds up gradients of experts' weights, of {_at(step)}; {_WEIGHTS_ADVICE}"
+        if _is_grouped(step.equation):
+            advice = _WEIGHTS_ADVICE if scatters else "overlap takes sums of plain matmuls"
+            return f"it adds up gradients of experts' weights, of {_at(step)}; {advice}"
         if kind_of(step.equation) == "all_gather" and scatters:
             rows = flow.reached(step.results, lambda step, number: number in step.rows)
             if product := _product_of_rows(flow, rows):
