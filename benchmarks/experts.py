@@ -52,7 +52,7 @@ class Experts(Settings):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ExpertProgram:
     """A program of a case."""
 
     layer: Layer
@@ -61,28 +61,28 @@ class Candidate:
 
 def candidates(
     layer: ExpertLayer, devices: int, *, differentiated: bool, recompute: bool
-) -> tuple[dict[str, Candidate], dict[str, str]]:
+) -> tuple[dict[str, ExpertProgram], dict[str, str]]:
     """The programs of a case by name, and which kernels plain JAX has."""
     rings = dict(OVERLAP_OPTIONS)
     found = {
-        "ring_direct": Candidate(ours("ring_direct"), rings),
-        "xla": Candidate(ours("xla"), rings),
-        "auto": Candidate(ours(None), rings),
+        "ring_direct": ExpertProgram(ours("ring_direct"), rings),
+        "xla": ExpertProgram(ours("xla"), rings),
+        "auto": ExpertProgram(ours(None), rings),
     }
     try:
         products, kernels = fastest(layer, devices)
     except ImportError as error:
         products, kernels = lambda _: jax.lax.ragged_dot, {"all": f"lax.ragged_dot: {error}"}
-    found[_PLAIN] = Candidate(plain(products), {})
+    found[_PLAIN] = ExpertProgram(plain(products), {})
     if differentiated and recompute:
         again = ours("ring_direct", recompute_hidden=True)
-        found["ring_direct, recomputed"] = Candidate(again, rings)
-        found[f"{_PLAIN}, recomputed"] = Candidate(plain(products, recompute=True), {})
+        found["ring_direct, recomputed"] = ExpertProgram(again, rings)
+        found[f"{_PLAIN}, recomputed"] = ExpertProgram(plain(products, recompute=True), {})
     return found, kernels
 
 
 @dataclass(frozen=True)
-class Case:
+class ExpertCase:
     """A layer and a direction."""
 
     layer: ExpertLayer
@@ -94,13 +94,13 @@ class Case:
         return f"{self.layer.name}, {self.layer.tokens} tokens, {both}"
 
 
-def cases(settings: Experts) -> Iterator[Case]:
+def cases(settings: Experts) -> Iterator[ExpertCase]:
     """All cases."""
     for model in settings.models:
         for tokens in settings.tokens:
             layer = ExpertLayer(model, tokens, *MODELS[model], settings.array_dtype)
-            yield Case(layer, False)
-            yield Case(layer, True)
+            yield ExpertCase(layer, False)
+            yield ExpertCase(layer, True)
 
 
 def run(settings: Experts) -> Report:
@@ -124,7 +124,7 @@ def run(settings: Experts) -> Report:
     return report
 
 
-def _measured(case: Case, settings: Experts, mesh: Mesh) -> dict[str, Any]:
+def _measured(case: ExpertCase, settings: Experts, mesh: Mesh) -> dict[str, Any]:
     made, kernels = candidates(
         case.layer,
         mesh.size,

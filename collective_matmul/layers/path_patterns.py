@@ -93,7 +93,7 @@ def check_layer(
         raise ValueError(
             f"{where} is a {type(layer).__name__}, defined in {type(layer).__module__};"
             f" {type(plan[pattern]).__name__}() takes {_listed(kinds, library)}"
-            f"{_advice(type(layer), kinds, plan[pattern])}"
+            f"{_advice(layer, kinds, plan[pattern])}"
         )
     for name, plain in kinds[kind].items():
         value = getattr(layer, name)
@@ -140,15 +140,32 @@ def _listed(kinds: Collection[type], library: str) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _advice(kind: type, kinds: Collection[type], style: ParallelStyle) -> str:
+def _advice(layer: Any, kinds: Collection[type], style: ParallelStyle) -> str:
     """How an error about a module of another class goes on."""
+    kind = type(layer)
     linear_layers = "Column() and Row() take linear layers"
     if issubclass(kind, tuple(kinds)):
         advice = ", and subclasses that inherit its __call__; this one has its own. "
         inside = f"{linear_layers.replace('linear', 'the linear')} inside it"
         return advice + (inside if isinstance(style, Heads) else "Leave it out of the plan")
+    if kind.__module__.startswith(__name__.rpartition(".")[0]):
+        own = "Layers of collective_matmul are parallel by their own arguments, such as axis_name"
+        return f". {own}: leave it out of the plan"
+    if _stacks_matrices(layer):
+        return (
+            ". Its parameters are stacked matrices, like those of experts. To divide experts over"
+            " devices, build a collective_matmul.layers.ExpertMLP in its place, and leave it out of"
+            " the plan"
+        )
     if isinstance(style, Heads):
         return f". {linear_layers}"
     if kind.__name__.endswith("Attention"):
         return ". Heads() takes Flax's attention modules"
     return ". Narrow the pattern so that it matches only such layers"
+
+
+def _stacks_matrices(layer: Any) -> bool:
+    """Whether several parameters of a module have a matrix for each of as many experts."""
+    shapes = (getattr(value, "shape", ()) for value in vars(layer).values())
+    stacks = [shape[0] for shape in shapes if isinstance(shape, tuple) and len(shape) == 3]
+    return len(stacks) > len(set(stacks))

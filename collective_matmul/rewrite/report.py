@@ -43,6 +43,7 @@ _WORDS = {
     "add_any": "a sum of gradients",
     "select_n": "jnp.where (select_n)",
     "convert_element_type": "a cast (convert_element_type)",
+    "ragged_dot_general": "lax.ragged_dot",
 }
 
 

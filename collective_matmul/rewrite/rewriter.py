@@ -25,6 +25,7 @@ from collective_matmul.rewrite.divergence import (
     axes_of_spec,
 )
 from collective_matmul.rewrite.einsum_matches import match_einsum
+from collective_matmul.rewrite.expert_blocks import ExpertBlocks
 from collective_matmul.rewrite.explicit_regions import with_regions
 from collective_matmul.rewrite.gathers import match_gather
 from collective_matmul.rewrite.graph import Graph, executes_jaxprs
@@ -94,6 +95,7 @@ class Rewriter:
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
+        self._expert_blocks = ExpertBlocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
@@ -129,6 +131,7 @@ class Rewriter:
     ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
         if self._axis_sizes:
+            self._expert_blocks.look_into(original)
             graph = self._narrowed(self._bring_together(graph))
         else:
             graph = self._with_regions(graph, region)
@@ -312,7 +315,8 @@ class Rewriter:
                 continue
             match = self._match(graph, index)
             if isinstance(match, str):
-                reports[index] = left_alone(equation, self._reason_inside(graph, index) or match)
+                reason = self._expert_blocks.reason(equation) or self._reason_inside(graph, index)
+                reports[index] = left_alone(equation, reason or match)
             else:
                 matches.append(match)
         gathered = gathered_weights(graph, matches, self._axis_sizes)

@@ -254,9 +254,37 @@ def test_layers_with_several_feature_dimensions_compute_the_same(mesh: Mesh) -> 
     assert specs["split"] == {"kernel": P(None, None, "tensor", None), "bias": P("tensor", None)}
 
 
+class Experts(nnx.Module):
+    """Feed-forwards of several experts, each with matrices in stacked parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.router = nnx.Linear(FEATURES, 4, rngs=rngs)
+        self.up = nnx.Param(jnp.zeros((4, FEATURES, HIDDEN)))
+        self.down = nnx.Param(jnp.zeros((4, HIDDEN, FEATURES)))
+
+
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
+        (
+            Experts,
+            "'0' is a Experts, defined in tests.layers.test_parallelize_nnx; Column() takes"
+            " nnx.Linear and nnx.LinearGeneral. Its parameters are stacked matrices, like those of"
+            " experts. To divide experts over devices, build a"
+            " collective_matmul.layers.ExpertMLP in its place, and leave it out of the plan",
+        ),
+        (
+            lambda rngs: nnx.Conv(4, 8, kernel_size=(3,), rngs=rngs),
+            "'0' is a Conv, defined in flax.nnx.nn.linear; Column() takes"
+            " nnx.Linear and nnx.LinearGeneral. Narrow the pattern so that it matches only such"
+            " layers",
+        ),
+        (
+            lambda rngs: ColumnParallelLinear(4, 8, rngs=rngs),
+            "'0' is a ColumnParallelLinear, defined in collective_matmul.layers.linear; Column()"
+            " takes nnx.Linear and nnx.LinearGeneral. Layers of collective_matmul are parallel by"
+            " their own arguments, such as axis_name: leave it out of the plan",
+        ),
         (
             lambda rngs: nnx.LinearGeneral(4, 8, axis=1, rngs=rngs),
             "'0' has axis=(1,); a collective matmul contracts the last dimensions: construct it"
