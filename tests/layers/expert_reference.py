@@ -47,8 +47,9 @@ def dense_losses(routed: Sequence[Any], mask: Any) -> tuple[jax.Array, jax.Array
       mask: [N].
     """
     logits, probabilities, is_chosen = routed[:3]
-    tokens, mask = jnp.sum(mask), mask.reshape(-1, 1)
-    fractions = jnp.sum(is_chosen * mask, 0) / tokens
+    mask = jnp.asarray(mask, jnp.float32).reshape(-1, 1)
+    tokens = jnp.sum(mask)
+    fractions = jnp.sum(is_chosen.astype(jnp.float32) * mask, 0) / tokens
     means = jnp.sum(probabilities * mask, 0) / tokens
     z = jnp.sum(jax.nn.logsumexp(logits, -1, keepdims=True) ** 2 * mask) / tokens
     return logits.shape[-1] * jnp.sum(fractions * means), z

@@ -27,6 +27,8 @@ from tests.conftest import MeshFactory
 from tests.layers.expert_reference import dense_experts, dense_losses, dense_router
 from tests.layers.reference import CONTEXTS, assert_close, exhaustive, pure, random
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 BATCH, SEQUENCE, FEATURES, HIDDEN, EXPERTS, CHOICES = 4, 6, 8, 6, 4, 2
 BOTH = ("fsdp", "tensor")
 SHARDED = P(*BOTH)
@@ -74,7 +76,7 @@ def losses_of(statistics: RouterStatistics, whole: RouterStatistics | None = Non
 
 def objective(y: jax.Array, losses: jax.Array) -> jax.Array:
     weights = np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
-    return jnp.sum(y * weights) + 3 * losses[0] + 5 * losses[1]
+    return jnp.sum(y.astype(jnp.float32) * weights) + 3 * losses[0] + 5 * losses[1]
 
 
 def outcome(model: nnx.Module, x: Any, mask: Any, context: str, mesh: Mesh, spec: P) -> Any:
@@ -253,6 +255,16 @@ def test_dtype_is_that_of_the_result_and_statistics_are_float32(make_mesh: MeshF
     y, statistics = jax.eval_shape(model, x)
     assert y.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(statistics)} == {np.dtype(np.float32)}
+
+
+def test_bfloat16_beside_an_axis_that_is_left_to_the_compiler(mesh: Mesh) -> None:
+    model = experts(axis_name="tensor", dtype=jnp.bfloat16, implementation="xla")
+    x = random(BATCH, SEQUENCE, FEATURES)
+    actual, expected = outcome(model, x, MASK, "auto", mesh, SHARDED), dense_outcome()
+    assert_close(actual[0][1], expected[0][1])  # Losses are those of the router, in float32.
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        # Numbers have 8 bits, and three products follow each other.
+        assert np.max(np.abs(np.asarray(a, np.float32) - b)) <= 4 * 2**-8 * np.max(np.abs(b))
 
 
 def test_a_sequence_that_could_be_padded_is_reported(

@@ -23,6 +23,8 @@ from collective_matmul.layers import (
 from tests.layers.expert_reference import dense_losses, dense_router
 from tests.layers.reference import assert_close, assert_identical, random
 
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
 FEATURES, EXPERTS, CHOICES, TOKENS = 6, 8, 3, 20
 
 
