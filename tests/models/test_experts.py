@@ -46,7 +46,7 @@ PLACEMENTS = [
 
 
 def placed(name: str, placement: Any, **options: Any) -> tuple[Any, Mesh, dict[str, P], Any]:
-    """A function that makes the model of its parameters; the mesh, how these are sharded, and they."""
+    """A function that makes the model of its parameters; the mesh, their specs, and they."""
     fsdp, tensor, experts, hidden = placement
     mesh = make_mesh(MeshSizes(1, fsdp, tensor))
     folder = ModelFolder(DATA / name)
