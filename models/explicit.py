@@ -88,7 +88,15 @@ def loss(
 
     Returns:
       float32 [B, S], sharded as `tokens`.
+
+    Raises:
+      ValueError: for a model with experts.
     """
+    if config.num_experts is not None:
+        raise ValueError(
+            f"num_experts={config.num_experts}: models with experts are not computed over global"
+            " arrays; use `Llama.loss` in a shard_map, as the trainer does with --overlap auto"
+        )
     documents = None
     if document_lengths is not None:
         documents = _documents(document_lengths, tokens.shape[1])
@@ -168,7 +176,9 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
         return whole(_weight_of(parameter), model.axis_name, model.dtype)
 
     def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(x, documents)
+        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(
+            x, documents
+        )[0]
 
     return apply
 

@@ -98,10 +98,12 @@ class ModelFunctions:
             _name(path): spec.get_value()
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
+        # A router is small. Whole and in float32, it chooses the same experts on every mesh.
+        others = (".bias", ".router.kernel")
         self.matrices = frozenset(
             name
             for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) - self._stacked(name) > 1 and not name.endswith(".bias")
+            if len(leaf.shape) - self._stacked(name) > 1 and not name.endswith(others)
         )
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
@@ -357,6 +359,14 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
             f" model.features={config.model.features}; choose a divisor, or leave out"
             " --weight-gather"
         )
+    if config.model.num_experts is not None and config.model.hidden_features % sizes.fsdp:
+        divides = False
+        if config.weight_gather == "matmuls":
+            raise ValueError(
+                f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
+                f" model.hidden_features={config.model.hidden_features} of experts; choose a"
+                " divisor, or leave out --weight-gather"
+            )
     replicated = config.model.key_value_copies(sizes.tensor) > 1
     if config.weight_gather == "matmuls" and replicated:
         raise ValueError(
@@ -378,12 +388,9 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
     """Whether heads, hidden features and vocabulary can be sharded over tensor and fsdp."""
-    columns = (
-        model.num_heads,
-        model.num_key_value_heads,
-        model.hidden_features,
-        model.vocabulary_rows,
-    )
+    columns = [model.num_heads, model.num_key_value_heads, model.vocabulary_rows]
+    if model.num_experts is None:
+        columns.append(model.hidden_features)
     return all(n % (sizes.tensor * sizes.fsdp) == 0 for n in columns)
 
 

@@ -17,8 +17,9 @@ TABLE = json.loads(
 SAMPLES = TABLE["about"]["samples"]
 #: Keys that are no fields of all classes: their model reads them elsewhere, or ignores them.
 OURS = {
-    "attention_bias", "head_dim", "mlp_bias", "model_type", "partial_rotary_factor",
-    "pretraining_tp", "rope_interleaved", "rope_scaling", "rope_theta", "torch_dtype", "use_mrope",
+    "attention_bias", "head_dim", "max_window_layers", "mlp_bias", "model_type",
+    "num_local_experts", "partial_rotary_factor", "pretraining_tp", "rope_interleaved",
+    "rope_scaling", "rope_theta", "torch_dtype", "use_mrope",
 }  # fmt: skip
 
 
@@ -47,10 +48,17 @@ def test_a_file_without_keys_is_the_model_of_the_class(family):
     assert ours.vocabulary_size == theirs["vocab_size"]
     assert ours.num_layers == theirs["num_hidden_layers"]
     assert ours.features == theirs["hidden_size"]
-    assert ours.hidden_features == theirs["intermediate_size"]
+    hidden = theirs.get("moe_intermediate_size", theirs["intermediate_size"])
+    assert ours.hidden_features == hidden
+    defaults = TABLE[family]["defaults"]
+    experts = defaults.get("num_experts", defaults.get("num_local_experts"))
+    assert ours.num_experts == experts
+    assert ours.num_experts_per_token == theirs.get("num_experts_per_tok")
+    assert ours.normalize_expert_weights == theirs.get("norm_topk_prob", True)
+    assert ours.router_loss_weight == theirs.get("router_aux_loss_coef", 0)
     assert ours.num_heads == theirs["num_attention_heads"]
     assert ours.num_key_value_heads == theirs["num_key_value_heads"]
-    assert ours.head_dim == theirs.get("head_dim", ours.features // ours.num_heads)
+    assert ours.head_dim == (theirs.get("head_dim") or ours.features // ours.num_heads)
     assert ours.norm_epsilon == theirs["rms_norm_eps"]
     assert ours.tied_head == theirs["tie_word_embeddings"]
     assert ours.sliding_window == theirs.get("sliding_window")
@@ -193,6 +201,17 @@ def test_the_original_context_is_by_default_the_longest():
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
             "layer_types asks for sliding_attention, and use_sliding_window=False",
+        ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0: expected an int"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, "is more than the number of exp"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 9}, "two names of one"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "some layers have experts and other"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers=3: expected a list"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": 1}, "norm_topk_prob=1: expected true or f"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2},
+            "max_window_layers=2 with use_sliding_window=True",
         ),
         # The window that the key leaves out has 4096 tokens, in the last 4 of 32 layers.
         ({"model_type": "qwen2", "use_sliding_window": True}, "layers differ"),
