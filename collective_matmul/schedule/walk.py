@@ -142,8 +142,8 @@ def walk_exchange(blocks: Sequence[Any], axis_name: str | tuple[str, ...]) -> li
     Nothing is computed between its sends. To return blocks, reverse all but the first.
 
     Args:
-      blocks: D arrays, or pytrees of arrays, of equal shapes. Block i is for the device that is i
-        places after this one.
+      blocks: D arrays, or pytrees of arrays. Block i is for the device that is i places after this
+        one. All but the first, which stays, have equal shapes.
       axis_name: the mesh axis, or several.
 
     Returns:

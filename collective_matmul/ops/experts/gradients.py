@@ -2,8 +2,8 @@
 
 Both passes visit the tokens of all devices in the same order. Backward, tokens travel again, and
 the gradients of results beside them, so nothing that was gathered is kept. Kept are this device's
-tokens, its weights, what routers decided, and the products of gate and up, unless they are to be
-computed again.
+tokens, its weights, what routers decided, what the backend made of it, and the products of gate and
+up, unless they are to be computed again.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     backend, request = call.choose(x, ids.shape[1], ws, "forward")
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
-    routings = backend.routings(request, Routing(ids, weights))
+    routings, of_backend = backend.routings(request, Routing(ids, weights))
     plans = plans_of(routings, first, request.local_experts)
     # Tokens leave after the routings, which everything waits for.
     x, plans = lax.optimization_barrier((x, plans))
@@ -188,16 +188,17 @@ def _forward(
     y, _ = backend.round_trip(
         request,
         x,
+        of_backend,
         visit,
         lambda number, rest, ws, carry: carry,
         call.whole(backend, ws, x.dtype),
         (),
     )
-    return y, (x, ws, plans, hidden)
+    return y, (x, ws, plans, of_backend, hidden)
 
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
-    x, ws, plans, hidden = residuals
+    x, ws, plans, of_backend, hidden = residuals
     # Without the barrier, XLA would keep what the forward gathered.
     x, dy, stored = lax.optimization_barrier((x, dy, ws))
     backend, request = call.choose(x, plans[0].places.shape[1], ws, "backward")
@@ -225,7 +226,7 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
 
     operands = call.whole(backend, stored, x.dtype), hidden
     (dx, dweights), (_, gradients) = backend.round_trip(
-        request, (x, dy), visit, finish, operands, ([], None)
+        request, (x, dy), of_backend, visit, finish, operands, ([], None)
     )
     gradients = call.shards(backend, gradients, ws)
     gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))
