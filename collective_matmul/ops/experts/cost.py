@@ -14,6 +14,8 @@ LAST_PIECES = 2
 #: Seconds from the end of a predicate's computation to the start of the branch that it selects,
 #: which the host launches. An estimate: not measured.
 _BRANCH_SECONDS = 30e-6
+#: Kernels that find out which token travels where.
+_SLOT_KERNELS = 10
 
 
 def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
@@ -46,9 +48,9 @@ def exchange_seconds(request: ExpertRequest, capacity: int) -> float:
     gpu, others, forward = assumed_rates(), request.axis_size - 1, request.direction == "forward"
     share = capacity / request.tokens
     # Forward: routings, tokens and sums. Backward: tokens with gradients, and two kinds of sums.
-    launches = (3 if forward else 4) * others * gpu.copy_seconds + (3 if forward else 2) * (
-        _BRANCH_SECONDS
-    )
+    launches = (3 if forward else 4) * others * gpu.copy_seconds
+    launches += (3 if forward else 2) * _BRANCH_SECONDS
+    launches += _SLOT_KERNELS * gpu.kernel_seconds if forward else 0
     # Blocks are written and read, and what arrives is written to arrays for all tokens.
     rows = 2 * others * share + request.axis_size
     passes = (2 if forward else 3) * rows * request.bytes_of_tokens / gpu.pass_bytes
