@@ -91,12 +91,10 @@ class ExchangeExperts(XlaExperts):
         capacity, devices = self.capacity(request), request.axis_size
         if capacity == request.tokens:
             return None
-        of_owner = devices // request.expert_devices
-        device = axis_index(request.axis_name)
-        offsets = device + lax.iota(jnp.int32, devices)
-        targets = lax.rem(offsets, np.int32(devices)) // np.int32(of_owner)
+        offsets = axis_index(request.axis_name) + lax.iota(jnp.int32, devices)
+        targets = jnp.asarray(_owners(request))[lax.rem(offsets, np.int32(devices))]
         owners = ids // np.int32(request.local_experts)
-        copies = min(devices, request.choices * of_owner)
+        copies = min(devices, request.choices * (devices // request.expert_devices))
         slots = assign_slots(owners, targets, capacity, copies)
         return slots._replace(overflow=_anywhere(slots.overflow, request.axis_name[0]))
 
@@ -126,6 +124,16 @@ class ExchangeExperts(XlaExperts):
         if gpu is None or request.axis_size == 1 or capacity == request.tokens:
             return None
         return Prediction(cost.exchange_seconds(request, capacity), _ERROR, gpu.basis)
+
+
+def _owners(request: ExpertRequest) -> np.ndarray:
+    """int32 [D], the index along the axes of experts of each device along all axes."""
+    sizes = [lax.axis_size(name) for name in request.axis_name]
+    indices = dict(zip(request.axis_name, np.indices(sizes, np.int32), strict=True))
+    owner = np.zeros(sizes, np.int32)
+    for name in request.expert_axes:
+        owner = owner * np.int32(lax.axis_size(name)) + indices[name]
+    return owner.reshape(-1)
 
 
 def _anywhere(predicate: jax.Array, axis_name: str) -> jax.Array:

@@ -41,7 +41,8 @@ class ExpertCall:
 
     Attributes:
       axis_names: the mesh axes that experts are divided over.
-      hidden_axis_name: the mesh axis that hidden features are divided over, or None.
+      all_axes: the mesh axes whose devices exchange tokens: those, and the one that divides hidden
+        features. They are in the order of the mesh, which permutes count devices in.
       experts: E, of all devices together.
       activation: its name.
       recompute_hidden: whether the backward pass computes the products of gate and up again.
@@ -53,7 +54,7 @@ class ExpertCall:
     """
 
     axis_names: tuple[str, ...]
-    hidden_axis_name: str | None
+    all_axes: tuple[str, ...]
     experts: int
     activation: str
     recompute_hidden: bool
@@ -63,12 +64,6 @@ class ExpertCall:
     grouped_implementation: tuple[str, ...] | None
     divergent_axes: tuple[str, ...]
     source: SourceLocation | None = field(default=None, compare=False)
-
-    @property
-    def all_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices exchange tokens."""
-        hidden = () if self.hidden_axis_name is None else (self.hidden_axis_name,)
-        return (*self.axis_names, *hidden)
 
     def choose(
         self, x: jax.Array, choices: int, ws: ExpertWeights, direction: Direction
@@ -88,6 +83,7 @@ class ExpertCall:
             axis_name=self.all_axes,
             axis_size=devices_of(self.all_axes),
             expert_devices=devices,
+            expert_axes=self.axis_names,
             keeps_hidden=not self.recompute_hidden,
             direction=direction,
             divergent_axes=self.divergent_axes,

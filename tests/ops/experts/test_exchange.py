@@ -110,23 +110,28 @@ def assert_close(actual: tuple, ids: np.ndarray, arrays: Arrays) -> None:
         np.testing.assert_allclose(value, wanted, rtol=0, atol=bound, err_msg=name)
 
 
-def program(mesh: jax.sharding.Mesh, **options: Any) -> Callable:
-    axes = {name: name for name in mesh.axis_names}
-    hidden, tokens = axes.get("hidden"), P(mesh.axis_names)
+def program(
+    mesh: jax.sharding.Mesh,
+    experts: str | tuple[str, ...] = "expert",
+    implementation: str = "exchange",
+    **options: Any,
+) -> Callable:
+    hidden = "hidden" if "hidden" in mesh.axis_names else None
+    tokens = P(mesh.axis_names)
     mapped = jax.shard_map(
         lambda ids, x, weights, *ws: expert_mlp(
             x,
             ids,
             weights,
             *ws,
-            "expert",
+            experts,
             hidden_axis_name=hidden,
-            implementation="exchange",
+            implementation=implementation,
             grouped_implementation="xla",
             **options,
         ),
         mesh=mesh,
-        in_specs=(*[tokens] * 3, *[P("expert", None, hidden)] * 2, P("expert", hidden)),
+        in_specs=(*[tokens] * 3, *[P(experts, None, hidden)] * 2, P(experts, hidden)),
         out_specs=tokens,
     )
     return with_gradients(mapped)
@@ -164,6 +169,20 @@ def test_further_axes_take_one_branch(make_mesh: MeshFactory) -> None:
     request = request_of(4, tokens, choices, experts=experts, expert_devices=2)
     assert ExchangeExperts().capacity(request) < tokens
     for ids in (balanced, skewed):
+        assert_close(fun(ids.astype(np.int32), *arrays), ids, arrays)
+
+
+@pytest.mark.parametrize("implementation", ["exchange", "ring_direct"])
+def test_experts_are_numbered_in_the_order_of_the_argument(
+    implementation: str, make_mesh: MeshFactory
+) -> None:
+    """Permutes count devices in the order of the mesh, which is another one."""
+    mesh = make_mesh({"hidden": 2, "inner": 2, "outer": 2})
+    tokens, choices, experts = 4, 1, 4 * LOCAL_EXPERTS
+    fun = jax.jit(program(mesh, ("outer", "inner"), implementation))
+    arrays = draw(8 * tokens, choices, experts)
+    balanced = np.arange(8 * tokens)[:, None] % experts
+    for ids in (balanced, np.full_like(balanced, 5)):
         assert_close(fun(ids.astype(np.int32), *arrays), ids, arrays)
 
 
