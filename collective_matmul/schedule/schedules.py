@@ -5,18 +5,21 @@ A chunk is named by `offset`, its owner being device ``(d + offset) % D``, and b
 the equal pieces of that owner's shard it is. A send goes from every `d` to ``(d + hop) % D`` at
 once. Seen from the device that receives it, the chunk's offset has shrunk by `hop`.
 
-Two uses share these names:
+Three uses share these names:
 
 * **gather**: shards travel. At step i a device multiplies chunks that have arrived, while the sends
   of step i bring those of later steps.
 * **scatter**: accumulators travel. At step i a device multiplies its own rows of a chunk, while the
   sends of step i carry what was finished by step i - 1; what arrives is added to it afterwards.
   At the end each device holds the sum of its own chunk, offset 0.
+* **exchange**, an all-to-all: a shard has a part for each device, and part `part` travels to device
+  ``(owner + part) % D``. At step i a device works on the part that it received from the device i
+  places before it, while the sends of step i bring those of later steps.
 
 Three patterns fill them in: ``one_way`` (a ring), ``two_way`` (half of every shard each way round
 the ring), and ``direct`` (each shard straight from its owner, for switches that link every pair).
-The rings are Looped CollectiveEinsum: Wang et al., "Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
+An exchange is direct. The rings are Looped CollectiveEinsum: Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 Pattern = Literal["one_way", "two_way", "direct"]
-Use = Literal["gather", "scatter"]
+Use = Literal["gather", "scatter", "exchange"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 USES: tuple[Use, ...] = get_args(Use)
 
@@ -60,7 +63,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """All steps of one collective matmul on `devices` devices."""
+    """All steps of one collective matmul on `devices` devices. Shards have `parts` equal parts."""
 
     use: Use
     pattern: Pattern
@@ -122,15 +125,18 @@ def _ring_step(
 
 
 def _direct_step(use: Use, devices: int, i: int) -> Step:
-    """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter.
+    """Step i of the direct pattern: offsets 0, 1, … gather; …, 1, 0 scatter; 0, D - 1, … exchange.
 
-    A gather keeps one more transfer in flight than it needs, so that no transfer has to end during
-    the same multiply that it starts with.
+    A gather or an exchange keeps one more transfer in flight than it needs, so that no transfer
+    has to end during the same multiply that it starts with.
     """
-    if use == "gather":
-        started = range(1, 3) if i == 0 else range(i + 2, i + 3)
-        sends = [_send(Chunk(0, 0), -offset, devices) for offset in started if offset < devices]
-        return Step((Chunk(i, 0),), tuple(sends))
+    if use != "scatter":
+        started = [n for n in (range(1, 3) if i == 0 else range(i + 2, i + 3)) if n < devices]
+        if use == "gather":
+            sends = [_send(Chunk(0, 0), -offset, devices) for offset in started]
+            return Step((Chunk(i, 0),), tuple(sends))
+        sends = [_send(Chunk(0, part), part, devices) for part in started]
+        return Step((Chunk(-i % devices, i),), tuple(sends))
     finished = Chunk(devices - i, 0)
     sends = [_send(finished, devices - i, devices)] if i > 0 else []
     return Step((Chunk(devices - 1 - i, 0),), tuple(sends))
@@ -141,17 +147,20 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
     """The schedule of `pattern` on `devices` devices.
 
     Args:
-      use: "gather" moves shards, "scatter" moves accumulators.
+      use: "gather" moves shards, "scatter" moves accumulators, and "exchange" moves a part of each
+        shard to each device, by the pattern "direct" only.
       pattern: "one_way", "two_way" or "direct".
       devices: D, at least 1. One device multiplies its own chunk and sends nothing.
 
     Raises:
-      ValueError: for an unknown use or pattern, or fewer than one device.
+      ValueError: for an unknown use or pattern, a ring that exchanges, or fewer than one device.
     """
     if use not in USES:
         raise ValueError(f"use={use!r}: expected one of {', '.join(USES)}")
     if pattern not in PATTERNS:
         raise ValueError(f"pattern={pattern!r}: expected one of {', '.join(PATTERNS)}")
+    if use == "exchange" and pattern != "direct":
+        raise ValueError(f"pattern={pattern!r}: an exchange has the pattern direct only")
     if devices < 1:
         raise ValueError(f"devices={devices}: a schedule needs at least 1 device")
     if pattern == "direct":
@@ -164,7 +173,7 @@ def make_schedule(use: Use, pattern: Pattern, devices: int) -> Schedule:
             for lane in directions
         ]
         steps = [_step(step) for step in zip(*lanes, strict=True)]
-    parts = 2 if pattern == "two_way" else 1
+    parts = devices if use == "exchange" else 2 if pattern == "two_way" else 1
     return Schedule(use, pattern, devices, parts, tuple(steps))
 
 
@@ -178,11 +187,12 @@ def draw(schedule: Schedule) -> str:
     """A table of text, devices down and steps across.
 
     ``2 (2→0)`` reads: multiplies chunk 2 while it sends chunk 2 to device 0. Halves are 2a and 2b.
+    In an exchange, chunk 2 is the part of it for the device that has, or receives it.
     """
 
     def name(chunk: Chunk, device: int) -> str:
         owner = (device + chunk.offset) % schedule.devices
-        return f"{owner}{'ab'[chunk.part] if schedule.parts > 1 else ''}"
+        return f"{owner}{'ab'[chunk.part] if schedule.pattern == 'two_way' else ''}"
 
     def cell(step: Step, device: int) -> str:
         sends = [

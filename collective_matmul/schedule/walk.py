@@ -10,7 +10,7 @@ the one being multiplied and the one arriving, or one more in the direct pattern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,29 @@ class Gather(Ring):
         """All chunks, once the last has arrived."""
         chunks = sorted(self._arrived)
         return Chunked([self._arrived[c] for c in chunks], [self.start(c) for c in chunks])
+
+
+def walk_exchange(blocks: Sequence[Any], axis_name: str | tuple[str, ...]) -> list[Any]:
+    """An all-to-all: sends a block straight to each device of an axis.
+
+    Nothing is computed between its sends. To return blocks, reverse all but the first.
+
+    Args:
+      blocks: D arrays, or pytrees of arrays. Block i is for the device that is i places after this
+        one. All but the first, which stays, have equal shapes.
+      axis_name: the mesh axis, or several.
+
+    Returns:
+      The blocks that arrive. Block i is from the device that is i places before this one.
+    """
+    devices = len(blocks)
+    arrived = {Chunk(0, 0): blocks[0]}
+    for step in make_schedule("exchange", "direct", devices).steps:
+        for send in step.sends:
+            pairs = send.permutation(devices)
+            move = functools.partial(lax.ppermute, axis_name=axis_name, perm=pairs)
+            arrived[send.arrival] = jax.tree.map(move, blocks[send.chunk.part])
+    return [arrived[Chunk(-i % devices, i)] for i in range(devices)]
 
 
 def walk_gather(

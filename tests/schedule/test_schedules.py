@@ -25,7 +25,7 @@ every_schedule = pytest.mark.parametrize(
     [
         make_schedule(use, pattern, devices)
         for use in USES
-        for pattern in PATTERNS
+        for pattern in (PATTERNS if use != "exchange" else ("direct",))
         for devices in range(1, 10)
     ],
     ids=lambda schedule: f"{schedule.use}-{schedule.pattern}-{schedule.devices}",
@@ -57,6 +57,15 @@ def own_pieces(device: int, schedule: Schedule) -> set[Piece]:
 
 def every_piece(schedule: Schedule) -> list[Piece]:
     return sorted((d, part) for d in range(schedule.devices) for part in range(schedule.parts))
+
+
+def received_pieces(device: int, schedule: Schedule) -> list[Piece]:
+    """The pieces that a device works on: those addressed to it, of an exchange, or else all."""
+    if schedule.use != "exchange":
+        return every_piece(schedule)
+    return [
+        (d, part) for d, part in every_piece(schedule) if (d + part) % schedule.devices == device
+    ]
 
 
 def play_gather(schedule: Schedule) -> tuple[list[list[Piece]], int]:
@@ -112,31 +121,36 @@ def test_every_device_multiplies_every_chunk_once(schedule: Schedule) -> None:
         pieces = [
             piece_named(chunk, d, schedule) for step in schedule.steps for chunk in step.multiply
         ]
-        assert sorted(pieces) == every_piece(schedule)
+        assert sorted(pieces) == received_pieces(d, schedule)
 
 
 @every_schedule
 def test_data_is_where_it_is_used(schedule: Schedule) -> None:
-    if schedule.use == "gather":
+    if schedule.use != "scatter":
         multiplied, most = play_gather(schedule)
-        assert all(sorted(pieces) == every_piece(schedule) for pieces in multiplied)
+        for d, pieces in enumerate(multiplied):
+            assert sorted(pieces) == received_pieces(d, schedule)
     else:
         sums, most = play_scatter(schedule)
         everyone = Counter(range(schedule.devices))
         for d, held in enumerate(sums):
             assert held == dict.fromkeys(own_pieces(d, schedule), everyone)
-    # The chunk being multiplied or summed, and the one in flight; two are in a direct gather.
-    early = schedule.use == "gather" and schedule.pattern == "direct"
-    assert most <= 2 * schedule.parts + early
+    # The chunk being multiplied or summed, and the one in flight; two are in a direct gather
+    # or exchange, which works on one part of a shard.
+    early = schedule.use != "scatter" and schedule.pattern == "direct"
+    worked_on = 1 if schedule.use == "exchange" else schedule.parts
+    assert most <= 2 * worked_on + early
 
 
 @every_schedule
 def test_costs(schedule: Schedule) -> None:
-    d, chunk_bytes = schedule.devices, 1024
+    d, chunk_bytes = schedule.devices, 5040
     assert len(schedule.steps) == d
     assert schedule.permutes == (2 if schedule.pattern == "two_way" else 1) * (d - 1)
     # Every device needs, or contributes to, all chunks but its own, whatever way they take.
-    assert schedule.bytes_sent(chunk_bytes) == (d - 1) * chunk_bytes
+    # An exchange sends the parts of one shard, but its own.
+    sent = chunk_bytes // d if schedule.use == "exchange" else chunk_bytes
+    assert schedule.bytes_sent(chunk_bytes) == (d - 1) * sent
     # Round a ring the farthest chunk passes every device; through a switch it passes none.
     assert schedule.hops == (min(1, d - 1) if schedule.pattern == "direct" else d - 1)
 
@@ -174,6 +188,11 @@ device 2  1       0 (1→1)  2 (0→0)""",
           step 0              step 1
 device 0  0a 0b (0a→1, 0b→1)  1a 1b
 device 1  1a 1b (1a→0, 1b→0)  0a 0b""",
+    ("exchange", "direct", 3): """\
+          step 0        step 1  step 2
+device 0  0 (0→1, 0→2)  2       1
+device 1  1 (1→2, 1→0)  0       2
+device 2  2 (2→0, 2→1)  1       0""",
     ("scatter", "one_way", 1): """\
           step 0
 device 0  0""",
@@ -188,10 +207,14 @@ def test_drawing(arguments: tuple[Use, Pattern, int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("scatters", "one_way", 4), r"use='scatters': expected one of gather, scatter$"),
+        (("scatters", "one_way", 4), r"use='scatters': expected one of gather, scatter, exchange$"),
         (
             ("gather", "spiral", 4),
             r"pattern='spiral': expected one of one_way, two_way, direct$",
+        ),
+        (
+            ("exchange", "two_way", 4),
+            r"pattern='two_way': an exchange has the pattern direct only$",
         ),
         (("gather", "direct", 0), r"devices=0: a schedule needs at least 1 device$"),
         (("gather", "direct", -2), r"devices=-2: a schedule needs at least 1 device$"),

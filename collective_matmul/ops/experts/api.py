@@ -108,7 +108,7 @@ def expert_mlp(
     local = w_gate.shape[0] * (shards if dimension == 0 else 1)
     call = ExpertCall(
         axis_names=names,
-        hidden_axis_name=hidden_axis,
+        all_axes=checks.in_mesh_order(used),
         experts=local * devices_of(names),
         activation=checks.activation(activation),
         recompute_hidden=checks.recompute_hidden(recompute_hidden),

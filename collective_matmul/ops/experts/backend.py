@@ -30,14 +30,20 @@ class ExpertBackend(Backend, Protocol):
         """The number of pieces of each visit's result, in the forward pass."""
         ...
 
-    def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
-        """What routers decided about the tokens of each visit, from this device's."""
+    def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
+        """What routers decided about the tokens of each visit, from this device's.
+
+        Returns:
+          The routings of the visits; and arrays of the backend's own, which round trips of both
+          passes get: who sends what, if it depends on the routings. Else None.
+        """
         ...
 
     def round_trip(
         self,
         request: ExpertRequest,
         tokens: Any,
+        residuals: Any,
         work: Work,
         finish: Finish,
         operands: Any,
@@ -48,6 +54,7 @@ class ExpertBackend(Backend, Protocol):
         Args:
           request: the pass.
           tokens: this device's arrays [T, ...].
+          residuals: the second result of `routings`, in the forward pass.
           work: makes the result of a visit: arrays of its tokens, in pieces of the last dimension.
           finish: uses the state of a visit, after the result has left.
           operands: arrays that work and finish use.

@@ -61,6 +61,11 @@ def other_axis(value: str | None, argument: str, used: tuple[str, ...]) -> str |
     return value
 
 
+def in_mesh_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Mesh axes in the order in which the mesh has them."""
+    return tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
+
+
 def weight_dimension(value: int) -> int:
     """A dimension of weights.
 

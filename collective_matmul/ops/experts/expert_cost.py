@@ -11,6 +11,11 @@ from collective_matmul.ops.experts.request import ExpertRequest
 _GROUPED_SHARE = 0.75
 #: Pieces in which the last result of a forward pass goes home.
 LAST_PIECES = 2
+#: Seconds from the end of a predicate's computation to the start of the branch that it selects,
+#: which the host launches. An estimate: not measured.
+_BRANCH_SECONDS = 30e-6
+#: Kernels that find out which token travels where.
+_SLOT_KERNELS = 10
 
 
 def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
@@ -33,3 +38,21 @@ def ring_seconds(request: ExpertRequest) -> float:
     if request.direction == "forward":
         last += request.bytes_of_tokens / gpu.link_bytes / LAST_PIECES
     return routing + work + (devices - 1) * max(work, copies) + last
+
+
+def exchange_seconds(request: ExpertRequest, capacity: int) -> float:
+    """Seconds of an exchange in which a device sends `capacity` tokens to each other one.
+
+    Nothing hides its copies: branches have them.
+    """
+    gpu, others, forward = assumed_rates(), request.axis_size - 1, request.direction == "forward"
+    share = capacity / request.tokens
+    # Forward: routings, tokens and sums. Backward: tokens with gradients, and two kinds of sums.
+    launches = (3 if forward else 4) * others * gpu.copy_seconds
+    launches += (3 if forward else 2) * _BRANCH_SECONDS
+    launches += _SLOT_KERNELS * gpu.kernel_seconds if forward else 0
+    # Blocks are written and read, and what arrives is written to arrays for all tokens.
+    rows = 2 * others * share + request.axis_size
+    passes = (2 if forward else 3) * rows * request.bytes_of_tokens / gpu.pass_bytes
+    copies = request.bytes_communicated * share / gpu.link_bytes
+    return compute_seconds(request) + launches + passes + copies

@@ -2,8 +2,8 @@
 
 Both passes visit the tokens of all devices in the same order. Backward, tokens travel again, and
 the gradients of results beside them, so nothing that was gathered is kept. Kept are this device's
-tokens, its weights, what routers decided, and the products of gate and up, unless they are to be
-computed again.
+tokens, its weights, what routers decided, what the backend made of it, and the products of gate and
+up, unless they are to be computed again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ExpertCall:
 
     Attributes:
       axis_names: the mesh axes that experts are divided over.
-      hidden_axis_name: the mesh axis that hidden features are divided over, or None.
+      all_axes: the mesh axes whose devices exchange tokens: those, and the one that divides hidden
+        features. They are in the order of the mesh, which permutes count devices in.
       experts: E, of all devices together.
       activation: its name.
       recompute_hidden: whether the backward pass computes the products of gate and up again.
@@ -54,7 +55,7 @@ class ExpertCall:
     """
 
     axis_names: tuple[str, ...]
-    hidden_axis_name: str | None
+    all_axes: tuple[str, ...]
     experts: int
     activation: str
     recompute_hidden: bool
@@ -64,12 +65,6 @@ class ExpertCall:
     grouped_implementation: tuple[str, ...] | None
     divergent_axes: tuple[str, ...]
     source: SourceLocation | None = field(default=None, compare=False)
-
-    @property
-    def all_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices exchange tokens."""
-        hidden = () if self.hidden_axis_name is None else (self.hidden_axis_name,)
-        return (*self.axis_names, *hidden)
 
     def choose(
         self, x: jax.Array, choices: int, ws: ExpertWeights, direction: Direction
@@ -89,6 +84,7 @@ class ExpertCall:
             axis_name=self.all_axes,
             axis_size=devices_of(self.all_axes),
             expert_devices=devices,
+            expert_axes=self.axis_names,
             keeps_hidden=not self.recompute_hidden,
             direction=direction,
             divergent_axes=self.divergent_axes,
@@ -187,7 +183,7 @@ def _forward(
     x, weights, ws = _once_differentiable(x, weights, ws)
     backend, request = call.choose(x, ids.shape[1], ws, "forward")
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
-    routings = backend.routings(request, Routing(ids, weights))
+    routings, of_backend = backend.routings(request, Routing(ids, weights))
     plans = plans_of(routings, first, request.local_experts)
     # Tokens leave after the routings, which everything waits for.
     x, plans = lax.optimization_barrier((x, plans))
@@ -212,16 +208,17 @@ def _forward(
     y, _ = backend.round_trip(
         request,
         x,
+        of_backend,
         visit,
         lambda number, rest, ws, carry: carry,
         call.whole(backend, ws, x.dtype),
         (),
     )
-    return y, (x, ws, plans, hidden)
+    return y, (x, ws, plans, of_backend, hidden)
 
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
-    x, ws, plans, hidden = residuals
+    x, ws, plans, of_backend, hidden = residuals
     dy, ws = _once_differentiable(dy, ws)
     # Without the barrier, XLA would keep what the forward gathered.
     x, dy, stored = lax.optimization_barrier((x, dy, ws))
@@ -250,7 +247,7 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
 
     operands = call.whole(backend, stored, x.dtype), hidden
     (dx, dweights), (_, gradients) = backend.round_trip(
-        request, (x, dy), visit, finish, operands, ([], None)
+        request, (x, dy), of_backend, visit, finish, operands, ([], None)
     )
     gradients = call.shards(backend, gradients, ws)
     gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))

@@ -32,11 +32,12 @@ class ExpertRequest(Request):
       experts: E, of all devices together.
       choices: k, the experts of a token.
       dtype: of tokens, weights and results.
-      axis_name: the mesh axes whose devices exchange tokens.
+      axis_name: the mesh axes whose devices exchange tokens, in the order of the mesh.
       axis_size: D, the number of these devices.
       expert_devices: the number of devices that experts are divided over; it divides D. If it is
         smaller, the hidden features are divided over the others.
       keeps_hidden: whether the products of gate and up are kept for the backward pass.
+      expert_axes: those of the axes that experts are divided over, in the order of the experts.
       op: name of the op.
       transport: who moves its bytes.
       divergent_axes: further mesh axes along which devices may execute the request a different
@@ -56,6 +57,7 @@ class ExpertRequest(Request):
     axis_size: int
     expert_devices: int
     keeps_hidden: bool = True
+    expert_axes: tuple[str, ...] = field(default=(), compare=False)
     op: str = OP
     direction: Direction = "forward"
     transport: Transport = field(default="peer_copies", compare=False)

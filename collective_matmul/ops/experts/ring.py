@@ -48,7 +48,7 @@ class RingExperts(ExpertBackend):
         splits = request.direction == "forward" and request.width % narrowest == 0
         return visits_of(schedule, request.tokens, expert_cost.LAST_PIECES if splits else 1)
 
-    def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
+    def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
         """Every device's, straight from it."""
         devices = request.axis_size
         joined = lax.bitcast_convert_type(routing.weights, routing.ids.dtype)
@@ -66,18 +66,20 @@ class RingExperts(ExpertBackend):
             ids, weights = rows[:, : request.choices], rows[:, request.choices :]
             return Routing(ids, lax.bitcast_convert_type(weights, routing.weights.dtype))
 
-        return [of_visit(visit) for visit in self._visits(request)]
+        return [of_visit(visit) for visit in self._visits(request)], None
 
     def round_trip(
         self,
         request: ExpertRequest,
         tokens: Any,
+        residuals: Any,
         work: Work,
         finish: Finish,
         operands: Any,
         carry: Any,
     ) -> tuple[Any, Any]:
         """See `ExpertBackend`."""
+        del residuals
         gather = Gather(tokens, self.pattern, request.axis_name, 0)
         return walk_round_trip(gather, self._visits(request), work, finish, operands, carry)
 

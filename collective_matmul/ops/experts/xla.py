@@ -27,20 +27,22 @@ class XlaExperts(ExpertBackend):
         del request
         return [1]
 
-    def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
+    def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
         """Gathers them."""
-        return [self._gathered(request, routing)]
+        return [self._gathered(request, routing)], None
 
     def round_trip(
         self,
         request: ExpertRequest,
         tokens: Any,
+        residuals: Any,
         work: Work,
         finish: Finish,
         operands: Any,
         carry: Any,
     ) -> tuple[Any, Any]:
         """See `ExpertBackend`."""
+        del residuals
         pieces, state = work(0, self._gathered(request, tokens), operands)
         (result,) = (piece(state) for piece in pieces)
         carry = finish(0, state, operands, carry)
