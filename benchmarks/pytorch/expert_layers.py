@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,21 +77,35 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(
                 f"--devices {parsed.devices}: does not divide the {layer['experts']} experts"
             )
-    results, reason = time_pytorch(
-        [{**layer, "candidates": list(parsed.candidates)} for layer in parsed.layers],
-        devices=parsed.devices,
-        platform=parsed.platform,
-        dtype="bfloat16",
-        groups=parsed.groups,
-        group_seconds=parsed.group_seconds,
-        limit_seconds=parsed.limit_seconds,
-    )
-    for line in lines(results, reason):
-        print(line)
-    if parsed.output:
-        content = {"results": results, "incomplete": reason}
-        parsed.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return 0 if results and reason is None else 1
+    content: dict[str, Any] = {"results": [], "incomplete": []}
+    for results, reason in _results(parsed):
+        content["results"] += results
+        content["incomplete"] += [reason] if reason else []
+        for line in lines(results, reason):
+            print(line, flush=True)
+        if parsed.output:
+            parsed.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return 1 if content["incomplete"] else 0
+
+
+def _results(parsed: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], str | None]]:
+    """The results of each layer. Each has its own processes, which the others outlive."""
+    end = time.monotonic() + parsed.limit_seconds
+    for layer in parsed.layers:
+        seconds_left = end - time.monotonic()
+        if seconds_left <= 0:
+            yield [], f"{layer['name']}: the time was over before its turn"
+            continue
+        results, reason = time_pytorch(
+            [{**layer, "candidates": list(parsed.candidates)}],
+            devices=parsed.devices,
+            platform=parsed.platform,
+            dtype="bfloat16",
+            groups=parsed.groups,
+            group_seconds=parsed.group_seconds,
+            limit_seconds=seconds_left,
+        )
+        yield results, reason and f"{layer['name']}: {reason}"
 
 
 if __name__ == "__main__":

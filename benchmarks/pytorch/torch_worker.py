@@ -306,6 +306,8 @@ class Worker:
         # Whatever goes wrong with one candidate, the other still counts.
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
+            # Where the others wait for this device, they end without its message.
+            print(f"device {self.place.rank}: {error}", file=sys.stderr, flush=True)
         errors: list[str | None] = [None] * self.job.devices
         dist.all_gather_object(errors, error, self.control)
         for rank, text in enumerate(errors):

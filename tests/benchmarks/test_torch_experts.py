@@ -53,8 +53,9 @@ def test_without_pytorch_the_reason_is_written(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     output = tmp_path / "results.json"
     assert main(["--layers", TINY, "--output", str(output)]) == 1
-    assert capsys.readouterr().out == "incomplete: PyTorch is not installed\n"
-    expected = {"results": [], "incomplete": "PyTorch is not installed"}
+    reason = "tiny: PyTorch is not installed"
+    assert capsys.readouterr().out == f"incomplete: {reason}\n"
+    expected = {"results": [], "incomplete": [reason]}
     assert json.loads(output.read_text()) == expected
 
 
