@@ -37,7 +37,7 @@ from collective_matmul.dispatch.branches import no_permutes_reason
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.operands.arithmetic import add
-from collective_matmul.ops.experts import cost
+from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import Finish, Work
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
@@ -123,7 +123,7 @@ class ExchangeExperts(XlaExperts):
         gpu, capacity = rates(), self.capacity(request)
         if gpu is None or request.axis_size == 1 or capacity == request.tokens:
             return None
-        return Prediction(cost.exchange_seconds(request, capacity), _ERROR, gpu.basis)
+        return Prediction(expert_cost.exchange_seconds(request, capacity), _ERROR, gpu.basis)
 
 
 def _owners(request: ExpertRequest) -> np.ndarray:

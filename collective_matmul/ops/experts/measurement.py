@@ -48,7 +48,7 @@ class ExpertOperands(NamedTuple):
       ids: int32 [T, k]; before `prepare`, a random number for each token, [T, 1].
       router: float32 [T, k], the weights of each token's experts.
       hidden: the products of gate and up that a forward pass keeps, or None.
-      plans: of a backward pass's visits, as `_stored` makes them.
+      plans: of a backward pass's visits, as `_stored` makes them; and what the backend keeps.
       weights: `ExpertWeights` of each repetition.
     """
 
@@ -57,7 +57,7 @@ class ExpertOperands(NamedTuple):
     ids: Any
     router: Any
     hidden: Hidden | None
-    plans: Sequence[Any]
+    plans: Any
     weights: Sequence[ExpertWeights]
 
 
@@ -144,7 +144,9 @@ class ExpertRepetitions(Repetitions):
         if self.request.direction == "forward":
             x, router = operands.x, operands.router
             return routed_experts(x, router, weights, operands.ids, call), ()
-        plans = [_plan(*stored) for stored in operands.plans]
+        stored_plans, of_backend = operands.plans
+        of_backend = jax.tree.map(lambda x: x[0], of_backend)
+        plans = [_plan(*stored) for stored in stored_plans]
         hidden: list[Hidden] = []
         if operands.hidden is not None:
             start = 0
@@ -152,18 +154,18 @@ class ExpertRepetitions(Repetitions):
                 pairs = slice(start, start + plan.tokens.size)
                 hidden.append(Hidden(*(product[pairs] for product in operands.hidden)))
                 start += plan.tokens.size
-        kept = operands.x, weights, plans, hidden
+        kept = operands.x, weights, plans, of_backend, hidden
         dx, dweights, gradients, _ = backward_pass(call, kept, operands.dy)
         return (dx, dweights), gradients
 
     @property
     def _request_here(self) -> ExpertRequest:
-        return replace(self.request, axis_name=(AXIS, HIDDEN_AXIS))
+        return replace(self.request, axis_name=(AXIS, HIDDEN_AXIS), expert_axes=(AXIS,))
 
     def _call(self, backend: ExpertBackend) -> _MeasuredCall:
         return _MeasuredCall(
             axis_names=(AXIS,),
-            hidden_axis_name=HIDDEN_AXIS,
+            all_axes=(AXIS, HIDDEN_AXIS),
             experts=self.request.experts,
             activation="silu",
             recompute_hidden=not self.request.keeps_hidden,
@@ -176,10 +178,13 @@ class ExpertRepetitions(Repetitions):
             request=self._request_here,
         )
 
-    def _plans(self, backend: ExpertBackend, operands: ExpertOperands) -> list[Any]:
-        local = self.request.local_experts
-        routings = backend.routings(self._request_here, Routing(operands.ids, operands.router))
-        return [_stored(plan) for plan in plans_of(routings, axis_index((AXIS,)) * local, local)]
+    def _plans(self, backend: ExpertBackend, operands: ExpertOperands) -> Any:
+        """The plans of all visits, and what the backend keeps; no array is a scalar."""
+        local, routing = self.request.local_experts, Routing(operands.ids, operands.router)
+        routings, of_backend = backend.routings(self._request_here, routing)
+        plans = plans_of(routings, axis_index((AXIS,)) * local, local)
+        of_devices = jax.tree.map(lambda x: x[None], of_backend)
+        return [_stored(plan) for plan in plans], of_devices
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self._spec))
