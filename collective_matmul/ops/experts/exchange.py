@@ -75,7 +75,7 @@ class ExchangeExperts(XlaExperts):
     def routings(
         self, request: ExpertRequest, routing: Routing
     ) -> tuple[Sequence[Routing], Slots | None]:
-        """Those of the tokens that arrive, and where this device's tokens go."""
+        """Routings of the tokens that arrive, and where this device's tokens go."""
         if request.axis_size == 1:
             return [routing], None
         slots = self._slots(request, routing.ids)
