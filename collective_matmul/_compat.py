@@ -143,8 +143,8 @@ def pmax(x: jax.Array, axis_name: str) -> jax.Array:
     return _reduced(lambda x: lax.pmax(x, axis_name), x, axis_name)
 
 
-def psum_scatter(x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
-    """A tiled `lax.psum_scatter`, likewise."""
+def psum_scatter(x: jax.Array, axis_name: str | tuple[str, ...], dimension: int) -> jax.Array:
+    """A tiled `lax.psum_scatter` over one axis or several, likewise."""
 
     def scatter(x: jax.Array) -> jax.Array:
         return lax.psum_scatter(x, axis_name, scatter_dimension=dimension, tiled=True)

@@ -164,3 +164,86 @@ def leading_dimension(argument: str, value: int | None, count: int) -> int | Non
             f" from {-count - 1} to -2, or from 0 to {count - 1}"
         )
     return value % (count + 1)
+
+
+def router(
+    experts: int,
+    choices: int,
+    score: str,
+    scores: tuple[str, ...],
+    groups: int,
+    chosen_groups: int,
+) -> None:
+    """Checks the options of a router.
+
+    Args:
+      experts: their number.
+      choices: the number of experts of a token.
+      score: the name of the score.
+      scores: the names there are.
+      groups: the number of groups of experts.
+      chosen_groups: the number of groups that a token's experts are from.
+
+    Raises:
+      ValueError: if they do not fit.
+    """
+    sizes("experts", experts)
+    if not isinstance(choices, int) or not 1 <= choices <= experts:
+        raise ValueError(
+            f"choices={choices!r}: expected a whole number from 1 to experts={experts}"
+        )
+    if score not in scores:
+        raise ValueError(f"score={score!r}: expected one of {', '.join(map(repr, scores))}")
+    if not isinstance(groups, int) or groups < 1 or experts % groups:
+        raise ValueError(f"groups={groups!r}: expected a number that divides experts={experts}")
+    if not isinstance(chosen_groups, int) or not 1 <= chosen_groups <= groups:
+        raise ValueError(
+            f"chosen_groups={chosen_groups!r}: expected a whole number from 1 to groups={groups}"
+        )
+    if chosen_groups * (experts // groups) < choices:
+        raise ValueError(
+            f"chosen_groups={chosen_groups}: {chosen_groups} of {groups} groups have"
+            f" {chosen_groups * (experts // groups)} experts, fewer than choices={choices}; choose"
+            " more groups"
+        )
+
+
+def shared_expert(shared_features: int, shared_gate: bool) -> None:
+    """Checks the options of a shared expert.
+
+    Raises:
+      ValueError: if there is none to gate, or its features are no size.
+    """
+    if shared_features:
+        sizes("shared_features", shared_features)
+    elif shared_gate:
+        raise ValueError(
+            f"shared_gate={shared_gate}: shared_features={shared_features}, so there is no shared"
+            " expert to gate; give its hidden features"
+        )
+
+
+def distinct_axes(names: Sequence[str]) -> None:
+    """Checks the axes of a layer of experts.
+
+    Raises:
+      ValueError: if one is named twice.
+    """
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name, hidden_axis_name, weight_axis_name and data_axis_name: {tuple(names)} has"
+            " an axis twice; name each axis once"
+        )
+
+
+def known_axes(argument: str, names: Sequence[str], available: Sequence[str]) -> None:
+    """Checks that a mesh has axes.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"{argument}={name!r}: the mesh has the axes {tuple(available)}; name one of them"
+            )

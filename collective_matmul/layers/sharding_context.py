@@ -45,10 +45,12 @@ class LocalShards:
     """Context inside a `shard_map` over the axis: arrays are this device's shards.
 
     Attributes:
-      axis_name: the mesh axis.
+      axis_name: the mesh axis; "" for a layer that works over no axis.
+      further_axes: further axes that it works over.
     """
 
     axis_name: str
+    further_axes: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -98,14 +100,21 @@ class GlobalArrays:
     """Context outside of a `shard_map` over the axis: arrays are global.
 
     Attributes:
-      axis_name: the mesh axis.
+      axis_name: the mesh axis; "" for a layer that works over no axis.
       mesh: the mesh of the arrays.
+      further_axes: further axes that `map_shards` divides arrays over.
       parameter_shards: the number of pieces that parameters are already split into.
     """
 
     axis_name: str
     mesh: Mesh | AbstractMesh
+    further_axes: tuple[str, ...] = ()
     parameter_shards = 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that `map_shards` divides arrays over."""
+        return (self.axis_name, *self.further_axes) if self.axis_name else ()
 
     @property
     def devices(self) -> int:
@@ -113,8 +122,8 @@ class GlobalArrays:
         return self.mesh.shape[self.axis_name]
 
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
-        """The Explicit axes, except `axis_name`, that shard the first `count` dimensions."""
-        others = set(self._explicit_axes()) - {self.axis_name}
+        """The Explicit axes that shard the first `count` dimensions, without the context's own."""
+        others = set(self._explicit_axes()) - set(self.axes)
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
         return tuple(tuple(axis for axis in axes if axis in others) for axes in named)
 
@@ -134,7 +143,7 @@ class GlobalArrays:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={self.axis_name, *self._explicit_axes(), *single},
+            axis_names={*self.axes, *self._explicit_axes(), *single},
         )(*jax.tree.map(self._with_type_of, operands, in_specs))
 
     def reshard(self, y: jax.Array, sharding: Sharding | P | None) -> jax.Array:
@@ -162,20 +171,30 @@ class GlobalArrays:
 ShardingContext = LocalShards | GlobalArrays
 
 
-def current_context(axis_name: str, mesh: Mesh | None, arrays: Any = ()) -> ShardingContext:
+def current_context(
+    axis_name: str, mesh: Mesh | None, arrays: Any = (), further_axes: tuple[str, ...] = ()
+) -> ShardingContext:
     """The context of the caller.
 
     Args:
       axis_name: the mesh axis.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       arrays: a pytree of the arrays that the layer is called with, and of its parameters.
+      further_axes: further mesh axes that the layer works over.
 
     Raises:
-      ValueError: if there is no mesh, or it has no such axis.
+      ValueError: if there is no mesh, it has no such axis, or a `shard_map` is over some of the
+        axes only.
     """
     around = jax.sharding.get_abstract_mesh()
-    if axis_name in around.manual_axes:
-        return LocalShards(axis_name)
+    axes = (axis_name, *further_axes)
+    if all(axis in around.manual_axes for axis in axes):
+        return LocalShards(axis_name, further_axes)
+    if any(axis in around.manual_axes for axis in axes):
+        raise ValueError(
+            f"the layer's axes {axes}: jax.shard_map is over {tuple(around.manual_axes)} here; call"
+            " the layer inside a jax.shard_map over all of its axes, or over none of them"
+        )
     # Inside a shard_map over other axes only the mesh around knows which those are.
     found = around if mesh is None or around.manual_axes else mesh
     if found.empty:
@@ -184,14 +203,15 @@ def current_context(axis_name: str, mesh: Mesh | None, arrays: Any = ()) -> Shar
             " `with jax.set_mesh(mesh):`, construct it with mesh=mesh, or call it inside"
             " jax.shard_map over that axis"
         )
-    if axis_name not in found.axis_names:
-        raise ValueError(
-            f"axis_name={axis_name!r}: the mesh has the axes {tuple(found.axis_names)}; name one"
-            " of them"
-        )
+    for axis in axes:
+        if axis not in found.axis_names:
+            raise ValueError(
+                f"axis_name={axis!r}: the mesh has the axes {tuple(found.axis_names)}; name one"
+                " of them"
+            )
     if around.empty and not any(map(has_explicit_axes, jax.tree.leaves(arrays))):
         found = with_auto_axes(found)
-    return GlobalArrays(axis_name, found)
+    return GlobalArrays(axis_name, found, further_axes)
 
 
 def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

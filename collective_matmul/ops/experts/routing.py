@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from collective_matmul.operands.arithmetic import accumulator
+
 
 class Routing(NamedTuple):
     """What a router decided about some tokens.
@@ -72,7 +74,7 @@ class Plan(NamedTuple):
         is_here, total = self.is_here, None
         places = jnp.where(is_here, self.places, 0)
         for j in range(places.shape[1]):
-            term = rows[places[:, j]].astype(jnp.promote_types(dtype, jnp.float32))
+            term = rows[places[:, j]].astype(accumulator(dtype))
             if weights is not None:
                 term = term * weights[:, j, None].astype(term.dtype)
             term = jnp.where(is_here[:, j, None], term, 0)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from collective_matmul._compat import psum_scatter
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.ops.experts import cost
@@ -54,7 +55,7 @@ class XlaExperts(ExpertBackend):
     def _sum(self, request: ExpertRequest, result: jax.Array) -> jax.Array:
         if request.axis_size == 1:
             return result
-        return lax.psum_scatter(result, request.axis_name, scatter_dimension=0, tiled=True)
+        return psum_scatter(result, request.axis_name, 0)
 
     def gathered(self, shard: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """XLA's all-gather."""
@@ -62,7 +63,7 @@ class XlaExperts(ExpertBackend):
 
     def scattered(self, whole: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """XLA's reduce-scatter."""
-        return lax.psum_scatter(whole, axis_name, scatter_dimension=dimension, tiled=True)
+        return psum_scatter(whole, axis_name, dimension)
 
     def unsupported_reason(self, request: ExpertRequest) -> str | None:
         """None: it executes every request."""
