@@ -30,8 +30,9 @@ from models.split_pullback import split_pullback
 
 #: Parameters, and the weights of them that were gathered before, or None.
 Source = tuple[Tree, Tree | None]
-#: The activations between two blocks, and the weights of the next one, if it has them already.
-Carry = tuple[jax.Array, Tree]
+#: The activations between two blocks, of which the first array is the residual stream, and the
+#: weights of the next one, if it has them already.
+Carry = tuple[Tree, Tree]
 Step = Callable[[Carry, Any], tuple[Carry, Tree]]
 
 
@@ -170,16 +171,16 @@ class Scanned:
 
 
 def apply_blocks(
-    fun: Callable[..., jax.Array],
+    fun: Callable[..., Tree],
     use: ParameterUse,
     loop: BlockLoop,
     parameters: Any,
     gathered: Any | None,
-    x: jax.Array,
+    x: Tree,
     *others: Tree,
     last: Tree | None = None,
     gathered_last: Tree | None = None,
-) -> tuple[jax.Array, Tree]:
+) -> tuple[Tree, Tree]:
     """Applies ``x = fun(use.weights(own parameters), x, *others)`` for each block.
 
     Args:
@@ -199,28 +200,28 @@ def apply_blocks(
     """
 
     @jax.custom_vjp
-    def apply(parameters: Any, x: jax.Array, last: Tree, gathered: tuple, others: Tree) -> tuple:
+    def apply(parameters: Any, x: Tree, last: Tree, gathered: tuple, others: Tree) -> tuple:
         blocks = _Blocks(use, loop, parameters, gathered[0])
 
-        def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, tuple]:
+        def block(weights: Tree, x: Tree) -> tuple[Tree, tuple]:
             return fun(weights, x, *others), ()
 
         y, last, _, _ = _forward(blocks, block, blocks.weights(0), x, (last, gathered[1]))
         return y, last
 
     def forward(
-        parameters: Any, x: jax.Array, last: Tree, gathered: tuple, others: Tree
+        parameters: Any, x: Tree, last: Tree, gathered: tuple, others: Tree
     ) -> tuple[tuple, Partial]:
         blocks = _Blocks(use, loop, parameters, gathered[0])
         weights = blocks.weights(0)
         split = split_pullback(fun, weights, x, *others)
 
-        def block(weights: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        def block(weights: Tree, x: Tree) -> tuple[Tree, list[jax.Array]]:
             return split.forward(weights, x, *others)
 
         y, last, weights, kept = _forward(blocks, block, weights, x, (last, gathered[1]))
 
-        def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: jax.Array, d_last: Tree) -> tuple:
+        def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: Tree, d_last: Tree) -> tuple:
             d_last = None if d_last is None else use.gradients(d_last, whole=True)
             d_parameters, dx, d_last = _backward(blocks, split.backward, weights, kept, dy, d_last)
             return d_parameters, dx, d_last, None, None
@@ -266,8 +267,8 @@ class _Blocks:
 
 
 def _begin(
-    use: ParameterUse, x: jax.Array, weights: Tree, source: Source | None
-) -> tuple[jax.Array, Tree, Tree]:
+    use: ParameterUse, x: Tree, weights: Tree, source: Source | None
+) -> tuple[Tree, Tree, Tree]:
     """x, the weights of a block, and those that the next one will find."""
     if source is None:
         return x, weights, weights
@@ -280,17 +281,17 @@ def _begin(
 
 def _forward(
     blocks: _Blocks,
-    block: Callable[[Tree, jax.Array], tuple[jax.Array, Any]],
+    block: Callable[[Tree, Tree], tuple[Tree, Any]],
     weights: Tree,
-    x: jax.Array,
+    x: Tree,
     last: Source | tuple[None, None],
-) -> tuple[jax.Array, Tree, Tree, Any]:
+) -> tuple[Tree, Tree, Tree, Any]:
     """The result of the last block, the weights of `last` and of the last block, and what is
     kept."""
     use = blocks.use
 
     @jax.jit
-    def compute(x: jax.Array, weights: Tree, source: Source | None) -> tuple[Carry, Any]:
+    def compute(x: Tree, weights: Tree, source: Source | None) -> tuple[Carry, Any]:
         x, weights, following = _begin(use, x, weights, source)
         y, kept = block(weights, x)
         return (y, following), kept
@@ -311,16 +312,16 @@ def _forward(
 
 def _backward(
     blocks: _Blocks,
-    pullback: Callable[[Tree, Any, jax.Array], tuple[Tree, jax.Array]],
+    pullback: Callable[[Tree, Any, Tree], tuple[Tree, Tree]],
     weights: Tree,
     kept: Any,
-    dy: jax.Array,
+    dy: Tree,
     d_last: Tree | None,
-) -> tuple[Any, jax.Array, Tree | None]:
+) -> tuple[Any, Tree, Tree | None]:
     """The gradients of the parameters, of the input of the first block, and of `last`."""
 
     @jax.jit
-    def compute(dy: jax.Array, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
+    def compute(dy: Tree, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
         dy, weights, following = _begin(blocks.use, dy, weights, source)
         gradients, dx = pullback(weights, kept, dy)
         return (dx, following), blocks.use.gradients(gradients)
@@ -341,19 +342,19 @@ def _typed_as(weights: Tree, parameters: Tree) -> Tree:
     return jax.tree.map(typed, arrays_of(weights), parameters)
 
 
-def _tied_source(x: jax.Array, source: Source) -> tuple[jax.Array, Source]:
+def _tied_source(x: Tree, source: Source) -> tuple[Tree, Source]:
     """The same, where x and what weights are made of wait for each other."""
     parameters, gathered = source
     # Copies have no gradients, whose types would have to stay.
-    axes = jax.typeof(x).manual_axis_type.varying
+    axes = _type_of(x).varying
     return _tied(x, (parameters, jax.tree.map(lambda leaf: as_varying(leaf, axes), gathered)))
 
 
-def _tied(x: jax.Array, tree: Tree) -> tuple[jax.Array, Tree]:
+def _tied(x: Tree, tree: Tree) -> tuple[Tree, Tree]:
     """The same, where x and the matrices of a tree wait for each other. Vectors are small: their
     sums may be collected."""
     leaves, structure = jax.tree.flatten(tree)
-    kind = jax.typeof(x).manual_axis_type
+    kind = _type_of(x)
     # In jax 0.10, a barrier would give all the same type.
     places = [
         place
@@ -365,3 +366,8 @@ def _tied(x: jax.Array, tree: Tree) -> tuple[jax.Array, Tree]:
     for place, leaf in zip(places, waiting, strict=True):
         leaves[place] = leaf
     return x, jax.tree.unflatten(structure, leaves)
+
+
+def _type_of(x: Tree) -> Any:
+    """How the activations between blocks vary over mesh axes."""
+    return jax.typeof(jax.tree.leaves(x)[0]).manual_axis_type

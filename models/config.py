@@ -55,7 +55,7 @@ class LlamaConfig:
     features: int
     """Width of the residual stream."""
     hidden_features: int
-    """Width of the hidden layer of the gated feed-forward."""
+    """Width of the hidden layer of the gated feed-forward, or of each expert's."""
     num_heads: int
     num_key_value_heads: int
     """Number of key and value heads; fewer than num_heads is grouped-query attention."""
@@ -73,6 +73,16 @@ class LlamaConfig:
     """Whether each head of queries and keys is normed before the rotary embedding."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself included; None: all before it."""
+    num_experts: int | None = None
+    """Number of experts of each layer, which take the place of its feed-forward; None: no
+    experts."""
+    num_experts_per_token: int | None = None
+    """Number of experts that a router chooses for each token; None if there are no experts."""
+    normalize_expert_weights: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    router_loss_weight: float = 0.0
+    """What the model was trained with: the weight, in its loss, of the one that balances
+    experts."""
     context_length: int | None = None
     """Largest number of tokens that the model was made for; None: unknown."""
     padded_vocabulary_size: int | None = None
@@ -96,6 +106,7 @@ class LlamaConfig:
                 f" num_key_value_heads={self.num_key_value_heads}; give each key-value head the"
                 " same number of query heads"
             )
+        self._check_experts()
         if self.vocabulary_rows < self.vocabulary_size:
             raise ValueError(
                 f"padded_vocabulary_size={self.padded_vocabulary_size}: expected at least"
@@ -106,12 +117,31 @@ class LlamaConfig:
                 f"head_dim={self.head_dim}: rotary embedding turns pairs; expected an even number"
             )
 
+    def _check_experts(self) -> None:
+        experts, chosen = self.num_experts, self.num_experts_per_token
+        if (experts is None) != (chosen is None):
+            raise ValueError(
+                f"num_experts={experts} and num_experts_per_token={chosen}: give both, or neither"
+                " for a model without experts"
+            )
+        if experts is not None and chosen is not None and chosen > experts:
+            raise ValueError(
+                f"num_experts_per_token={chosen}: expected at most num_experts={experts}"
+            )
+        if not 0 <= self.router_loss_weight < math.inf:
+            raise ValueError(
+                f"router_loss_weight={self.router_loss_weight}: expected 0 or a positive number"
+            )
+
     @property
     def matmul_parameters(self) -> int:
-        """The number of weights that every token is multiplied by: all matrices but the
-        embedding."""
+        """The number of weights that every token is multiplied by: all matrices but the embedding,
+        and but the experts that were not chosen."""
         attention = self.features * self.head_dim * 2 * (self.num_heads + self.num_key_value_heads)
         feed_forward = 3 * self.features * self.hidden_features
+        if self.num_experts is not None:
+            router = self.features * self.num_experts
+            feed_forward = (self.num_experts_per_token or 0) * feed_forward + router
         head = self.features * self.vocabulary_size
         return self.num_layers * (attention + feed_forward) + head
 
@@ -140,7 +170,8 @@ class LlamaConfig:
     @property
     def sharded_sizes(self) -> dict[str, int]:
         """The sizes that are sharded over the tensor axis, by name."""
-        names = ("num_heads", "num_key_value_heads", "hidden_features")
+        divided = "hidden_features" if self.num_experts is None else "num_experts"
+        names = ("num_heads", "num_key_value_heads", divided)
         sizes = {name: getattr(self, name) for name in names}
         padded = self.padded_vocabulary_size is not None
         name = "padded_vocabulary_size" if padded else "vocabulary_size"

@@ -149,7 +149,16 @@ def _apply_blocks(
 
 
 def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
-    """`models.llama.Block` with layers over global arrays, as a function."""
+    """`models.llama.Block` with layers over global arrays, as a function.
+
+    Raises:
+      ValueError: for a model with experts.
+    """
+    if config.num_experts is not None:
+        raise ValueError(
+            f"num_experts={config.num_experts}: models with experts are not computed over global"
+            " arrays; use `Llama.loss` in a shard_map, as the trainer does with --overlap auto"
+        )
 
     def build() -> Block:
         return Block(
@@ -168,7 +177,9 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
         return whole(_weight_of(parameter), model.axis_name, model.dtype)
 
     def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(x, documents)
+        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(
+            x, documents
+        )[0]
 
     return apply
 

@@ -24,16 +24,20 @@ from collective_matmul import (
     dot_product_attention,
 )
 from collective_matmul import layers as collective
+from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
+from models.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
 from models.parameter_use import ParameterUse, Unchanged, arrays_of, used
 from models.stacked_blocks import Keys, stack_blocks
 
 Remat = Literal["none", "dots", "full"]
+#: The residual stream [B, s, features], and the statistics of all routers that it has passed.
+Stream = tuple[jax.Array, RouterStatistics | None]
 
 _kernel_init = nnx.initializers.normal(stddev=0.02)
 
@@ -123,9 +127,10 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then feed-forward, each applied to a norm of the residual stream and added to it.
+    """Attention, then feed-forward or experts, each applied to a norm of the residual stream and
+    added to it.
 
-    The arguments are those of `Attention`.
+    The arguments are those of `Attention`, and `experts` says where experts are, if there are any.
     """
 
     def __init__(
@@ -135,25 +140,41 @@ class Block(nnx.Module):
         *,
         key_value_copies: int = 1,
         attention: str | None = None,
+        experts: ExpertPlacement | None = None,
         **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         copies = {"key_value_copies": key_value_copies}
         self.attention = Attention(config, layers, attention=attention, **copies, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        self.feed_forward = layers.GatedFeedForward(
-            config.features,
-            config.hidden_features,
-            **of_layer("layers.feed_forward", layer_options),
-        )
+        self.has_experts = config.num_experts is not None
+        if self.has_experts:
+            placement = experts or ExpertPlacement(layer_options["axis_name"])
+            self.experts = make_experts(config, placement, **layer_options)
+        else:
+            self.feed_forward = layers.GatedFeedForward(
+                config.features,
+                config.hidden_features,
+                **of_layer("layers.feed_forward", layer_options),
+            )
 
-    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
-        """[B, s, features] -> [B, s, features]."""
+    def __call__(
+        self, x: jax.Array, documents: Documents | None = None
+    ) -> tuple[jax.Array, RouterStatistics | None]:
+        """[B, s, features] -> [B, s, features], and what `feed` returns beside it."""
         x, normed = self.attention_norm.beside(x)
         x = x + self.attention(normed, documents)
         x, normed = self.feed_forward_norm.beside(x)
-        with jax.named_scope("feed_forward"):
-            return x + self.feed_forward(normed)
+        fed, statistics = self.feed(normed)
+        return x + fed, statistics
+
+    @jax.named_scope("feed_forward")
+    def feed(self, x: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
+        """The feed-forward or the experts: [B, s, features] -> [B, s, features], and the statistics
+        of the router on this device's tokens, if there is one."""
+        if self.has_experts:
+            return self.experts(x)
+        return self.feed_forward(x), None
 
 
 def _layers_and_options(
@@ -197,6 +218,11 @@ class Llama(nnx.Module):
         to it, output features.
       key_value_copies: number of devices of the tensor axis that have the same keys and values:
         `LlamaConfig.key_value_copies` of its size.
+      expert_axis_name: the mesh axis that experts are divided over, or several, of those of the
+        batch and the tensor axis; default: the tensor axis.
+      expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
+      expert_implementation: what exchanges tokens, as `collective_matmul.expert_mlp` takes it;
+        with implementation="plain" it is "xla". Experts multiply in `dtype`, not in 8 bits.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -220,6 +246,9 @@ class Llama(nnx.Module):
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
         key_value_copies: int = 1,
+        expert_axis_name: str | Sequence[str] | None = None,
+        expert_hidden_axis_name: str | None = None,
+        expert_implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
@@ -228,6 +257,12 @@ class Llama(nnx.Module):
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         if weight_axis_name is not None:
             options |= dict(weight_axis_name=weight_axis_name, weight_dimension=weight_dimension)
+        placement = ExpertPlacement.of(
+            axis_name if expert_axis_name is None else expert_axis_name,
+            expert_hidden_axis_name,
+            "xla" if implementation == "plain" else expert_implementation,
+        )
+        self.config = config
         self.axis_name = axis_name
         # A tuple, so that the module is hashable.
         is_sequence = not isinstance(implementation, str | None)
@@ -248,7 +283,8 @@ class Llama(nnx.Module):
 
         def block(rngs: nnx.Rngs | Keys) -> Block:
             own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
-            return Block(config, layers, **own, **{**options, "rngs": rngs})
+            own |= {"experts": placement, **options, "rngs": rngs}
+            return Block(config, layers, **own)
 
         count = config.num_layers
         if scan_layers:
@@ -283,6 +319,22 @@ class Llama(nnx.Module):
         Returns:
           [B, S, V/D] in `dtype`.
         """
+        return self.logits_and_statistics(tokens, document_lengths, gathered)[0]
+
+    def logits_and_statistics(
+        self,
+        tokens: jax.Array,
+        document_lengths: jax.Array | None = None,
+        gathered: nnx.State | None = None,
+    ) -> tuple[jax.Array, RouterStatistics | None]:
+        """The logits of a call, and the statistics of the routers.
+
+        Returns:
+          [B, S, V/D], and statistics [layers, *] of this device's tokens, which have gradients:
+          `RouterStatistics.sum_over_devices` over the axes of the batch and the tensor axis makes
+          them those of all, and `sum_over_layers` those that Hugging Face's balancing loss is of.
+          None for a model without experts.
+        """
         documents = None
         if document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
@@ -290,9 +342,10 @@ class Llama(nnx.Module):
         whole = self.column_axis_name is None
         embedding = self._weights(_select(parameters, "embedding"), gathered, whole=whole)
         x = self._embed(tokens, embedding)
-        x, weights = self._apply_blocks(x, documents, parameters, gathered)
+        x = x, no_statistics(self.config, x)
+        (x, statistics), weights = self._apply_blocks(x, documents, parameters, gathered)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
-        return self._logits(norm(x), embedding | weights)
+        return self._logits(norm(x), embedding | weights), statistics
 
     @jax.named_scope("embedding")
     def _embed(self, tokens: jax.Array, weights: nnx.State) -> jax.Array:
@@ -337,11 +390,11 @@ class Llama(nnx.Module):
 
     def _apply_blocks(
         self,
-        x: jax.Array,
+        x: Stream,
         documents: Documents | None,
         parameters: nnx.State,
         gathered: nnx.State | None,
-    ) -> tuple[jax.Array, nnx.State]:
+    ) -> tuple[Stream, nnx.State]:
         """The residual stream after all blocks, and the weights of what follows: norm and head, or
         the embedding where it is gathered again."""
         use = self.parameter_use
@@ -352,9 +405,10 @@ class Llama(nnx.Module):
         block: Any = self.layers if self.scan_layers else self.layers[0]
         graph = nnx.graphdef(block)
 
-        def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
+        def apply(weights: nnx.State, x: Stream, documents: Documents | None) -> Stream:
             block: Any = nnx.merge(graph, weights)
-            return block(x, documents)
+            y, statistics = block(x[0], documents)
+            return y, with_statistics_of(x[1], statistics)
 
         # All blocks have the same graph, so one function is traced once for all of them.
         apply = rematerialize(apply, self.remat)
@@ -394,8 +448,19 @@ class Llama(nnx.Module):
 
         The other arguments are those of a call.
         """
-        logits = self(tokens, document_lengths, gathered)
-        return vocabulary.cross_entropy(logits, targets, self.axis_name)
+        return self.loss_and_statistics(tokens, targets, document_lengths, gathered)[0]
+
+    def loss_and_statistics(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        document_lengths: jax.Array | None = None,
+        gathered: nnx.State | None = None,
+    ) -> tuple[jax.Array, RouterStatistics | None]:
+        """`loss`, without any loss of the routers, and the statistics that these are made of: see
+        `logits_and_statistics`."""
+        logits, statistics = self.logits_and_statistics(tokens, document_lengths, gathered)
+        return vocabulary.cross_entropy(logits, targets, self.axis_name), statistics
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

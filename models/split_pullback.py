@@ -28,28 +28,28 @@ class SplitPullback(NamedTuple):
       backward: ``(weights, kept, dy) -> (d_weights, dx)``.
     """
 
-    forward: Callable[..., tuple[jax.Array, list[jax.Array]]]
-    backward: Callable[..., tuple[Tree, jax.Array]]
+    forward: Callable[..., tuple[Tree, list[jax.Array]]]
+    backward: Callable[..., tuple[Tree, Tree]]
 
 
 def split_pullback(
-    fun: Callable[..., jax.Array], weights: Tree, x: jax.Array, *others: Tree
+    fun: Callable[..., Tree], weights: Tree, x: Tree, *others: Tree
 ) -> SplitPullback:
     """Traces a function and its gradient with respect to weights and x."""
 
-    def both(weights: Tree, x: jax.Array, *others: Tree) -> Any:
+    def both(weights: Tree, x: Tree, *others: Tree) -> Any:
         return jax.vjp(lambda weights, x: fun(weights, x, *others), weights, x)
 
     arguments = (weights, x, *others)
-    closed, (_, pullback) = jax.make_jaxpr(both, return_shape=True)(*arguments)
+    closed, (y, pullback) = jax.make_jaxpr(both, return_shape=True)(*arguments)
     closed = jax.make_jaxpr(_without_calls(closed))(*jax.tree.leaves(arguments))
-    jaxpr, (result, *residuals) = closed.jaxpr, closed.jaxpr.outvars
-    structure = jax.tree.structure(pullback)
+    jaxpr, of_y, structure = closed.jaxpr, jax.tree.structure(y), jax.tree.structure(pullback)
+    results, residuals = jaxpr.outvars[: of_y.num_leaves], jaxpr.outvars[of_y.num_leaves :]
     own = jaxpr.invars[: len(jax.tree.leaves(weights))]
     dependent = dependents(jaxpr, [*jaxpr.constvars, *jaxpr.invars[len(own) :]])
     kept = list(dict.fromkeys(v for v in residuals if isinstance(v, Var) and v in dependent))
     remade = [v for v in residuals if not isinstance(v, Var) or v not in dependent]
-    first = jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=[result, *kept])))
+    first = jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=[*results, *kept])))
     again = jaxpr_as_fun(
         ClosedJaxpr(
             jaxpr.replace(
@@ -59,13 +59,11 @@ def split_pullback(
         )
     )
 
-    def forward(*arguments: Tree) -> tuple[jax.Array, list[jax.Array]]:
-        y, *saved = first(*jax.tree.leaves(arguments))
-        return y, saved
+    def forward(*arguments: Tree) -> tuple[Tree, list[jax.Array]]:
+        values = first(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(of_y, values[: len(results)]), values[len(results) :]
 
-    def backward(
-        weights: Tree, saved: Sequence[jax.Array], dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
+    def backward(weights: Tree, saved: Sequence[jax.Array], dy: Tree) -> tuple[Tree, Tree]:
         values = dict(zip(kept, saved, strict=True))
         made = iter(again(*jax.tree.leaves(weights)))
         leaves = [

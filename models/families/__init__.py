@@ -10,15 +10,24 @@ from models.families.config_keys import WITHOUT_INFLUENCE, ConfigValues, shown
 from models.families.family import common_fields, common_keys
 from models.families.llama3 import LLAMA
 from models.families.mistral import MISTRAL
+from models.families.mixtral import MIXTRAL
 from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
+from models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 
 #: The shapes of published models, and of one for a laptop, by name.
 PRESETS: dict[str, Callable[[], LlamaConfig]] = {"debug": debug}
 for _family in FAMILIES.values():
     PRESETS |= _family.presets
+
+
+#: Fields that a family may have, of which config.json does not say that others have not.
+_PECULIARITIES = (
+    "projection_bias", "query_key_norm", "sliding_window", "num_experts", "num_experts_per_token",
+    "normalize_expert_weights", "router_loss_weight",
+)  # fmt: skip
 
 
 def read_config(values: Mapping[str, Any]) -> LlamaConfig:
@@ -75,7 +84,7 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
             f"models of the family {family.name!r} with these sizes are refused by Hugging Face's"
             f" library ({error}); choose other sizes or another model.family"
         ) from error
-    for name in ("projection_bias", "query_key_norm", "sliding_window"):
+    for name in _PECULIARITIES:
         if getattr(again, name) != getattr(config, name):
             raise ValueError(
                 f"{name}={getattr(config, name)!r}: models of the family {family.name!r} have"

@@ -48,9 +48,9 @@ class Family:
 
 
 #: A number of layers that no model has ends in a sentence rather than in an endless loop.
-_LAYERS = integers(1, 10_000)
+LAYERS = integers(1, 10_000)
 #: Less is 0 in float32, and a row of zeros then becomes NaN.
-_SMALLEST_EPSILON = 1e-30
+EPSILON = fractions(1e-30)
 
 COMMON_KEYS = (
     Key("architectures", or_null(TEXTS), None),
@@ -59,12 +59,12 @@ COMMON_KEYS = (
     Key("dtype", or_null(TEXT), None),
     Key("torch_dtype", or_null(TEXT), None),
     Key("hidden_size", SIZE, 4096),
-    Key("num_hidden_layers", _LAYERS, 32),
+    Key("num_hidden_layers", LAYERS, 32),
     Key("num_attention_heads", SIZE, 32),
     # Null: hidden_size / num_attention_heads.
     Key("head_dim", or_null(SIZE), None),
     Key("hidden_act", TEXT, "silu", supported=("silu", "swish")),
-    Key("rms_norm_eps", fractions(_SMALLEST_EPSILON), 1e-6),
+    Key("rms_norm_eps", EPSILON, 1e-6),
     Key("tie_word_embeddings", FLAG, False),
     # Dropout of attention weights, which training here does not have.
     Key("attention_dropout", numbers(0, 1), 0.0, supported=(0.0,)),

@@ -47,7 +47,7 @@ def prefill(
         attention = block.attention
         query, key, value = attention.heads(block.attention_norm(x), None)
         x = x + attention.output(attention.attend(query, key, value))
-        x = x + block.feed_forward(block.feed_forward_norm(x))
+        x = x + block.feed(block.feed_forward_norm(x))[0]
         return x, filled(key, value, capacity)
 
     x, caches = _embed(model, tokens), []
@@ -82,7 +82,7 @@ def decode(
         cache = appended(cache, key, value, positions)
         attended = attend(query, cache, positions, attention.config.sliding_window)
         x = x + attention.output(_with_rows(attended, rows))
-        return x + block.feed_forward(block.feed_forward_norm(x)), cache
+        return x + block.feed(block.feed_forward_norm(x))[0], cache
 
     x, written = _with_rows(_embed(model, tokens[:, None]), rows), []
     for block, cache in zip(_blocks(model), caches, strict=True):

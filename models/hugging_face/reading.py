@@ -37,7 +37,9 @@ def load(
     Returns:
       The global arrays by name.
     """
-    sources = dict(tensors(folder.config))
+    sources: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors(folder.config):
+        sources.setdefault(name, []).append(tensor)
     params = {}
     for name, leaf in abstract_params.items():
         stacked = _STACKED.match(name)
@@ -51,9 +53,17 @@ def load(
     return params
 
 
-def _read(folder: ModelFolder, tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _read(folder: ModelFolder, parts: list[Tensor], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter, of one tensor or of those of all experts."""
+
     def shard(index: Any) -> np.ndarray:
-        return _part(folder, tensor, leaf.shape, index).astype(leaf.dtype)
+        if parts[0].expert is None:
+            return _part(folder, parts[0], leaf.shape, index).astype(leaf.dtype)
+        wanted, shape = parts[index[0]], [len(range(n)[i]) for n, i in zip(leaf.shape, index)]
+        own = np.empty(shape, leaf.dtype)
+        for place, tensor in enumerate(wanted):
+            own[place] = _part(folder, tensor, leaf.shape[1:], index[1:])
+        return own
 
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
     # The next is read when this one has left the host.
@@ -84,12 +94,14 @@ def _part(folder: ModelFolder, tensor: Tensor, shape: tuple[int, ...], index: In
     return np.pad(read, missing) if any(after for _, after in missing) else read
 
 
-def _stacked(folder: ModelFolder, layers: list[Tensor], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _stacked(
+    folder: ModelFolder, layers: list[list[Tensor]], leaf: jax.ShapeDtypeStruct
+) -> jax.Array:
     """The parameters of all layers, which are read one after the other and stacked on devices."""
     sharding: Any = leaf.sharding
     own = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
     each = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=own)
-    arrays = [_read(folder, tensor, each) for tensor in layers]
+    arrays = [_read(folder, parts, each) for parts in layers]
     return _stack(sharding)(*arrays).block_until_ready()
 
 

@@ -201,7 +201,11 @@ def _bytes(tensor: Tensor, dtype: str) -> int:
 
 
 def _contents(array: jax.Array, tensor: Tensor, dtype: str, needed: bool) -> np.ndarray:
-    """A parameter as the tensor of a file, on the host; of other processes nothing is needed."""
+    """A parameter, or an expert's part of it, as the tensor of a file, on the host.
+
+    Of other processes nothing is needed."""
+    if tensor.expert is not None:
+        array = jax.lax.dynamic_index_in_dim(array, tensor.expert, keepdims=False)
     array = array.astype(dtype)
     if jax.process_count() > 1:
         whole = multihost_utils.process_allgather(array, tiled=True)

@@ -17,8 +17,9 @@ TABLE = json.loads(
 SAMPLES = TABLE["about"]["samples"]
 #: Keys that are no fields of all classes: their model reads them elsewhere, or ignores them.
 OURS = {
-    "attention_bias", "head_dim", "mlp_bias", "model_type", "partial_rotary_factor",
-    "pretraining_tp", "rope_interleaved", "rope_scaling", "rope_theta", "torch_dtype", "use_mrope",
+    "attention_bias", "head_dim", "max_window_layers", "mlp_bias", "model_type",
+    "num_local_experts", "partial_rotary_factor", "pretraining_tp", "rope_interleaved",
+    "rope_scaling", "rope_theta", "torch_dtype", "use_mrope",
 }  # fmt: skip
 
 
@@ -47,10 +48,17 @@ def test_a_file_without_keys_is_the_model_of_the_class(family):
     assert ours.vocabulary_size == theirs["vocab_size"]
     assert ours.num_layers == theirs["num_hidden_layers"]
     assert ours.features == theirs["hidden_size"]
-    assert ours.hidden_features == theirs["intermediate_size"]
+    hidden = theirs.get("moe_intermediate_size", theirs["intermediate_size"])
+    assert ours.hidden_features == hidden
+    defaults = TABLE[family]["defaults"]
+    experts = defaults.get("num_experts", defaults.get("num_local_experts"))
+    assert ours.num_experts == experts
+    assert ours.num_experts_per_token == theirs.get("num_experts_per_tok")
+    assert ours.normalize_expert_weights == theirs.get("norm_topk_prob", True)
+    assert ours.router_loss_weight == theirs.get("router_aux_loss_coef", 0)
     assert ours.num_heads == theirs["num_attention_heads"]
     assert ours.num_key_value_heads == theirs["num_key_value_heads"]
-    assert ours.head_dim == theirs.get("head_dim", ours.features // ours.num_heads)
+    assert ours.head_dim == (theirs.get("head_dim") or ours.features // ours.num_heads)
     assert ours.norm_epsilon == theirs["rms_norm_eps"]
     assert ours.tied_head == theirs["tie_word_embeddings"]
     assert ours.sliding_window == theirs.get("sliding_window")

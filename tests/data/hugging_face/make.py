@@ -5,12 +5,16 @@ Run from the repository's root with PyTorch and transformers installed::
     python tests/data/hugging_face/make.py
 
 Each folder has the files that a published model has, and expected.npz: tokens int32 [B, S] and the
-logits float32 [B, S, vocabulary] that the library computes for them in float32.
+logits float32 [B, S, vocabulary] that the library computes for them in float32. For models with
+experts also router_loss, and answer, the likeliest tokens after the first four.
+
+With names of models as arguments, it makes these only.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,37 @@ MODELS: dict[str, tuple[str, torch.dtype, int, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", torch.bfloat16, 20_000, {"rope_parameters": BASE, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", torch.float32, 10**9, {"head_dim": 12, "rope_parameters": BASE}),
+    "mixtral": (
+        "Mixtral",
+        torch.bfloat16,
+        40_000,
+        {"num_local_experts": 4, "intermediate_size": 24, "router_aux_loss_coef": 0.02},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        torch.float32,
+        10**9,
+        {
+            "head_dim": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-not-normalized": (
+        "Qwen3Moe",
+        torch.bfloat16,
+        10**9,
+        {
+            "head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
 }
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -98,8 +133,26 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def answers(model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+    """What is recorded beside the tokens."""
+    with torch.no_grad():
+        if not hasattr(model.config, "router_aux_loss_coef"):
+            return {"logits": model(tokens).logits.numpy()}
+        found = model(tokens, output_router_logits=True)
+        answer = model.generate(
+            tokens[:, :4], do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+        )
+    return {
+        "logits": found.logits.numpy(),
+        "router_loss": found.aux_loss.numpy(),
+        "answer": answer[0, 4:].numpy().astype(np.int32),
+    }
+
+
 def main() -> None:
     for seed, (name, (family, dtype, shard, changes)) in enumerate(MODELS.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         config = getattr(transformers, f"{family}Config")(**SIZES | changes)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         randomize(model, seed)
@@ -111,9 +164,8 @@ def main() -> None:
         # Read anew: frequencies of the rotary embedding were rounded with the parameters.
         saved = type(model).from_pretrained(folder, dtype=torch.float32)
         tokens = np.random.default_rng(seed).integers(0, 288, (BATCH, SEQUENCE), dtype=np.int32)
-        with torch.no_grad():
-            logits = saved(torch.from_numpy(tokens).long()).logits
-        np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits.numpy())
+        expected = {"tokens": tokens, **answers(saved, torch.from_numpy(tokens).long())}
+        np.savez_compressed(folder / "expected.npz", **expected)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ CLASSES = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 #: Values of each JSON type. Every key is tried with each of them.
 SAMPLES: list[Any] = [
