@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from train.config import OptimizerConfig
+from train.experts import is_expert
 from train.mesh import AXES
 
 Params = dict[str, jax.Array]
@@ -38,6 +39,8 @@ _MATRICES = {
     ".attention.projection.": MuonDimensionNumbers(-3, (-2, -1)),
     ".attention.output.": MuonDimensionNumbers((-3, -2), -1),
     ".feed_forward.": MuonDimensionNumbers(-2, -1),
+    # Each expert has a matrix.
+    ".experts.w_": MuonDimensionNumbers(-2, -1),
 }
 #: A group of matrices of one shape and sharding travels in at most as many batches. While one
 #: travels, another one is orthogonalized.
@@ -94,7 +97,7 @@ def muon(
 
 def matrix_dimensions(name: str) -> MuonDimensionNumbers | None:
     """The dimensions of a parameter that are a matrix, or None for those that Muon leaves alone."""
-    if not name.endswith(".kernel"):
+    if not (name.endswith(".kernel") or is_expert(name)):
         return None
     return next((numbers for part, numbers in _MATRICES.items() if part in name), None)
 

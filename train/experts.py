@@ -1,0 +1,113 @@
+"""Where the experts of a model are on the mesh.
+
+Experts may be divided over the tensor axis, over fsdp, whose devices have sequences of their own, or
+over both, while attention uses the tensor axis alone. Devices along these axes exchange tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from models.config import LlamaConfig
+from train.config import Config, MeshSizes
+
+_AXES = {"tensor": ("tensor",), "fsdp": ("fsdp",), "both": ("fsdp", "tensor"), "none": ()}
+#: Backends that exchange tokens, of those that `Config.overlap` can name.
+_BACKENDS = ("xla", "ring", "ring_two_way", "ring_direct")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter has the matrices of experts: [..., experts, rows, columns]."""
+    return "experts.w_" in name
+
+
+def expert_axes(config: Config) -> tuple[str, ...]:
+    """The axes that divide experts, outermost first; none for a model without experts."""
+    return () if config.model.num_experts is None else _AXES[config.expert_axes]
+
+
+def expert_devices(config: Config, sizes: MeshSizes) -> int:
+    """The number of devices that experts are divided over."""
+    return math.prod(getattr(sizes, axis) for axis in expert_axes(config))
+
+
+def expert_implementation(overlap: str) -> tuple[str, ...] | None:
+    """What exchanges tokens with a value of `Config.overlap`; None chooses."""
+    return tuple(name for name in overlap.split(",") if name in _BACKENDS) or None
+
+
+def on_tensor_axis(config: Config) -> LlamaConfig:
+    """The model with those sizes of its feed-forward that the tensor axis has to divide."""
+    model = config.model
+    if model.num_experts is None or "tensor" in expert_axes(config):
+        return model
+    # The numbers of heads, which it divides anyway, stand for a size that it does not shard.
+    hidden = model.hidden_features if config.expert_hidden_axis else model.num_heads
+    changes = dict(num_experts=None, num_experts_per_token=None, hidden_features=hidden)
+    return dataclasses.replace(model, **changes)
+
+
+def check_experts(config: Config, sizes: MeshSizes) -> None:
+    """Checks the settings of experts.
+
+    Raises:
+      ValueError: if they do not fit each other, the model or the mesh.
+    """
+    _check_values(config)
+    if config.model.num_experts is None:
+        _check_without_experts(config)
+        return
+    if config.expert_hidden_axis in expert_axes(config):
+        raise ValueError(
+            f"expert_hidden_axis={config.expert_hidden_axis!r}: the axis divides experts already,"
+            f" by expert_axes={config.expert_axes!r}; add --expert-axes fsdp or none, or leave out"
+            " --expert-hidden-axis"
+        )
+    experts, devices = config.model.num_experts, expert_devices(config, sizes)
+    if experts % devices:
+        product = " × ".join(f"mesh.{axis}={getattr(sizes, axis)}" for axis in expert_axes(config))
+        raise ValueError(
+            f"model.num_experts={experts} is not divisible by {product}, over which"
+            f" expert_axes={config.expert_axes!r} divides them; choose other sizes of the mesh, or"
+            " another --expert-axes"
+        )
+    if config.overlap in ("rewrite", "rewrite-jit"):
+        raise ValueError(
+            f"overlap={config.overlap!r}: a model with experts (model.num_experts={experts}) calls"
+            " the ops of this library itself; choose auto, or names of backends"
+        )
+
+
+def _check_values(config: Config) -> None:
+    """Raises ValueError for values that no model can have."""
+    for name, allowed in (
+        ("expert_axes", tuple(_AXES)),
+        ("expert_hidden_axis", ("tensor", None)),
+    ):
+        if getattr(config, name) not in allowed:
+            *most, last = map(str, allowed)
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: expected {', '.join(most)} or {last}"
+            )
+    for name in ("balance_loss_weight", "router_z_loss_weight"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value}: expected 0 or a positive number")
+
+
+def _check_without_experts(config: Config) -> None:
+    """Raises ValueError for settings of experts."""
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if field.name in _SETTINGS and value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r}: the model has no experts; leave it out, or choose a"
+                " --preset with experts, such as mixtral-8x7b"
+            )
+
+
+_SETTINGS = (
+    "expert_axes", "expert_hidden_axis", "recompute_expert_hidden", "balance_loss_weight",
+    "router_z_loss_weight",
+)  # fmt: skip
