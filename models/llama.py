@@ -224,8 +224,8 @@ class Llama(nnx.Module):
       expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
       expert_implementation: what exchanges tokens, as `collective_matmul.expert_mlp` takes it;
         with implementation="plain" it is "xla". Experts multiply in `dtype`, not in 8 bits.
-      recompute_expert_hidden: whether the backward computes the hidden features of experts again, as
-        `collective_matmul.expert_mlp` does; with remat="full" it does.
+      recompute_expert_hidden: whether the backward computes the hidden features of experts again,
+        as `collective_matmul.expert_mlp` does; with remat="full" it does.
       rngs: random keys for the initial weights.
 
     Raises:

@@ -151,8 +151,8 @@ class Config:
     """Where weights are gathered with --zero 3: in the loop of each matmul (matmuls), or block by
     block, one block ahead (blocks); auto: in matmuls if --overlap auto may choose rings for it."""
     expert_axes: ExpertAxes = "tensor"
-    """Axes of the mesh that divide the experts of a model: tensor; fsdp, whose devices then exchange
-    tokens instead of weights, with or without --zero; both; or none."""
+    """Axes of the mesh that divide the experts of a model: tensor; fsdp, whose devices then
+    exchange tokens instead of weights, with or without --zero; both; or none."""
     expert_hidden_axis: Literal["tensor"] | None = None
     """Axis that divides the hidden features of each expert, for few large experts; it cannot divide
     the experts too. Default: none does."""

@@ -1,13 +1,15 @@
 """Where the experts of a model are on the mesh.
 
-Experts may be divided over the tensor axis, over fsdp, whose devices have sequences of their own, or
-over both, while attention uses the tensor axis alone. Devices along these axes exchange tokens.
+Experts may be divided over the tensor axis, over fsdp, whose devices have sequences of their own,
+or over both, while attention uses the tensor axis alone. Devices along these axes exchange tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+
+import numpy as np
 
 from models.config import LlamaConfig
 from train.config import Config, MeshSizes
@@ -77,6 +79,58 @@ def check_experts(config: Config, sizes: MeshSizes) -> None:
             f"overlap={config.overlap!r}: a model with experts (model.num_experts={experts}) calls"
             " the ops of this library itself; choose auto, or names of backends"
         )
+
+
+def worst_case_bytes(config: Config, sizes: MeshSizes) -> int:
+    """Bytes of the hidden features of experts that a device has room for, of one layer and one
+    microbatch: those of gate and up, for all pairs of a token and an expert of all devices that
+    exchange tokens, since one device may get all of them."""
+    model, hidden = config.model, config.expert_hidden_axis
+    groups = sizes.data * sizes.fsdp * sizes.tensor * config.gradient_accumulation_steps
+    tokens = config.batch_size * config.sequence_length // groups
+    hidden_devices = 1 if hidden is None else getattr(sizes, hidden)
+    rows = expert_devices(config, sizes) * hidden_devices * tokens
+    rows *= model.num_experts_per_token or 0
+    width = model.hidden_features // hidden_devices
+    return 2 * rows * width * np.dtype(config.compute_dtype).itemsize
+
+
+def describe_experts(config: Config, sizes: MeshSizes, active_parameters: int) -> list[str]:
+    """Where experts are, and what they have room for, as lines to print; none without experts.
+
+    Args:
+      config: the configuration.
+      sizes: the mesh.
+      active_parameters: the number of parameters that compute with one token.
+    """
+    model, axes = config.model, expert_axes(config)
+    if model.num_experts is None:
+        return []
+    where = " × ".join(f"{axis}={getattr(sizes, axis)}" for axis in axes) or "no axis"
+    if config.expert_hidden_axis:
+        axis = config.expert_hidden_axis
+        where += f", their hidden features over {axis}={getattr(sizes, axis)}"
+    lines = [
+        f"experts: {model.num_experts} in each layer, {model.num_experts_per_token} for each token,"
+        f" divided over {where}; {active_parameters:,} parameters are active"
+    ]
+    room = f"room for all tokens at one device: {worst_case_bytes(config, sizes):,} bytes"
+    if config.recompute_expert_hidden or config.remat == "full":
+        lines.append(f"hidden features of experts are computed again; else {room} in each layer")
+    else:
+        lines.append(f"hidden features of experts are kept, with {room} in each layer")
+    if config.gradient_accumulation_steps > 1 and balance_weight(config):
+        lines.append(
+            "the loss that balances experts is of all microbatches together, which takes a forward"
+            " more; --balance-loss-weight 0 leaves it out"
+        )
+    return lines
+
+
+def balance_weight(config: Config) -> float:
+    """The weight of the loss that balances experts."""
+    weight = config.balance_loss_weight
+    return config.model.router_loss_weight if weight is None else weight
 
 
 def _check_values(config: Config) -> None:

@@ -67,7 +67,8 @@ def required_sites(model: ModelFunctions) -> int:
 def explicit_loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch, *, rewrite: bool
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Mean loss of the whole batch, as "loss", and its gradient with respect to the global parameters.
+    """Mean loss of the whole batch, as "loss", and its gradient with respect to the global
+    parameters.
 
     With `rewrite` the loss is passed to `overlap` before it is differentiated: the gradients are
     those of the library's ops, as with its layers.

@@ -6,6 +6,7 @@ Scalable for LLM Training", 2025, distribute it and scale its updates. The mathe
 Newton and Schulz need a whole matrix. So matrices of equal shape and sharding travel together: an
 all-to-all makes each whole on one device, and another one sends it back. All devices of the mesh
 share the work. Replicas would compute the same, so each takes a part, and they gather the results.
+Matrices of experts stay with the devices that experts are divided over: other devices share theirs.
 
 Legend: P is the number of devices of the mesh, n a number of matrices that P divides. A matrix may
 have more than two dimensions, as attention kernels [features, heads, head_dim] do; *local is its
@@ -119,12 +120,13 @@ def describe_muon(config: OptimizerConfig, params: Mapping[str, jax.ShapeDtypeSt
     return [f"optimizer: muon for {count} matrices, in {config.muon_dtype}; adamw for all else"]
 
 
-def to_whole(shards: jax.Array, sharding: Sharding) -> jax.Array:
+def to_whole(shards: jax.Array, sharding: Sharding, divided: Sequence[str] = ()) -> jax.Array:
     """Makes each of n matrices whole on one device: [n, *local] -> [n/P, *whole].
 
     The axes of the mesh that shard nothing are its replicas. Each takes its part of the matrices.
+    Along the axes `divided`, devices have other matrices, and P does not count them.
     """
-    replicas, axes = _axes(sharding)
+    replicas, axes = _axes(sharding, divided)
     if replicas:
         parts = shards.reshape(_size(replicas), -1, *shards.shape[1:])
         shards = lax.dynamic_index_in_dim(parts, lax.axis_index(replicas), keepdims=False)
@@ -137,9 +139,9 @@ def to_whole(shards: jax.Array, sharding: Sharding) -> jax.Array:
     return pieces.transpose(_order(sharding)).reshape(-1, *whole)
 
 
-def to_shards(whole: jax.Array, sharding: Sharding) -> jax.Array:
+def to_shards(whole: jax.Array, sharding: Sharding, divided: Sequence[str] = ()) -> jax.Array:
     """The inverse, the same on all replicas: [n/P, *whole] -> [n, *local]."""
-    replicas, axes = _axes(sharding)
+    replicas, axes = _axes(sharding, divided)
     shards = whole
     if axes:
         local = [size // _size(n) for size, n in zip(whole.shape[1:], sharding, strict=True)]
@@ -164,11 +166,13 @@ class _Group(NamedTuple):
       local: local shape of a matrix.
       sharding: the axes of each dimension.
       numbers: the dimensions of the matrix.
+      divided: axes whose devices have different matrices, as those that experts are divided over.
     """
 
     local: tuple[int, ...]
     sharding: Sharding
     numbers: MuonDimensionNumbers
+    divided: tuple[str, ...]
 
 
 def _orthogonalize_all(updates: Params, config: OptimizerConfig, specs: Mapping[str, P]) -> Params:
@@ -194,15 +198,16 @@ def _orthogonalize_group(arrays: Sequence[jax.Array], group: _Group) -> list[jax
     A batch depends on its own matrices alone, so XLA may communicate it before, while or after it
     multiplies another one.
     """
-    devices = _size(AXES)
+    devices = _size(AXES) // _size(group.divided)
     rounds = -(-sum(map(len, arrays)) // devices)
     done: list[list[jax.Array]] = [[] for _ in arrays]
     for pieces in _batches([*map(len, arrays)], -(-rounds // _BATCHES) * devices):
         parts = [arrays[number][rows] for number, rows in pieces]
         ends = [*itertools.accumulate(map(len, parts))]
         filler = jnp.zeros((-ends[-1] % devices, *group.local), parts[0].dtype)
-        whole = to_whole(jnp.concatenate([*parts, filler]), group.sharding)
-        shards = to_shards(_orthogonalize(whole, group.numbers), group.sharding)
+        where = group.sharding, group.divided
+        whole = to_whole(jnp.concatenate([*parts, filler]), *where)
+        shards = to_shards(_orthogonalize(whole, group.numbers), *where)
         for (number, _), part, end in zip(pieces, parts, ends, strict=True):
             done[number].append(shards[end - len(part) : end])
     return [jnp.concatenate(parts) for parts in done]
@@ -248,12 +253,14 @@ def _group(name: str, shape: tuple[int, ...], spec: P) -> _Group:
     names += [()] * (len(shape) - len(names))
     sharding = tuple(tuple(n for n in dim if n and lax.axis_size(n) > 1) for dim in names)
     matrix = len(shape) - sum(map(len, _axes_of(numbers)))
-    if any(sharding[:matrix]):
+    counted = sharding[:matrix]
+    divided = counted[-1] if is_expert(name) else ()
+    if any(counted[: -1 if is_expert(name) else None]):
         raise ValueError(
             f"optimizer.kind='muon': {name} is sharded by {spec} over the layers that are stacked"
             " in it; expected its matrices to be sharded"
         )
-    return _Group(shape[matrix:], sharding[matrix:], numbers)
+    return _Group(shape[matrix:], sharding[matrix:], numbers, divided)
 
 
 def _axes_of(numbers: MuonDimensionNumbers) -> list[Sequence[int]]:
@@ -271,10 +278,11 @@ def _order(sharding: Sharding) -> list[int]:
     return order
 
 
-def _axes(sharding: Sharding) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _axes(sharding: Sharding, divided: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that do not shard, and those that do, in the order of the dimensions."""
     axes = tuple(itertools.chain(*sharding))
-    return tuple(n for n in AXES if lax.axis_size(n) > 1 and n not in axes), axes
+    others = {*axes, *divided}
+    return tuple(n for n in AXES if lax.axis_size(n) > 1 and n not in others), axes
 
 
 def _size(names: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """The losses of routers, of the whole batch of a step, and what is logged of them.
 
-The loss that balances experts is a product of two means over tokens. Both are of all devices and all
-microbatches: a device adds its share of the loss, whose gradients then sum up to that of the whole.
+The loss that balances experts is a product of two means over tokens. Both are of all devices and
+all microbatches: a device adds its share of the loss, and the gradients of all shares sum up to
+that of the loss.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collective_matmul.layers import (
     router_z_loss,
 )
 from train.config import Config
+from train.experts import balance_weight
 from train.mesh import AXES
 
 
@@ -36,11 +38,7 @@ class RouterLosses(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> RouterLosses:
         """The weights of a configuration."""
-        balance = config.balance_loss_weight
-        return cls(
-            config.model.router_loss_weight if balance is None else balance,
-            config.router_z_loss_weight,
-        )
+        return cls(balance_weight(config), config.router_z_loss_weight)
 
     def share(self, own: RouterStatistics, whole: RouterStatistics) -> jax.Array:
         """The share of a tensor group's tokens in the weighted losses, float32 [].

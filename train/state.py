@@ -402,12 +402,9 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:
     """Whether heads, hidden features and vocabulary can be sharded over tensor and fsdp."""
-    columns = (
-        model.num_heads,
-        model.num_key_value_heads,
-        model.hidden_features,
-        model.vocabulary_rows,
-    )
+    columns = [model.num_heads, model.num_key_value_heads, model.vocabulary_rows]
+    if model.num_experts is None:
+        columns.append(model.hidden_features)
     return all(n % (sizes.tensor * sizes.fsdp) == 0 for n in columns)
 
 

@@ -234,7 +234,9 @@ def _statistics_of_all(
     no loss reads these numbers.
     """
     if not RouterLosses.of(config).balance:
-        tokens = jnp.full(nothing.tokens.shape, config.batch_size * config.sequence_length, "float32")
+        tokens = jnp.full(
+            nothing.tokens.shape, config.batch_size * config.sequence_length, "float32"
+        )
         return dataclasses.replace(of_all_devices(nothing), tokens=tokens)
 
     def add(total: RouterStatistics, microbatch: Batch) -> tuple[RouterStatistics, None]:
