@@ -88,7 +88,15 @@ def loss(
 
     Returns:
       float32 [B, S], sharded as `tokens`.
+
+    Raises:
+      ValueError: for a model with experts.
     """
+    if config.num_experts is not None:
+        raise ValueError(
+            f"num_experts={config.num_experts}: models with experts are not computed over global"
+            " arrays; use `Llama.loss` in a shard_map, as the trainer does with --overlap auto"
+        )
     documents = None
     if document_lengths is not None:
         documents = _documents(document_lengths, tokens.shape[1])
@@ -149,16 +157,7 @@ def _apply_blocks(
 
 
 def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
-    """`models.llama.Block` with layers over global arrays, as a function.
-
-    Raises:
-      ValueError: for a model with experts.
-    """
-    if config.num_experts is not None:
-        raise ValueError(
-            f"num_experts={config.num_experts}: models with experts are not computed over global"
-            " arrays; use `Llama.loss` in a shard_map, as the trainer does with --overlap auto"
-        )
+    """`models.llama.Block` with layers over global arrays, as a function."""
 
     def build() -> Block:
         return Block(

@@ -34,6 +34,19 @@ def expert_devices(config: Config, sizes: MeshSizes) -> int:
     return math.prod(getattr(sizes, axis) for axis in expert_axes(config))
 
 
+def gathers_experts(config: Config, sizes: MeshSizes) -> bool:
+    """Whether the expert op can gather shards of weights over fsdp, if there are any: it divides
+    the rows of each matrix."""
+    if config.model.num_experts is None or "fsdp" in expert_axes(config):
+        return True
+    return config.model.hidden_features % (hidden_devices(config, sizes) * sizes.fsdp) == 0
+
+
+def hidden_devices(config: Config, sizes: MeshSizes) -> int:
+    """The number of devices that the hidden features of each expert are divided over."""
+    return 1 if config.expert_hidden_axis is None else getattr(sizes, config.expert_hidden_axis)
+
+
 def expert_implementation(overlap: str) -> tuple[str, ...] | None:
     """What exchanges tokens with a value of `Config.overlap`; None chooses."""
     return tuple(name for name in overlap.split(",") if name in _BACKENDS) or None
@@ -85,13 +98,12 @@ def worst_case_bytes(config: Config, sizes: MeshSizes) -> int:
     """Bytes of the hidden features of experts that a device has room for, of one layer and one
     microbatch: those of gate and up, for all pairs of a token and an expert of all devices that
     exchange tokens, since one device may get all of them."""
-    model, hidden = config.model, config.expert_hidden_axis
+    model, hidden = config.model, hidden_devices(config, sizes)
     groups = sizes.data * sizes.fsdp * sizes.tensor * config.gradient_accumulation_steps
     tokens = config.batch_size * config.sequence_length // groups
-    hidden_devices = 1 if hidden is None else getattr(sizes, hidden)
-    rows = expert_devices(config, sizes) * hidden_devices * tokens
+    rows = expert_devices(config, sizes) * hidden * tokens
     rows *= model.num_experts_per_token or 0
-    width = model.hidden_features // hidden_devices
+    width = model.hidden_features // hidden
     return 2 * rows * width * np.dtype(config.compute_dtype).itemsize
 
 

@@ -6,9 +6,10 @@ Scalable for LLM Training", 2025, distribute it and scale its updates. The mathe
 Newton and Schulz need a whole matrix. So matrices of equal shape and sharding travel together: an
 all-to-all makes each whole on one device, and another one sends it back. All devices of the mesh
 share the work. Replicas would compute the same, so each takes a part, and they gather the results.
-Matrices of experts stay with the devices that experts are divided over: other devices share theirs.
+Devices that have different experts are no replicas: each orthogonalizes its own.
 
-Legend: P is the number of devices of the mesh, n a number of matrices that P divides. A matrix may
+Legend: P is the number of devices that have parts or replicas of the same matrices, n a number of
+matrices that P divides. A matrix may
 have more than two dimensions, as attention kernels [features, heads, head_dim] do; *local is its
 local shape, *whole its global one. A sharding has the mesh axes of each dimension, outermost first.
 """
@@ -35,12 +36,13 @@ Params = dict[str, jax.Array]
 Sharding = tuple[tuple[str, ...], ...]
 
 #: What a part of a parameter's name says of its last dimensions: which ones the matmul contracts,
-#: and which ones it keeps. Dimensions before them count matrices, as those of stacked layers do.
+#: and which ones it keeps. Dimensions before them count matrices, as those of experts and of
+#: stacked layers do. The matrix of a router is small and left alone.
 _MATRICES = {
     ".attention.projection.": MuonDimensionNumbers(-3, (-2, -1)),
     ".attention.output.": MuonDimensionNumbers((-3, -2), -1),
     ".feed_forward.": MuonDimensionNumbers(-2, -1),
-    # Each expert has a matrix.
+    # Each expert has matrices of its own.
     ".experts.w_": MuonDimensionNumbers(-2, -1),
 }
 #: A group of matrices of one shape and sharding travels in at most as many batches. While one
@@ -124,7 +126,11 @@ def to_whole(shards: jax.Array, sharding: Sharding, divided: Sequence[str] = ())
     """Makes each of n matrices whole on one device: [n, *local] -> [n/P, *whole].
 
     The axes of the mesh that shard nothing are its replicas. Each takes its part of the matrices.
-    Along the axes `divided`, devices have other matrices, and P does not count them.
+
+    Args:
+      shards: this device's parts.
+      sharding: the axes of each dimension of a matrix.
+      divided: the axes whose devices have different matrices.
     """
     replicas, axes = _axes(sharding, divided)
     if replicas:
@@ -165,14 +171,14 @@ class _Group(NamedTuple):
     Attributes:
       local: local shape of a matrix.
       sharding: the axes of each dimension.
+      divided: the axes whose devices have different matrices.
       numbers: the dimensions of the matrix.
-      divided: axes whose devices have different matrices, as those that experts are divided over.
     """
 
     local: tuple[int, ...]
     sharding: Sharding
-    numbers: MuonDimensionNumbers
     divided: tuple[str, ...]
+    numbers: MuonDimensionNumbers
 
 
 def _orthogonalize_all(updates: Params, config: OptimizerConfig, specs: Mapping[str, P]) -> Params:
@@ -198,16 +204,16 @@ def _orthogonalize_group(arrays: Sequence[jax.Array], group: _Group) -> list[jax
     A batch depends on its own matrices alone, so XLA may communicate it before, while or after it
     multiplies another one.
     """
-    devices = _size(AXES) // _size(group.divided)
+    devices = _size([name for name in AXES if name not in group.divided])
     rounds = -(-sum(map(len, arrays)) // devices)
     done: list[list[jax.Array]] = [[] for _ in arrays]
     for pieces in _batches([*map(len, arrays)], -(-rounds // _BATCHES) * devices):
         parts = [arrays[number][rows] for number, rows in pieces]
         ends = [*itertools.accumulate(map(len, parts))]
         filler = jnp.zeros((-ends[-1] % devices, *group.local), parts[0].dtype)
-        where = group.sharding, group.divided
-        whole = to_whole(jnp.concatenate([*parts, filler]), *where)
-        shards = to_shards(_orthogonalize(whole, group.numbers), *where)
+        axes = group.sharding, group.divided
+        whole = to_whole(jnp.concatenate([*parts, filler]), *axes)
+        shards = to_shards(_orthogonalize(whole, group.numbers), *axes)
         for (number, _), part, end in zip(pieces, parts, ends, strict=True):
             done[number].append(shards[end - len(part) : end])
     return [jnp.concatenate(parts) for parts in done]
@@ -245,7 +251,7 @@ def _group(name: str, shape: tuple[int, ...], spec: P) -> _Group:
     """The group of a parameter, of which `shape` is the local shape.
 
     Raises:
-      ValueError: if a dimension that counts matrices is sharded.
+      ValueError: if a dimension of layers is sharded.
     """
     numbers = matrix_dimensions(name)
     assert numbers is not None
@@ -253,14 +259,13 @@ def _group(name: str, shape: tuple[int, ...], spec: P) -> _Group:
     names += [()] * (len(shape) - len(names))
     sharding = tuple(tuple(n for n in dim if n and lax.axis_size(n) > 1) for dim in names)
     matrix = len(shape) - sum(map(len, _axes_of(numbers)))
-    counted = sharding[:matrix]
-    divided = counted[-1] if is_expert(name) else ()
-    if any(counted[: -1 if is_expert(name) else None]):
+    if any(sharding[: matrix - is_expert(name)]):
         raise ValueError(
             f"optimizer.kind='muon': {name} is sharded by {spec} over the layers that are stacked"
             " in it; expected its matrices to be sharded"
         )
-    return _Group(shape[matrix:], sharding[matrix:], numbers, divided)
+    divided = tuple(itertools.chain(*sharding[:matrix]))
+    return _Group(shape[matrix:], sharding[matrix:], divided, numbers)
 
 
 def _axes_of(numbers: MuonDimensionNumbers) -> list[Sequence[int]]:
@@ -279,10 +284,10 @@ def _order(sharding: Sharding) -> list[int]:
 
 
 def _axes(sharding: Sharding, divided: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that do not shard, and those that do, in the order of the dimensions."""
+    """The axes of replicas, and those that shard matrices, in the order of the dimensions."""
     axes = tuple(itertools.chain(*sharding))
-    others = {*axes, *divided}
-    return tuple(n for n in AXES if lax.axis_size(n) > 1 and n not in others), axes
+    used = (*axes, *divided)
+    return tuple(n for n in AXES if lax.axis_size(n) > 1 and n not in used), axes
 
 
 def _size(names: Sequence[str]) -> int:

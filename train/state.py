@@ -33,7 +33,7 @@ from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
-from train.experts import expert_axes, expert_implementation, is_expert
+from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
 from train.muon import muon
 from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
@@ -100,11 +100,12 @@ class ModelFunctions:
             _name(path): spec.get_value()
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
+        # A router is small. Whole and in float32, it chooses the same experts on every mesh.
+        others = (".bias", ".router.kernel")
         self.matrices = frozenset(
             name
             for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) - self._stacked(name) > 1
-            and not name.endswith((".bias", ".router.kernel"))
+            if len(leaf.shape) - self._stacked(name) > 1 and not name.endswith(others)
         )
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
@@ -381,6 +382,14 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
             f" model.features={config.model.features}; choose a divisor, or leave out"
             " --weight-gather"
         )
+    if not gathers_experts(config, sizes):
+        divides = False
+        if config.weight_gather == "matmuls":
+            raise ValueError(
+                f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
+                f" model.hidden_features={config.model.hidden_features} of experts; choose a"
+                " divisor, or leave out --weight-gather"
+            )
     replicated = config.model.key_value_copies(sizes.tensor) > 1
     if config.weight_gather == "matmuls" and replicated:
         raise ValueError(

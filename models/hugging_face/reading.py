@@ -55,13 +55,13 @@ def load(
 
 def _read(folder: ModelFolder, parts: list[Tensor], leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """A parameter, of one tensor or of those of all experts."""
+    dtype: Any = leaf.dtype
 
     def shard(index: Any) -> np.ndarray:
         if parts[0].expert is None:
-            return _part(folder, parts[0], leaf.shape, index).astype(leaf.dtype)
-        wanted, shape = parts[index[0]], [len(range(n)[i]) for n, i in zip(leaf.shape, index)]
-        own = np.empty(shape, leaf.dtype)
-        for place, tensor in enumerate(wanted):
+            return _part(folder, parts[0], leaf.shape, index).astype(dtype)
+        own = np.empty([len(range(n)[i]) for n, i in zip(leaf.shape, index, strict=True)], dtype)
+        for place, tensor in enumerate(parts[index[0]]):
             own[place] = _part(folder, tensor, leaf.shape[1:], index[1:])
         return own
 

@@ -18,7 +18,14 @@ Array = jax.Array | np.ndarray
 
 def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> Array:
     """int32 tokens [B, S] -> logits [B, S, vocabulary_size]."""
-    x = params["embedding"][tokens]
+    return logits_and_router_logits(config, params, tokens)[0]
+
+
+def logits_and_router_logits(
+    config: LlamaConfig, params: Mapping[str, Array], tokens: Array
+) -> tuple[Array, list[Array]]:
+    """The same, and the logits [B, S, experts] of each layer's router, if there are any."""
+    x, of_routers = params["embedding"][tokens], []
     for layer in range(config.num_layers):
         local = {
             name.removeprefix(f"layers.{layer}."): value
@@ -26,10 +33,15 @@ def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> A
             if name.startswith(f"layers.{layer}.")
         }
         x = x + _attention(config, local, _norm(config, x, local["attention_norm.scale"]))
-        x = x + _feed_forward(local, _norm(config, x, local["feed_forward_norm.scale"]))
+        normed = _norm(config, x, local["feed_forward_norm.scale"])
+        if config.num_experts is None:
+            x = x + _feed_forward(local, normed)
+        else:
+            of_routers.append(normed @ local["experts.router.kernel"])
+            x = x + _experts(config, local, normed, of_routers[-1])
     x = _norm(config, x, params["norm.scale"])
     head = params["embedding"].T if config.tied_head else params["head.kernel"]
-    return jnp.einsum("bsf,fv->bsv", x, head)[..., : config.vocabulary_size]
+    return jnp.einsum("bsf,fv->bsv", x, head)[..., : config.vocabulary_size], of_routers
 
 
 def loss(config: LlamaConfig, params: Mapping[str, Array], tokens: Array, targets: Array) -> Array:
@@ -47,6 +59,29 @@ def _feed_forward(params: Mapping[str, Array], x: Array) -> Array:
     gate, up, down = (params[f"feed_forward.{name}.kernel"] for name in ("gate", "up", "down"))
     gated = x @ gate
     return (gated * jax.nn.sigmoid(gated) * (x @ up)) @ down
+
+
+def _experts(config: LlamaConfig, params: Mapping[str, Array], x: Array, logits: Array) -> Array:
+    """All experts of all tokens, of which the chosen have a weight."""
+    scores = jax.nn.softmax(logits)
+    ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
+    weights = jnp.where(ranks < config.num_experts_per_token, scores, 0)
+    if config.normalize_expert_weights:
+        weights /= weights.sum(-1, keepdims=True)
+    gate, up, down = (params[f"experts.w_{name}"] for name in ("gate", "up", "down"))
+    gated = jnp.einsum("bsf,efh->bseh", x, gate)
+    hidden = gated * jax.nn.sigmoid(gated) * jnp.einsum("bsf,efh->bseh", x, up)
+    return jnp.einsum("bseh,ehf,bse->bsf", hidden, down, weights)
+
+
+def router_losses(config: LlamaConfig, of_routers: list[Array]) -> tuple[Array, Array]:
+    """The loss that balances experts and the one of large logits, of all layers' routers."""
+    logits = jnp.concatenate([each.reshape(-1, each.shape[-1]) for each in of_routers])
+    scores = jax.nn.softmax(logits)
+    ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
+    chosen = jnp.mean(ranks < config.num_experts_per_token, 0)
+    balance = logits.shape[-1] * jnp.sum(chosen * jnp.mean(scores, 0))
+    return balance, jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
 
 
 def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Array:

@@ -27,6 +27,8 @@ from models.families.llama3 import llama3_8b, llama3_70b
         ("qwen3-0.6b", 0.60),
         ("qwen3-8b", 8.19),
         ("qwen3-32b", 32.8),
+        ("mixtral-8x7b", 46.7),
+        ("qwen3-30b-a3b", 30.5),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset, billions):
@@ -36,8 +38,42 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
     small = config.num_layers * config.head_dim
     small *= heads * config.projection_bias + 2 * config.query_key_norm
     embedding = config.vocabulary_size * config.features * (not config.tied_head)
-    total = config.matmul_parameters + norms + small + embedding
+    idle = (config.num_experts or 1) - (config.num_experts_per_token or 1)
+    idle *= config.num_layers * 3 * config.features * config.hidden_features
+    total = config.matmul_parameters + norms + small + embedding + idle
     assert round(total / 1e9, 2 if billions < 10 else 1) == billions
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3)])
+def test_a_token_is_multiplied_by_its_own_experts(preset, billions):
+    config = PRESETS[preset]()
+    embedding = config.vocabulary_size * config.features
+    assert round((config.matmul_parameters + embedding) / 1e9, 1) in (billions, billions + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_experts": 8}, "num_experts=8 and num_experts_per_token=None: give both, or neither"),
+        ({"num_experts_per_token": 2}, "num_experts=None and num_experts_per_token=2: give both"),
+        (
+            {"num_experts": 4, "num_experts_per_token": 5},
+            "num_experts_per_token=5: expected at most num_experts=4",
+        ),
+        ({"router_loss_weight": -0.1}, "router_loss_weight=-0.1: expected 0 or a positive number"),
+    ],
+    ids=str,
+)
+def test_experts_that_do_not_fit_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(debug(), **changes)
+
+
+def test_a_tensor_axis_divides_experts():
+    model = PRESETS["mixtral-8x7b"]()
+    model.check_tensor_axis(8)
+    with pytest.raises(ValueError, match="num_experts=8 is not divisible by a tensor axis of 16"):
+        model.check_tensor_axis(16)
 
 
 def test_any_preset_can_be_cut_to_fewer_layers():

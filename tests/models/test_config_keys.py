@@ -202,6 +202,17 @@ def test_the_original_context_is_by_default_the_longest():
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
             "layer_types asks for sliding_attention, and use_sliding_window=False",
         ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0: expected an int"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, "is more than the number of exp"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 9}, "two names of one"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "some layers have experts and other"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers=3: expected a list"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": 1}, "norm_topk_prob=1: expected true or f"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2},
+            "max_window_layers=2 with use_sliding_window=True",
+        ),
         # The window that the key leaves out has 4096 tokens, in the last 4 of 32 layers.
         ({"model_type": "qwen2", "use_sliding_window": True}, "layers differ"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not known"),

@@ -27,6 +27,9 @@ MODELS = {
     "norms of heads": dataclasses.replace(SMALL, family="qwen3", query_key_norm=True, head_dim=6),
     "window": dataclasses.replace(SMALL, family="mistral", sliding_window=3),
     "few heads of keys": dataclasses.replace(SMALL, num_key_value_heads=2, projection_bias=True),
+    "experts": dataclasses.replace(
+        SMALL, family="mixtral", num_experts=8, num_experts_per_token=3, hidden_features=12
+    ),
     "padded": dataclasses.replace(SMALL, vocabulary_size=23).padded_for(4),
     "padded and tied": dataclasses.replace(SMALL, vocabulary_size=23, tied_head=True).padded_for(4),
 }
@@ -206,6 +209,8 @@ def test_a_sliding_window_of_qwen_is_that_of_all_layers(keys, window):
 def test_a_model_that_its_family_has_not_is_not_written():
     with pytest.raises(ValueError, match="projection_bias=True: models of the family 'llama' have"):
         write_config(dataclasses.replace(SMALL, projection_bias=True))
+    with pytest.raises(ValueError, match="num_experts=8: models of the family 'llama' have None"):
+        write_config(dataclasses.replace(MODELS["experts"], family="llama"))
 
 
 def test_a_model_that_the_library_would_refuse_is_not_written():

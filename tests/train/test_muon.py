@@ -196,6 +196,41 @@ def test_it_equals_optax_on_every_mesh(sizes, zero, stack):
         np.testing.assert_allclose(stacked(found)[name], leaf, atol=1e-5, err_msg=name)
 
 
+#: Experts over tensor, of which fsdp shards each or has replicas; over fsdp; over both. Stacked.
+EXPERTS = {
+    "layers.0.experts.w_gate": P("tensor", "fsdp", None),
+    "layers.0.experts.w_up": P("tensor", None, None),
+    "layers.1.experts.w_up": P("fsdp", None, "tensor"),
+    "layers.experts.w_up": P(None, ("fsdp", "tensor"), None, None),
+}
+
+
+def test_experts_are_matrices_wherever_they_are():
+    generator = np.random.default_rng(0)
+    sizes = {name: (3, 4, 8, 6)[4 - len(spec) :] for name, spec in EXPERTS.items()}
+    arrays = {name: generator.normal(size=size).astype("f") for name, size in sizes.items()}
+    optimizer = make_optimizer(OPTIMIZER, TINY.steps, EXPERTS)
+
+    def update(gradients: Params) -> Any:
+        return optimizer.update(gradients, optimizer.init(gradients), gradients)[0]
+
+    mesh = make_mesh(MeshSizes(data=2, fsdp=2, tensor=2))
+    sharded = jax.shard_map(update, mesh=mesh, in_specs=(EXPERTS,), out_specs=EXPERTS)
+    found = jax.jit(sharded)(arrays)
+    one = optax.contrib.muon(
+        make_schedule(OPTIMIZER, TINY.steps),
+        beta=OPTIMIZER.muon_momentum,
+        weight_decay=OPTIMIZER.weight_decay,
+        consistent_rms=OPTIMIZER.muon_update_rms,
+    )
+    updated = jax.jit(lambda matrix: one.update(matrix, one.init(matrix), matrix)[0])
+    for name, array in arrays.items():
+        matrices = [updated(matrix) for matrix in array.reshape(-1, 8, 6)]
+        expected = np.reshape(matrices, array.shape)
+        np.testing.assert_allclose(found[name], expected, atol=1e-5, err_msg=name)
+    assert matrix_dimensions("layers.0.experts.router.kernel") is None
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [

@@ -20,11 +20,16 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from transformers.core_model_loading import (  # pyright: ignore[reportMissingImports]
+    revert_weight_conversion,
+)
 
 from tests.models.hugging_face.tiny_folders import FOLDERS
 
 HERE = Path(__file__).parent
 TOKENS = [3, 1, 4, 15, 9]
+#: Types whose layers do not say what window they have.
+ONE_WINDOW = ("mistral", "mixtral")
 
 
 def described(file: Path) -> dict[str, Any]:
@@ -32,14 +37,18 @@ def described(file: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     _run_small(config)
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    # By the names in files, where experts are not stacked.
+    stored = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: list(value.shape) for name, value in stored.items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     lines = "\n".join(f"{name} {shape}" for name, shape in sorted(shapes.items()))
     rotary = type(model.model.rotary_emb)(config)
     frequencies = [float(f"{value:.8g}") for value in rotary.inv_freq.tolist()]
     layers = model.model.layers
-    everywhere = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    everywhere = (
+        getattr(config, "sliding_window", None) if config.model_type in ONE_WINDOW else None
+    )
     windows = {getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers}
     return {
         "tensors": hashlib.sha256(lines.encode()).hexdigest()[:16],
@@ -49,7 +58,7 @@ def described(file: Path) -> dict[str, Any]:
         "windows": sorted(windows, key=str),
         "frequencies": frequencies[:: max(1, len(frequencies) // 8)],
         "scaling": rotary.attention_scaling,
-        "activation": type(layers[0].mlp.act_fn).__name__,
+        "activation": type(getattr(layers[0].mlp, "experts", layers[0].mlp).act_fn).__name__,
     }
 
 
@@ -58,6 +67,7 @@ def _run_small(config: Any) -> None:
     small = copy.deepcopy(config)
     small.hidden_size = 8 * small.num_attention_heads
     small.intermediate_size = small.vocab_size = 16
+    small.moe_intermediate_size = 16
     small.num_hidden_layers, small.pad_token_id = 1, None
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:1]

@@ -15,6 +15,11 @@ from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
 
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 1,
@@ -127,11 +132,36 @@ QWEN3: dict[str, Any] = QWEN2 | {
     "transformers_version": "4.51.0",
     "vocab_size": 151936,
 }
+MIXTRAL: dict[str, Any] = without(MISTRAL, "sliding_window") | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "transformers_version": "4.36.0.dev0",
+}
+QWEN3_MOE: dict[str, Any] = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
-
-
-def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def version_5(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -312,6 +342,29 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "use_sliding_window": True,
     },
+    "mixtral": MIXTRAL,
+    "mixtral-version-5": version_5(MIXTRAL, head_dim=None, router_jitter_noise=0.0),
+    "mixtral-jitter": MIXTRAL | {"router_jitter_noise": 0.01},
+    "mixtral-few-keys": without(
+        MIXTRAL, "num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"
+    ),
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-version-5": without(
+        version_5(QWEN3_MOE, num_local_experts=128), "num_experts", "max_window_layers"
+    ),
+    "qwen3-moe-few-keys": without(
+        QWEN3_MOE,
+        "head_dim",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "moe_intermediate_size",
+        "hidden_size",
+        "mlp_only_layers",
+        "num_hidden_layers",
+    ),
+    "qwen3-moe-dense-layers": QWEN3_MOE | {"mlp_only_layers": [0, 47]},
+    "qwen3-moe-every-second": QWEN3_MOE | {"decoder_sparse_step": 2},
     "qwen3-window-not-in-use": QWEN3 | {"layer_types": ["sliding_attention"] * 36},
 }
 _TEXT = json.dumps(LLAMA)
