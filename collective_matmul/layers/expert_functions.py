@@ -142,7 +142,7 @@ def routed_experts(
         )
     leading = axes.leading(context, x)
     is_global = isinstance(context, GlobalArrays)
-    weight_axis = None if is_global else axes.local_weight_axis
+    weight_axis = axes.local_weight_axis  # Global weights are whole on shards.
 
     def on_shards(
         tokens: Any, routing: Any, ws: ExpertWeights

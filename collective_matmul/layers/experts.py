@@ -177,7 +177,7 @@ class ExpertMLP(nnx.Module):
         rngs: nnx.Rngs,
         **router: Unpack[RouterOptions],
     ):
-        self.shape = experts, in_features, hidden_features
+        self.sizes = experts, in_features, hidden_features
         self.dtype, self.mesh = dtype, mesh
         self.axes = ExpertAxes.of(
             axis_name, hidden_axis_name, weight_axis_name, token_dimension, data_axis_name
@@ -188,7 +188,7 @@ class ExpertMLP(nnx.Module):
         self._check_sizes()
         initial: Any = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.router = Router(in_features, experts, choices, **initial, **router)
-        ws = _initial_weights(self.shape, self.axes.weight_specs, **initial)
+        ws = _initial_weights(self.sizes, self.axes.weight_specs, **initial)
         self.w_gate, self.w_up, self.w_down = ws
         layer_checks.shared_expert(shared_features, shared_gate)
         self.shared: SharedExpert | None = nnx.data(None)
@@ -204,16 +204,16 @@ class ExpertMLP(nnx.Module):
           ValueError: if they do not fit.
         """
         for name, size in zip(
-            ("experts", "in_features", "hidden_features"), self.shape, strict=True
+            ("experts", "in_features", "hidden_features"), self.sizes, strict=True
         ):
             layer_checks.sizes(name, size)
         axes, hidden_axis = self.axes.expert_axes, self.axes.hidden_axis
         sizes = [known_axis_size(axis, self.mesh) for axis in axes]
         if axes and None not in sizes:
             devices = math.prod(size or 1 for size in sizes)
-            layer_checks.features("experts", self.shape[0], " and ".join(axes), devices)
+            layer_checks.features("experts", self.sizes[0], " and ".join(axes), devices)
         if hidden_axis and (devices := known_axis_size(hidden_axis, self.mesh)):
-            layer_checks.features("hidden_features", self.shape[2], hidden_axis, devices)
+            layer_checks.features("hidden_features", self.sizes[2], hidden_axis, devices)
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None
@@ -230,7 +230,7 @@ class ExpertMLP(nnx.Module):
         kernel, bias = self.router.kernel[...], self.router.bias
         bias = None if bias is None else bias[...]
         context = expert_context(self.axes, self.mesh, (x, ws))
-        self.axes.check_weights(context, ws, self.shape)
+        self.axes.check_weights(context, ws, self.sizes)
         y, statistics = routed_experts(
             context, self.axes, self.router, self.options, (x, mask), (kernel, bias), ws, dtype
         )
