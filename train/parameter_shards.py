@@ -180,7 +180,7 @@ def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
 
 
 def _specs(state: Tree) -> list[tuple[bool, P]]:
-    """Of each array of a state, whether it has the matrices of experts, and its spec."""
+    """Whether each array of a state has the matrices of experts, and its spec."""
     specs = jax.tree_util.tree_leaves_with_path(
         nnx.get_partition_spec(state), is_leaf=lambda leaf: isinstance(leaf, P)
     )

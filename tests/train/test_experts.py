@@ -261,7 +261,7 @@ def test_sizes_that_are_left_open_divide_the_experts(mesh, changes, expected):
 
 
 def test_memory_has_room_for_the_worst_case_of_a_router():
-    """Of hidden features that are kept, for each layer; or computed again, for none."""
+    """Each layer keeps its hidden features, or none if they are computed again."""
     config = dataclasses.replace(RUN, expert_axes="both", scan_layers=1)
     sizes = MeshSizes(2, 2, 2)
     mesh = make_abstract_mesh(sizes)
