@@ -26,11 +26,13 @@ class ExpertPlacement:
       axis_name: the axis that experts are divided over, or several, or ().
       hidden_axis_name: the axis that divides the hidden features of experts, or None.
       implementation: as `collective_matmul.expert_mlp` takes it.
+      recompute_hidden: likewise.
     """
 
     axis_name: str | tuple[str, ...]
     hidden_axis_name: str | None = None
     implementation: str | tuple[str, ...] | None = None
+    recompute_hidden: bool = False
 
     @classmethod
     def of(
@@ -38,12 +40,13 @@ class ExpertPlacement:
         axis_name: str | Sequence[str],
         hidden_axis_name: str | None,
         implementation: str | Sequence[str] | None,
+        recompute_hidden: bool = False,
     ) -> ExpertPlacement:
         """The placement, hashable whatever sequences there are."""
         names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
         if not isinstance(implementation, str | None):
             implementation = tuple(implementation)
-        return cls(names, hidden_axis_name, implementation)
+        return cls(names, hidden_axis_name, implementation, recompute_hidden)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -85,6 +88,7 @@ def make_experts(
         hidden_axis_name=placement.hidden_axis_name,
         weight_axis_name=None if weight_axis_name in placement.axes else weight_axis_name,
         implementation=placement.implementation,
+        recompute_hidden=placement.recompute_hidden,
         dtype=dtype,
         kernel_init=kernel_init,
         rngs=rngs,

@@ -19,6 +19,7 @@ from flax import nnx
 from collective_matmul import (
     ATTENTION_CHECKPOINT_NAME,
     CHECKPOINT_NAME,
+    HIDDEN_CHECKPOINT_NAME,
     SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
     dot_product_attention,
@@ -223,6 +224,8 @@ class Llama(nnx.Module):
       expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
       expert_implementation: what exchanges tokens, as `collective_matmul.expert_mlp` takes it;
         with implementation="plain" it is "xla". Experts multiply in `dtype`, not in 8 bits.
+      recompute_expert_hidden: whether the backward computes the hidden features of experts again,
+        as `collective_matmul.expert_mlp` does; with remat="full" it does.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -249,6 +252,7 @@ class Llama(nnx.Module):
         expert_axis_name: str | Sequence[str] | None = None,
         expert_hidden_axis_name: str | None = None,
         expert_implementation: str | Sequence[str] | None = None,
+        recompute_expert_hidden: bool = False,
         rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
@@ -261,6 +265,8 @@ class Llama(nnx.Module):
             axis_name if expert_axis_name is None else expert_axis_name,
             expert_hidden_axis_name,
             "xla" if implementation == "plain" else expert_implementation,
+            # Else the forward would exchange tokens again for them.
+            recompute_expert_hidden or remat == "full",
         )
         self.config = config
         self.axis_name = axis_name
@@ -477,7 +483,9 @@ def rematerialize(fun: Callable, remat: Remat) -> Callable:
     """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":
         return fun
-    results = (CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME)
+    results = (
+        CHECKPOINT_NAME, HIDDEN_CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME
+    )  # fmt: skip
     results = results if remat == "dots" else ()
     policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
     return jax.checkpoint(fun, policy=policy)

@@ -74,7 +74,11 @@ BACKEND_FILES: dict[str, tuple[str, ...]] = {
     "ring_direct": _RINGS,
     "one_shot": ("collective_matmul/ops/matmul/one_shot/",),
     "fused": ("collective_matmul/ops/matmul/fused/",),
-    "exchange": ("collective_matmul/ops/experts/exchange.py",),
+    # The name of a use of schedules too.
+    "exchange": (
+        "collective_matmul/ops/experts/exchange.py",
+        "collective_matmul/schedule/schedules.py",
+    ),
     "triton": ("collective_matmul/ops/experts/grouped/triton",),
 }
 #: What the folder of each family of ops may have. "xla" is its reference.

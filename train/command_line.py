@@ -22,6 +22,7 @@ from train.config_file import config_text, read_config
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
+from train.experts import describe_experts
 from train.initial_weights import with_model_of
 from train.loop import NonFiniteError, train
 from train.mesh import mesh_sizes
@@ -118,6 +119,7 @@ def announce(setup: Setup, console: Console) -> None:
         f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
         *describe_processes(),
         *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
+        *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),

@@ -18,6 +18,7 @@ from models.llama import Remat
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
 WeightGather = Literal["auto", "matmuls", "blocks"]
+ExpertAxes = Literal["tensor", "fsdp", "both", "none"]
 
 
 class MeshSizes(NamedTuple):
@@ -149,6 +150,21 @@ class Config:
     weight_gather: WeightGather = "auto"
     """Where weights are gathered with --zero 3: in the loop of each matmul (matmuls), or block by
     block, one block ahead (blocks); auto: in matmuls if --overlap auto may choose rings for it."""
+    expert_axes: ExpertAxes = "tensor"
+    """Axes of the mesh that divide the experts of a model: tensor; fsdp, whose devices then
+    exchange tokens instead of weights, with or without --zero; both; or none."""
+    expert_hidden_axis: Literal["tensor"] | None = None
+    """Axis that divides the hidden features of each expert, for few large experts; it cannot divide
+    the experts too. Default: none does."""
+    recompute_expert_hidden: bool = False
+    """Compute the hidden features of experts again in the backward. Kept, they take room for the
+    worst case that a router can choose. --remat full does so too."""
+    balance_loss_weight: float | None = None
+    """Weight of the loss that balances experts over the tokens of a step; default: that of the
+    model. More than 0 with gradient accumulation costs a forward more: the loss is of all
+    microbatches together."""
+    router_z_loss_weight: float = 0.0
+    """Weight of the loss that keeps the logits of routers small."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over the data and fsdp axes."""
     remat: Remat = "none"

@@ -13,6 +13,7 @@ from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
 from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
+from train.experts import check_experts, on_tensor_axis
 
 #: Steps, tokens and their places are counted in int32.
 _LARGEST = 2**31 - 1
@@ -46,7 +47,8 @@ def check(config: Config, sizes: MeshSizes) -> None:
         _check_rewrite_jit(config)
     _check_fp8(config)
     check_optimizer(config.optimizer)
-    config.model.check_tensor_axis(sizes.tensor)
+    check_experts(config, sizes)
+    on_tensor_axis(config).check_tensor_axis(sizes.tensor)
     if config.sequence_length % sizes.tensor:
         raise ValueError(
             f"sequence_length={config.sequence_length} is not divisible by"

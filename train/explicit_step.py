@@ -66,8 +66,9 @@ def required_sites(model: ModelFunctions) -> int:
 
 def explicit_loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch, *, rewrite: bool
-) -> tuple[jax.Array, Params]:
-    """Mean loss of the whole batch, and its gradient with respect to the global parameters.
+) -> tuple[dict[str, jax.Array], Params]:
+    """Mean loss of the whole batch, as "loss", and its gradient with respect to the global
+    parameters.
 
     With `rewrite` the loss is passed to `overlap` before it is differentiated: the gradients are
     those of the library's ops, as with its layers.
@@ -99,7 +100,8 @@ def explicit_loss_and_grads(
         return total, jax.tree.map(lambda p, g: g.astype(p.dtype), params, grads)
 
     if not model.accumulates:
-        return loss_and_grads(batch)
+        total, grads = loss_and_grads(batch)
+        return {"loss": total}, grads
 
     def add(total: tuple[jax.Array, Params], microbatch: Batch) -> tuple[Any, None]:
         one = loss_and_grads(microbatch)
@@ -108,8 +110,8 @@ def explicit_loss_and_grads(
 
     cut = functools.partial(_microbatches, config.gradient_accumulation_steps)
     nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-    total_and_grads, _ = lax.scan(add, nothing, jax.tree.map(cut, batch))
-    return total_and_grads
+    (total, grads), _ = lax.scan(add, nothing, jax.tree.map(cut, batch))
+    return {"loss": total}, grads
 
 
 @jax.named_scope("weights")

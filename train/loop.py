@@ -135,7 +135,7 @@ class _StepEnd:
         interval_ends = number % self.setup.config.log_interval == 0
         first_or_last = not self.reporter.records or number == self.setup.config.steps
         if interval_ends or first_or_last or not finite:
-            record = self.meter.record(number, loss, grad_norm, float(metrics["learning_rate"]))
+            record = self.meter.record(number, **{name: float(x) for name, x in metrics.items()})
             self.reporter.report(record)
             if self.listener is not None:
                 self.listener(record)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 from models.llama import Remat
 from train.config import Config, MeshSizes, Zero
+from train.experts import on_tensor_axis
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
@@ -120,7 +121,7 @@ def advice(
             if total <= limit:
                 flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
                 return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
-    fitting = [n for n in range(1, 129) if config.model.fits_tensor_axis(n)]
+    fitting = [n for n in range(1, 129) if on_tensor_axis(config).fits_tensor_axis(n)]
     largest = max(sizes.tensor, *fitting)
     # The state is sharded over the tensor axis, up to a few vectors.
     least = memory.state * sizes.tensor // largest
@@ -151,7 +152,7 @@ def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshS
             same = config.zero if mesh == sizes else 0
             yield from ((zero, mesh) for zero in get_args(Zero) if zero > same)
     for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):
-        if config.model.fits_tensor_axis(tensor):
+        if on_tensor_axis(config).fits_tensor_axis(tensor):
             yield config.zero, sizes._replace(tensor=tensor)
     fsdp = 2 * groups.fsdp
     while config.batch_size % fsdp == 0:

@@ -9,6 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from models.config import LlamaConfig
 from train.config import Config, MeshSizes
+from train.experts import expert_axes, expert_devices, on_tensor_axis
 
 AXES = MeshSizes._fields
 #: The axes whose devices have sequences of their own.
@@ -21,7 +22,8 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
     """The sizes of the axes, with every 0 filled in for `devices` devices.
 
     The tensor axis takes as many as divide the model. With ZeRO the fsdp axis takes the rest,
-    without it the data axis does.
+    without it the data axis does. An fsdp axis that divides experts takes as many of these devices
+    as it can.
 
     A tensor axis of 0 stays within a process, of `local_devices` devices; default: all.
 
@@ -38,10 +40,11 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
             )
     remaining = max(devices // (max(mesh.data, 1) * max(mesh.fsdp, 1)), 1)
     remaining = math.gcd(remaining, local_devices or remaining)
-    tensor = mesh.tensor or _largest_tensor_axis(config.model, remaining)
+    tensor = mesh.tensor or _largest_tensor_axis(on_tensor_axis(config), remaining)
     fsdp = mesh.fsdp or 1
-    if config.zero and not mesh.fsdp:
+    if not mesh.fsdp and (config.zero or "fsdp" in expert_axes(config)):
         fsdp = max(devices // (tensor * max(mesh.data, 1)), 1)
+        fsdp = _largest_expert_axis(config, tensor, fsdp)
     sizes = MeshSizes(mesh.data or max(devices // (tensor * fsdp), 1), fsdp, tensor)
     if sizes.devices > devices:
         raise ValueError(
@@ -55,6 +58,19 @@ def _largest_tensor_axis(model: LlamaConfig, devices: int) -> int:
     """The largest divisor of `devices` that the model can be sharded over."""
     sizes = range(1, devices + 1)
     return max(n for n in sizes if devices % n == 0 and model.fits_tensor_axis(n))
+
+
+def _largest_expert_axis(config: Config, tensor: int, devices: int) -> int:
+    """The largest divisor of `devices` that an fsdp axis may have which divides the experts; all
+    devices if it does not divide any."""
+    experts = config.model.num_experts
+    if experts is None or "fsdp" not in expert_axes(config):
+        return devices
+
+    def divides(n: int) -> bool:
+        return experts % expert_devices(config, MeshSizes(1, n, tensor)) == 0
+
+    return max((n for n in range(1, devices + 1) if devices % n == 0 and divides(n)), default=1)
 
 
 def make_mesh(sizes: MeshSizes) -> Mesh:

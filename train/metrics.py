@@ -100,6 +100,13 @@ class Record:
     """Wall time per step, including waits and saves."""
     data_seconds: float
     """Part of that spent waiting for the batch."""
+    balance_loss: float | None = None
+    """Loss that balances experts, before its weight: the number of experts of a token if they are
+    balanced. None for a model without experts, as the next two."""
+    router_z_loss: float | None = None
+    """Mean square of the log of the sum of exponentials of a router's logits, before its weight."""
+    largest_over_mean: float | None = None
+    """Tokens of the expert with most of them over the mean of its layer, of the worst layer."""
 
 
 class Meter:
@@ -150,8 +157,11 @@ class Meter:
         """Counts a step whose result has arrived."""
         self._steps += 1
 
-    def record(self, step: int, loss: float, grad_norm: float, learning_rate: float) -> Record:
-        """The record of the interval that ends with `step`. Starts the next interval."""
+    def record(
+        self, step: int, loss: float, grad_norm: float, learning_rate: float, **routers: float
+    ) -> Record:
+        """The record of the interval that ends with `step`. Starts the next interval. `routers` are
+        the fields that only models with experts have."""
         seconds = (self._clock() - self._started) / self._steps
         data_seconds = self._data_seconds / self._steps
         self.start()
@@ -169,4 +179,5 @@ class Meter:
             memory_bytes=peak_memory_bytes(self._device),
             step_seconds=seconds,
             data_seconds=data_seconds,
+            **routers,
         )

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from train.config import OptimizerConfig
+from train.experts import is_expert
 from train.mesh import AXES
 
 Params = dict[str, jax.Array]
@@ -99,7 +100,7 @@ def muon(
 
 def matrix_dimensions(name: str) -> MuonDimensionNumbers | None:
     """The dimensions of a parameter that are a matrix, or None for those that Muon leaves alone."""
-    if not (name.endswith(".kernel") or ".experts.w_" in name):
+    if not (name.endswith(".kernel") or is_expert(name)):
         return None
     return next((numbers for part, numbers in _MATRICES.items() if part in name), None)
 
@@ -258,7 +259,7 @@ def _group(name: str, shape: tuple[int, ...], spec: P) -> _Group:
     names += [()] * (len(shape) - len(names))
     sharding = tuple(tuple(n for n in dim if n and lax.axis_size(n) > 1) for dim in names)
     matrix = len(shape) - sum(map(len, _axes_of(numbers)))
-    if any(sharding[: matrix - (".experts." in name)]):
+    if any(sharding[: matrix - is_expert(name)]):
         raise ValueError(
             f"optimizer.kind='muon': {name} is sharded by {spec} over the layers that are stacked"
             " in it; expected its matrices to be sharded"

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
 from models.parameter_use import Gathers, arrays_of, as_varying
+from train.experts import is_expert
 from train.mesh import BATCH_AXES
 
 Tree = Any
 
-#: The axes of the batch that shard no parameters.
-REPLICA_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
+#: The dimension of experts' matrices that counts the experts, counted from the end.
+EXPERT_DIMENSION = -3
 
 
 def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[str, int]) -> P:
@@ -44,7 +45,7 @@ def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[s
     Returns:
       A spec with as many entries as dimensions, or `spec`.
     """
-    names = [*spec, *[None] * (len(shape) - len(spec))]
+    names: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
     if sharded_dimension(spec, axis_name) is not None:
         return P(*names)
 
@@ -62,9 +63,36 @@ def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[s
 def sharded_dimension(spec: P, axis_name: str) -> int | None:
     """The dimension that an axis shards, counted from the end of the spec, or None."""
     for place, names in enumerate(spec):
-        if axis_name in (names if isinstance(names, tuple) else (names,)):
+        if axis_name in _names(names):
             return place - len(spec)
     return None
+
+
+def gathered_dimension(spec: P, *, is_expert: bool) -> int | None:
+    """The dimension of a parameter that the fsdp axis shards and uses gather, or None.
+
+    Args:
+      spec: the axes of the parameter.
+      is_expert: whether it has the matrices of experts. Their number is the third dimension from
+        the end: devices that it is divided over have different experts, which stay where they are.
+    """
+    dimension = sharded_dimension(spec, "fsdp")
+    return None if is_expert and dimension == EXPERT_DIMENSION else dimension
+
+
+def replica_axes(spec: P) -> tuple[str, ...]:
+    """The axes of the batch along which devices have the same shard of a parameter.
+
+    A gradient is summed over these alone. Along the axes that experts are divided over, devices
+    exchange tokens, so the gradient of an expert has the terms of all of them already.
+    """
+    used = {name for names in spec for name in _names(names)}
+    return tuple(axis for axis in BATCH_AXES if axis not in used)
+
+
+def _names(names: Any) -> tuple[Any, ...]:
+    """The axes of one entry of a spec."""
+    return names if isinstance(names, tuple) else (names,)
 
 
 @dataclass(frozen=True)
@@ -95,7 +123,7 @@ class ZeroUse:
         if gathered is None or self.gathers is not None:
             leaves, structure = jax.tree.flatten(parameters)
             before = leaves if gathered is None else structure.flatten_up_to(gathered)
-            sources = zip(leaves, before, _dimensions(parameters), strict=True)
+            sources = zip(leaves, before, _dimensions(_specs(parameters)), strict=True)
             gathered = structure.unflatten(self._weight(*each, whole) for each in sources)
         return jax.tree.map(lambda leaf: as_varying(leaf, BATCH_AXES), gathered)
 
@@ -121,13 +149,12 @@ class ZeroUse:
         it, else as they came, which is half the memory."""
         gradients = arrays_of(gradients)
         leaves, structure = jax.tree.flatten(gradients)
-        for place, dimension in enumerate(_dimensions(gradients)):
-            replicas: Sequence[str] = BATCH_AXES
-            if dimension is not None:
-                replicas = REPLICA_AXES
-                if whole or self.gathers != "matmuls":
-                    leaves[place] = scatter(leaves[place], dimension, self.gradient_dtype)
+        specs = _specs(gradients)
+        for place, dimension in enumerate(_dimensions(specs)):
+            if dimension is not None and (whole or self.gathers != "matmuls"):
+                leaves[place] = scatter(leaves[place], dimension, self.gradient_dtype)
             if self.sums:
+                replicas = replica_axes(specs[place][1])
                 leaves[place] = sum_over(leaves[place], replicas, self.gradient_dtype)
         return jax.tree.unflatten(structure, leaves)
 
@@ -152,7 +179,17 @@ def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
     return lax.psum(gradient, tuple(axes))
 
 
-def _dimensions(state: Tree) -> list[int | None]:
-    """The dimension of each array of a state that the fsdp axis shards."""
-    specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda leaf: isinstance(leaf, P))
-    return [sharded_dimension(spec, "fsdp") for spec in specs]
+def _specs(state: Tree) -> list[tuple[bool, P]]:
+    """Whether each array of a state has the matrices of experts, and its spec."""
+    specs = jax.tree_util.tree_leaves_with_path(
+        nnx.get_partition_spec(state), is_leaf=lambda leaf: isinstance(leaf, P)
+    )
+    return [
+        (is_expert(jax.tree_util.keystr(path, simple=True, separator=".")), spec)
+        for path, spec in specs
+    ]
+
+
+def _dimensions(specs: Sequence[tuple[bool, P]]) -> list[int | None]:
+    """The dimension of each array that uses gather."""
+    return [gathered_dimension(spec, is_expert=of_experts) for of_experts, spec in specs]

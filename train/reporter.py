@@ -49,6 +49,12 @@ class Reporter:
         ("step time", 9, lambda r: f"{r.step_seconds:.3f} s"),
         ("data wait", 9, lambda r: f"{r.data_seconds:.3f} s"),
     )
+    #: Columns of models with experts.
+    _ROUTERS: tuple[tuple[str, int, Callable[[Record], str]], ...] = (
+        ("balance", 8, lambda r: f"{r.balance_loss:.4f}"),
+        ("z loss", 8, lambda r: f"{r.router_z_loss:.4f}"),
+        ("largest/mean", 12, lambda r: f"{r.largest_over_mean:.2f}"),
+    )
 
     def __init__(self, console: Console, writers: Sequence[Writer], *, first_step: int, steps: int):
         self.records: list[Record] = []
@@ -84,10 +90,13 @@ class Reporter:
 
     def report(self, record: Record) -> None:
         """Prints and writes one record."""
+        columns = self._COLUMNS
+        if record.balance_loss is not None:
+            columns += self._ROUTERS
         if not self.records:
-            self._print(name.rjust(width) for name, width, _ in self._COLUMNS)
+            self._print(name.rjust(width) for name, width, _ in columns)
         self.records.append(record)
-        self._print(text(record).rjust(width) for _, width, text in self._COLUMNS)
+        self._print(text(record).rjust(width) for _, width, text in columns)
         self.write("step", dataclasses.asdict(record))
 
     def evaluated(self, step: int, evaluation: Evaluation | None) -> None:

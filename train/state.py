@@ -33,8 +33,9 @@ from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
 from train.muon import muon
-from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
+from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
 #: Parameters as the model computes with them.
@@ -49,7 +50,8 @@ class ModelFunctions:
       abstract_params: global shapes and dtypes by name.
       specs: `PartitionSpec` by name.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
-      matrices: the names of all parameters but norms and biases.
+      matrices: the names of all parameters but norms, biases and routers, which are float32 and
+        whole wherever they are used.
       sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
         empty without ZeRO.
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
@@ -114,6 +116,10 @@ class ModelFunctions:
         for name in sorted(self.matrices):
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
+            if is_expert(name):
+                if sharded_dimension(spec, "fsdp") == EXPERT_DIMENSION:
+                    continue
+                stacked += 1  # Shards of matrices are gathered, and not their number.
             own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), "fsdp", sizes._asdict())
             dimension = sharded_dimension(own, "fsdp")
             if dimension is not None:
@@ -134,7 +140,11 @@ class ModelFunctions:
     def whole_matrices(self) -> dict[str, int]:
         """The parameters that the fsdp axis does not divide, and which stay whole: the number of
         matrices of each, which is that of the layers if they are stacked."""
-        whole = self.matrices - self.sharded_dimensions.keys()
+        whole = {
+            name
+            for name in self.matrices - self.sharded_dimensions.keys()
+            if sharded_dimension(self.specs[name], "fsdp") is None
+        }
         return {
             name: leaf.shape[0] if self._stacked(name) else 1
             for name, leaf in self.abstract_params.items()
@@ -145,6 +155,15 @@ class ModelFunctions:
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Number of parameters that compute with one token: of experts, those that it is sent
+        to."""
+        model = self._config.model
+        chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
+        counts = {name: math.prod(leaf.shape) for name, leaf in self.abstract_params.items()}
+        return round(sum(n * chosen if is_expert(name) else n for name, n in counts.items()))
 
     def _build(self, config: Config) -> Llama:
         return Llama(
@@ -160,6 +179,10 @@ class ModelFunctions:
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
             weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
             key_value_copies=config.model.key_value_copies(self._sizes.tensor),
+            expert_axis_name=expert_axes(config),
+            expert_hidden_axis_name=config.expert_hidden_axis,
+            expert_implementation=expert_implementation(config.overlap),
+            recompute_expert_hidden=config.recompute_expert_hidden,
             rngs=Keys(random_key(config.seed)),
         )
 
@@ -359,7 +382,7 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
             f" model.features={config.model.features}; choose a divisor, or leave out"
             " --weight-gather"
         )
-    if config.model.num_experts is not None and config.model.hidden_features % sizes.fsdp:
+    if not gathers_experts(config, sizes):
         divides = False
         if config.weight_gather == "matmuls":
             raise ValueError(

@@ -8,6 +8,7 @@ parameters that are replicated over the tensor axis. Over the other axes `train.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,9 +21,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
+from collective_matmul.layers import RouterStatistics
+from models.experts import no_statistics as statistics_of_none
 from train.config import Config
 from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
-from train.mesh import BATCH_AXES
+from train.mesh import AXES, BATCH_AXES
+from train.router_losses import RouterLosses, of_all_devices, router_metrics
 from train.state import (
     ModelFunctions,
     Params,
@@ -34,6 +38,8 @@ from train.state import (
 from train.zero import gathered_weights, summed_gradients, variables
 
 Metrics = dict[str, jax.Array]
+#: The loss of this device's targets, the statistics of routers on its tokens, and gradients.
+_Sums = tuple[jax.Array, RouterStatistics | None, Params]
 
 BATCH_SPEC = P(BATCH_AXES, None)
 
@@ -54,7 +60,8 @@ def make_step(
     and fsdp, where documents are kept apart "document_lengths", as `Llama` takes them, and of
     conversations "answers", 1 for targets that count.
     Metrics are float32 scalars: "loss", in nats per token that counts, "grad_norm", before
-    clipping, and "learning_rate", which the step was made with.
+    clipping, "learning_rate", which the step was made with, and with experts those of
+    `router_metrics`.
     """
     step = sharded_step(config, model, optimizer, mesh)
     # XLA hides gradient sums and gathered weights, which kernels that address peers would forbid.
@@ -97,9 +104,9 @@ def sharded_step(
         return new_state, {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, grads = loss_and_grads(config, model, state["params"], batch)
+        losses, grads = loss_and_grads(config, model, state["params"], batch)
         new_state, metrics = update_state(state, grads)
-        return new_state, {"loss": loss, **metrics}
+        return new_state, losses | metrics
 
     update_state = update
     if by_types:
@@ -127,17 +134,20 @@ def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Arr
     """The loss of each target in nats, float32 [b, S], 0 for one that does not count. Parameters
     and batch are local."""
     gathered = gathered_weights(model, params)
-    return losses(model, variables(model, params, gathered), gathered, batch)
+    return losses(model, variables(model, params, gathered), gathered, batch)[0]
 
 
 def losses(
     model: ModelFunctions, variables: Params, gathered: Weights | None, batch: Batch
-) -> jax.Array:
-    """The same from what `variables` and `gathered_weights` return."""
+) -> tuple[jax.Array, RouterStatistics | None]:
+    """The same from what `variables` and `gathered_weights` return; and the statistics of routers
+    on this device's tokens, if the model has any."""
     state = None if gathered is None else model.model_state(gathered)
     documents = batch.get("document_lengths")
-    each = model.merge(variables).loss(batch["inputs"], batch["targets"], documents, state)
-    return each if "answers" not in batch else each * batch["answers"]
+    inputs, targets = batch["inputs"], batch["targets"]
+    llama = model.merge(variables)
+    each, statistics = llama.loss_and_statistics(inputs, targets, documents, state)
+    return each if "answers" not in batch else each * batch["answers"], statistics
 
 
 def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
@@ -149,32 +159,93 @@ def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
 
 def _loss_and_grads(
     config: Config, model: ModelFunctions, params: Params, batch: Batch
-) -> tuple[jax.Array, Params]:
-    """Mean loss of the whole batch, and its gradient with respect to the local parameters."""
+) -> tuple[Metrics, Params]:
+    """Mean loss of the whole batch, and the gradient of all losses with respect to the local
+    parameters."""
     tokens = counted_tokens(config, batch)
     gathered = gathered_weights(model, params)
     local = variables(model, params, gathered)
+    routers = RouterLosses.of(config)
 
-    def loss(local: Params, microbatch: Batch) -> jax.Array:
-        return jnp.sum(losses(model, local, gathered, microbatch)) / tokens
+    def loss(
+        local: Params, microbatch: Batch, whole: RouterStatistics | None
+    ) -> tuple[jax.Array, tuple[jax.Array, RouterStatistics | None]]:
+        each, own = losses(model, local, gathered, microbatch)
+        total = cross_entropy = jnp.sum(each) / tokens
+        if own is not None:
+            total += routers.share(own, of_all_devices(own) if whole is None else whole)
+        return total, (cross_entropy, own)
 
-    loss_and_grads = jax.value_and_grad(loss)
+    def loss_and_grads(microbatch: Batch, whole: RouterStatistics | None = None) -> _Sums:
+        (_, (total, own)), grads = jax.value_and_grad(loss, has_aux=True)(local, microbatch, whole)
+        return total, own, grads
+
     if config.gradient_accumulation_steps == 1:
-        total, grads = loss_and_grads(local, batch)
-        return lax.psum(total, BATCH_AXES), summed_gradients(model, grads)
+        sums = loss_and_grads(batch)
+    else:
+        sums = _accumulated(config, model, loss_and_grads, local, gathered, batch)
+    total, own, grads = sums
+    metrics = {"loss": lax.psum(total, BATCH_AXES)}
+    if own is not None:
+        metrics |= router_metrics(of_all_devices(own))
+    return metrics, summed_gradients(model, grads)
+
+
+def _accumulated(
+    config: Config,
+    model: ModelFunctions,
+    loss_and_grads: Callable[..., _Sums],
+    local: Params,
+    gathered: Weights | None,
+    batch: Batch,
+) -> _Sums:
+    """The sums of what `loss_and_grads` returns for each microbatch."""
     microbatches = jax.tree.map(
         lambda array: array.reshape(config.gradient_accumulation_steps, -1, array.shape[-1]), batch
     )
+    everywhere = lax.pcast(jnp.zeros((), jnp.float32), AXES, to="varying")
+    no_statistics = statistics_of_none(config.model, everywhere)
+    whole = None
+    if no_statistics is not None:
+        whole = _statistics_of_all(config, model, no_statistics, local, gathered, microbatches)
 
-    def add(total, microbatch):
-        one = loss_and_grads(local, microbatch)
+    def add(sums: _Sums, microbatch: Batch) -> tuple[_Sums, None]:
+        one = loss_and_grads(microbatch, whole)
         with jax.named_scope("gradient_accumulation"):
-            return jax.tree.map(jnp.add, total, one), None
+            return jax.tree.map(jnp.add, sums, one), None
 
     nothing = lax.pcast(jnp.zeros((), jnp.float32), BATCH_AXES, to="varying")
     no_grads = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), local)
-    (total, grads), _ = lax.scan(add, (nothing, no_grads), microbatches)
-    return lax.psum(total, BATCH_AXES), summed_gradients(model, grads)
+    return lax.scan(add, (nothing, no_statistics, no_grads), microbatches)[0]
+
+
+def _statistics_of_all(
+    config: Config,
+    model: ModelFunctions,
+    nothing: RouterStatistics,
+    local: Params,
+    gathered: Weights | None,
+    microbatches: Batch,
+) -> RouterStatistics:
+    """The statistics of routers on all microbatches and devices, which each microbatch's share of
+    their losses depends on.
+
+    How many tokens each expert gets is known after a forward of all microbatches. It is left out if
+    no loss reads these numbers.
+    """
+    if not RouterLosses.of(config).balance:
+        tokens = jnp.full(
+            nothing.tokens.shape, config.batch_size * config.sequence_length, "float32"
+        )
+        return dataclasses.replace(of_all_devices(nothing), tokens=tokens)
+
+    def add(total: RouterStatistics, microbatch: Batch) -> tuple[RouterStatistics, None]:
+        _, own = losses(model, local, gathered, microbatch)
+        assert own is not None
+        return total + own, None
+
+    with jax.named_scope("router_statistics"):
+        return of_all_devices(lax.scan(add, nothing, microbatches)[0])
 
 
 def _global_norm(leaves: Params) -> jax.Array:

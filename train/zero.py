@@ -23,7 +23,7 @@ import jax
 from models.parameter_use import arrays_of, as_float32, as_varying
 from train.config import Config, MeshSizes
 from train.mesh import BATCH_AXES
-from train.parameter_shards import REPLICA_AXES, gather, scatter, sum_over
+from train.parameter_shards import gather, replica_axes, scatter, sum_over
 from train.state import ModelFunctions, Params, Weights
 
 
@@ -84,11 +84,9 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
 
     def summed(name: str, gradient: jax.Array) -> jax.Array:
         dimension = model.sharded_dimensions.get(name)
-        if dimension is None:
-            return sum_over(gradient, BATCH_AXES, model.gradient_dtype)
-        if model.zero == 1:
+        if dimension is not None and model.zero == 1:
             gradient = scatter(gradient, dimension, model.gradient_dtype)
-        return sum_over(gradient, REPLICA_AXES, model.gradient_dtype)
+        return sum_over(gradient, replica_axes(model.specs[name]), model.gradient_dtype)
 
     return as_float32({name: summed(name, gradient) for name, gradient in gradients.items()})
 
