@@ -20,7 +20,7 @@ from models.families.config_keys import (
     numbers,
     or_null,
 )
-from models.families.experts import EXPERT_KEYS, expert_fields, expert_keys
+from models.families.expert_keys import EXPERT_KEYS, expert_fields, expert_keys
 from models.families.family import COMMON_KEYS, EPSILON, Family, Fields
 
 

@@ -21,7 +21,7 @@ from models.families.config_keys import (
     or_null,
     shown,
 )
-from models.families.experts import EXPERT_KEYS, expert_fields, expert_keys
+from models.families.expert_keys import EXPERT_KEYS, expert_fields, expert_keys
 from models.families.family import COMMON_KEYS, LAYERS, Family, Fields
 
 

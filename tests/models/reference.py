@@ -65,7 +65,7 @@ def _experts(config: LlamaConfig, params: Mapping[str, Array], x: Array, logits:
     """All experts of all tokens, of which the chosen have a weight."""
     scores = jax.nn.softmax(logits)
     ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
-    weights = jnp.where(ranks < config.num_experts_per_token, scores, 0)
+    weights = jnp.where(ranks < (config.num_experts_per_token or 0), scores, 0)
     if config.normalize_expert_weights:
         weights /= weights.sum(-1, keepdims=True)
     gate, up, down = (params[f"experts.w_{name}"] for name in ("gate", "up", "down"))
@@ -79,7 +79,7 @@ def router_losses(config: LlamaConfig, of_routers: list[Array]) -> tuple[Array, 
     logits = jnp.concatenate([each.reshape(-1, each.shape[-1]) for each in of_routers])
     scores = jax.nn.softmax(logits)
     ranks = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
-    chosen = jnp.mean(ranks < config.num_experts_per_token, 0)
+    chosen = jnp.mean(ranks < (config.num_experts_per_token or 0), 0)
     balance = logits.shape[-1] * jnp.sum(chosen * jnp.mean(scores, 0))
     return balance, jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.layers import load_balancing_loss, router_z_loss
@@ -45,8 +45,8 @@ PLACEMENTS = [
 ]
 
 
-def placed(name: str, placement: Any, **options: Any) -> tuple[Any, dict[str, P], Any]:
-    """A function that makes the model of its parameters; how these are sharded, and they."""
+def placed(name: str, placement: Any, **options: Any) -> tuple[Any, Mesh, dict[str, P], Any]:
+    """A function that makes the model of its parameters; the mesh, their specs, and they."""
     fsdp, tensor, experts, hidden = placement
     mesh = make_mesh(MeshSizes(1, fsdp, tensor))
     folder = ModelFolder(DATA / name)
@@ -223,6 +223,6 @@ def test_each_device_reads_its_own_experts(monkeypatch):
 
 
 def test_global_arrays_are_refused():
-    model, batch = MODELS["experts"], random_tokens()
+    model, batch = MODELS["experts"], map(jnp.asarray, random_tokens())
     with pytest.raises(ValueError, match="num_experts=8: models with experts are not computed"):
         explicit.loss(Llama(model, rngs=nnx.Rngs(0)), model, *batch)

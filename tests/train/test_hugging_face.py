@@ -61,6 +61,24 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(tmp_path, monkeypat
     assert trained.stop_tokens == original.stop_tokens == (257, 259)
 
 
+def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+    of_meshes = []
+    for number, flags in enumerate(
+        ("--mesh.tensor 2 --mesh.fsdp 2 --zero 3", "--mesh.tensor 1 --mesh.data 2 --scan-layers 1")
+    ):
+        log, saved = tmp_path / f"{number}.jsonl", str(tmp_path / f"saved{number}")
+        given = ["--init-from", str(DATA / "mixtral"), "--steps", "3", "--log-file", str(log)]
+        main([*RUN, *flags.split(), *given, "--checkpoint-dir", saved])
+        of_meshes.append(losses(log))
+    np.testing.assert_allclose(of_meshes[1], of_meshes[0], rtol=1e-4)
+    models_main(["export", str(tmp_path / "saved0"), str(tmp_path / "out")])
+    original, trained = ModelFolder(DATA / "mixtral"), ModelFolder(tmp_path / "out")
+    assert trained.config == original.config
+    name, whole = "model.layers.1.block_sparse_moe.experts.3.w2.weight", [slice(None)] * 2
+    assert not np.array_equal(trained.read(name, whole), original.read(name, whole))
+
+
 def test_a_run_has_the_head_that_is_stored_beside_a_tied_embedding(tmp_path):
     FOLDERS["tied, head differs"](tmp_path)
     config = with_model_of(Config(debug(), init_from=str(tmp_path)))
