@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,14 @@ class Record:
     """Mean square of the log of the sum of exponentials of a router's logits, before its weight."""
     largest_over_mean: float | None = None
     """Tokens of the expert with most of them over the mean of its layer, of the worst layer."""
+
+    def values(self) -> dict[str, float | None]:
+        """The fields by name; those of experts only if the model has some."""
+        fields = dataclasses.asdict(self)
+        if self.balance_loss is None:
+            for name in ("balance_loss", "router_z_loss", "largest_over_mean"):
+                del fields[name]
+        return fields
 
 
 class Meter:

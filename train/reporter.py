@@ -97,7 +97,7 @@ class Reporter:
             self._print(name.rjust(width) for name, width, _ in columns)
         self.records.append(record)
         self._print(text(record).rjust(width) for _, width, text in columns)
-        self.write("step", dataclasses.asdict(record))
+        self.write("step", record.values())
 
     def evaluated(self, step: int, evaluation: Evaluation | None) -> None:
         """Prints and writes the loss on held-out text after a step. None is said to be left out."""

@@ -26,8 +26,9 @@ from collective_matmul.schedule.round_trip import Visit, visits_of, walk_round_t
 from collective_matmul.schedule.schedules import Pattern, make_schedule
 from collective_matmul.schedule.walk import Gather
 
-#: Models of a ring's time are this far from what was measured.
-_ERROR = 0.05
+#: The gain that a prediction has to exceed. On two H100 the ring was 0.5 to 6 % faster than XLA at
+#: all shapes that were measured.
+_ERROR = 0.01
 
 
 class RingExperts(ExpertBackend):
