@@ -158,7 +158,7 @@ class ExpertRequest(Request):
         if fields["op"] != OP or fields["direction"] not in ("forward", "backward"):
             raise ValueError(f"op {fields['op']!r}, direction {fields['direction']!r}")
         names = ("tokens", "width", "hidden", "experts", "choices", "expert_devices")
-        sizes = {name: size_above_zero(fields[name]) for name in names}
+        sizes: dict[str, Any] = {name: size_above_zero(fields[name]) for name in names}
         return cls(
             axis_name=(),
             axis_size=size_above_zero(fields["devices"]),
