@@ -29,8 +29,8 @@ Chunks = dict[Chunk, Any]
 class Ring:
     """A schedule on a mesh axis, and the place of its chunks in arrays along one dimension.
 
-    Several mesh axes are one, in the order of their names. `rows` is the size of one
-    shard along `dimension`; whole arrays have D times that.
+    Several mesh axes are one, in the order of their names. `rows` is the size of one shard along
+    `dimension`; whole arrays have D times that.
     """
 
     def __init__(

@@ -17,12 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul._compat import (
-    inside_branch_or_loop,
-    tracks_varying_axes,
-    vary_over,
-    varying_axes,
-)
+from collective_matmul.dispatch.branches import divergent_axes
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.backends import BACKENDS
 from collective_matmul.ops.experts.gradients import (
@@ -116,14 +112,14 @@ def expert_mlp(
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
         grouped_implementation=GROUPED_BACKENDS.requested(grouped_implementation),
-        divergent_axes=_divergent_axes(used),
+        divergent_axes=divergent_axes(*used),
         source=calling_location(),
     )
     if not x.size:
         return jnp.zeros_like(x)
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
-    x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
+    x, weights, ws, ids = pvary_all(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
     return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
 
 
@@ -147,20 +143,3 @@ def _within(ids: jax.Array, experts: int) -> jax.Array:
     """The numbers in int32, -1 for those of no expert, so that none wraps around."""
     is_one = (ids >= 0) & (ids < experts)
     return jnp.where(is_one, ids, 0).astype(jnp.int32) - jnp.where(is_one, 0, 1).astype(jnp.int32)
-
-
-def _divergent_axes(used: tuple[str, ...]) -> tuple[str, ...]:
-    mesh = jax.sharding.get_abstract_mesh()
-    further = [axis for axis in mesh.manual_axes if axis not in used and mesh.shape[axis] > 1]
-    return tuple(further) if further and inside_branch_or_loop() else ()
-
-
-def _varying(names: tuple[str, ...], operands: tuple) -> tuple:
-    """All arrays, typed as varying over the op's axes and over those of one of them.
-
-    This happens outside of the op, so that JAX sums the cotangent of what does not vary.
-    """
-    if not names or not tracks_varying_axes(names[0]):
-        return operands
-    axes = frozenset(names).union(*map(varying_axes, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda array: vary_over(array, axes), operands)

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import axis_index
+from collective_matmul.dispatch.branches import no_permutes_reason
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.ops.experts import expert_cost
@@ -102,13 +103,7 @@ class RingExperts(ExpertBackend):
 
     def unsupported_reason(self, request: ExpertRequest) -> str | None:
         """Permutes meet on all devices."""
-        if request.divergent_axes:
-            axes = " and ".join(map(repr, request.divergent_axes))
-            return (
-                f"devices along {axes} may take different branches or numbers of steps around it,"
-                " and a permute waits for all devices of the program"
-            )
-        return None
+        return no_permutes_reason(request)
 
     def unprofitable_reason(self, request: ExpertRequest) -> str | None:
         """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
