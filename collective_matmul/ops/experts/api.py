@@ -6,7 +6,7 @@ device work on the tokens of one, those of the next travel, and results go home.
 
 Bytes that each of D devices sends, for T tokens of h features of b bytes: (D - 1) T h b for the
 tokens and as many for the results, whatever k is; 1.5 times that in the backward pass. The numbers
-and weights of experts are 8 (D - 1) T k bytes.
+and weights of experts are 8 (D - 1) T k bytes, or twice that for tokens of float64.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul.dispatch.branches import divergent_axes
+from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.backends import BACKENDS
@@ -56,14 +57,15 @@ def expert_mlp(
     whatever the router does, and shapes are static: a device has room for all pairs of a token and
     an expert.
 
-    Sums over devices are added at home, in float32 and in a fixed order, from terms in x's dtype.
+    Sums over devices are added at home, in a fixed order and in at least float32, from terms in x's
+    dtype.
     Weight gradients are added in the weights' dtype, one device's tokens after the other's.
 
     Args:
       x: [T, h], this device's tokens. Devices along all axes of the op have different tokens.
       expert_ids: whole numbers [T, k]: each token's experts, from 0 to E - 1. Other numbers stand
         for no expert. An expert that a token has twice counts twice.
-      expert_weights: [T, k], computed with in float32.
+      expert_weights: [T, k], computed with in float32, or in float64 for an x of float64.
       w_gate: [E/D, h, f], of this device's experts, in x's dtype.
       w_up: [E/D, h, f].
       w_down: [E/D, f, h].
@@ -119,7 +121,8 @@ def expert_mlp(
         return jnp.zeros_like(x)
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
-    x, weights, ws, ids = pvary_all(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
+    weights = expert_weights.astype(accumulator(x.dtype))
+    x, weights, ws, ids = pvary_all(axes, (x, weights, ws, ids))
     return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
@@ -52,8 +53,10 @@ class RingExperts(ExpertBackend):
     def routings(self, request: ExpertRequest, routing: Routing) -> Sequence[Routing]:
         """Every device's, straight from it."""
         devices = request.axis_size
-        joined = lax.bitcast_convert_type(routing.weights, routing.ids.dtype)
-        packed = lax.concatenate([routing.ids, joined], 1)
+        # Both travel as whole numbers as wide as a weight.
+        whole = np.dtype(f"int{8 * routing.weights.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(routing.weights, whole)
+        packed = lax.concatenate([routing.ids.astype(whole), bits], 1)
 
         def of_offset(offset: int) -> jax.Array:
             pairs = [(d, (d - offset) % devices) for d in range(devices)]
@@ -65,7 +68,8 @@ class RingExperts(ExpertBackend):
         def of_visit(visit: Visit) -> Routing:
             rows = arrays[visit.chunk.offset][visit.start : visit.start + visit.size]
             ids, weights = rows[:, : request.choices], rows[:, request.choices :]
-            return Routing(ids, lax.bitcast_convert_type(weights, routing.weights.dtype))
+            weights = lax.bitcast_convert_type(weights, routing.weights.dtype)
+            return Routing(ids.astype(routing.ids.dtype), weights)
 
         return [of_visit(visit) for visit in self._visits(request)]
 

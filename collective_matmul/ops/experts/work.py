@@ -32,7 +32,7 @@ from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
 
-#: The activations by name: functions of float32.
+#: The activations by name: functions of float32 or float64.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": lambda x: x * jax.lax.logistic(x),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),

@@ -48,12 +48,19 @@ def bytes_of(equation: Any) -> int:
 
 @every_ring
 @every_size
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("float32", "float64")),
+    ],
+)
 def test_bytes_that_permutes_send_are_those_of_the_requests(
     ring: str, devices: int, dtype: str, make_mesh: MeshFactory
 ) -> None:
     case = Case({"expert": devices}, ring, dtype=dtype, **SIZES)
-    found, requests = traced(case, make_mesh)
+    with jax.enable_x64(dtype == "float64"):
+        found, requests = traced(case, make_mesh)
     permutes = [e for e in found if e.primitive.name == "ppermute"]
     expected = sum(requests[way].bytes_communicated for way in ("forward", "backward"))
     assert sum(map(bytes_of, permutes)) == expected

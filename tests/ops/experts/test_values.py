@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from collective_matmul.ops.experts.backends import BACKENDS
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from tests.conftest import MeshFactory
-from tests.ops.experts.reference import Case
+from tests.ops.experts.reference import Case, reference
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -219,10 +219,23 @@ def test_no_tokens(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.exhaustive
-def test_float64(make_mesh: MeshFactory) -> None:
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_float64(implementation: str, make_mesh: MeshFactory) -> None:
+    """The router's weights are computed with in float64 too."""
+    with jax.enable_x64(True):
+        case_of({"expert": 3}, implementation, dtype="float64").check(make_mesh)
+
+
+@pytest.mark.exhaustive
+def test_float64_with_weights_of_float32(make_mesh: MeshFactory) -> None:
+    """Their gradient has their dtype."""
     with jax.enable_x64(True):
         case = case_of({"expert": 3}, "ring", dtype="float64")
-        case.check(make_mesh)
+        arrays = case.arrays()
+        narrow = arrays._replace(weights=arrays.weights.astype(np.float32))
+        outcome = jax.jit(case.program(make_mesh({"expert": 3})))(narrow)
+        assert outcome.dweights.dtype == np.float32
+        np.testing.assert_allclose(outcome.y, reference(narrow)[0].y, rtol=1e-12, atol=1e-12)
 
 
 CASES = st.builds(
