@@ -8,14 +8,14 @@ from collective_matmul._compat import inside_branch_or_loop
 from collective_matmul.dispatch.contract import Request
 
 
-def divergent_axes(axis_name: str) -> tuple[str, ...]:
-    """What `Request.divergent_axes` is for an op over an axis that the user's program calls now.
+def divergent_axes(*axis_names: str) -> tuple[str, ...]:
+    """What `Request.divergent_axes` is for an op over these axes that a user's program calls now.
 
     Call this in the function that users call, and keep the result for the backward pass, which is
     traced elsewhere.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    further = [a for a in mesh.manual_axes if a != axis_name and mesh.shape[a] > 1]
+    further = [a for a in mesh.manual_axes if a not in axis_names and mesh.shape[a] > 1]
     return tuple(further) if further and inside_branch_or_loop() else ()
 
 

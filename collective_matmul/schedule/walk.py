@@ -29,10 +29,18 @@ Chunks = dict[Chunk, Any]
 class Ring:
     """A schedule on a mesh axis, and the place of its chunks in arrays along one dimension.
 
-    `rows` is the size of one shard along `dimension`; whole arrays have D times that.
+    Several mesh axes are one, in the order of their names. `rows` is the size of one shard along
+    `dimension`; whole arrays have D times that.
     """
 
-    def __init__(self, use: Use, pattern: Pattern, axis_name: str, dimension: int, rows: int):
+    def __init__(
+        self,
+        use: Use,
+        pattern: Pattern,
+        axis_name: str | tuple[str, ...],
+        dimension: int,
+        rows: int,
+    ):
         self.axis_name = axis_name
         self.devices = lax.axis_size(axis_name)
         self.device = axis_index(axis_name)
@@ -91,7 +99,7 @@ class Gather(Ring):
         self,
         shard: Any,
         pattern: Pattern,
-        axis_name: str,
+        axis_name: str | tuple[str, ...],
         dimension: int,
         *,
         co_gathered: bool = False,

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.gpu
 
 
 def case_of(devices: int, implementation: Any, **attributes: Any) -> Case:
-    sizes = {"tokens": 37, "width": 72, "hidden": 40, "local_experts": 3, "choices": 2}
+    sizes: dict[str, Any] = {"tokens": 37, "width": 72, "hidden": 40, "local_experts": 3}
+    sizes |= {"choices": 2, "dtype": "bfloat16"} | attributes
     axes = {"expert": devices}
-    return Case(axes, implementation, "triton", **(sizes | {"dtype": "bfloat16"} | attributes))
+    return Case(axes, implementation, "triton", **sizes)
 
 
 CASES = [

@@ -6,7 +6,7 @@ device work on the tokens of one, those of the next travel, and results go home.
 
 Bytes that each of D devices sends, for T tokens of h features of b bytes: (D - 1) T h b for the
 tokens and as many for the results, whatever k is; 1.5 times that in the backward pass. The numbers
-and weights of experts are 8 (D - 1) T k bytes.
+and weights of experts are 8 (D - 1) T k bytes, or twice that for tokens of float64.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from collective_matmul._compat import (
-    inside_branch_or_loop,
-    tracks_varying_axes,
-    vary_over,
-    varying_axes,
-)
+from collective_matmul.dispatch.branches import divergent_axes
+from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.backends import BACKENDS
 from collective_matmul.ops.experts.gradients import (
@@ -60,14 +57,15 @@ def expert_mlp(
     whatever the router does, and shapes are static: a device has room for all pairs of a token and
     an expert.
 
-    Sums over devices are added at home, in float32 and in a fixed order, from terms in x's dtype.
+    Sums over devices are added at home, in a fixed order and in at least float32, from terms in x's
+    dtype.
     Weight gradients are added in the weights' dtype, one device's tokens after the other's.
 
     Args:
       x: [T, h], this device's tokens. Devices along all axes of the op have different tokens.
       expert_ids: whole numbers [T, k]: each token's experts, from 0 to E - 1. Other numbers stand
         for no expert. An expert that a token has twice counts twice.
-      expert_weights: [T, k], computed with in float32.
+      expert_weights: [T, k], computed with in float32, or in float64 for an x of float64.
       w_gate: [E/D, h, f], of this device's experts, in x's dtype.
       w_up: [E/D, h, f].
       w_down: [E/D, f, h].
@@ -116,14 +114,15 @@ def expert_mlp(
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
         grouped_implementation=GROUPED_BACKENDS.requested(grouped_implementation),
-        divergent_axes=_divergent_axes(used),
+        divergent_axes=divergent_axes(*used),
         source=calling_location(),
     )
     if not x.size:
         return jnp.zeros_like(x)
     ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
-    x, weights, ws, ids = _varying(axes, (x, expert_weights.astype(jnp.float32), ws, ids))
+    weights = expert_weights.astype(accumulator(x.dtype))
+    x, weights, ws, ids = pvary_all(axes, (x, weights, ws, ids))
     return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
 
 
@@ -147,20 +146,3 @@ def _within(ids: jax.Array, experts: int) -> jax.Array:
     """The numbers in int32, -1 for those of no expert, so that none wraps around."""
     is_one = (ids >= 0) & (ids < experts)
     return jnp.where(is_one, ids, 0).astype(jnp.int32) - jnp.where(is_one, 0, 1).astype(jnp.int32)
-
-
-def _divergent_axes(used: tuple[str, ...]) -> tuple[str, ...]:
-    mesh = jax.sharding.get_abstract_mesh()
-    further = [axis for axis in mesh.manual_axes if axis not in used and mesh.shape[axis] > 1]
-    return tuple(further) if further and inside_branch_or_loop() else ()
-
-
-def _varying(names: tuple[str, ...], operands: tuple) -> tuple:
-    """All arrays, typed as varying over the op's axes and over those of one of them.
-
-    This happens outside of the op, so that JAX sums the cotangent of what does not vary.
-    """
-    if not names or not tracks_varying_axes(names[0]):
-        return operands
-    axes = frozenset(names).union(*map(varying_axes, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda array: vary_over(array, axes), operands)

@@ -153,7 +153,7 @@ def routed_experts(
 
     Args:
       x: [T, h], this device's tokens.
-      weights: float32 [T, k].
+      weights: [T, k], in float32, or in float64 for tokens of float64.
       ws: the weights of this device's experts, or shards of them.
       ids: int32 [T, k].
       call: the static parameters.

@@ -12,6 +12,7 @@ import numpy as np
 from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.hardware import assumed_rates
+from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.source_location import SourceLocation
 
 #: The backends of expert ops; `collective_matmul.ops.experts.backends` fills it.
@@ -100,8 +101,8 @@ class ExpertRequest(Request):
 
     @property
     def bytes_of_routing(self) -> int:
-        """Bytes of a token's experts and their weights, which 4 bytes each are."""
-        return 8 * self.tokens * self.choices
+        """Bytes of the tokens' experts and of their weights, which are as wide: 4 bytes, or 8."""
+        return 2 * accumulator(self.dtype).itemsize * self.tokens * self.choices
 
     @property
     def bytes_communicated(self) -> int:
@@ -160,7 +161,7 @@ class ExpertRequest(Request):
         if fields["op"] != OP or fields["direction"] not in ("forward", "backward"):
             raise ValueError(f"op {fields['op']!r}, direction {fields['direction']!r}")
         names = ("tokens", "width", "hidden", "experts", "choices", "expert_devices")
-        sizes = {name: size_above_zero(fields[name]) for name in names}
+        sizes: dict[str, Any] = {name: size_above_zero(fields[name]) for name in names}
         return cls(
             axis_name=(),
             axis_size=size_above_zero(fields["devices"]),

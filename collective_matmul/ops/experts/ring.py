@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
+from collective_matmul.dispatch.branches import no_permutes_reason
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.ops.experts import expert_cost
@@ -52,8 +54,10 @@ class RingExperts(ExpertBackend):
     def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
         """Every device's, straight from it."""
         devices = request.axis_size
-        joined = lax.bitcast_convert_type(routing.weights, routing.ids.dtype)
-        packed = lax.concatenate([routing.ids, joined], 1)
+        # Both travel as whole numbers as wide as a weight.
+        whole = np.dtype(f"int{8 * routing.weights.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(routing.weights, whole)
+        packed = lax.concatenate([routing.ids.astype(whole), bits], 1)
 
         def of_offset(offset: int) -> jax.Array:
             pairs = [(d, (d - offset) % devices) for d in range(devices)]
@@ -65,7 +69,8 @@ class RingExperts(ExpertBackend):
         def of_visit(visit: Visit) -> Routing:
             rows = arrays[visit.chunk.offset][visit.start : visit.start + visit.size]
             ids, weights = rows[:, : request.choices], rows[:, request.choices :]
-            return Routing(ids, lax.bitcast_convert_type(weights, routing.weights.dtype))
+            weights = lax.bitcast_convert_type(weights, routing.weights.dtype)
+            return Routing(ids.astype(routing.ids.dtype), weights)
 
         return [of_visit(visit) for visit in self._visits(request)], None
 
@@ -105,13 +110,7 @@ class RingExperts(ExpertBackend):
 
     def unsupported_reason(self, request: ExpertRequest) -> str | None:
         """Permutes meet on all devices."""
-        if request.divergent_axes:
-            axes = " and ".join(map(repr, request.divergent_axes))
-            return (
-                f"devices along {axes} may take different branches or numbers of steps around it,"
-                " and a permute waits for all devices of the program"
-            )
-        return None
+        return no_permutes_reason(request)
 
     def unprofitable_reason(self, request: ExpertRequest) -> str | None:
         """Permutes that are not copies between peers go through NCCL, where they hide nothing."""

@@ -24,7 +24,7 @@ class Routing(NamedTuple):
 
     Attributes:
       ids: int32 [T, k], the numbers of experts.
-      weights: float32 [T, k].
+      weights: [T, k], in float32, or in float64 for tokens of float64.
     """
 
     ids: jax.Array
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
       places: int32 [T, k], where each pair is in the sorted order.
       sizes: int32 [E], the number of pairs of each expert.
       count: int32 scalar, the number of pairs of all of them.
-      weights: float32 [T, k].
+      weights: [T, k], as in `Routing`.
     """
 
     tokens: jax.Array
@@ -55,17 +55,17 @@ class Plan(NamedTuple):
 
     @property
     def row_weights(self) -> jax.Array:
-        """float32 [M], the weight of each sorted pair."""
+        """[M], the weight of each sorted pair."""
         rows = jnp.zeros(self.tokens.shape, self.weights.dtype)
         flat = self.places.reshape(-1)
         return rows.at[flat].set(self.weights.reshape(-1), unique_indices=True)
 
     def combined(self, rows: jax.Array, weights: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-        """Each token's sum over its experts, in their order, added in float32.
+        """Each token's sum over its experts, in their order, added in at least float32.
 
         Args:
           rows: [M, N], in the sorted order; rows of no expert may have any value.
-          weights: float32 [T, k], the factors of the rows; None: the rows are added as they are.
+          weights: [T, k], the factors of the rows; None: the rows are added as they are.
           dtype: of the result.
 
         Returns:

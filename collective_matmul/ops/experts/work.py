@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
-from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
 
-#: The activations by name: functions of float32.
+#: The activations by name: functions of float32 or float64.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": lambda x: x * jax.lax.logistic(x),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
@@ -57,8 +57,8 @@ class ExpertWeights(NamedTuple):
 class Hidden(NamedTuple):
     """The products of gate and up, [M, f] each."""
 
-    gate: jax.Array
-    up: jax.Array
+    gate: Any
+    up: Any
 
 
 class GradientRows(NamedTuple):
@@ -119,10 +119,20 @@ class ExpertWork:
             self._weight_gradient = self._chosen(h, f, op="grouped_weight_gradient")
             self._down_gradient = self._chosen(f, h, op="grouped_weight_gradient")
 
-    def _chosen(self, contracted: int, columns: int, **attributes: Any) -> _Product:
+    def _chosen(
+        self,
+        contracted: int,
+        columns: int,
+        *,
+        op: GroupedOp = "grouped_matmul",
+        transposed: bool = False,
+        pairs: int = 1,
+    ) -> _Product:
         request = self._request
         grouped = GroupedRequest(
-            **({"op": "grouped_matmul"} | attributes),
+            op=op,
+            transposed=transposed,
+            pairs=pairs,
             all_rows=self._rows,
             used_rows=max(1, self._rows // request.expert_devices),
             contracted=contracted,

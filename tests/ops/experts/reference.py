@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import expert_mlp
+from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.ops.experts.work import ACTIVATIONS
 from tests.conftest import MeshFactory
 
@@ -96,7 +97,7 @@ class Case:
         return Arrays(
             draw(rows, h),
             self.ids(rows, generator),
-            generator.uniform(0.1, 1, (rows, self.choices)).astype(np.float32),
+            generator.uniform(0.1, 1, (rows, self.choices)).astype(accumulator(dtype)),
             draw(e, h, f),
             draw(e, h, f),
             draw(e, f, h),
@@ -253,18 +254,19 @@ def assert_close(actual: Outcome, exact: Outcome, size: Outcome, case: Case) -> 
     Roundings to the dtype, each relative to the magnitudes: of G, U, DA and what is computed from
     them (4, of which those of G and U count 1.2 times), of a product (1), of a token's sum (1), of
     the sum over devices (1) or, for gradients of matrices, of one sum for each visit and for each
-    shard (2 D). One more covers terms of second order. Sums in float32 have at most as many terms
-    as all dimensions together. Below the normal numbers a rounding is off by half a subnormal,
-    which at most all terms multiply.
+    shard (2 D). One more covers terms of second order. Sums, in float32 or float64, have at most
+    as many terms as all dimensions together. Below the normal numbers a rounding is off by half a
+    subnormal, which at most all terms multiply.
     """
-    own, single = jnp.finfo(case.dtype), jnp.finfo(jnp.float32)
+    own, wide = jnp.finfo(case.dtype), jnp.finfo(accumulator(case.dtype))
     devices, rows = math.prod(case.axes.values()), exact.y.shape[0]
     terms = 2 * (case.width + case.hidden) + rows * case.choices + devices
     roundings = 9 + 2 * devices
-    relative = roundings * float(own.eps) / 2 + terms * float(single.eps) / 2
+    relative = roundings * float(own.eps) / 2 + terms * float(wide.eps) / 2
+    relative += 1e-10  # The reference's own derivatives are off by less.
     absolute = roundings * terms * float(own.smallest_subnormal)
     for name, value, wanted, magnitude in zip(Outcome._fields, actual, exact, size, strict=True):
-        dtype = "float32" if name == "dweights" else case.dtype
+        dtype = wide.dtype if name == "dweights" else case.dtype
         assert (value.shape, value.dtype) == (wanted.shape, jnp.dtype(dtype)), name
         error = np.abs(np.asarray(value).astype(np.float64) - wanted)
         bound = relative * magnitude + absolute

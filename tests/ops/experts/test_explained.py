@@ -85,7 +85,7 @@ def test_rings_are_refused_in_a_branch_that_devices_may_not_take_alike(
 
     def local(flag: jax.Array, *args: Any) -> jax.Array:
         def taken(*args: Any) -> jax.Array:
-            return expert_mlp(*args, "expert", implementation=("ring", "xla"))
+            return expert_mlp(*args, axis_name="expert", implementation=("ring", "xla"))
 
         return lax.cond(flag[0] > 0, taken, lambda x, *_: x, *args)
 

@@ -20,7 +20,9 @@ from tests.conftest import MeshFactory
 from tests.ops.experts.reference import Case
 
 every_ring = pytest.mark.parametrize("ring", RINGS)
-every_size = pytest.mark.parametrize("devices", [2, 3, 5])
+every_size = pytest.mark.parametrize(
+    "devices", [2, 3, pytest.param(5, marks=pytest.mark.exhaustive)]
+)
 #: No two sizes, and no product of some, are equal.
 SIZES: Any = {"tokens": 6, "width": 7, "hidden": 11, "local_experts": 2, "choices": 2}
 
@@ -48,12 +50,19 @@ def bytes_of(equation: Any) -> int:
 
 @every_ring
 @every_size
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("float32", "float64")),
+    ],
+)
 def test_bytes_that_permutes_send_are_those_of_the_requests(
     ring: str, devices: int, dtype: str, make_mesh: MeshFactory
 ) -> None:
     case = Case({"expert": devices}, ring, dtype=dtype, **SIZES)
-    found, requests = traced(case, make_mesh)
+    with jax.enable_x64(dtype == "float64"):
+        found, requests = traced(case, make_mesh)
     permutes = [e for e in found if e.primitive.name == "ppermute"]
     expected = sum(requests[way].bytes_communicated for way in ("forward", "backward"))
     assert sum(map(bytes_of, permutes)) == expected
@@ -84,8 +93,15 @@ def test_a_wide_last_result_goes_home_in_pieces(ring: str, make_mesh: MeshFactor
 
 
 @every_ring
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("grouped", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("recompute", "grouped"),
+    [
+        (True, "xla"),
+        (False, "xla"),
+        (True, "triton"),
+        pytest.param(False, "triton", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_arrays_have_the_rows_of_one_visit(
     ring: str, recompute: bool, grouped: str, make_mesh: MeshFactory
 ) -> None:

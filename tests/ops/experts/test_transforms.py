@@ -148,7 +148,7 @@ def batched(grouped: str, make_mesh: MeshFactory) -> Callable:
 
     def local(xs, ids, weights, *ws):
         def one(x, ids, weights):
-            return expert_mlp(x, ids, weights, *ws, "expert", **options)
+            return expert_mlp(x, ids, weights, *ws, axis_name="expert", **options)
 
         return jax.vmap(one)(xs, ids, weights)
 

@@ -102,7 +102,7 @@ class GroupedBackend(Backend, Protocol):
           fun: ``fun(*arrays, *row_values)`` returns arrays, and what is summed along columns, or
             None.
           arrays: [M, N], of one dtype.
-          row_values: float32 [M]; `fun` has them as [M, 1].
+          row_values: [M], in the dtype that is computed in; `fun` has them as [M, 1].
           count: int32 scalar: results of later rows may have any value.
           results: number of arrays that `fun` returns.
           row_sums: whether it returns something to sum.

@@ -118,7 +118,7 @@ class GroupedRequest(Request):
         if fields["op"] not in get_args(GroupedOp):
             raise ValueError(f"the op {fields['op']!r}")
         names = ("used_rows", "contracted", "columns", "groups")
-        sizes = {name: size_above_zero(fields[name]) for name in names}
+        sizes: dict[str, Any] = {name: size_above_zero(fields[name]) for name in names}
         return cls(
             op=fields["op"],
             all_rows=size_above_zero(fields["rows"]),

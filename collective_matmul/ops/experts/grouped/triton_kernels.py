@@ -232,7 +232,8 @@ def grouped_outer(
     inputs, structure = jax.tree.flatten((list(map(with_bounds, parts)), added_to))
 
     def body(*refs: Any) -> None:
-        _outer_body(*jax.tree.unflatten(structure, refs[:-1]), refs[-1], blocks, grid)
+        part_refs, added_ref = jax.tree.unflatten(structure, refs[:-1])
+        _outer_body(part_refs, added_ref, refs[-1], blocks, grid)
 
     aliases = {} if added_to is None or interpret else {len(inputs) - 1: 0}
     if added_to is not None:
@@ -356,6 +357,7 @@ def map_rows(
                 for ref, block in zip(refs[len(inputs) - 1 :], made, strict=not row_sums):
                     plgpu.store(ref.at[at], block.astype(ref.dtype), mask=mask)
                 if row_sums:
+                    assert summed is not None
                     sums += jnp.where(mask, summed, 0.0).sum(1)
             if row_sums:
                 plgpu.store(refs[-1].at[place], sums, mask=place < total)
