@@ -23,6 +23,11 @@ NEW_FIELDS: dict[str, Any] = {
     "chat_template_kwargs": "{}",
     "eval_only": False,
     "attention": "auto",
+    "expert_axes": "tensor",
+    "expert_hidden_axis": None,
+    "recompute_expert_hidden": False,
+    "balance_loss_weight": None,
+    "router_z_loss_weight": 0.0,
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {
@@ -32,6 +37,10 @@ NEW_MODEL_FIELDS: dict[str, Any] = {
     "sliding_window": None,
     "context_length": None,
     "padded_vocabulary_size": None,
+    "num_experts": None,
+    "num_experts_per_token": None,
+    "normalize_expert_weights": True,
+    "router_loss_weight": 0.0,
 }
 #: The same of `train.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {

@@ -287,8 +287,8 @@ def test_a_masked_token_does_not_count(monkeypatch):
     seen = {}
 
     class Merged:
-        def loss(self, inputs, targets, documents, state):
-            return targets.astype(np.float32)
+        def loss_and_statistics(self, inputs, targets, documents, state):
+            return targets.astype(np.float32), None
 
     class Model:
         def merge(self, variables):
@@ -300,7 +300,7 @@ def test_a_masked_token_does_not_count(monkeypatch):
         "answers": np.array([[0, 1, 0, 0], [1, 0, 0, 1]], np.int32),
     }
     model: Any = Model()
-    seen = jax.jit(lambda batch: train_step.losses(model, {}, None, batch))(batch)
+    seen = jax.jit(lambda batch: train_step.losses(model, {}, None, batch)[0])(batch)
     np.testing.assert_array_equal(seen, [[0, 6, 0, 0], [1, 0, 0, 4]])
 
 

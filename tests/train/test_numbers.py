@@ -18,7 +18,9 @@ ELSEWHERE = ("distributed.",)
 #: What no gradient's norm reaches, so that nothing is clipped.
 MAY_BE_INFINITE = {"optimizer.clip_norm"}
 #: `models.config` checks these, by another test.
-OF_THE_MODEL = ("model.rotary_scaling.", "model.rotary_base", "model.norm_epsilon")
+OF_THE_MODEL = (
+    "model.rotary_scaling.", "model.rotary_base", "model.norm_epsilon", "model.router_loss_weight",
+)  # fmt: skip
 TINY = [
     "--dry-run", "--steps", "1", "--sequence-length", "16", "--batch-size", "8",
     "--model.num-layers", "1", "--model.features", "32", "--model.hidden-features", "32",
