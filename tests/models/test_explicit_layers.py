@@ -43,7 +43,7 @@ def instructions(layers: Any, kind: AxisType, **options: Any) -> Counter:
     specs = [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.get_partition_spec(state))]
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
 
-    def block(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
+    def block(parameters: list[jax.Array], x: jax.Array) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(structure, parameters))(x)
 
     def sharded(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:

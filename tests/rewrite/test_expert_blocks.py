@@ -245,8 +245,9 @@ def test_other_collectives_of_such_a_program_have_their_own_reasons(make_mesh: M
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_op_has_one_line_and_its_permutes_none(check_vma: bool, make_mesh: MeshFactory) -> None:
-    def block(x: Any, *others: Any) -> jax.Array:
-        return expert_mlp(gathered(x)[: x.shape[0]], *others, AXIS, implementation="ring")
+    def block(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+        own = gathered(x)[: x.shape[0]]
+        return expert_mlp(own, ids, weights, gate, up, down, AXIS, implementation="ring")
 
     fun = sharded(block, make_mesh, check_vma=check_vma)
     explanation = explain(with_gradients(fun))(*shapes())

@@ -119,11 +119,13 @@ def program(
     hidden = "hidden" if "hidden" in mesh.axis_names else None
     tokens = P(mesh.axis_names)
     mapped = jax.shard_map(
-        lambda ids, x, weights, *ws: expert_mlp(
+        lambda ids, x, weights, gate, up, down: expert_mlp(
             x,
             ids,
             weights,
-            *ws,
+            gate,
+            up,
+            down,
             experts,
             hidden_axis_name=hidden,
             implementation=implementation,
