@@ -51,7 +51,7 @@ class ExpertCall:
       weight_dimension: the dimension of weights that it shards.
       implementation: names of the requested backends, best first, or None.
       grouped_implementation: likewise, of grouped matmuls.
-      divergent_axes, source: see `ExpertRequest`.
+      divergent_axes, source, remarks: see `ExpertRequest`.
     """
 
     axis_names: tuple[str, ...]
@@ -65,6 +65,7 @@ class ExpertCall:
     grouped_implementation: tuple[str, ...] | None
     divergent_axes: tuple[str, ...]
     source: SourceLocation | None = field(default=None, compare=False)
+    remarks: tuple[str, ...] = ()
 
     def choose(
         self, x: jax.Array, choices: int, ws: ExpertWeights, direction: Direction
@@ -89,6 +90,7 @@ class ExpertCall:
             direction=direction,
             divergent_axes=self.divergent_axes,
             source=self.source,
+            remarks=self.remarks,
         )
         return cast(ExpertBackend, choose(request, self.implementation)), request
 
@@ -174,7 +176,9 @@ def _keeping(
     """
     with record_decisions(hidden=True):
         backend, _ = call.choose(x, ids.shape[1], ws, "backward")
-    return _forward(x, weights, ws, ids, replace(call, implementation=(backend.name,)))
+    remarks = () if call.implementation else ("the backward pass decides for both",)
+    pinned = replace(call, implementation=(backend.name,), remarks=remarks)
+    return _forward(x, weights, ws, ids, pinned)
 
 
 def _forward(

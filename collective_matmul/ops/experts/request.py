@@ -45,6 +45,7 @@ class ExpertRequest(Request):
         number of times, because it is inside a branch or a loop.
       direction: whether this is the forward or the backward pass.
       source: where the user called the op.
+      remarks: what `explain` says of the call before the reason of a decision.
       replaces: the user's program that `collective_matmul.overlap` replaced by this op, or None.
     """
 
@@ -65,6 +66,7 @@ class ExpertRequest(Request):
     divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def backends(self) -> Registry:
