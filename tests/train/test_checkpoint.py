@@ -241,7 +241,8 @@ def test_the_configuration_is_read_without_the_state(tmp_path: Path) -> None:
 
 def test_a_checkpoint_from_another_model_is_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 10)
-    other = {"model": {"layers": 4, "rope": {"theta": 10000.0}, "heads": 8}, "seed": 1}
+    model = {"layers": 4, "rope": {"theta": 10000.0}, "heads": 8}
+    other = {"model": {**NEW_MODEL_FIELDS, **model}, "seed": 1}
     with Checkpoints(tmp_path, resume=True) as checkpoints:
         checkpoints.check_same_model({**CONFIGURATION, "seed": 1})
         with pytest.raises(ValueError) as refusal:

@@ -79,12 +79,8 @@ class ExchangeExperts(XlaExperts):
         if request.axis_size == 1:
             return [routing], None
         slots = self._slots(request, routing.ids)
-        # One array travels. In rows of no token, which are 0, there is no expert.
-        joined = lax.bitcast_convert_type(routing.weights, routing.ids.dtype)
-        packed = lax.concatenate([routing.ids + 1, joined], 1)
-        arrived = _dispatched(request, slots, packed)
-        ids, weights = arrived[:, : request.choices] - 1, arrived[:, request.choices :]
-        return [Routing(ids, lax.bitcast_convert_type(weights, routing.weights.dtype))], slots
+        # Rows of no token are 0.
+        return [routing.unpacked(_dispatched(request, slots, routing.packed))], slots
 
     def _slots(self, request: ExpertRequest, ids: jax.Array) -> Slots | None:
         """Slots, with an `overflow` of all devices together; None if no block can overflow."""

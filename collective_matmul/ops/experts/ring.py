@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
@@ -54,10 +53,7 @@ class RingExperts(ExpertBackend):
     def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
         """Every device's, straight from it."""
         devices = request.axis_size
-        # Both travel as whole numbers as wide as a weight.
-        whole = np.dtype(f"int{8 * routing.weights.dtype.itemsize}")
-        bits = lax.bitcast_convert_type(routing.weights, whole)
-        packed = lax.concatenate([routing.ids.astype(whole), bits], 1)
+        packed = routing.packed
 
         def of_offset(offset: int) -> jax.Array:
             pairs = [(d, (d - offset) % devices) for d in range(devices)]
@@ -68,9 +64,7 @@ class RingExperts(ExpertBackend):
 
         def of_visit(visit: Visit) -> Routing:
             rows = arrays[visit.chunk.offset][visit.start : visit.start + visit.size]
-            ids, weights = rows[:, : request.choices], rows[:, request.choices :]
-            weights = lax.bitcast_convert_type(weights, routing.weights.dtype)
-            return Routing(ids.astype(routing.ids.dtype), weights)
+            return routing.unpacked(rows)
 
         return [of_visit(visit) for visit in self._visits(request)], None
 

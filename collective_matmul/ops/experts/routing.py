@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from collective_matmul.operands.arithmetic import accumulator
@@ -29,6 +30,22 @@ class Routing(NamedTuple):
 
     ids: jax.Array
     weights: jax.Array
+
+    @property
+    def packed(self) -> jax.Array:
+        """One array that can travel, [T, 2 k], of whole numbers as wide as a weight.
+
+        In a row of zeros there is no expert.
+        """
+        whole = np.dtype(f"int{8 * self.weights.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(self.weights, whole)
+        return lax.concatenate([(self.ids + 1).astype(whole), bits], 1)
+
+    def unpacked(self, rows: jax.Array) -> Routing:
+        """The routing in rows of what `packed` returned for one like this."""
+        choices = self.ids.shape[1]
+        ids = rows[:, :choices].astype(self.ids.dtype) - 1
+        return Routing(ids, lax.bitcast_convert_type(rows[:, choices:], self.weights.dtype))
 
 
 class Plan(NamedTuple):
