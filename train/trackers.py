@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 import math
 import os
 import uuid
@@ -31,7 +32,11 @@ class TensorBoard:
 
         self.name = f"tensorboard={directory!r}"
         self._writer = tensorboardX.SummaryWriter(
-            directory, purge_step=first_step + 1 if first_step else None, flush_secs=10
+            directory,
+            purge_step=first_step + 1 if first_step else None,
+            flush_secs=10,
+            # Names have the second of the start: runs of one second would share a file.
+            filename_suffix=f".{time.time_ns()}",
         )
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
