@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
 import math
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
