@@ -10,7 +10,6 @@ experts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,8 +190,3 @@ def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., 
         return y, pullback(dy)
 
     return both if differentiated else forward
-
-
-def with_sizes(layer: ExpertLayer, **sizes: Any) -> ExpertLayer:
-    """The layer with other sizes."""
-    return dataclasses.replace(layer, **sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,10 @@ _ERROR = 0.3
 #: some 2,500 columns.
 _COLUMNS_WORTH_A_COPY = 3072
 
-#: Blocks of weight gradients whose rows follow each other.
-_WIDE = Blocks(columns=256, stages=3)
-
-
-def _gradient_blocks(dtype: Any) -> Blocks:
-    """Blocks of weight gradients whose rows come by index."""
-    if jnp.dtype(dtype).itemsize == 4:
-        return Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)
-    return Blocks(warps=4, stages=4)
+#: Blocks of float32, and of weight gradients in half precision: rows that follow each other, or
+#: that come by index.
+_OF_FLOAT32 = Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)
+_FOLLOWING, _INDEXED = Blocks(columns=256, stages=3), Blocks(warps=4, stages=4)
 
 
 class TritonGrouped(GroupedBackend):
@@ -102,7 +97,7 @@ class TritonGrouped(GroupedBackend):
         """One kernel, which adds all parts in the same registers; see `GroupedBackend`."""
         return grouped_outer(
             parts,
-            self._blocks or self._gradient_blocks(parts),
+            self._blocks or _gradient_blocks(parts),
             added_to=added_to,
             dtype=parts[0].left.dtype,
             interpret=not on_gpu(),
@@ -137,11 +132,6 @@ class TritonGrouped(GroupedBackend):
             interpret=not on_gpu(),
         )
 
-    def _gradient_blocks(self, parts: Sequence[OuterPart]) -> Blocks:
-        indexed = any(p.left_index is not None or p.right_index is not None for p in parts)
-        wide = not indexed and jnp.dtype(parts[0].left.dtype).itemsize == 2
-        return _WIDE if wide else _gradient_blocks(parts[0].left.dtype)
-
     def blocks(self, request: GroupedRequest) -> Blocks:
         """The sizes of blocks for a request."""
         return self._blocks or self.configurations(request)[0]
@@ -170,11 +160,10 @@ class TritonGrouped(GroupedBackend):
     def configurations(self, request: GroupedRequest) -> Sequence[Blocks]:
         """Sizes of blocks, the likeliest to be fastest first."""
         if jnp.dtype(request.dtype).itemsize == 4:
-            return [Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)]
+            return [_OF_FLOAT32]
         per_group = request.used_rows / request.groups
         if request.op == "grouped_weight_gradient":
-            first = _gradient_blocks(request.dtype)
-            return [first, replace(first, stages=3), _WIDE]
+            return [_INDEXED, replace(_INDEXED, stages=3), _FOLLOWING]
         rows = next((size for size in (16, 32, 64) if per_group <= size), 128)
         columns = 256 if request.columns >= 256 else 128
         wide = Blocks(rows=rows, columns=columns, stages=4)
@@ -189,6 +178,14 @@ class TritonGrouped(GroupedBackend):
         """The same backend with fixed blocks."""
         assert isinstance(configuration, Blocks)
         return type(self)(configuration)
+
+
+def _gradient_blocks(parts: Sequence[OuterPart]) -> Blocks:
+    """The sizes of blocks for a weight gradient: how its rows are read decides."""
+    if jnp.dtype(parts[0].left.dtype).itemsize == 4:
+        return _OF_FLOAT32
+    indexed = any(p.left_index is not None or p.right_index is not None for p in parts)
+    return _INDEXED if indexed else _FOLLOWING
 
 
 def on_gpu() -> bool:
