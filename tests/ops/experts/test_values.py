@@ -162,6 +162,8 @@ def test_routings_share_a_program(
 ) -> None:
     """All tokens to one expert, tokens of no expert, experts without tokens: shapes are static."""
     case = case_of({"expert": 2}, implementation, grouped, tokens=2)
+    # In the newest jax, what was traced before the first interpreted kernel is traced again.
+    case.check(make_mesh)
     program: Any = jax.jit(case.program(make_mesh({"expert": 2})))
     for routing in ROUTINGS:
         outcome = replace(case, routing=routing).check(make_mesh, run=lambda _: program)
