@@ -80,7 +80,7 @@ class TorchExpertFeedForward(nn.Module):
             setattr(self, name, nn.Parameter(own.clone()))
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """Those that other devices do not have."""
+        """Parameters that other devices do not have."""
         return [self.gate, self.up, self.down]
 
     def forward(self, x: Tensor) -> Tensor:
