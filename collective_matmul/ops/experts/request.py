@@ -246,7 +246,7 @@ class ExpertRequest(HasFormat, Request):
         )
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What travels, of operands in a format. Lines of grouped matmuls say what is multiplied."""
+        """What travels of operands in a format. Grouped matmuls say what is multiplied."""
         del multiplied
         return "" if self.format == PLAIN else f"travels {' and '.join(self.communicated_dtypes)}"
 
