@@ -10,16 +10,17 @@ bound of most results is that of sums and of the program's dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from tests.conftest import REMOVABLE, MeshFactory
 from tests.ops.experts.reference import _SIGMAS, Arrays, Case, Outcome, _derivative
 
 #: Half a unit in the last place of float32, and a number for a few such roundings.
@@ -131,7 +132,9 @@ class Rule:
             if self.joint and len(xs) > 1:
                 each = [functools.reduce(np.maximum, each)] * len(xs)
             bounds.append([self._scale(e, numbers) for e in each])
-        return [self._divided(x, *scales, numbers) for x, *scales in zip(xs, *bounds, strict=True)]
+        low, middle, high = bounds
+        scales = zip(xs, low, middle, high, strict=True)
+        return [self._divided(*each, numbers) for each in scales]
 
     def _scale(self, largest: np.ndarray, numbers: Numbers) -> np.ndarray:
         scale = np.maximum(largest / numbers.largest, 2.0**-126)
@@ -295,7 +298,7 @@ def assert_rounded_close(actual: Outcome, case: Case, arrays: Arrays, rule: Rule
         )
 
 
-def check(case: Case, make_mesh: Any, run: Callable, rule: Rule, seed: int = 0) -> Outcome:
+def check(case: Case, make_mesh: MeshFactory, run: Callable, rule: Rule, seed: int = 0) -> Outcome:
     """Runs the case and compares all with the reference."""
     arrays = case.arrays(seed)
     actual = run(case.program(make_mesh(dict(case.axes))))(arrays)
@@ -303,5 +306,23 @@ def check(case: Case, make_mesh: Any, run: Callable, rule: Rule, seed: int = 0) 
     return actual
 
 
-def with_fp8(case: Case, fp8: str) -> Case:
-    return dataclasses.replace(case, options={**case.options, "fp8": fp8})
+def case_of(
+    fp8: str, axes: Mapping[str, int], implementation: Any = "xla", **attributes: Any
+) -> Case:
+    """A case. Pallas' interpreter cannot run where `shard_map` checks types."""
+    options = {"fp8": fp8, **attributes.pop("options", {})}
+    made = {"check_vma": attributes.get("grouped", "xla") == "xla", "width": 16, "hidden": 24}
+    return Case(axes, implementation, options=options, **(made | attributes))
+
+
+def recipes(quick: Sequence[str] = tuple(RULES)) -> pytest.MarkDecorator:
+    """Tests each recipe; those that are not quick are exhaustive."""
+    return pytest.mark.parametrize(
+        "fp8", [recipe(fp8, () if fp8 in quick else (pytest.mark.exhaustive,)) for fp8 in RULES]
+    )
+
+
+def recipe(fp8: str, marks: Sequence[Any] = (), *others: Any) -> Any:
+    """A parameter, with a recipe that may have been taken out, and further values."""
+    needed = [pytest.mark.needs(fp8)] if fp8 in REMOVABLE else []
+    return pytest.param(fp8, *others, marks=[*needed, *marks])
