@@ -149,14 +149,13 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, attention=attention, **copies, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
+        options = of_layer("layers.feed_forward", layer_options)
         if self.has_experts:
             placement = experts or ExpertPlacement(layer_options["axis_name"])
-            self.experts = make_experts(config, placement, **layer_options)
+            self.experts = make_experts(config, placement, **options)
         else:
             self.feed_forward = layers.GatedFeedForward(
-                config.features,
-                config.hidden_features,
-                **of_layer("layers.feed_forward", layer_options),
+                config.features, config.hidden_features, **options
             )
 
     def __call__(

@@ -109,7 +109,7 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
             how = "in the loops of their matmuls"
         dtypes = model.compute_dtype
         if model.fp8 is not None:
-            dtypes += ", those of layers with fp8 in 8 bits"
+            dtypes += ", those of linear layers with fp8 in 8 bits"
         lines.append(f"weights are gathered {how}, in {dtypes}")
     if whole := model.whole_matrices:
         lines.append(

@@ -20,6 +20,9 @@ from jax import lax
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.multiply import is_array
 
+#: An array, or rows or a stack of matrices in a format.
+GroupedOperand = Any
+
 
 def separate_rows(
     stored: Format, xs: Sequence[Any], *, of_gradient: bool = False
@@ -51,7 +54,7 @@ def matrix_stacks(
     return jax.vmap(lambda *each: tuple(stored.matrices(each, transposed=transposed)))(*ws)
 
 
-def as_array(operand: Any, dtype: Any) -> jax.Array:
+def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:
     """The numbers [M, K] or [G, K, N] that rows or a stack stand for, rounded to `dtype`.
 
     A number that only rounding makes infinite becomes the largest finite one.

@@ -127,9 +127,8 @@ def expert_mlp(
     )
     if not x.size:
         return jnp.zeros_like(x)
-    ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
-    weights = expert_weights.astype(accumulator(x.dtype))
+    weights, ids = expert_weights.astype(accumulator(x.dtype)), _within(expert_ids, call.experts)
     x, weights, ws, ids = pvary_all(axes, (x, weights, ws, ids))
     return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
 

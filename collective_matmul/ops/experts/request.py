@@ -125,8 +125,9 @@ class ExpertRequest(HasFormat, Request):
     def communicated_dtypes(self) -> tuple[str, ...]:
         """What travels of tokens, of gradients of results and of results, in words."""
         stored = self.format if self._sends_rows else PLAIN
-        backward = [True] if self.direction == "backward" else []
-        rows = [stored.wire_dtype(self.dtype, backward=way) for way in (False, *backward)]
+        rows = [stored.wire_dtype(self.dtype, backward=False)]
+        if self.direction == "backward":
+            rows.append(stored.wire_dtype(self.dtype, backward=True))
         return tuple(dict.fromkeys((*rows, np.dtype(self.dtype).name)))
 
     @property
@@ -246,7 +247,7 @@ class ExpertRequest(HasFormat, Request):
         )
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What travels, of operands in a format. Lines of grouped matmuls say what is multiplied."""
+        """What travels of operands in a format. Grouped matmuls say what is multiplied."""
         del multiplied
         return "" if self.format == PLAIN else f"travels {' and '.join(self.communicated_dtypes)}"
 

@@ -149,8 +149,8 @@ class ExpertWork:
         if request.direction == "forward":
             self._down = self._chosen(f, h)
         else:
-            self._hidden_gradient = self._chosen(h, f, transposed=True)
-            self._input_gradient = self._chosen(f, h, transposed=True, pairs=2)
+            self._hidden_gradient = self._chosen(h, f, of_gradient=True)
+            self._input_gradient = self._chosen(f, h, of_gradient=True, pairs=2)
             self._weight_gradient = self._chosen(h, f, op="grouped_weight_gradient")
             self._down_gradient = self._chosen(f, h, op="grouped_weight_gradient")
 
@@ -160,7 +160,7 @@ class ExpertWork:
         columns: int,
         *,
         op: GroupedOp = "grouped_matmul",
-        transposed: bool = False,
+        of_gradient: bool = False,
         pairs: int = 1,
     ) -> _Product:
         request, stored = self._request, self._request.format
@@ -168,8 +168,9 @@ class ExpertWork:
             stored = PLAIN
         grouped = GroupedRequest(
             op=op,
-            # Formats transpose matrices when they convert them.
-            transposed=transposed and stored == PLAIN,
+            # Rows that are gradients are multiplied by transposes, which formats make.
+            transposed=of_gradient and stored == PLAIN,
+            of_gradient=of_gradient and stored != PLAIN,
             format=stored,
             pairs=pairs,
             all_rows=self._rows,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.operands.arithmetic import accumulator
-from collective_matmul.operands.grouped import as_array
+from collective_matmul.operands.grouped import GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
@@ -25,7 +25,7 @@ class GroupedBackend(Backend, Protocol):
     unless a backend multiplies the format itself.
     """
 
-    def operand(self, request: GroupedRequest, stored: Any) -> Any:
+    def operand(self, request: GroupedRequest, stored: GroupedOperand) -> GroupedOperand:
         """Rows [M, K], or a stack of matrices [G, K, N], as the other methods take them.
 
         It is called once for a pass or a visit, before the products.
@@ -48,7 +48,7 @@ class GroupedBackend(Backend, Protocol):
     def matmul(
         self,
         request: GroupedRequest,
-        pairs: Sequence[tuple[jax.Array, jax.Array]],
+        pairs: Sequence[tuple[GroupedOperand, GroupedOperand]],
         sizes: jax.Array,
         index: jax.Array | None = None,
         columns: tuple[int, int] | None = None,
@@ -71,8 +71,8 @@ class GroupedBackend(Backend, Protocol):
     def matmuls(
         self,
         request: GroupedRequest,
-        x: jax.Array,
-        ws: Sequence[jax.Array],
+        x: GroupedOperand,
+        ws: Sequence[GroupedOperand],
         sizes: jax.Array,
         index: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:

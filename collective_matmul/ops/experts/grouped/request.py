@@ -45,6 +45,7 @@ class GroupedRequest(HasFormat, Request):
       transposed: whether matrices are stored as [G, N, K].
       format: how operands are stored: the rows and the matrices of a grouped matmul; or, of a
         weight gradient, those of its rows that another device may have sent.
+      of_gradient: whether the rows of a grouped matmul are gradients of results, to the format.
       axis_name: none.
       axis_size: 1.
       transport: nothing is communicated.
@@ -64,6 +65,7 @@ class GroupedRequest(HasFormat, Request):
     pairs: int = 1
     transposed: bool = False
     format: Format = PLAIN
+    of_gradient: bool = False
     axis_name: str = ""
     axis_size: int = 1
     transport: Transport = field(default="peer_copies", compare=False)
@@ -117,6 +119,8 @@ class GroupedRequest(HasFormat, Request):
             fields["pairs"] = self.pairs
         if self.transposed:
             fields["transposed"] = True
+        if self.of_gradient:
+            fields["of_gradient"] = True
         return fields | self.format.fields
 
     @classmethod
@@ -142,6 +146,7 @@ class GroupedRequest(HasFormat, Request):
             pairs=size_above_zero(fields.get("pairs", 1)),
             transposed=bool(fields.get("transposed", False)),
             format=stored,
+            of_gradient=bool(fields.get("of_gradient", False)),
             **sizes,
         )
 
@@ -149,7 +154,7 @@ class GroupedRequest(HasFormat, Request):
     def kind(self) -> tuple:
         """All but the sizes."""
         dtype = np.dtype(self.dtype).name
-        return self.op, dtype, self.pairs, self.transposed, self.format
+        return self.op, dtype, self.pairs, self.transposed, self.of_gradient, self.format
 
     @property
     def rows(self) -> int:
