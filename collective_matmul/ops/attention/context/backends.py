@@ -12,9 +12,9 @@ name         what it does
 
 from __future__ import annotations
 
+from collective_matmul.ops.attention.context.context_ring import RingContext
 from collective_matmul.ops.attention.context.gather import GatherContext
 from collective_matmul.ops.attention.context.request import BACKENDS as BACKENDS
-from collective_matmul.ops.attention.context.ring import RingContext
 from collective_matmul.ops.attention.context.ulysses import UlyssesContext
 from collective_matmul.ops.attention.context.xla import XlaContext
 

@@ -38,6 +38,19 @@ class PartsByXla(AttentionKernel):
     ) -> tuple[jax.Array, jax.Array]:
         raise AssertionError("attends by parts alone")
 
+    def backward(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out: jax.Array,
+        log_sum_exp: jax.Array,
+        cotangent: jax.Array,
+        segments: Segments | None,
+        request: AttentionRequest,
+    ) -> Gradients:
+        raise AssertionError("attends by parts alone")
+
     def forward_of_parts(
         self,
         query: jax.Array,
@@ -47,7 +60,7 @@ class PartsByXla(AttentionKernel):
         request: AttentionRequest,
     ) -> tuple[jax.Array, jax.Array]:
         seen = _seen(parts, len(query), len(key), request)
-        operands = (x[None] for x in (query, key, value))
+        operands = query[None], key[None], value[None]
         out, log_sum_exp = attend_where(seen, *operands, request.scale)
         return out[0], log_sum_exp[0]
 
@@ -63,8 +76,8 @@ class PartsByXla(AttentionKernel):
         request: AttentionRequest,
     ) -> Gradients:
         seen = _seen(parts, len(query), len(key), request)
-        arrays = query, key, value, out, log_sum_exp, cotangent
-        found = gradients_where(seen, *(x[None] for x in arrays), request.scale)
+        kept = out[None], log_sum_exp[None], cotangent[None]
+        found = gradients_where(seen, query[None], key[None], value[None], *kept, request.scale)
         return found[0][0], found[1][0], found[2][0]
 
 

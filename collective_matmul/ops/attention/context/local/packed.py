@@ -132,7 +132,7 @@ class PackedAttention:
         return max(needed), len(needed) == 1
 
     def _parts(self, ids: jax.Array | None) -> Parts:
-        """Parts of all sequences: for each, those of its groups, and one of keys without queries."""
+        """Parts of all sequences: in each, those of its groups, and one of unused keys."""
         request, chunks = self.request, self.request.chunks
         batch, segments = request.batch, request.segments or 1
         if ids is None:
@@ -153,15 +153,14 @@ class PackedAttention:
             queries.append(within(sum((numbers == n for n in mine), jnp.zeros(len(numbers), bool))))
             keys.append(within((numbers >= group.first) & (numbers <= group.last)))
         if not self.is_exact:
-            used = sum(jnp.sum(each, axis=1, dtype=jnp.int32) for each in keys)
-            rest = np.int32(self.chunks_of_keys * chunks.size) - used
-            queries.append(jnp.zeros((batch, 1), jnp.int32))
-            keys.append(rest[:, None])
+            used = jnp.sum(jnp.concatenate(keys, axis=1), axis=1, dtype=jnp.int32, keepdims=True)
+            queries.append(jnp.zeros_like(used))
+            keys.append(np.int32(self.chunks_of_keys * chunks.size) - used)
         joined = [jnp.concatenate(each, axis=1).reshape(-1) for each in (queries, keys)]
         return Parts(*joined)
 
     def _keys(self, pieces: Mapping[Piece, jax.Array]) -> jax.Array:
-        """Keys and values of all groups, in the order of positions in each: [2, B * T * c, K, H]."""
+        """Keys and values of all groups, by positions in each: [2, B * T * c, K, H]."""
         places = lax.iota(jnp.int32, self.chunks_of_keys)
         numbers = jnp.broadcast_to(self.groups[0].last, places.shape)
         for group in self.groups:

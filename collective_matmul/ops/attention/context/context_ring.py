@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from collective_matmul.dispatch.branches import no_permutes_reason
 from collective_matmul.dispatch.contract import Prediction
+from collective_matmul.hardware import rates
 from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.ops.attention.context import context_cost
 from collective_matmul.ops.attention.context.backend import ContextBackend, SequenceShard
-from collective_matmul.ops.attention.context.blocks import Queries
-from collective_matmul.ops.attention.context.local import attend_alone, gradients_alone
-from collective_matmul.ops.attention.context.merging import Attended, merge
+from collective_matmul.ops.attention.context.local.alone import attend_alone, gradients_alone
+from collective_matmul.ops.attention.context.local.device_blocks import Queries
+from collective_matmul.ops.attention.context.local.merging import Attended, merge
 from collective_matmul.ops.attention.context.pieces import ids_in_order
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.attention.kernel import Gradients
@@ -29,6 +31,9 @@ from collective_matmul.schedule.schedules import Chunk, Pattern
 from collective_matmul.schedule.walk import Gather, walk_gather
 
 _PATTERN: Pattern = "one_way"
+
+#: Its model is not compared with measurements yet.
+_ERROR = 0.02
 
 
 class RingContext(ContextBackend):
@@ -86,8 +91,11 @@ class RingContext(ContextBackend):
         return no_permutes_reason(request)
 
     def predict(self, request: ContextRequest) -> Prediction | None:
-        """None: to be modelled."""
-        del request
+        """Its steps; None for unknown devices, and for one."""
+        gpu = rates()
+        if gpu is None or request.axis_size == 1:
+            return None
+        return Prediction(context_cost.ring_seconds(request), _ERROR, gpu.basis)
 
 
 def _gather(request: ContextRequest, operands: SequenceShard) -> Gather:

@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
-from collective_matmul.ops.attention.context.local import kernel_for
-from collective_matmul.ops.attention.context.masked import (
+from collective_matmul.ops.attention.context.local.alone import kernel_for
+from collective_matmul.ops.attention.context.local.masked import (
     Tokens,
     attend_by_positions,
     gradients_by_positions,
 )
-from collective_matmul.ops.attention.context.merging import Attended, joined, merge
+from collective_matmul.ops.attention.context.local.merging import Attended, joined, merge
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.attention.kernel import Gradients
 
@@ -99,15 +99,16 @@ class Queries:
         if self.is_masked:
             tokens = self._tokens(self.device), self._tokens(self.owner(offset))
             kept = out, log_sum_exp, cotangent
-            found = gradients_by_positions(self.request, query, key, value, *tokens, *kept)
+            (own, others), request = tokens, self.request
+            found = gradients_by_positions(request, query, key, value, own, others, *kept)
             return found[0], jnp.stack(found[1:])
         if not offset or not self.request.causal:
             causal = self.request.causal
-            found = self._gradients(*self.arrays, key, value, causal=causal)
+            found = self._gradients(self.arrays, key, value, causal=causal)
             return found[0], jnp.stack(found[1:])
         is_earlier = self._is_earlier(offset)
         if self.request.chunks.local == 1:
-            found = self._gradients(*self.arrays, key, value, causal=False)
+            found = self._gradients(self.arrays, key, value, causal=False)
             dquery, *dkeys = (jnp.where(is_earlier, x, jnp.zeros_like(x)) for x in found)
             return dquery, jnp.stack(dkeys)
         dimensions = 1, 1, 2, 1
@@ -115,8 +116,8 @@ class Queries:
         operands = [
             jnp.concatenate([late, jnp.where(is_earlier, early, late)]) for early, late in halves
         ]
-        pairs = [self._pairs(x, is_earlier) for x in (key, value)]
-        dquery, *dkeys = self._gradients(*operands, *pairs, causal=False)
+        key, value = (self._pairs(x, is_earlier) for x in (key, value))
+        dquery, *dkeys = self._gradients(operands, key, value, causal=False)
         of_late, of_chosen = _in_two(dquery)
         nothing = jnp.zeros_like(of_chosen)
         dearly = jnp.where(is_earlier, of_chosen, nothing)
@@ -154,15 +155,13 @@ class Queries:
 
     def _gradients(
         self,
-        query: jax.Array,
-        out: jax.Array,
-        log_sum_exp: jax.Array,
-        cotangent: jax.Array,
+        arrays: Sequence[jax.Array],
         key: jax.Array,
         value: jax.Array,
         *,
         causal: bool,
     ) -> Gradients:
+        query, out, log_sum_exp, cotangent = arrays
         attention = self.request.attention(
             batch=len(query), queries=query.shape[1], keys=key.shape[1], causal=causal
         )

@@ -32,7 +32,7 @@ class Attended(NamedTuple):
         return self._replace(log_sum_exp=jnp.where(chosen, self.log_sum_exp, nothing))
 
     def tokens(self, start: int, stop: int) -> Attended:
-        """Those of some queries."""
+        """The part for some queries."""
         return Attended(self.out[:, start:stop], self.log_sum_exp[:, :, start:stop])
 
 
@@ -51,7 +51,7 @@ def merge(*terms: Attended) -> Attended:
 
 
 def joined(*parts: Attended) -> Attended:
-    """Those of several sets of queries, one after the other."""
+    """Concatenates the results of several sets of queries."""
     wide = [part.out.astype(accumulator(part.out.dtype)) for part in parts]
     return Attended(
         lax.concatenate(wide, 1), lax.concatenate([part.log_sum_exp for part in parts], 2)
