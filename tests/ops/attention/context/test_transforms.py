@@ -56,7 +56,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a scale that is computed": (
         {"scale": jnp.ones(())},
         ValueError,
-        "scale=.*: expected a finite",
+        "scale=.*: expected",
     ),
     "segments without their number": (
         {"segment_ids": jnp.zeros((1, 4), jnp.int32)},
@@ -121,7 +121,7 @@ def test_an_axis_tuple_is_one_sequence_in_the_order_of_the_mesh(make_mesh: MeshF
 
     def attend(axes: tuple[str, ...]) -> Any:
         return jax.shard_map(
-            lambda *x: context_attention(*x, axes, implementation="gather"),
+            lambda q, k, v: context_attention(q, k, v, axes, implementation="gather"),
             mesh=mesh,
             in_specs=(spec,) * 3,
             out_specs=spec,
@@ -139,7 +139,7 @@ def test_an_axis_tuple_is_one_sequence_in_the_order_of_the_mesh(make_mesh: MeshF
 def test_vmap_is_another_batch(implementation: str, make_mesh: MeshFactory) -> None:
     case = ContextCase(devices=2, queries=8, implementation=implementation, segments=True)
     (query, key, value, _), cotangent = case.arrays()
-    ids = case.ids()
+    ids: Any = case.ids()
     attend = case.sharded(make_mesh)
 
     def gradients(*operands: Any) -> Any:
@@ -148,8 +148,8 @@ def test_vmap_is_another_batch(implementation: str, make_mesh: MeshFactory) -> N
 
     arrays = query, key, value, ids, cotangent
     expected = jax.jit(gradients)(*arrays)
-    mapped = jax.vmap(lambda *x: gradients(*x))
-    found = jax.jit(mapped)(*(x[:, None] for x in arrays))
+    mapped = jax.vmap(gradients)
+    found = jax.jit(mapped)(*(np.expand_dims(x, 1) for x in arrays))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # One program of equal operations: roundings of float32 alone.
         np.testing.assert_allclose(one[:, 0], other, rtol=1e-5, atol=1e-5)
@@ -182,7 +182,7 @@ def test_layers_of_a_scan_under_checkpoint(make_mesh: MeshFactory) -> None:
     "implementation",
     [
         "gather",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("xla", "ring", "ulysses")),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("xla", "ring")),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -203,9 +203,9 @@ def test_forward_mode_and_second_derivatives_are_refused(make_mesh: MeshFactory)
         return (attend(x, key, value, None) ** 2).sum()
 
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (query,), (query,))
+        jax.jit(lambda x: jax.jvp(loss, (x,), (x,))).lower(query)
     with pytest.raises(TypeError, match="second derivatives of context_attention"):
-        jax.grad(lambda x: jax.grad(loss)(x).sum())(query)
+        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).sum()), query)
 
 
 def test_empty_batches_are_empty(make_mesh: MeshFactory) -> None:
@@ -220,5 +220,5 @@ def test_explain_shows_both_passes(make_mesh: MeshFactory) -> None:
     attend = case.sharded(make_mesh)
     grad = jax.grad(lambda x: attend(x, key, value, None).sum())
     text = str(explain(grad)(query))
-    assert "context_attention float32 2×4 tokens, 4/2 heads of 16, causal, zigzag" in text
-    assert "context=2" in text
+    assert text.count("float32 2×4 tokens, 4/2 heads of 16, causal, zigzag over context=2") == 2
+    assert "backward  context_attention  xla" in text
