@@ -40,8 +40,47 @@ class RotaryScaling:
                 f"low_frequency_factor={self.low_frequency_factor}: expected less than"
                 f" high_frequency_factor={self.high_frequency_factor}"
             )
-        if self.original_context < 1:
-            raise ValueError(f"original_context={self.original_context}: expected at least 1")
+        _check_original_context(self.original_context)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Scaling of rotary frequencies to longer contexts by YaRN, which Qwen's models use.
+
+    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023,
+    and Hugging Face's implementation, which truncates the range of the ramp.
+    """
+
+    factor: float
+    """The longer context divided by the original one."""
+    original_context: int
+    """Length in tokens of the context that the model was first trained with."""
+    beta_fast: float = 32.0
+    """Waves that turn more often than this in the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Waves that turn less often have their frequency divided by `factor`."""
+    attention_factor: float | None = None
+    """Multiplies rotated queries and keys; None: 1 + 0.1 × the logarithm of `factor`."""
+    truncate: bool = True
+    """Whether the pairs of features where the ramp begins and ends are rounded outwards."""
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow"):
+            _check_positive(name, getattr(self, name))
+        if self.factor < 1:
+            raise ValueError(f"factor={self.factor}: expected at least 1")
+        if self.attention_factor is not None:
+            _check_positive("attention_factor", self.attention_factor)
+        if not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow={self.beta_slow}: expected less than beta_fast={self.beta_fast}"
+            )
+        _check_original_context(self.original_context)
+
+
+def _check_original_context(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"original_context={length}: expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -61,7 +100,7 @@ class LlamaConfig:
     """Number of key and value heads; fewer than num_heads is grouped-query attention."""
     head_dim: int
     rotary_base: float = 500_000.0
-    rotary_scaling: RotaryScaling = RotaryScaling()
+    rotary_scaling: RotaryScaling | YarnScaling = RotaryScaling()
     norm_epsilon: float = 1e-5
     tied_head: bool = False
     """Whether the head is the transposed embedding."""
@@ -100,6 +139,11 @@ class LlamaConfig:
                     raise ValueError(f"{field.name}={value}: expected at most {most}")
         for name in ("rotary_base", "norm_epsilon"):
             _check_positive(name, getattr(self, name))
+        if isinstance(self.rotary_scaling, YarnScaling) and self.rotary_base <= 1:
+            raise ValueError(
+                f"rotary_base={self.rotary_base}: expected more than 1 with YarnScaling, which"
+                " needs waves of different lengths"
+            )
         if self.num_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of"
@@ -203,7 +247,9 @@ class LlamaConfig:
 
 def config_from_json(values: Mapping[str, Any]) -> LlamaConfig:
     """A configuration from its fields as JSON, as checkpoints hold it."""
-    scaling = RotaryScaling(**values["rotary_scaling"])
+    scaling = values["rotary_scaling"]
+    kind = YarnScaling if "beta_fast" in scaling else RotaryScaling
+    scaling = kind(**scaling)
     return LlamaConfig(**{**values, "rotary_scaling": scaling})
 
 

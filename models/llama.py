@@ -122,8 +122,12 @@ class Attention(nnx.Module):
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         frequencies = rotary.frequencies(self.config)
+        factor = rotary.attention_factor(self.config)
         with jax.named_scope("rotary"):
-            query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+            query, key = (
+                rotary.rotate(heads, frequencies, positions, factor=factor)
+                for heads in (query, key)
+            )
         return query, key, value
 
 
