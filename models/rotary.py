@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import LlamaConfig, RotaryScaling, YarnScaling
+from models.config import LlamaConfig, RotaryScaling
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:
     """Radians per position for each pair of features: float32 [head_dim / 2]."""
     exponents = np.arange(0, config.head_dim, 2) / config.head_dim
     radians, scaling = config.rotary_base**-exponents, config.rotary_scaling
-    if isinstance(scaling, YarnScaling):
+    if scaling.kind == "yarn":
         kept = _kept_by_yarn(scaling, config)
     else:
         kept = _kept_by_llama(scaling, radians)
@@ -31,7 +31,7 @@ def _kept_by_llama(scaling: RotaryScaling, radians: np.ndarray) -> np.ndarray:
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
-def _kept_by_yarn(scaling: YarnScaling, config: LlamaConfig) -> np.ndarray:
+def _kept_by_yarn(scaling: RotaryScaling, config: LlamaConfig) -> np.ndarray:
     """The share of each frequency that is not scaled: a ramp over pairs of features."""
 
     def pair(turns: float) -> float:
@@ -51,7 +51,7 @@ def _kept_by_yarn(scaling: YarnScaling, config: LlamaConfig) -> np.ndarray:
 def attention_factor(config: LlamaConfig) -> float:
     """What rotated queries and keys are multiplied by: 1 unless YaRN scales them."""
     scaling = config.rotary_scaling
-    if not isinstance(scaling, YarnScaling):
+    if scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is None:
         return 0.1 * math.log(scaling.factor) + 1

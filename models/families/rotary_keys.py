@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from models.config import RotaryScaling, YarnScaling
+from models.config import RotaryScaling
 from models.families.config_keys import (
     FLAG,
     OBJECT,
@@ -30,9 +30,7 @@ ROTARY_KEYS = (
 )
 
 
-def read_rotary(
-    values: ConfigValues, longest_context: int
-) -> tuple[float, RotaryScaling | YarnScaling]:
+def read_rotary(values: ConfigValues, longest_context: int) -> tuple[float, RotaryScaling]:
     """The base of the rotary embedding, and its scaling.
 
     Args:
@@ -54,7 +52,7 @@ def read_rotary(
         Key("rope_theta", _BASE, values["rope_theta"]),
         Key("partial_rotary_factor", POSITIVE, 1.0, supported=(1.0,)),
     )
-    scaling: RotaryScaling | YarnScaling = RotaryScaling()
+    scaling = RotaryScaling()
     if kind == "default":
         parameters = ConfigValues(given, common, place=place)
     elif kind == "llama3":
@@ -71,10 +69,10 @@ def read_rotary(
     return parameters["rope_theta"], scaling
 
 
-def write_rotary(base: float, scaling: RotaryScaling | YarnScaling) -> dict[str, Any]:
+def write_rotary(base: float, scaling: RotaryScaling) -> dict[str, Any]:
     """The keys of which `read_rotary` reads a base and a scaling, in the form that all versions of
     Hugging Face's library read."""
-    if isinstance(scaling, YarnScaling):
+    if scaling.kind == "yarn":
         return {"rope_theta": float(base), "rope_scaling": _written_yarn(scaling)}
     if scaling.factor == 1:
         return {"rope_theta": float(base), "rope_scaling": None}
@@ -88,7 +86,7 @@ def write_rotary(base: float, scaling: RotaryScaling | YarnScaling) -> dict[str,
     return {"rope_theta": float(base), "rope_scaling": parameters}
 
 
-def _written_yarn(scaling: YarnScaling) -> dict[str, Any]:
+def _written_yarn(scaling: RotaryScaling) -> dict[str, Any]:
     parameters = {
         "rope_type": "yarn",
         "factor": float(scaling.factor),
@@ -134,7 +132,7 @@ def _check_complete(parameters: ConfigValues, place: str) -> None:
             raise ValueError(f"{place} has no {name!r}; give the file that the model came with")
 
 
-def _yarn_scaling(parameters: ConfigValues, longest_context: int, place: str) -> YarnScaling:
+def _yarn_scaling(parameters: ConfigValues, longest_context: int, place: str) -> RotaryScaling:
     _check_complete(parameters, place)
     original = parameters["original_max_position_embeddings"]
     factor = parameters["factor"]
@@ -157,7 +155,8 @@ def _yarn_scaling(parameters: ConfigValues, longest_context: int, place: str) ->
             f"{place}: rope_theta=1: expected more with a scaling of type 'yarn', which needs waves"
             " of different lengths; give the file that the model came with"
         )
-    return YarnScaling(
+    return RotaryScaling(
+        kind="yarn",
         factor=float(factor),
         original_context=original,
         beta_fast=float(fast),

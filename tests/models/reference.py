@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import LlamaConfig, YarnScaling
+from models.config import LlamaConfig, RotaryScaling
 
 Array = jax.Array | np.ndarray
 
@@ -123,7 +123,7 @@ def _rotate(config: LlamaConfig, x: Array) -> Array:
 def _length(config: LlamaConfig) -> float:
     """What YaRN multiplies queries and keys by, section 3.4 of its paper."""
     scaling = config.rotary_scaling
-    if not isinstance(scaling, YarnScaling):
+    if scaling.kind != "yarn":
         return 1.0
     return scaling.attention_factor or 0.1 * float(np.log(scaling.factor)) + 1
 
@@ -132,7 +132,7 @@ def wave(config: LlamaConfig, i: int) -> float:
     """Radians per position of pair i, by the branches of Llama 3.1's paper, or by YaRN's."""
     frequency = config.rotary_base ** (-2 * i / config.head_dim)
     scaling = config.rotary_scaling
-    if isinstance(scaling, YarnScaling):
+    if scaling.kind == "yarn":
         return _yarn_wave(config, scaling, i, frequency)
     wavelength = 2 * np.pi / frequency
     if wavelength < scaling.original_context / scaling.high_frequency_factor:
@@ -145,7 +145,7 @@ def wave(config: LlamaConfig, i: int) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _yarn_wave(config: LlamaConfig, scaling: YarnScaling, i: int, frequency: float) -> float:
+def _yarn_wave(config: LlamaConfig, scaling: RotaryScaling, i: int, frequency: float) -> float:
     """Pairs between those whose waves turn beta_fast and beta_slow times are on a ramp."""
     ends = []
     for beta, rounded in ((scaling.beta_fast, np.floor), (scaling.beta_slow, np.ceil)):

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from models.config import LlamaConfig, RotaryScaling, YarnScaling
+from models.config import LlamaConfig, RotaryScaling
 from models.families import FAMILIES, PRESETS, read_config, write_config
 from tests.models import reference
 from tests.models.test_llama import (
@@ -31,7 +31,9 @@ MODELS = {
         SMALL,
         head_dim=8,
         rotary_base=100.0,
-        rotary_scaling=YarnScaling(factor=4.0, original_context=64, beta_fast=8.0, beta_slow=1.0),
+        rotary_scaling=RotaryScaling(
+            kind="yarn", factor=4.0, original_context=64, beta_fast=8.0, beta_slow=1.0
+        ),
     ),
     "few heads of keys": dataclasses.replace(SMALL, num_key_value_heads=2, projection_bias=True),
     "experts": dataclasses.replace(

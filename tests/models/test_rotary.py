@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models import rotary
-from models.config import LlamaConfig, YarnScaling, config_from_json
+from models.config import LlamaConfig, RotaryScaling, config_from_json
 from models.families.llama3 import llama3_8b
 from tests.models import reference
 
@@ -26,8 +26,8 @@ def test_llama_3_1_scaling_equals_the_reference():
 
 
 def yarn_model(**scaling) -> LlamaConfig:
-    given = {"factor": 4.0, "original_context": 32_768, **scaling}
-    return dataclasses.replace(llama3_8b(), rotary_scaling=YarnScaling(**given))
+    given = {"kind": "yarn", "factor": 4.0, "original_context": 32_768, **scaling}
+    return dataclasses.replace(llama3_8b(), rotary_scaling=RotaryScaling(**given))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_scalings_pass_through_json():
         ({"beta_slow": 32.0}, "beta_slow=32.0: expected less than beta_fast=32.0"),
         ({"attention_factor": 0.0}, "attention_factor=0.0: expected a positive number"),
         ({"original_context": 0}, "original_context=0: expected at least 1"),
+        ({"kind": "linear"}, "kind='linear': expected llama3 or yarn"),
     ],
 )
 def test_a_wrong_scaling_is_a_sentence(change, sentence):
@@ -86,7 +87,7 @@ def test_a_wrong_scaling_is_a_sentence(change, sentence):
 
 def test_yarn_needs_waves_of_different_lengths():
     with pytest.raises(
-        ValueError, match=r"rotary_base=1\.0: expected more than 1 with YarnScaling"
+        ValueError, match=r"rotary_base=1\.0: expected more than 1 with rotary_scaling"
     ):
         dataclasses.replace(yarn_model(), rotary_base=1.0)
 
