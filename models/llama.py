@@ -28,6 +28,7 @@ from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
+from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
 from models.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
@@ -223,6 +224,9 @@ class Llama(nnx.Module):
         to it, output features.
       key_value_copies: number of devices of the tensor axis that have the same keys and values:
         `LlamaConfig.key_value_copies` of its size.
+      loss_chunk: the most tokens of a sequence whose logits `loss` has at one time, for long
+        sequences; its backward computes them again. The head then gathers its weight once, and not
+        in the loops of its matmuls. None: all.
       expert_axis_name: the mesh axis that experts are divided over, or several, of those of the
         batch and the tensor axis; default: the tensor axis.
       expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
@@ -253,6 +257,7 @@ class Llama(nnx.Module):
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
         key_value_copies: int = 1,
+        loss_chunk: int | None = None,
         expert_axis_name: str | Sequence[str] | None = None,
         expert_hidden_axis_name: str | None = None,
         expert_implementation: str | Sequence[str] | None = None,
@@ -283,6 +288,7 @@ class Llama(nnx.Module):
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
         self.vocabulary_size = config.vocabulary_size
         self.parameter_use = parameter_use
+        self.loss_chunk = loss_chunk
         # A tied head needs the whole table.
         self.column_axis_name = None if config.tied_head else weight_axis_name
         self.embedding = nnx.Param(
@@ -306,9 +312,16 @@ class Llama(nnx.Module):
             None
             if config.tied_head
             else layers.ColumnParallelLinear(
-                config.features, config.vocabulary_rows, **of_layer("head", options)
+                config.features, config.vocabulary_rows, **of_layer("head", self._of_head(options))
             )
         )
+
+    def _of_head(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the head: in chunks it would gather its weight for each."""
+        if self.loss_chunk is None:
+            return options
+        own = ("weight_axis_name", "weight_dimension")
+        return {name: value for name, value in options.items() if name not in own}
 
     def __call__(
         self,
@@ -345,6 +358,14 @@ class Llama(nnx.Module):
           them those of all, and `sum_over_layers` those that Hugging Face's balancing loss is of.
           None for a model without experts.
         """
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        return self._logits(x, weights), statistics
+
+    def _hidden(
+        self, tokens: jax.Array, document_lengths: jax.Array | None, gathered: nnx.State | None
+    ) -> tuple[jax.Array, RouterStatistics | None, nnx.State]:
+        """The input of the head [B, s, features], the statistics of the routers, and the weights
+        of the head and of the embedding."""
         documents = None
         if document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
@@ -355,7 +376,8 @@ class Llama(nnx.Module):
         x = x, no_statistics(self.config, x)
         (x, statistics), weights = self._apply_blocks(x, documents, parameters, gathered)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
-        return self._logits(norm(x), embedding | weights), statistics
+        names = ["embedding"] if self.head is None else ["head"]
+        return norm(x), statistics, _select(embedding | weights, *names)
 
     @jax.named_scope("embedding")
     def _embed(self, tokens: jax.Array, weights: nnx.State) -> jax.Array:
@@ -438,7 +460,8 @@ class Llama(nnx.Module):
             for number in range(self.num_layers):
                 whole = None if others is None else others[number]
                 x = apply_block(self._weights(own[number], whole), x, documents)
-        return x, self._weights(last, gathered)
+        # Else a head that has its own weight_axis_name gathers it.
+        return x, self._weights(last, gathered, whole=self.loss_chunk is not None)
 
     def _loop(self, state: nnx.State) -> tuple[BlockLoop, Any]:
         """The loop over blocks, and the parameters of the blocks as it takes them."""
@@ -469,8 +492,22 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, RouterStatistics | None]:
         """`loss`, without any loss of the routers, and the statistics that these are made of: see
         `logits_and_statistics`."""
-        logits, statistics = self.logits_and_statistics(tokens, document_lengths, gathered)
-        return vocabulary.cross_entropy(logits, targets, self.axis_name), statistics
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        if not self._loss_in_chunks(tokens.shape[1]):
+            return self._cross_entropy(weights, x, targets), statistics
+        assert self.loss_chunk is not None
+        each = loss_in_chunks(self._cross_entropy, weights, x, targets, self.loss_chunk)
+        return each, statistics
+
+    def _cross_entropy(self, weights: nnx.State, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """[B, s, features] and int32 [B, S] -> float32 [B, S], by the head and the loss."""
+        return vocabulary.cross_entropy(self._logits(x, weights), targets, self.axis_name)
+
+    def _loss_in_chunks(self, length: int) -> bool:
+        """Whether the loss of sequences of a length is computed in chunks."""
+        if self.loss_chunk is None or length % jax.lax.axis_size(self.axis_name):
+            return False
+        return self.loss_chunk < length
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,9 @@ class Config:
     attention: Literal["auto", "flash3", "cudnn", "xla"] = "auto"
     """Kernel of attention: auto takes the one that was measured to be fastest and is installed; a
     name requires that kernel."""
+    loss_chunk: int | None = None
+    """Tokens of a sequence whose logits exist at one time; the backward computes them again. 0:
+    all. Default: all if they take at most 4 GiB on a device, else as many as take 1 GiB."""
     scan_layers: int = 0
     """Layers per iteration of a loop over stacked layers, so that the time to compile does not
     depend on their number; 0: one program of all layers."""

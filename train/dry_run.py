@@ -14,6 +14,7 @@ from collective_matmul import AttentionDecision, explain, explain_attention
 from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.experts import describe_experts
+from train.loss_chunks import describe_loss_chunks
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
@@ -75,6 +76,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     for line in describe_zero(config, model, sizes):
         console.print(line, highlight=False, soft_wrap=True)
     for line in describe_experts(config, sizes, model.active_parameter_count):
+        console.print(line, highlight=False, soft_wrap=True)
+    for line in describe_loss_chunks(config, sizes):
         console.print(line, highlight=False, soft_wrap=True)
     for line in describe_muon(config.optimizer, model.abstract_params):
         console.print(line, highlight=False, soft_wrap=True)

@@ -34,6 +34,7 @@ from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
+from train.loss_chunks import loss_chunk
 from train.muon import muon
 from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
@@ -179,6 +180,7 @@ class ModelFunctions:
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
             weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
             key_value_copies=config.model.key_value_copies(self._sizes.tensor),
+            loss_chunk=loss_chunk(config, self._sizes),
             expert_axis_name=expert_axes(config),
             expert_hidden_axis_name=config.expert_hidden_axis,
             expert_implementation=expert_implementation(config.overlap),
