@@ -11,6 +11,9 @@ from collective_matmul.ops.attention.attend import (
     explain_attention,
 )
 from collective_matmul.ops.attention.choice import AttentionDecision
+from collective_matmul.ops.attention.context.api import context_attention
+from collective_matmul.ops.attention.context.layout import zigzag_order
+from collective_matmul.ops.attention.context.measurement import ContextRepetitions as _Context  # noqa: F401
 from collective_matmul.ops.attention.segments import Segments, segments_of_ids, segments_of_lengths
 from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.gradients import HIDDEN_CHECKPOINT_NAME
@@ -41,6 +44,7 @@ __all__ = [
     "Segments",
     "all_gather_matmul",
     "collective_einsum",
+    "context_attention",
     "dot_product_attention",
     "expert_mlp",
     "explain",
@@ -54,6 +58,7 @@ __all__ = [
     "segments_of_ids",
     "segments_of_lengths",
     "tune",
+    "zigzag_order",
 ]
 
 

@@ -1,0 +1,1 @@
+"""Attention over a sequence that a mesh axis divides."""

@@ -1,0 +1,110 @@
+"""`context_attention` on simulated devices, beside dense attention in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import context_attention, zigzag_order
+from tests.ops.attention.reference import SEGMENTS, Attended, AttentionCase
+
+AXIS = "context"
+
+
+@dataclass(frozen=True)
+class ContextCase(AttentionCase):
+    """A call of `context_attention`; `queries` are the tokens of the whole sequence.
+
+    Attributes:
+      devices: D.
+      layout: which tokens a device has.
+      kernel: the argument `attention_implementation`.
+      check_vma: whether `shard_map` checks over which axes values vary.
+    """
+
+    devices: int = 2
+    layout: str = "zigzag"
+    kernel: str | None = None
+    check_vma: bool = True
+
+    def __str__(self) -> str:
+        masks = f"window{self.window}" if self.window else "causal" if self.causal else "full"
+        documents = "-documents" if self.segments else ""
+        heads = f"{self.heads}of{self.key_value_heads}"
+        return (
+            f"{self.implementation}-{self.kernel}-{self.devices}-{self.layout}-{masks}{documents}"
+            f"-{self.queries}x{heads}x{self.size}-{self.dtype}"
+        )
+
+    @property
+    def order(self) -> np.ndarray:
+        """The positions in the order in which devices hold them."""
+        if self.layout == "contiguous":
+            return np.arange(self.queries)
+        return zigzag_order(self.queries, self.devices)
+
+    def local(self, *operands: Any, ids: Any = None) -> jax.Array:
+        """The op, inside `shard_map`."""
+        query, key, value = operands
+        options: dict[str, Any] = {}
+        if ids is not None:
+            options = {"segment_ids": ids, "max_segments": SEGMENTS}
+        return context_attention(
+            query,
+            key,
+            value,
+            AXIS,
+            causal=self.causal,
+            layout=self.layout,  # type: ignore[arg-type]
+            window=self.window,
+            scale=self.scale,
+            implementation=self.implementation,
+            attention_implementation=self.kernel,
+            **options,
+        )
+
+    def sharded(self, make_mesh: Callable) -> Callable:
+        """The op on arrays in the order of the devices: of query, key, value and ids."""
+        spec = P(None, AXIS)
+
+        def local(query: Any, key: Any, value: Any, ids: Any) -> jax.Array:
+            return self.local(query, key, value, ids=ids)
+
+        return jax.shard_map(
+            local,
+            mesh=make_mesh({AXIS: self.devices}),
+            in_specs=(spec, spec, spec, spec),
+            out_specs=spec,
+            check_vma=self.check_vma,
+        )
+
+    def attend_over(self, make_mesh: Callable, *operands: Any, ids: Any = None) -> jax.Array:
+        """The op on arrays in the order of positions."""
+        order, back = self.order, np.argsort(self.order)
+        query, key, value = (jnp.take(x, order, axis=1) for x in operands[:3])
+        ids = None if ids is None else jnp.take(ids, order, axis=1)
+        return jnp.take(self.sharded(make_mesh)(query, key, value, ids), back, axis=1)
+
+    def run_on(self, make_mesh: Callable, seed: int = 0, jit: Callable = jax.jit) -> Attended:
+        """The result and the gradients, out of one program."""
+        operands, cotangent = self.arrays(seed)
+        attend = functools.partial(self.attend_over, make_mesh)
+
+        def both(operands: Any, ids: Any, cotangent: Any) -> Attended:
+            out, pullback = jax.vjp(lambda *x: attend(*x, ids=ids), *operands)
+            return Attended(out, *pullback(cotangent))
+
+        return jax.block_until_ready(jit(both)(operands, self.ids(seed), cotangent))
+
+    def check_on(self, make_mesh: Callable, seed: int = 0) -> Attended:
+        """Compares with dense attention; returns what was computed."""
+        actual = self.run_on(make_mesh, seed)
+        self.check(actual, seed)
+        return actual
