@@ -59,7 +59,7 @@ def loss_in_chunks(
     # Else each chunk would sum the gradients of weights over devices.
     axes = jax.typeof(x).manual_axis_type.varying
     weights = jax.tree.map(lambda leaf: as_varying(leaf, axes), weights)
-    losses = _chunks(fun, arrays_of(weights), weights, cut, ids)
+    losses: Any = _chunks(fun, arrays_of(weights), weights, cut, ids)
     losses = losses.reshape(count, batch, devices, size)
     losses = jnp.moveaxis(losses, 0, 2).reshape(batch, devices, count * size)
     return losses[:, :, :own].reshape(batch, devices * own)

@@ -1,6 +1,7 @@
-"""Llama 3 with tensor and sequence parallelism, for use inside `jax.shard_map`.
+"""Llama 3 with tensor, sequence and context parallelism, for use inside `jax.shard_map`.
 
-Legend of local shapes: B is batch, S is the whole sequence, D is the size of the tensor axis, s =
+Legend of local shapes: B is batch, S is the sequence, or this device's part of it if a context axis
+divides it, D is the size of the tensor axis, s =
 S/D, V is the vocabulary. Between blocks each device holds [B, s, features] and computes norms and
 residuals of its part of the sequence only. Attention and feed-forward gather the sequence into
 their first matmul and scatter it out of their last one: Korthikanti et al., "Reducing Activation
@@ -10,7 +11,7 @@ Recomputation in Large Transformer Models", 2022.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from collective_matmul import (
     HIDDEN_CHECKPOINT_NAME,
     SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
+    context_attention,
     dot_product_attention,
 )
 from collective_matmul import layers as collective
@@ -30,7 +32,7 @@ from models import plain, rotary, vocabulary
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
-from models.documents import Documents, locate_documents
+from models.documents import Documents, locate_documents, locate_part
 from models.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
@@ -44,6 +46,13 @@ Stream = tuple[jax.Array, RouterStatistics | None]
 _kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
+class ContextAxis(NamedTuple):
+    """A mesh axis that divides sequences, and what exchanges keys and values over it."""
+
+    name: str
+    implementation: str | tuple[str, ...] | None = None
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention; the heads are sharded over the tensor axis.
 
@@ -53,6 +62,8 @@ class Attention(nnx.Module):
         `models.plain`.
       key_value_copies: number of devices that have the same keys and values.
       attention: the kernel, as `collective_matmul.dot_product_attention` takes it; None chooses.
+      context: the mesh axis that divides sequences, and what exchanges keys and values, as
+        `collective_matmul.context_attention` takes it; None: sequences are whole.
       **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
@@ -63,6 +74,7 @@ class Attention(nnx.Module):
         *,
         key_value_copies: int = 1,
         attention: str | None = None,
+        context: ContextAxis | None = None,
         **layer_options,
     ):
         self.projection = layers.AttentionProjection(
@@ -83,7 +95,7 @@ class Attention(nnx.Module):
             **of_layer("layers.attention.output", _of_rows(layer_options)),
         )
         self.config = config
-        self.implementation = attention
+        self.implementation, self.context = attention, context
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
@@ -97,12 +109,25 @@ class Attention(nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None = None
     ) -> jax.Array:
         """Causal attention of what `heads` returns: [B, S, heads/D, head_dim]."""
+        segments = None if documents is None else documents.segments
+        if self.context is not None:
+            return context_attention(
+                query,
+                key,
+                value,
+                self.context.name,
+                window=self.config.sliding_window,
+                segment_ids=None if segments is None else segments.ids,
+                max_segments=None if segments is None else segments.most,
+                implementation=self.context.implementation,
+                attention_implementation=self.implementation,
+            )
         return dot_product_attention(
             query,
             key,
             value,
             window=self.config.sliding_window,
-            segment_ids=None if documents is None else documents.segments,
+            segment_ids=segments,
             implementation=self.implementation,
         )
 
@@ -146,12 +171,13 @@ class Block(nnx.Module):
         *,
         key_value_copies: int = 1,
         attention: str | None = None,
+        context: ContextAxis | None = None,
         experts: ExpertPlacement | None = None,
         **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        copies = {"key_value_copies": key_value_copies}
-        self.attention = Attention(config, layers, attention=attention, **copies, **layer_options)
+        own: dict[str, Any] = {"key_value_copies": key_value_copies, "context": context}
+        self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
         if self.has_experts:
@@ -227,6 +253,11 @@ class Llama(nnx.Module):
       loss_chunk: the most tokens of a sequence whose logits `loss` has at one time, for long
         sequences; its backward computes them again. The head then gathers its weight once, and not
         in the loops of its matmuls. None: all.
+      context_axis_name: a mesh axis that divides sequences in the layout of
+        `collective_matmul.zigzag_order`, or None. Each device then has its part of the tokens, and
+        of everything that is made of them; lengths of documents are those of whole sequences.
+      context_implementation: what exchanges keys and values over it, as
+        `collective_matmul.context_attention` takes it.
       expert_axis_name: the mesh axis that experts are divided over, or several, of those of the
         batch and the tensor axis; default: the tensor axis.
       expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
@@ -258,6 +289,8 @@ class Llama(nnx.Module):
         weight_dimension: Literal[0, 1] = 1,
         key_value_copies: int = 1,
         loss_chunk: int | None = None,
+        context_axis_name: str | None = None,
+        context_implementation: str | Sequence[str] | None = None,
         expert_axis_name: str | Sequence[str] | None = None,
         expert_hidden_axis_name: str | None = None,
         expert_implementation: str | Sequence[str] | None = None,
@@ -279,9 +312,10 @@ class Llama(nnx.Module):
         )
         self.config = config
         self.axis_name = axis_name
-        # A tuple, so that the module is hashable.
-        is_sequence = not isinstance(implementation, str | None)
-        self.implementation = tuple(implementation) if is_sequence else implementation
+        self.implementation = _hashable(implementation)
+        self.context = None
+        if context_axis_name is not None:
+            self.context = ContextAxis(context_axis_name, _hashable(context_implementation))
         self.head_fp8 = options.get("fp8", {}).get("head")
         self.dtype = dtype
         self.remat: Remat = remat
@@ -299,6 +333,7 @@ class Llama(nnx.Module):
 
         def block(rngs: nnx.Rngs | Keys) -> Block:
             own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
+            own["context"] = self.context
             own |= {"experts": placement, **options, "rngs": rngs}
             return Block(config, layers, **own)
 
@@ -367,7 +402,9 @@ class Llama(nnx.Module):
         """The input of the head [B, s, features], the statistics of the routers, and the weights
         of the head and of the embedding."""
         documents = None
-        if document_lengths is not None:
+        if self.context is not None:
+            documents = locate_part(document_lengths, tokens.shape[1], self.context.name)
+        elif document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
         parameters = nnx.state(self)
         whole = self.column_axis_name is None
@@ -508,6 +545,12 @@ class Llama(nnx.Module):
         if self.loss_chunk is None or length % jax.lax.axis_size(self.axis_name):
             return False
         return self.loss_chunk < length
+
+
+def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Names of backends as a module can hold them."""
+    is_sequence = not isinstance(implementation, str | None)
+    return tuple(implementation) if is_sequence else implementation
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from models.simulated_devices import simulate_devices
 from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
+from train.context import describe_context
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
@@ -124,6 +125,7 @@ def announce(setup: Setup, console: Console) -> None:
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
+        *describe_context(config, MeshSizes(**mesh.shape)),
         *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),

@@ -13,6 +13,7 @@ from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
 from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
+from train.context import check_context
 from train.experts import check_experts, on_tensor_axis
 from train.loss_chunks import check_loss_chunk
 
@@ -50,6 +51,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
+    check_context(config, sizes)
     if config.sequence_length % sizes.tensor:
         raise ValueError(
             f"sequence_length={config.sequence_length} is not divisible by"

@@ -61,7 +61,7 @@ def describe_loss_chunks(config: Config, sizes: MeshSizes) -> list[str]:
 
 def _tokens(config: Config, sizes: MeshSizes) -> int:
     """Tokens of a sequence in a tensor group."""
-    return config.sequence_length
+    return config.sequence_length // sizes.context
 
 
 def _bytes_of_token(config: Config, sizes: MeshSizes) -> int:

@@ -140,15 +140,15 @@ def advice(
 
 def _shards(config: Config, sizes: MeshSizes) -> int:
     """The number of devices that share the state."""
-    return sizes.tensor * (sizes.fsdp if config.zero else 1)
+    return sizes.tensor * (sizes.weight_shards if config.zero else 1)
 
 
 def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshSizes]]:
     """ZeRO levels and meshes over which ever more is sharded: first those of as many devices."""
     yield config.zero, sizes
-    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor)
+    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor, sizes.context)
     for mesh in dict.fromkeys((sizes, groups)):
-        if mesh.fsdp > 1:
+        if mesh.weight_shards > 1:
             same = config.zero if mesh == sizes else 0
             yield from ((zero, mesh) for zero in get_args(Zero) if zero > same)
     for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):

@@ -78,7 +78,7 @@ def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(model.get("rotary_scaling"), Mapping):
             model["rotary_scaling"] = {**NEW_ROTARY_FIELDS, **model["rotary_scaling"]}
     if isinstance(current.get("mesh"), Mapping):
-        current["mesh"] = {"fsdp": 0, **current["mesh"]}
+        current["mesh"] = {"fsdp": 0, "context": 1, **current["mesh"]}
     if not isinstance(current.get("optimizer"), Mapping):
         return current
     optimizer = {**NEW_OPTIMIZER_FIELDS, **current["optimizer"]}

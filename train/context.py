@@ -1,0 +1,55 @@
+"""Long sequences: a context axis of the mesh, whose devices have parts of each sequence.
+
+The tokens of a sequence are divided over context first, in the zigzag layout that balances causal
+attention, and the part of a device over tensor, as between any two blocks. So everything but
+attention is a matter of a tensor group and its tokens, and attention of all groups along the axis.
+"""
+
+from __future__ import annotations
+
+import math
+
+from train.config import Config, MeshSizes
+
+#: Backends of attention over a context axis, of those that `Config.overlap` can name.
+_BACKENDS = ("xla",)
+
+
+def context_implementation(overlap: str) -> tuple[str, ...] | None:
+    """What sends keys and values with a value of `Config.overlap`; None chooses."""
+    return tuple(name for name in overlap.split(",") if name in _BACKENDS) or None
+
+
+def check_context(config: Config, sizes: MeshSizes) -> None:
+    """Checks that sequences can be divided over a context axis.
+
+    Raises:
+      ValueError: if they cannot.
+    """
+    if sizes.context == 1:
+        return
+    if config.overlap in ("rewrite", "rewrite-jit"):
+        raise ValueError(
+            f"overlap={config.overlap!r}: with mesh.context={sizes.context} a model calls the"
+            " attention of this library itself; choose auto, or names of backends"
+        )
+    unit = sizes.context * math.lcm(2, sizes.tensor)
+    if config.sequence_length % unit:
+        nearest = -(-config.sequence_length // unit) * unit
+        raise ValueError(
+            f"sequence_length={config.sequence_length} is not divisible by {unit}: with"
+            f" mesh.context={sizes.context} × mesh.tensor={sizes.tensor} each context device has"
+            " two equal parts of a sequence, and each tensor device an equal share of them; nearest"
+            f" that works: {nearest}"
+        )
+
+
+def describe_context(config: Config, sizes: MeshSizes) -> list[str]:
+    """How sequences are divided, as lines to print; none if they are whole."""
+    if sizes.context == 1:
+        return []
+    tokens = config.sequence_length // sizes.context
+    return [
+        f"context={sizes.context}: each sequence of {config.sequence_length} tokens is divided into"
+        f" parts of {tokens}, in zigzag layout"
+    ]
