@@ -191,6 +191,10 @@ class Config:
     attention: Literal["auto", "flash3", "cudnn", "xla"] = "auto"
     """Kernel of attention: auto takes the one that was measured to be fastest and is installed; a
     name requires that kernel."""
+    context_attention: str = "auto"
+    """What sends keys and values over the context axis: xla, gather, ulysses or ring, or several
+    separated by commas, of which the first that can does; auto: those that --overlap names, or else
+    a choice for each shape."""
     loss_chunk: int | None = None
     """Tokens of a sequence whose logits exist at one time; the backward computes them again. 0:
     all. Default: all if they take at most 4 GiB on a device, else as many as take 1 GiB."""

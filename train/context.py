@@ -11,13 +11,20 @@ import math
 
 from train.config import Config, MeshSizes
 
-#: Backends of attention over a context axis, of those that `Config.overlap` can name.
-_BACKENDS = ("xla",)
+#: Backends of `collective_matmul.context_attention`.
+BACKENDS = ("xla", "gather", "ulysses", "ring")
 
 
-def context_implementation(overlap: str) -> tuple[str, ...] | None:
-    """What sends keys and values with a value of `Config.overlap`; None chooses."""
-    return tuple(name for name in overlap.split(",") if name in _BACKENDS) or None
+def context_implementation(config: Config) -> tuple[str, ...] | None:
+    """What sends keys and values, as `context_attention` takes it; None chooses."""
+    if config.context_attention != "auto":
+        return tuple(config.context_attention.split(","))
+    return tuple(name for name in config.overlap.split(",") if name in BACKENDS) or None
+
+
+def sequence_unit(sizes: MeshSizes) -> int:
+    """What has to divide the length of sequences on a mesh with a context axis."""
+    return sizes.context * math.lcm(2, sizes.tensor)
 
 
 def check_context(config: Config, sizes: MeshSizes) -> None:
@@ -26,14 +33,25 @@ def check_context(config: Config, sizes: MeshSizes) -> None:
     Raises:
       ValueError: if they cannot.
     """
+    names = config.context_attention.split(",")
+    if config.context_attention != "auto" and not {*names} <= {*BACKENDS}:
+        raise ValueError(
+            f"context_attention={config.context_attention!r}: expected auto, or names among"
+            f" {', '.join(BACKENDS)}, separated by commas"
+        )
     if sizes.context == 1:
+        if config.context_attention != "auto":
+            raise ValueError(
+                f"context_attention={config.context_attention!r}: expected 'auto' with"
+                " mesh.context=1, where sequences are whole; add --mesh.context, or leave this out"
+            )
         return
     if config.overlap in ("rewrite", "rewrite-jit"):
         raise ValueError(
             f"overlap={config.overlap!r}: with mesh.context={sizes.context} a model calls the"
             " attention of this library itself; choose auto, or names of backends"
         )
-    unit = sizes.context * math.lcm(2, sizes.tensor)
+    unit = sequence_unit(sizes)
     if config.sequence_length % unit:
         nearest = -(-config.sequence_length // unit) * unit
         raise ValueError(

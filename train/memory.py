@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 from models.llama import Remat
 from train.config import Config, MeshSizes, Zero
+from train.context import sequence_unit
 from train.experts import on_tensor_axis
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
@@ -132,10 +133,10 @@ def advice(
             " smaller model, a GPU with more memory, or --zero 3 over more devices, with a sequence"
             " for each"
         )
-    return (
-        f"it fits with more --mesh.tensor than {4 * sizes.tensor}, or with a shorter"
-        " --sequence-length"
-    )
+    more = f"more --mesh.tensor than {4 * sizes.tensor}"
+    if config.overlap not in ("rewrite", "rewrite-jit"):
+        more += f", with more --mesh.context than {8 * sizes.context}"
+    return f"it fits with {more}, or with a shorter --sequence-length"
 
 
 def _shards(config: Config, sizes: MeshSizes) -> int:
@@ -154,6 +155,11 @@ def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshS
     for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):
         if on_tensor_axis(config).fits_tensor_axis(tensor):
             yield config.zero, sizes._replace(tensor=tensor)
+    if config.overlap not in ("rewrite", "rewrite-jit"):
+        for factor in (2, 4, 8):
+            larger = sizes._replace(context=factor * sizes.context)
+            if config.sequence_length % sequence_unit(larger) == 0:
+                yield config.zero, larger
     fsdp = 2 * groups.fsdp
     while config.batch_size % fsdp == 0:
         yield 3, groups._replace(fsdp=fsdp)

@@ -189,7 +189,7 @@ class ModelFunctions:
             key_value_copies=config.model.key_value_copies(self._sizes.tensor),
             loss_chunk=loss_chunk(config, self._sizes),
             context_axis_name="context" if self._sizes.context > 1 else None,
-            context_implementation=context_implementation(config.overlap),
+            context_implementation=context_implementation(config),
             expert_axis_name=expert_axes(config),
             expert_hidden_axis_name=config.expert_hidden_axis,
             expert_implementation=expert_implementation(config.overlap),

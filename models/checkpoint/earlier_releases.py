@@ -30,6 +30,7 @@ NEW_FIELDS: dict[str, Any] = {
     "router_z_loss_weight": 0.0,
     # A loss in chunks is the same up to rounding.
     "loss_chunk": None,
+    "context_attention": "auto",
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {

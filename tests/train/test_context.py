@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from collective_matmul import zigzag_order
+from collective_matmul.ops.attention.context.backends import BACKENDS as REGISTERED
 from models.documents import locate_documents, locate_part
 from tests.covering import cover
 from tests.models.hugging_face.folders import DATA
@@ -25,7 +26,7 @@ from tests.train.test_step import SHORT, Trainer
 from train.batches import global_arrays, local_rows
 from train.command_line import main
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
-from train.context import describe_context
+from train.context import BACKENDS, context_implementation, describe_context
 from train.dry_run import GPUS, dry_run
 from train.log_file import read_log
 from train.memory import memory_of
@@ -118,7 +119,8 @@ WINDOW = (("family", "mistral"), ("sliding_window", 7))
     "case",
     [
         {"sizes": (1, 2, 2, 2), "kind": "chats", "zero": 3, "scan_layers": 1, "loss_chunk": 6},
-        {"sizes": (1, 1, 1, 8), "kind": "documents", "model": WINDOW, "zero": 2, "remat": "dots"},
+        {"sizes": (1, 1, 1, 8), "kind": "documents", "model": WINDOW, "zero": 2, "remat": "dots"}
+        | {"context_attention": "ring"},
     ],
     ids=str,
 )
@@ -139,7 +141,7 @@ def covering_cases() -> list[Any]:
         "overlap": ["auto", "xla", "ring"],
         "scan_layers": [0, 1],
         "loss_chunk": [None, 5],
-        "gradient_dtype": ["float32"],
+        "context_attention": ["auto", "gather", "ulysses,xla", "ring"],
     }
     rng = np.random.default_rng(0)
     product = itertools.product(*factors.values())
@@ -165,6 +167,18 @@ def test_fp8_on_parts_of_sequences_is_near_that_of_one_device():
     # Rows have scales of their own on every mesh, but sums in another order move some values of 8
     # bits to the next one, by 6 %, in one of many terms.
     np.testing.assert_allclose(parts["loss"], one["loss"], rtol=3e-3)
+
+
+def test_what_sends_keys_and_values_is_named_or_follows_overlap():
+    assert {*BACKENDS} == {*REGISTERED}
+    for overlap, named, expected in (
+        ("auto", "auto", None),
+        ("ring", "auto", ("ring",)),
+        ("fused,ring_two_way,xla", "auto", ("xla",)),
+        ("ring", "ulysses,gather", ("ulysses", "gather")),
+    ):
+        config = dataclasses.replace(RUN, overlap=overlap, context_attention=named)
+        assert context_implementation(config) == expected
 
 
 def test_tokens_are_laid_out_in_zigzag_order():
