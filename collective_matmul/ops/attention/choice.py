@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -115,6 +115,29 @@ def kernel_of(decision: AttentionDecision) -> AttentionKernel:
         _WARNED.add(pair)
         warn_once(f"attention by {decision.implementation}: {decision.missed}")
     return KERNELS[decision.implementation]
+
+
+def measured_rate(request: AttentionRequest, name: str) -> float | None:
+    """Operations per second of one pass by a kernel, where the most similar request was measured.
+
+    Args:
+      request: the pass: the backward one if it is differentiated. Its size does not matter much.
+      name: of the kernel.
+
+    Returns:
+      `AttentionRequest.flops` of the forward pass over the seconds; None if it was not measured.
+    """
+    found = _most_similar(replace(request, differentiated=False))
+    if found is None or name not in found.microseconds:
+        return None
+    seconds = found.microseconds[name] * 1e-6
+    if request.differentiated:
+        both = _most_similar(replace(found.request, differentiated=True))
+        if both is None or name not in both.microseconds:
+            return None
+        ratio = both.request.flops / found.request.flops
+        seconds = both.microseconds[name] * 1e-6 / ratio - seconds
+    return found.request.flops / seconds if seconds > 0 else None
 
 
 def _requested(request: AttentionRequest, requested: Sequence[str]) -> AttentionDecision:

@@ -25,7 +25,7 @@ import numpy as np
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.hardware import traced_device
-from collective_matmul.ops.attention.kernel import AttentionKernel, Gradients
+from collective_matmul.ops.attention.kernel import AttentionKernel, Gradients, Parts
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.attention.segments import Segments
 
@@ -48,6 +48,7 @@ class FlashAttention3(AttentionKernel):
     """FlashAttention-3. Terms of a query's gradient are added in no fixed order."""
 
     name = "flash3"
+    takes_parts = True
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
         """Hopper GPUs, half precision, heads of up to 256, and the package."""
@@ -80,7 +81,8 @@ class FlashAttention3(AttentionKernel):
         types = [(q.shape, q.dtype), (statistics, jnp.float32)]
         types += [((1, 1, 1, 1), jnp.float32), ((1, 1, 1), jnp.float32)]
         name = _FORWARD if segments is None else _FORWARD_OF_SEGMENTS
-        out, log_sum_exp, *_ = _call(name, types, (q, k, v), segments, request)
+        offsets = _offsets_of_segments(segments)
+        out, log_sum_exp, *_ = _call(name, types, (q, k, v), offsets, request)
         out = out[..., : query.shape[3]].reshape(query.shape)
         return out, _by_sequence(log_sum_exp, query, segments)
 
@@ -105,12 +107,51 @@ class FlashAttention3(AttentionKernel):
         if segments is not None:  # [B, N, S] -> [N, B * S]
             log_sum_exp = jnp.swapaxes(log_sum_exp, 0, 1).reshape(request.heads, -1)
         name = _BACKWARD if segments is None else _BACKWARD_OF_SEGMENTS
-        found = _call(name, types, (dy, q, k, v, o, log_sum_exp), segments, request)
+        offsets = _offsets_of_segments(segments)
+        found = _call(name, types, (dy, q, k, v, o, log_sum_exp), offsets, request)
         dquery, dkey, dvalue = (
             gradient[..., : x.shape[3]].reshape(x.shape)
             for gradient, x in zip(found, (query, key, value), strict=False)
         )
         return dquery, dkey, dvalue
+
+    def forward_of_parts(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        parts: Parts,
+        request: AttentionRequest,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `AttentionKernel`."""
+        q, k, v = map(_of_size_8, (query, key, value))
+        tokens, heads, _ = q.shape
+        types = [(q.shape, q.dtype), ((heads, tokens), jnp.float32)]
+        types += [((1, 1, 1, 1), jnp.float32), ((1, 1, 1), jnp.float32)]
+        offsets = _offsets_of_parts(parts)
+        out, log_sum_exp, *_ = _call(_FORWARD_OF_SEGMENTS, types, (q, k, v), offsets, request)
+        return out[..., : query.shape[2]], log_sum_exp
+
+    def backward_of_parts(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out: jax.Array,
+        log_sum_exp: jax.Array,
+        cotangent: jax.Array,
+        parts: Parts,
+        request: AttentionRequest,
+    ) -> Gradients:
+        """See `AttentionKernel`."""
+        dy, q, k, v, o = map(_of_size_8, (cotangent, query, key, value, out))
+        rows = len(query) + _BLOCK * (len(parts.query_lengths) + 1)
+        scratch = ((request.heads * rows,), jnp.float32)
+        types = [(x.shape, x.dtype) for x in (q, k, v)] + [scratch, scratch]
+        operands = dy, q, k, v, o, log_sum_exp
+        found = _call(_BACKWARD_OF_SEGMENTS, types, operands, _offsets_of_parts(parts), request)
+        size = query.shape[2]
+        return found[0][..., :size], found[1][..., :size], found[2][..., :size]
 
 
 @functools.cache
@@ -162,12 +203,16 @@ def _call(
     name: str,
     types: list[tuple[tuple[int, ...], Any]],
     operands: tuple[jax.Array, ...],
-    segments: Segments | None,
+    offsets: tuple[jax.Array, ...],
     request: AttentionRequest,
 ) -> list[jax.Array]:
-    """The results of a function of the library, typed as varying over the axes of its operands."""
+    """The results of a function of the library, typed as varying over the axes of its operands.
+
+    Offsets are those of the queries and keys of each segment, or none.
+    """
     if jax.default_backend() == "gpu":  # Else the program is traced, or lowered, and does not run.
         _register()
+    operands = (*operands, *offsets)
     axes = frozenset().union(*map(varying_axes, operands))
     attributes: dict[str, Any] = {
         "softmax_scale": np.float64(request.scale),
@@ -175,21 +220,38 @@ def _call(
         "window_size_left": np.int64(-1 if request.window is None else request.window - 1),
         "window_size_right": np.int64(0 if request.causal else -1),
     }
-    if segments is not None:
-        offsets = segments.offsets
-        operands = (*operands, offsets, offsets)
-        attributes["max_seqlen"] = attributes["max_seqlen_k"] = np.int64(request.queries)
+    if offsets:
+        attributes["max_seqlen"] = np.int64(request.queries)
+        attributes["max_seqlen_k"] = np.int64(request.keys)
     results = tuple(jax.ShapeDtypeStruct(*each) for each in types)
     call = jax.ffi.ffi_call(_PREFIX + name, results, vmap_method="sequential")
     found = call(*(vary_over(x, axes) for x in operands), **attributes)
     return [vary_over(x, axes) for x in found]
 
 
+def _offsets_of_segments(segments: Segments | None) -> tuple[jax.Array, ...]:
+    return () if segments is None else (segments.offsets, segments.offsets)
+
+
+def _offsets_of_parts(parts: Parts) -> tuple[jax.Array, ...]:
+    """Where each part begins, and the end: int32 [P + 1] for queries, and for keys."""
+
+    def offsets(lengths: jax.Array) -> jax.Array:
+        ends = jnp.cumsum(lengths, dtype=jnp.int32)
+        return jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+
+    return offsets(parts.query_lengths), offsets(parts.key_lengths)
+
+
+def _of_size_8(heads: jax.Array) -> jax.Array:
+    """[..., H], of which H is a multiple of 8."""
+    missing = -heads.shape[-1] % 8
+    return jnp.pad(heads, ((0, 0),) * (heads.ndim - 1) + ((0, missing),)) if missing else heads
+
+
 def _as_kernels_take_it(heads: jax.Array, segments: Segments | None) -> jax.Array:
     """[B, S, N, H], or with segments [B * S, N, H]; H is a multiple of 8."""
-    missing = -heads.shape[-1] % 8
-    if missing:
-        heads = jnp.pad(heads, ((0, 0),) * 3 + ((0, missing),))
+    heads = _of_size_8(heads)
     return heads if segments is None else heads.reshape(-1, *heads.shape[2:])
 
 

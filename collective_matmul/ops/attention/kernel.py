@@ -8,7 +8,7 @@ Nothing here is differentiated: `collective_matmul.ops.attention.attend` has the
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,29 @@ def wide_dtype(dtype: Any) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
+class Parts(NamedTuple):
+    """Ranges of queries, each with a range of keys; both follow one another without gaps.
+
+    The queries of a part attend to its keys alone. With a causal mask, its last query attends to
+    all of them. A part may have keys that no query attends to, or nothing.
+    """
+
+    query_lengths: jax.Array
+    """int32 [P], which add up to the number of queries."""
+    key_lengths: jax.Array
+    """int32 [P], which add up to the number of keys."""
+
+
 class AttentionKernel(Protocol):
     """A way to compute attention and its gradients.
 
     Attributes:
       name: name for the argument `implementation`.
+      takes_parts: whether it has `forward_of_parts` and `backward_of_parts`.
     """
 
     name: str
+    takes_parts: bool = False
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
         """Why it cannot execute a request, as part of a sentence; None if it can."""
@@ -79,3 +94,41 @@ class AttentionKernel(Protocol):
         keys.
         """
         ...
+
+    def forward_of_parts(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        parts: Parts,
+        request: AttentionRequest,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `forward`, for parts of several lengths that the program computes.
+
+        Args:
+          query: [S, N, H].
+          key: [T, K, H].
+          value: [T, K, H].
+          parts: the parts.
+          request: its `queries` and `keys` are the largest numbers that a part has; `batch` is 1.
+
+        Returns:
+          [S, N, H]; and [N, S].
+        """
+        del query, key, value, parts
+        raise TypeError(f"{self.name} has no attention of parts, for {request}")
+
+    def backward_of_parts(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out: jax.Array,
+        log_sum_exp: jax.Array,
+        cotangent: jax.Array,
+        parts: Parts,
+        request: AttentionRequest,
+    ) -> Gradients:
+        """As `backward`, for parts. Keys that no query attends to have gradients of zero."""
+        del query, key, value, out, log_sum_exp, cotangent, parts
+        raise TypeError(f"{self.name} has no attention of parts, for {request}")

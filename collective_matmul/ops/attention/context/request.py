@@ -17,7 +17,7 @@ from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.source_location import SourceLocation
 
 #: The backends of the op; `collective_matmul.ops.attention.context.backends` fills it.
-BACKENDS = Registry()
+BACKENDS = Registry(substitute="gather")
 
 #: The name of the op.
 OP = "context_attention"

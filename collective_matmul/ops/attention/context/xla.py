@@ -10,9 +10,11 @@ from collective_matmul._compat import axis_index, psum_scatter
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.ops.attention.choice import REFERENCE
+from collective_matmul.ops.attention.context import context_cost
 from collective_matmul.ops.attention.context.backend import ContextBackend, SequenceShard
-from collective_matmul.ops.attention.context.local import attend_alone, gradients_alone
-from collective_matmul.ops.attention.context.masked import (
+from collective_matmul.ops.attention.context.local.alone import attend_alone, gradients_alone
+from collective_matmul.ops.attention.context.local.masked import (
     Tokens,
     attend_by_positions,
     gradients_by_positions,
@@ -78,4 +80,9 @@ class XlaContext(ContextBackend):
         gpu = rates()
         if gpu is None:
             return None
-        return Prediction(request.communication_seconds, 0.0, gpu.basis)
+        return Prediction(context_cost.xla_seconds(request), 0.0, gpu.basis)
+
+    def unprofitable_reason(self, request: ContextRequest) -> str | None:
+        """Where the machine has another kernel, scores need not be in memory."""
+        name = context_cost.kernel_name(request)
+        return None if name == REFERENCE else f"would have all scores in memory, unlike {name}"
