@@ -108,13 +108,13 @@ def all_axes() -> tuple[str, ...]:
 
 
 def token_axes() -> tuple[str, ...]:
-    """Those axes whose devices have tokens of their own, over which losses and gradients are
-    summed."""
+    """The axes of that mesh whose devices have tokens of their own: losses and gradients are summed
+    over them."""
     return tuple(axis for axis in all_axes() if axis != "tensor")
 
 
 def shard_axes() -> tuple[str, ...]:
-    """Those axes over which ZeRO shards weights."""
+    """The axes of that mesh over which ZeRO shards weights."""
     return tuple(axis for axis in all_axes() if axis in _SHARD_AXES)
 
 
