@@ -121,6 +121,15 @@ WINDOW = (("family", "mistral"), ("sliding_window", 7))
     [
         {"sizes": (1, 2, 2, 2), "kind": "chats", "zero": 3, "scan_layers": 1, "loss_chunk": 6},
         {"sizes": (1, 1, 1, 8), "kind": "documents", "model": WINDOW, "zero": 2, "scan_layers": 1},
+        # Experts over fsdp, whose number the context axis does not divide further.
+        *(
+            pytest.param(
+                {"sizes": (1, 2, 2, 2), "kind": "chats", "model": tuple(EXPERTS.items())}
+                | {"expert_axes": axes, "zero": 2},
+                marks=pytest.mark.exhaustive,
+            )
+            for axes in ("fsdp", "both")
+        ),
     ],
     ids=str,
 )
