@@ -11,6 +11,7 @@ import tyro
 from benchmarks import (
     attention,
     configs,
+    context,
     experts,
     fp8_matmuls,
     generation,
@@ -32,6 +33,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
     "attention": (attention.AttentionKernels, attention.run),
+    "context": (context.Context, context.run),
     "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "configs": (configs.Configs, configs.run),
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str]) -> None:
             | generation.Generation
             | fp8_matmuls.Fp8Matmuls
             | attention.AttentionKernels
+            | context.Context
             | experts.Experts,
         ):
             choose_platform(settings)

@@ -62,12 +62,17 @@ BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
 
 #: Where the name of a backend may be compared, besides the registry.
-_RINGS = ("collective_matmul/ops/matmul/ring/", "collective_matmul/ops/experts/ring.py")
+_RINGS = (
+    "collective_matmul/ops/matmul/ring/",
+    "collective_matmul/ops/experts/ring.py",
+    "collective_matmul/ops/attention/context/context_ring.py",
+)
 BACKEND_FILES: dict[str, tuple[str, ...]] = {
     "xla": (
         "collective_matmul/ops/matmul/xla.py",
         "collective_matmul/ops/experts/xla.py",
         "collective_matmul/ops/experts/grouped/xla.py",
+        "collective_matmul/ops/attention/context/xla.py",
     ),
     "ring": _RINGS,
     "ring_two_way": _RINGS,
@@ -94,7 +99,8 @@ OP_MODULES = (
     "xla",
 )
 REGISTRIES = tuple(
-    f"{OP_FOLDERS}{family}/backends.py" for family in ("matmul", "experts", "experts/grouped")
+    f"{OP_FOLDERS}{family}/backends.py"
+    for family in ("matmul", "experts", "experts/grouped", "attention/context")
 )
 #: Not that of the experts, whose round trips carry pytrees of the op's choice.
 CONTRACTS = tuple(f"{OP_FOLDERS}{family}/backend.py" for family in ("matmul", "experts/grouped"))
@@ -105,7 +111,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 DEVICE_CODE = ("kernel.py", "sender.py")
 MAX_README_LINES = 200
-MAX_BENCHMARK_LINES = 8900
+MAX_BENCHMARK_LINES = 9100
 MAX_REPORT_FILES = 52
 MAX_REPORT_LINES = 12_000
 

@@ -1,7 +1,7 @@
 """The gather: keys and values straight from all devices that have some, then few large calls.
 
-A kernel that takes parts attends by one call: see `local.packed`. Others attend to the own keys while the
-others travel, then to the keys of each other device: see `local.device_blocks`.
+A kernel that takes parts attends by one call: see `local.packed`. Others attend to the own keys
+while the others travel, then to those of each other device: see `local.device_blocks`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ import pytest
 
 from collective_matmul import zigzag_order
 from collective_matmul.ops.attention.context.backends import BACKENDS
+from collective_matmul.ops.attention.context.layout import LAYOUTS, Chunks
+from collective_matmul.ops.attention.context.pieces import chunks_attended, pieces_of
+from collective_matmul.ops.attention.context.request import ContextRequest
 from tests.conftest import MeshFactory
+from tests.ops.attention.context.parts import NAME, kernel_of_parts
 from tests.ops.attention.context.reference import ContextCase
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -28,33 +33,55 @@ MASKS: list[dict[str, Any]] = [
 ]
 HEADS = [(1, 2), (2, 1), (3, 2)]
 
+PARTS = NAME
+
 QUICK = [
     ContextCase(devices=1, queries=26, layout="contiguous"),
     ContextCase(devices=2, queries=28, implementation="xla", segments=True, groups=3),
     ContextCase(devices=3, queries=30, implementation="xla", dtype="bfloat16", window=7),
+    ContextCase(devices=3, queries=30, implementation="gather", dtype="bfloat16"),
+    ContextCase(devices=2, queries=20, implementation="gather", window=7, segments=True),
+    ContextCase(devices=3, queries=30, implementation="gather", kernel=PARTS, segments=True),
+    ContextCase(devices=8, queries=32, implementation="gather", kernel=PARTS, window=6),
+    ContextCase(devices=2, queries=20, implementation="gather", kernel=PARTS, layout="contiguous"),
+    ContextCase(devices=3, queries=30, implementation="ring", dtype="float16", scale=0.3),
+    ContextCase(devices=2, queries=10, implementation="ring", layout="contiguous"),
+    ContextCase(devices=2, queries=20, implementation="ulysses", window=7, segments=True),
 ]
 
 
 def product() -> list[ContextCase]:
     """Every backend, number of devices, layout and mask; heads and dtypes in turn."""
     rest = itertools.cycle(itertools.product(HEADS, ("float32", "bfloat16", "float16")))
+    ways = [*((name, None) for name in BACKENDS), ("gather", PARTS)]
     return [
         ContextCase(
             devices=devices,
             queries=2 * devices * 5,
             layout=layout,
             implementation=implementation,
+            kernel=kernel,
             groups=groups,
-            key_value_heads=key_value_heads,
+            key_value_heads=devices if implementation == "ulysses" else key_value_heads,
             dtype=dtype,
             **mask,
         )
-        for (devices, layout, implementation, mask), ((groups, key_value_heads), dtype) in zip(
-            itertools.product(DEVICES, ("zigzag", "contiguous"), BACKENDS, MASKS),
+        for (devices, layout, (implementation, kernel), mask), (
+            (groups, key_value_heads),
+            dtype,
+        ) in zip(
+            itertools.product(DEVICES, LAYOUTS, ways, MASKS),
             rest,
             strict=False,
         )
+        if devices > 1 or kernel is None
     ]
+
+
+@pytest.fixture(autouse=True)
+def _parts() -> Iterator[None]:
+    with kernel_of_parts():
+        yield
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
@@ -88,7 +115,42 @@ def test_kept_are_local_arrays_alone(make_mesh: MeshFactory) -> None:
     case = ContextCase(devices=4, queries=16)
     attend = case.sharded(make_mesh)
     query, key, value, _ = case.arrays()[0]
-    _, pullback = jax.vjp(lambda *x: attend(*x, None), query, key, value)
+    vjp = lambda *x: jax.vjp(lambda *y: attend(*y, None), *x)[1]  # noqa: E731
+    pullback = jax.eval_shape(vjp, query, key, value)
     kept = sorted(leaf.size for leaf in jax.tree.leaves(pullback) if leaf.size)
     statistics = case.batch * case.heads * case.queries
     assert kept == sorted([query.size, query.size, key.size, key.size, statistics])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
+def test_every_device_receives_the_chunks_that_it_attends_to(
+    window: int | None, devices: int, layout: Any
+) -> None:
+    request = ContextRequest(
+        1, 8, 1, 1, 8, np.dtype("float32"), (), devices, layout=layout, window=window
+    )
+    chunks: Chunks = request.chunks
+    owned = chunks.numbers_by_device()
+    assert sorted(number for own in owned for number in own) == list(range(chunks.count))
+    attended: set[int] = set()
+    for device, own in enumerate(owned):
+        needed = {n for number in own for n in chunks_attended(chunks, request, number)}
+        received = {owned[(device - p.offset) % devices][p.half] for p in pieces_of(request)}
+        assert needed <= received
+        attended |= {
+            (device - next(d for d in range(devices) if n in owned[d])) % devices for n in needed
+        }
+    # Nothing travels that no device needs.
+    assert {piece.offset for piece in pieces_of(request)} == attended | {0}
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_zigzag_layout_balances_causal_attention(devices: int) -> None:
+    def pairs(layout: Any) -> int:
+        return ContextRequest(1, 16, 1, 1, 8, np.dtype("float32"), (), devices, layout=layout).pairs
+
+    length = 16 * devices
+    assert pairs("zigzag") == length * (length + 1) // 2 // devices
+    assert pairs("contiguous") == 16 * 17 // 2 + 16 * 16 * (devices - 1)
