@@ -124,7 +124,10 @@ class TrainCase:
     def for_pytorch(self) -> dict[str, Any] | None:
         """See `benchmarks.pytorch.runner.PytorchCase`."""
         config = self.config()
-        names = [name for name in TRAINING_NAMES.get(self.zero, ()) if name in self.baselines]
+        known = TRAINING_NAMES.get(self.zero, ())
+        if config.model.num_experts is not None:  # Experts over the devices that shard weights.
+            known = tuple(name for name in known if name == "torch_fsdp")
+        names = [name for name in known if name in self.baselines]
         step = {**config.to_json(), "frequencies": rotary.frequencies(config.model).tolist()}
         return {**step, "candidates": names} if names else None
 
