@@ -268,8 +268,8 @@ class Llama(nnx.Module):
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: for an unknown `remat`, `implementation` or `fp8`, or a pattern that matches no
-        layer.
+      ValueError: for an unknown `remat`, `implementation` or `fp8`, a pattern that matches no
+        layer, or a `loss_chunk` of no token.
     """
 
     def __init__(
@@ -299,6 +299,8 @@ class Llama(nnx.Module):
     ):
         if remat not in get_args(Remat):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
+        if loss_chunk is not None and loss_chunk < 1:
+            raise ValueError(f"loss_chunk={loss_chunk}: expected at least 1 token, or None for all")
         layers, options = _layers_and_options(implementation, fp8, fp8_layers)
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         if weight_axis_name is not None:
