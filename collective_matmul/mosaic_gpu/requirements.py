@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu import device, shared_memory
 
 #: An array, or its shape and dtype.
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -23,11 +23,6 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
         return "these kernels run on Hopper GPUs only"
     if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__}: these kernels need 0.11 or newer"
-    if jax.process_count() > 1:
-        return (
-            f"{jax.process_count()} processes: these kernels address peers' memory, which is"
-            " possible within one process only; run one process per node"
-        )
     if partly_automatic():
         return "these kernels cannot be divided over automatic mesh axes; make all axes manual"
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
@@ -38,3 +33,26 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
     if not all(array.size for array in arrays):
         return "an array without elements: there is nothing to multiply"
     return None
+
+
+def one_process_reason() -> str | None:
+    """Returns why no kernel can store to arrays of peers; None if all are of this process."""
+    if jax.process_count() == 1:
+        return None
+    return (
+        f"{jax.process_count()} processes: these kernels store to peers' arrays, which is possible"
+        " within one process only; run one process per node, or use 'one_shot'"
+    )
+
+
+def shared_workspaces_reason() -> str | None:
+    """Returns why devices cannot have symmetric workspaces; None if they can.
+
+    With several processes this is found out once, by all of them together: ask last.
+    """
+    if jax.process_count() == 1 or not (reason := shared_memory.unshared_reason()):
+        return None
+    return (
+        f"{jax.process_count()} processes: these kernels address peers' memory, which these"
+        f" processes cannot share: {reason}; run one process per node"
+    )
