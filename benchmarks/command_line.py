@@ -15,6 +15,7 @@ from benchmarks import (
     fp8_matmuls,
     generation,
     ops,
+    processes,
     sharded_stack,
     stack,
     step,
@@ -34,6 +35,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "attention": (attention.AttentionKernels, attention.run),
     "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
+    "processes": (processes.Processes, processes.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -376,6 +375,6 @@ def test_errors_of_the_driver_have_names(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_processes_share_workspaces(tmp_path: Path) -> None:
+def test_two_processes_share_workspaces() -> None:
     """Real processes, connected by `jax.distributed`."""
-    run_two_processes(tmp_path)
+    run_two_processes()

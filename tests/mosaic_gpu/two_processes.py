@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import subprocess
 import sys
 import traceback
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -20,6 +17,7 @@ import numpy as np
 from collective_matmul import peer_access
 from collective_matmul._compat import key_value_store
 from collective_matmul.mosaic_gpu import requirements, symmetric_workspace, timeout_reports
+from tests import processes
 from tests.mosaic_gpu.simulated_driver import SimulatedDriver
 
 ENVIRONMENT = {
@@ -28,29 +26,11 @@ ENVIRONMENT = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "COLLECTIVE_MATMUL_PEER_TIMEOUT": "60",
 }
-TIMEOUT_SECONDS = 100
 
 
-def run_two_processes(folder: Path) -> None:
+def run_two_processes() -> None:
     """Runs both, and asserts that they have found what they expect."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    outputs = [folder / f"{number}.txt" for number in range(2)]
-    processes = []
-    for number, path in enumerate(outputs):
-        command = [sys.executable, "-m", "tests.mosaic_gpu.two_processes", address, str(number)]
-        with path.open("w") as output:
-            environment = {**os.environ, **ENVIRONMENT}
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-            )
-    try:
-        codes = [process.wait(timeout=TIMEOUT_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n\n".join(path.read_text() for path in outputs)
+    processes.run("tests.mosaic_gpu.two_processes", [ENVIRONMENT] * 2, [[]] * 2)
 
 
 def main(address: str, number: int) -> None:
