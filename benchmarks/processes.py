@@ -47,7 +47,7 @@ Weights = dict[str, jax.Array]
 class Processes(Settings):
     """Times of a token's matmuls with one process for each device, beside one for all of them."""
 
-    batches: tuple[int, ...] = (1, 8, 64)
+    batches: tuple[int, ...] = (1, 8, 64, 512)
     """Numbers of tokens."""
     layers: int = 8
     """Layers, one after the other, with weights of their own."""
@@ -114,13 +114,15 @@ def rows(content: dict[str, Any]) -> str:
         "| processes | tokens | plain JAX | auto | plain / auto | taken | error |",
         "| ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
-    for case in content["cases"]:
-        plain, auto = (1e6 * statistics.median(case["times"][name]) for name in CANDIDATES)
-        lines.append(
-            f"| {case['processes']} | {case['batch']} | {plain:.1f} | {auto:.1f}"
-            f" | {plain / auto:.2f} | {', '.join(case['taken'])} | {case['error']:.1e} |"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(_row, content["cases"])])
+
+
+def _row(case: dict[str, Any]) -> str:
+    plain, auto = (1e6 * statistics.median(case["times"][name]) for name in CANDIDATES)
+    return (
+        f"| {case['processes']} | {case['batch']} | {plain:.1f} | {auto:.1f}"
+        f" | {plain / auto:.2f} | {', '.join(case['taken'])} | {case['error']:.1e} |"
+    )
 
 
 def _run_together(settings: Processes, processes: int, devices: int) -> list[dict[str, Any]]:
@@ -206,7 +208,10 @@ def _work(participant: Participant) -> None:
             "error": float(np.max(abs(auto - plain)) / np.max(abs(plain))),
         }
         if participant.number == 0:
+            case["gpus"] = environment.gpu_state()
             print(json.dumps(case), flush=True)
+            # At once, as a later case may fail.
+            print(f"{case['name']}: {_row(case)}", file=sys.stderr, flush=True)
 
 
 def _times(

@@ -16,6 +16,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     )
     cases = run(settings).content["cases"]
     assert [case["processes"] for case in cases] == [1, 2]
+    assert "| 2 | 2 |" in (tmp_path / "report.md").read_text()
     assert all(case["error"] == 0 and case["taken"] == ["xla"] for case in cases)
 
 
