@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -35,22 +37,21 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
     return None
 
 
-def one_process_reason() -> str | None:
-    """Returns why no kernel can store to arrays of peers; None if all are of this process."""
-    if jax.process_count() == 1:
-        return None
-    return (
-        f"{jax.process_count()} processes: these kernels store to peers' arrays, which is possible"
-        " within one process only; run one process per node, or use 'one_shot'"
-    )
-
-
-def shared_workspaces_reason() -> str | None:
+def workspaces_reason() -> str | None:
     """Returns why devices cannot have symmetric workspaces; None if they can.
 
     With several processes this is found out once, by all of them together: ask last.
     """
-    if jax.process_count() == 1 or not (reason := shared_memory.unshared_reason()):
+    return _of_several_processes(shared_memory.unshared_reason)
+
+
+def peer_arrays_reason() -> str | None:
+    """Returns why kernels cannot store to arrays of peers; None if they can. Ask last, likewise."""
+    return workspaces_reason() or _of_several_processes(shared_memory.unshared_pools_reason)
+
+
+def _of_several_processes(find_reason: Callable[[], str | None]) -> str | None:
+    if jax.process_count() == 1 or not (reason := find_reason()):
         return None
     return (
         f"{jax.process_count()} processes: these kernels address peers' memory, which these"

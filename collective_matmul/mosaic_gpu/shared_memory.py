@@ -1,67 +1,37 @@
 """Memory of all GPUs of a node that the processes of a program share, each with GPUs of its own.
 
-All processes call `share` for the same devices. They go through these steps together. A step ends
-in each of them when it has ended in all, so one that fails ends all of them with the same error:
+There are two kinds:
 
-1. *offer*: allocate and fill memory on the own devices, and listen at a Unix socket;
-2. *send*: send a file descriptor of each own allocation to every other process;
-3. *map*: import what has been received, map the allocations of all devices side by side, and tell
-   the others at which address.
+- *Shared memory* is allocated for the purpose (`share`). Every process maps it at addresses of its
+  own. All know the addresses of all, so that the table of addresses which is compiled into a
+  program is the same in each of them.
+- *Pools* are the memory that XLA allocates arrays from (`pools`). Each process maps the pools of
+  all devices at addresses that are the same everywhere. So a device publishes one address of an
+  array, that of its own plus a constant, and all peers find the array there. XLA has one pool for
+  each device that never grows, unless it is told not to preallocate it.
 
-What they tell each other goes through the key-value store of `jax.distributed`: the addresses of
-sockets and of memory. Every process has a range of addresses of its own. All know all ranges, so
-that the table of addresses which is compiled into a program is the same in each of them.
+An array that is not in the pool would be published at an address where nothing is mapped: the pools
+are far apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import secrets
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import numpy as np
 
-from collective_matmul._compat import key_value_store
 from collective_matmul.mosaic_gpu import virtual_memory
-from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE, timeout_seconds
+from collective_matmul.mosaic_gpu.process_group import ProcessGroup, SharingError, agreed
 
-# A name that begins so belongs to no file, and vanishes with its socket.
-_ABSTRACT = "\0"
-_TOKEN_BYTES = 16
-# More than the devices of any node.
-_MOST_DESCRIPTORS = 64
-_FOR_EVER_SECONDS = 7 * 24 * 3600.0
-
-
-class SharingError(RuntimeError):
-    """The processes of a program cannot share memory; raised in each of them."""
-
-
-class Store(Protocol):
-    """A key-value store of all processes."""
-
-    def key_value_set(self, key: str, value: str) -> None:
-        """Sets a key.
-
-        Raises:
-          jax.errors.JaxRuntimeError: if it is set.
-        """
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Returns the value of a key, when it is set.
-
-        Raises:
-          jax.errors.JaxRuntimeError: if it was not set in time.
-        """
-        ...
+# Where pools are mapped. Linux and the driver put nothing there by themselves. Addresses have 47
+# bits: there is room for 64 pools.
+_FIRST_POOL, _BETWEEN_POOLS = 0x2000_0000_0000, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -101,14 +71,127 @@ def share(
     Raises:
       SharingError: in all processes, if one of them fails or does not call this in time.
     """
-    ordered = tuple(sorted(devices, key=lambda device: device.id))
-    with contextlib.ExitStack() as resources:
-        return _Sharing(name, ordered, resources).run(size, content)
+    with ProcessGroup(name, devices) as group, contextlib.ExitStack() as undo:
+        ranges: list[virtual_memory.MappedRange] = []
+
+        def make_handles() -> tuple[list[int], int]:
+            rounded = max(virtual_memory.rounded_size(size, each) for each in group.ordinals)
+            handles = []
+            for device, ordinal in zip(group.own, group.ordinals, strict=True):
+                handles.append(group.released(virtual_memory.allocate(rounded, ordinal)))
+                mapped = virtual_memory.MappedRange(handles[-1:], rounded, [ordinal])
+                try:
+                    virtual_memory.write(mapped.base, content(device), ordinal)
+                finally:
+                    mapped.unmap()
+            return handles, rounded
+
+        def map_all(handles: Sequence[int], told: Mapping[int, int]) -> int:
+            if len(sizes := {*told.values()}) > 1:
+                raise SharingError(f"processes allocate in different units: {sorted(sizes)} bytes")
+            mapped = virtual_memory.MappedRange(handles, sizes.pop(), group.ordinals)
+            undo.callback(mapped.unmap)
+            ranges.append(mapped)
+            return mapped.base
+
+        bases = group.meet(make_handles, map_all)
+        undo.pop_all()
+    return SharedMemory(group.devices, bases, ranges[0])
 
 
-_trial_lock = threading.Lock()
-# The answer of `unshared_reason`, once it is known.
-_unshared: list[str | None] = []
+@dataclass(frozen=True)
+class Pools:
+    """The pools of all devices, mapped by each process at the same addresses.
+
+    Attributes:
+      translations: by the id of a device, what to add to the address of an array of its own so that
+        its peers find the array. Modulo 2**64.
+      mapped: the ranges of this process.
+    """
+
+    translations: Mapping[int, int]
+    mapped: Sequence[virtual_memory.MappedRange]
+
+    def unmap(self) -> None:
+        """Unmaps all; the pools are still their owners'."""
+        for each in self.mapped:
+            each.unmap()
+
+
+def share_pools(name: str, devices: Sequence[Any]) -> Pools:
+    """Maps XLA's memory on all devices. Every process of the devices calls this.
+
+    Args:
+      name: as for `share`.
+      devices: the devices, of several processes.
+
+    Raises:
+      SharingError: in all processes, if one of them fails or does not call this in time.
+    """
+    with ProcessGroup(name, devices) as group, contextlib.ExitStack() as undo:
+        ranges: list[virtual_memory.MappedRange] = []
+
+        def make_handles() -> tuple[list[int], list[tuple[int, int]]]:
+            handles, told = [], []
+            for device, ordinal in zip(group.own, group.ordinals, strict=True):
+                base, size, handle = virtual_memory.allocation_of(_any_address(device), ordinal)
+                handles.append(group.released(handle))
+                told.append((base, size))
+                if size < _pool_bytes(device):
+                    raise SharingError(
+                        f"XLA allocates memory on {device} as it needs it; let it preallocate, as"
+                        " it does unless XLA_PYTHON_CLIENT_PREALLOCATE or"
+                        " XLA_PYTHON_CLIENT_ALLOCATOR says otherwise"
+                    )
+            return handles, told
+
+        def map_all(handles: Sequence[int], told: Mapping[int, list]) -> list[int]:
+            for place, (handle, (_, size)) in enumerate(zip(handles, in_order(told), strict=True)):
+                base = _pool_base(place)
+                mapped = virtual_memory.MappedRange([handle], size, group.ordinals, base)
+                undo.callback(mapped.unmap)
+                ranges.append(mapped)
+            return told[group.process]
+
+        def in_order(told: Mapping[int, list]) -> list[tuple[int, int]]:
+            in_turn = {number: iter(each) for number, each in told.items()}
+            return [next(in_turn[device.process_index]) for device in group.devices]
+
+        found = in_order(group.meet(make_handles, map_all))
+        undo.pop_all()
+    translations = {
+        device.id: (_pool_base(place) - base) % (1 << 64)
+        for place, (device, (base, _)) in enumerate(zip(group.devices, found, strict=True))
+    }
+    return Pools(translations, ranges)
+
+
+def _pool_base(place: int) -> int:
+    """Returns where all processes map the pool of a device."""
+    return _FIRST_POOL + place * _BETWEEN_POOLS
+
+
+def _any_address(device: Any) -> int:
+    """Returns the address of an array on a device."""
+
+    def address() -> int:
+        array = jax.device_put(np.zeros(1, np.int32), device)
+        return array.block_until_ready().unsafe_buffer_pointer()
+
+    # In this thread JAX may be tracing a function, and would trace this too.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(address).result()
+
+
+def _pool_bytes(device: Any) -> int:
+    """Returns the most that XLA allocates on a device."""
+    return device.memory_stats()["bytes_limit"]
+
+
+_lock = threading.Lock()
+# The answers of `unshared_reason` and `unshared_pools_reason`, once they are known; and the pools.
+_unshared: dict[str, str | None] = {}
+_pools: list[Pools] = []
 
 
 def unshared_reason() -> str | None:
@@ -117,224 +200,39 @@ def unshared_reason() -> str | None:
     The first call shares a little memory to find out. It waits until every process has called it.
     All of them return the same, also if one of them was late: the first to know decides.
     """
-    with _trial_lock:
-        if not _unshared:
-            _unshared.append(_agreed("memory/decision", _trial()) or None)
-        return _unshared[0]
+
+    def trial() -> None:
+        share("memory/trial", jax.devices(), 1, lambda device: b"\0").mapped.unmap()
+
+    return _found_once("memory", trial)
 
 
-def _trial() -> str:
-    """Returns why memory cannot be shared among all processes, or nothing."""
-    try:
-        memory = share("memory/trial", jax.devices(), 1, lambda device: b"\0")
-    except SharingError as error:
-        return str(error)
-    memory.mapped.unmap()
-    return ""
+def unshared_pools_reason() -> str | None:
+    """Returns why they cannot map each other's pools; None if they have mapped them. Likewise."""
+    return _found_once("pools", lambda: _pools.append(share_pools("pools", jax.devices())))
 
 
-def _agreed(key: str, proposal: str) -> str:
-    """Returns the proposal of the process that was the first to make one."""
-    store: Store | None = key_value_store()
-    if store is None:
-        return proposal
-    # If it is set already, another process was first.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        store.key_value_set(_key(key), proposal)
-    return store.blocking_key_value_get(_key(key), 10_000)
+def pool_translation(device: Any) -> int:
+    """Returns what to add to an address on a device for its peers: see `Pools`.
+
+    Raises:
+      SharingError: if the pools are not mapped, see `unshared_pools_reason`.
+    """
+    if reason := unshared_pools_reason():
+        raise SharingError(reason)
+    if not _pools:
+        raise SharingError("this process was too late to map the memory of the others")
+    return _pools[0].translations[device.id]
 
 
-class _Sharing:
-    """One call of `share`."""
-
-    def __init__(self, name: str, devices: tuple[Any, ...], resources: contextlib.ExitStack):
-        """Describes the call.
-
-        Args:
-          name: see `share`.
-          devices: the devices, in the order of their allocations.
-          resources: what is closed and given up when the call ends.
-        """
-        self.name, self.devices, self.resources = name, devices, resources
-        self.process = jax.process_index()
-        self.processes = sorted({device.process_index for device in devices})
-        self.others = [number for number in self.processes if number != self.process]
-        self.own = [device for device in devices if device.process_index == self.process]
-        self.ordinals = [device.local_hardware_id for device in self.own]
-        self.seconds = timeout_seconds() or _FOR_EVER_SECONDS
-        self.deadline = time.monotonic() + self.seconds
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
-        # Set in the first step.
-        self.size = 0
-        self.handles: list[int] = []
-        self.listening: Any = None
-
-    def run(self, size: int, content: Callable[[Any], bytes]) -> SharedMemory:
-        """Goes through all steps."""
-        offers = self.step("offer", lambda: self.offer(size, content))
-        self.step("send", lambda: self.send(offers))
-        with contextlib.ExitStack() as undo:
-            ranges: list[virtual_memory.MappedRange] = []
-
-            def map_all() -> int:
-                ranges.append(self.map())
-                undo.callback(ranges[0].unmap)
-                return ranges[0].base
-
-            bases = self.step("map", map_all)
-            undo.pop_all()
-        return SharedMemory(self.devices, bases, ranges[0])
-
-    def step(self, name: str, act: Callable[[], Any]) -> dict[int, Any]:
-        """Takes a step with all processes.
-
-        Args:
-          name: the name of the step.
-          act: takes it here, and returns what the others are told.
-
-        Returns:
-          By process, what it has returned.
-
-        Raises:
-          SharingError: in all processes, if one of them failed.
-        """
-        store: Store | None = key_value_store()
-        if store is None:
-            raise SharingError("the processes were not connected by jax.distributed.initialize")
-        try:
-            answer = {"told": act()}
-        except (OSError, RuntimeError) as error:
-            answer = {"error": f"{error}"}
-        keys = {n: _key(f"{self.name}/{name}/{n}") for n in self.processes}
-        try:
-            store.key_value_set(keys[self.process], json.dumps(answer))
-        except jax.errors.JaxRuntimeError as error:
-            raise SharingError(
-                f"these processes tried before to share this memory: {error}"
-            ) from error
-        answers = {number: json.loads(self.answer(store, keys[number], number)) for number in keys}
-        for number, each in answers.items():
-            if "error" in each:
-                raise SharingError(f"process {number}: {each['error']}")
-        return {number: each["told"] for number, each in answers.items()}
-
-    def answer(self, store: Store, key: str, process: int) -> str:
-        """Returns what a process has told, when it has."""
-        try:
-            return store.blocking_key_value_get(key, int(self.seconds_left() * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            raise SharingError(
-                f"process {process} has not come to the same place of the program within"
-                f" {self.seconds:g} s; all processes must trace and compile the same programs."
-                f" {TIMEOUT_VARIABLE} sets the seconds"
-            ) from error
-
-    def seconds_left(self) -> float:
-        """Returns the seconds until the deadline, never quite none."""
-        return max(0.1, self.deadline - time.monotonic())
-
-    def offer(self, size: int, content: Callable[[Any], bytes]) -> dict[str, str]:
-        """Allocates and fills memory on the own devices, and listens."""
-        for device in self.ordinals:
-            if reason := virtual_memory.unsupported_reason(device):
-                raise SharingError(reason)
-        self.size = max(virtual_memory.rounded_size(size, device) for device in self.ordinals)
-        for device, ordinal in zip(self.own, self.ordinals, strict=True):
-            handle = virtual_memory.allocate(self.size, ordinal)
-            self.handles.append(self.until_the_end(handle))
-            mapped = virtual_memory.MappedRange([handle], self.size, [ordinal])
+def _found_once(what: str, attempt: Callable[[], None]) -> str | None:
+    """Returns why an attempt fails, in any process; None if it succeeds."""
+    with _lock:
+        if what not in _unshared:
             try:
-                virtual_memory.write(mapped.base, content(device), ordinal)
-            finally:
-                mapped.unmap()
-        self.listening = self.resources.enter_context(_unix_socket())
-        address = f"collective_matmul-{secrets.token_hex(16)}"
-        self.listening.bind(_ABSTRACT + address)
-        self.listening.listen()
-        return {
-            "address": address,
-            "node": _node(),
-            "token": self.token.hex(),
-            "size": str(self.size),
-        }
-
-    def send(self, offers: Mapping[int, Mapping[str, str]]) -> None:
-        """Sends descriptors of the own allocations to all others."""
-        here = offers[self.process]
-        for number in self.others:
-            offer = offers[number]
-            if offer["node"] != here["node"]:
-                raise SharingError(f"process {number} runs on another node")
-            if offer["size"] != here["size"]:
-                raise SharingError(f"process {number} allocates in other units")
-            with _unix_socket() as sending, _descriptors(self.handles) as descriptors:
-                sending.settimeout(self.seconds_left())
-                try:
-                    sending.connect(_ABSTRACT + offer["address"])
-                except OSError as error:
-                    raise SharingError(
-                        f"process {number} cannot be reached by a Unix socket ({error}), as from"
-                        " another container; give both the network namespace of the host"
-                    ) from error
-                # It waits in the socket until the other process accepts.
-                message = bytes.fromhex(offer["token"]) + self.process.to_bytes(4, "little")
-                socket.send_fds(sending, [message], descriptors)
-
-    def map(self) -> virtual_memory.MappedRange:
-        """Receives the descriptors of all others, and maps the memory of all devices."""
-        handles = {self.process: self.handles}
-        while len(handles) < len(self.processes):
-            number, received = self.receive()
-            handles[number] = received
-        in_turn = {number: iter(each) for number, each in handles.items()}
-        ordered = [next(in_turn[device.process_index]) for device in self.devices]
-        return virtual_memory.MappedRange(ordered, self.size, self.ordinals)
-
-    def receive(self) -> tuple[int, list[int]]:
-        """Returns the number of a process, and handles of the allocations that it has sent."""
-        self.listening.settimeout(self.seconds_left())
-        while True:
-            connection, _ = self.listening.accept()
-            with connection:
-                connection.settimeout(self.seconds_left())
-                message, descriptors, _, _ = socket.recv_fds(
-                    connection, 2 * _TOKEN_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-            with contextlib.ExitStack() as close:
-                for descriptor in descriptors:
-                    close.callback(os.close, descriptor)
-                # Who does not know the token is not one of the processes.
-                if message[:_TOKEN_BYTES] == self.token:
-                    imported = map(virtual_memory.import_descriptor, descriptors)
-                    handles = [self.until_the_end(handle) for handle in imported]
-                    return int.from_bytes(message[_TOKEN_BYTES:], "little"), handles
-
-    def until_the_end(self, handle: int) -> int:
-        """Returns the handle, which is given up when the call ends."""
-        self.resources.callback(virtual_memory.release, handle)
-        return handle
-
-
-def _node() -> str:
-    """Returns what tells this node from others: containers of one node have it in common."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _key(name: str) -> str:
-    return f"collective_matmul/{name}"
-
-
-def _unix_socket() -> socket.socket:
-    # A message is received whole, with its descriptors.
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-@contextlib.contextmanager
-def _descriptors(handles: Sequence[int]) -> Iterator[list[int]]:
-    """Descriptors of allocations, inside the block."""
-    with contextlib.ExitStack() as close:
-        made = []
-        for handle in handles:
-            made.append(virtual_memory.export(handle))
-            close.callback(os.close, made[-1])
-        yield made
+                attempt()
+                reason = ""
+            except SharingError as error:
+                reason = str(error)
+            _unshared[what] = agreed(f"{what}/decision", reason) or None
+        return _unshared[what]

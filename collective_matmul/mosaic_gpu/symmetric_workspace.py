@@ -84,15 +84,21 @@ def workspace_bytes(devices: int) -> int:
     return report_offset(devices) + REPORT_BYTES
 
 
-def workspace_pointers(axis_name: str) -> jax.Array:
+def workspace_pointers(axis_name: str, *, of_arrays: bool = False) -> jax.Array:
     """Returns the addresses of the workspaces along a mesh axis. Called inside `jax.shard_map`.
 
     Workspaces are allocated when the program is lowered, and never freed. Their addresses are
     compiled into the program as constants.
 
+    Args:
+      axis_name: a mesh axis of D devices.
+      of_arrays: whether the kernel publishes addresses of arrays in a rendezvous.
+
     Returns:
       int32 [2 * D + 1]: the low and the high word of the address of this device's workspace, then
-      of the next device's along the axis, and so on; and last the index of this device.
+      of the next device's along the axis, and so on; and then the index of this device. With
+      `of_arrays` in several processes, [2 * D + 3]: then also both words of what is added to an
+      address of this device, for its peers.
 
     Raises:
       ValueError: if the program being traced is not compiled for kernels that address peers. All of
@@ -102,13 +108,22 @@ def workspace_pointers(axis_name: str) -> jax.Array:
         raise ValueError(f"a kernel that addresses peers: {reason}")
     mesh = jax.sharding.get_abstract_mesh()
     devices, axis_index = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    table = device_constant(
-        _PointerTable(mesh.axis_names.index(axis_name)), (*mesh.axis_sizes, devices, 2), np.int32
-    )
     # Axes of size one may be automatic; those have no index.
-    position = (lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
-    from_here_on = table[tuple(position)][(axis_index + jnp.arange(devices)) % devices]
-    return jnp.append(from_here_on.reshape(-1), axis_index)
+    position = tuple(lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
+    make = _PointerTable(mesh.axis_names.index(axis_name))
+    table = device_constant(make, (*mesh.axis_sizes, devices, 2), np.int32)
+    from_here_on = table[position][(axis_index + jnp.arange(devices)) % devices]
+    pointers = jnp.append(from_here_on.reshape(-1), axis_index)
+    if not of_arrays or jax.process_count() == 1:
+        return pointers
+    translations = device_constant(_translations, (*mesh.axis_sizes, 2), np.int32)
+    return jnp.append(pointers, translations[position])
+
+
+def _translations(devices: np.ndarray) -> np.ndarray:
+    """Returns int32 [*mesh, 2]: what is added to addresses of each device, for its peers."""
+    found = [shared_memory.pool_translation(device) for device in devices.flat]
+    return np.array(found, np.uint64).view(np.int32).reshape(*devices.shape, 2)
 
 
 @dataclass(frozen=True)

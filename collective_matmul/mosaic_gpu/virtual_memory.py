@@ -136,32 +136,36 @@ class MappedRange:
       count: how many they are.
     """
 
-    def __init__(self, handles: Sequence[int], size: int, devices: Sequence[int]):
+    def __init__(self, handles: Sequence[int], size: int, devices: Sequence[int], base: int = 0):
         """Maps the allocations of these handles.
 
         Args:
           handles: handles of allocations, own or imported.
           size: bytes of each.
           devices: the ordinals of the GPUs that load from them and store to them.
+          base: the address of the first; 0 for one that the driver chooses.
 
         Raises:
-          DriverError: among other reasons, if a GPU cannot address the memory of another.
+          DriverError: among other reasons, if a GPU cannot address the memory of another, or if the
+            addresses from `base` on are not free.
         """
         self.size, self.count = size, len(handles)
         self._mapped = 0
         pointer = ctypes.c_uint64()
-        anywhere, no_flag = ctypes.c_uint64(0), ctypes.c_uint64(0)
+        wanted, no_flag = ctypes.c_uint64(base), ctypes.c_uint64(0)
         _call(
             "cuMemAddressReserve",
             ctypes.byref(pointer),
             self._bytes(self.count),
             ctypes.c_size_t(0),
-            anywhere,
+            wanted,
             no_flag,
         )
         self.base = pointer.value
         with contextlib.ExitStack() as undo:
             undo.callback(self.unmap)
+            if base not in (0, self.base):
+                raise DriverError(f"cuMemAddressReserve: address {base:#x} is in use")
             for handle in handles:
                 self._map_next(handle)
             access = (_Access * len(devices))()
@@ -191,6 +195,25 @@ class MappedRange:
 
     def _bytes(self, allocations: int) -> ctypes.c_size_t:
         return ctypes.c_size_t(allocations * self.size)
+
+
+def allocation_of(address: int, device: int) -> tuple[int, int, int]:
+    """Returns the allocation that an address belongs to: its first address, size, and handle.
+
+    Args:
+      address: in memory that was allocated by virtual memory management, by anyone here.
+      device: the ordinal of the GPU.
+
+    Returns:
+      The first address and the size in bytes of what is mapped there, and a handle for `release`.
+    """
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    with _context(device):
+        pointer = ctypes.c_uint64(address)
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        start = ctypes.c_void_p(base.value)
+        _call("cuMemRetainAllocationHandle", ctypes.byref(handle), start)
+    return base.value, size.value, handle.value
 
 
 def write(address: int, content: bytes, device: int) -> None:

@@ -21,7 +21,7 @@ from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.mosaic_gpu import requirements
 from tests.gpu.test_one_shot import differences
 from tests.processes import relative_error
-from tests.reference import AXIS, OPS, Case
+from tests.reference import AXIS, OPS, PEER_KERNELS, Case
 
 TURNS = 100
 #: A vector for some lanes, boxes that grow with the array, two boxes for a block.
@@ -31,7 +31,7 @@ ELEMENTS = (8, 65_536, 1_500_000)
 def main(address: str, number: int, processes: int, alone: bool) -> None:
     jax.distributed.initialize(address, processes, number, initialization_timeout=60)
     mesh = jax.make_mesh((1, processes), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    assert requirements.shared_workspaces_reason() is None
+    assert requirements.peer_arrays_reason() is None
     if alone:
         launch_alone(mesh, number == processes - 1)
         return
@@ -40,14 +40,16 @@ def main(address: str, number: int, processes: int, alone: bool) -> None:
             count = differences(mesh, elements, (AXIS,), "bfloat16", delays, TURNS)
             assert not np.asarray(count(elements)).any(), (elements, delays)
     requested = functools.partial(overlap_jit, peer_kernels=True)
-    for op, name in itertools.product(OPS, ("one_shot", None)):
-        case = Case(op, name, processes, (64,), 4096, ((4096,),), dtype="bfloat16")
+    cases = itertools.product(OPS, [("one_shot", 64), ("fused", 64), ("fused", 2048), (None, 64)])
+    for op, (name, rows) in cases:
+        case = Case(op, name, processes, (rows,), 4096, ((4096,),), dtype="bfloat16")
         with record_decisions() as decisions:
             error = relative_error(case, mesh, requested if name else overlap_jit)
         assert error <= 1, (case, error)
         # By itself it takes a kernel too, as rows are few.
         chosen = {decision.implementation for decision in decisions}
-        assert chosen == {"one_shot"} if name else chosen & {"one_shot"}, (case, chosen)
+        assert chosen == {name} if name else chosen & {*PEER_KERNELS}, (case, chosen)
+        print(op, name, rows, chosen, error, flush=True)
 
 
 def launch_alone(mesh: jax.sharding.Mesh, ends: bool) -> None:

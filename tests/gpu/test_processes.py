@@ -51,7 +51,10 @@ def test_peer_kernels_across_processes() -> None:
     numbered = [
         see_gpus(range(count)) | {"JAX_LOCAL_DEVICE_IDS": str(number)} for number in range(count)
     ]
-    for environments in (bound, numbered):
+    # Kernels that store to arrays of peers need XLA's memory to be preallocated, beside that of
+    # this process.
+    free = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+    for environments in ([e | free for e in bound], [e | free for e in numbered]):
         processes.run("tests.gpu.peer_processes", environments, [[str(count)]] * count)
 
 

@@ -55,6 +55,7 @@ class SimulatedDriver:
       contexts: the current contexts of this thread, the innermost last.
       reserved: sizes of reserved ranges, by address.
       handles: descriptors of allocations that are not released.
+      mapped: sizes of mapped ranges, and descriptors of what is mapped there, by address.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -64,6 +65,7 @@ class SimulatedDriver:
         self.contexts: list[int] = []
         self.reserved: dict[int, int] = {}
         self.handles: set[int] = set()
+        self.mapped: dict[int, tuple[int, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -162,7 +164,22 @@ class SimulatedDriver:
         address = _libc.mmap(
             _value(pointer), _value(size), _PROT_NONE, kind, _value(handle), _value(offset)
         )
+        # What is mapped outlives its handles.
+        self.mapped[_value(pointer)] = _value(size), os.dup(_value(handle))
         return SUCCESS if address == _value(pointer) else INVALID_VALUE
+
+    def _cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: Any) -> int:
+        assert self.contexts
+        for address, (length, _) in self.mapped.items():
+            if address <= _value(pointer) < address + length:
+                _target(base).value, _target(size).value = address, length
+                return SUCCESS
+        return INVALID_VALUE
+
+    def _cuMemRetainAllocationHandle(self, handle: Any, address: Any) -> None:
+        fd = os.dup(self.mapped[_value(address)][1])
+        self.handles.add(fd)
+        _target(handle).value = fd
 
     def _cuMemSetAccess(self, pointer: Any, size: Any, access: Any, count: Any) -> int:
         failed = _libc.mprotect(
@@ -171,6 +188,9 @@ class SimulatedDriver:
         return INVALID_VALUE if failed else SUCCESS
 
     def _cuMemUnmap(self, pointer: Any, size: Any) -> None:
+        length, fd = self.mapped.pop(_value(pointer))
+        assert length == _value(size)
+        os.close(fd)
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _libc.mmap(_value(pointer), _value(size), _PROT_NONE, kind, -1, 0)
 

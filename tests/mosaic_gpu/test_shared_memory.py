@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,13 +22,15 @@ import pytest
 
 from collective_matmul import peer_access
 from collective_matmul.mosaic_gpu import (
+    process_group,
     requirements,
     shared_memory,
     symmetric_workspace,
     timeout_reports,
     virtual_memory,
 )
-from collective_matmul.mosaic_gpu.shared_memory import SharedMemory, SharingError, share
+from collective_matmul.mosaic_gpu.process_group import ProcessGroup, SharingError
+from collective_matmul.mosaic_gpu.shared_memory import Pools, SharedMemory, share, share_pools
 from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE
 from tests.mosaic_gpu.simulated_driver import (
     GRANULARITY,
@@ -103,8 +106,8 @@ class Node:
         monkeypatch.setattr(jax, "process_index", lambda: self.here.process)
         monkeypatch.setattr(jax, "devices", lambda: list(self.devices))
         monkeypatch.setattr(peer_access, "cuda_driver", lambda: self.drivers[self.here.process])
-        monkeypatch.setattr(shared_memory, "key_value_store", lambda: self.store)
-        monkeypatch.setattr(shared_memory, "_node", lambda: self.nodes[self.here.process])
+        monkeypatch.setattr(process_group, "key_value_store", lambda: self.store)
+        monkeypatch.setattr(process_group, "_node", lambda: self.nodes[self.here.process])
         monkeypatch.setenv(TIMEOUT_VARIABLE, "30")
 
     def run(self, act: Callable[[int], Any], processes: Sequence[int] | None = None) -> list[Any]:
@@ -209,12 +212,12 @@ def test_processes_of_other_nodes_are_named(monkeypatch: Patch) -> None:
 
 def test_sockets_of_other_containers_are_explained(monkeypatch: Patch) -> None:
     node = Node((1, 1), monkeypatch)
-    offer = shared_memory._Sharing.offer
+    offer = ProcessGroup._offer
 
     def elsewhere(self: Any, *arguments: Any) -> dict[str, str]:
         return {**offer(self, *arguments), "address": "a socket of another network namespace"}
 
-    monkeypatch.setattr(shared_memory._Sharing, "offer", elsewhere)
+    monkeypatch.setattr(ProcessGroup, "_offer", elsewhere)
     expected = r"^process 0: process 1 cannot be reached by a Unix socket \(.* refused\), as from"
     for sentence in errors(node.share()):
         assert re.match(expected, sentence)
@@ -245,17 +248,17 @@ def test_a_name_is_of_one_memory(monkeypatch: Patch) -> None:
 def test_strangers_are_ignored(monkeypatch: Patch) -> None:
     """Whoever connects to the socket without the token, with a descriptor or without."""
     node = Node((1, 1), monkeypatch)
-    send = shared_memory._Sharing.send
+    send = ProcessGroup._send
 
     def and_before_it_a_stranger(self: Any, offers: Mapping[int, Mapping[str, str]]) -> None:
         for descriptors in ([], [0]):
-            with shared_memory._unix_socket() as stranger:
-                for number in self.others:
+            with process_group._unix_socket() as stranger:
+                for number in self._others:
                     stranger.connect("\0" + offers[number]["address"])
                 socket.send_fds(stranger, [b"x" * 20], descriptors)
         send(self, offers)
 
-    monkeypatch.setattr(shared_memory._Sharing, "send", and_before_it_a_stranger)
+    monkeypatch.setattr(ProcessGroup, "_send", and_before_it_a_stranger)
     for process, each in enumerate(node.share()):
         values = [_memory(each.address(device, process), 1)[0] for device in node.devices]
         assert values == [device.id for device in node.devices]
@@ -263,45 +266,132 @@ def test_strangers_are_ignored(monkeypatch: Patch) -> None:
 
 def test_without_a_store_nothing_is_shared(monkeypatch: Patch) -> None:
     node = Node((1, 1), monkeypatch)
-    monkeypatch.setattr(shared_memory, "key_value_store", lambda: None)
+    monkeypatch.setattr(process_group, "key_value_store", lambda: None)
     assert set(errors(node.share())) == {
         "the processes were not connected by jax.distributed.initialize"
     }
 
 
-def test_the_trial_leaves_nothing(monkeypatch: Patch) -> None:
-    node, files = Node((2, 1), monkeypatch), open_files()
-    assert node.run(lambda _: shared_memory._trial()) == ["", ""]
-    node.assert_nothing_is_left()
-    assert open_files() == files
-
-
 def test_the_first_process_decides(monkeypatch: Patch) -> None:
     """So all decide the same, also if one came too late for the others."""
     node = Node((1, 1), monkeypatch)
-    (late,) = node.run(lambda _: shared_memory._agreed("decision", "process 1 was late"), [0])
-    (other,) = node.run(lambda _: shared_memory._agreed("decision", ""), [1])
+    (late,) = node.run(lambda _: process_group.agreed("decision", "process 1 was late"), [0])
+    (other,) = node.run(lambda _: process_group.agreed("decision", ""), [1])
     assert late == other == "process 1 was late"
 
 
 def test_the_reason_is_found_once(monkeypatch: Patch) -> None:
     node = Node((1, 1), monkeypatch)
-    monkeypatch.setattr(shared_memory, "_unshared", [])
+    monkeypatch.setattr(shared_memory, "_unshared", {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    asked: list[int] = []
+    asked: list[str] = []
 
-    def trial() -> str:
-        asked.append(1)
-        return "process 1 runs on another node"
+    def fail(name: str, *_: Any) -> None:
+        asked.append(name)
+        if name == "pools":
+            raise SharingError("process 1 runs on another node")
 
-    monkeypatch.setattr(shared_memory, "_trial", trial)
+    monkeypatch.setattr(shared_memory, "share_pools", fail)
+    monkeypatch.setattr(
+        shared_memory, "share", lambda *arguments: fail(*arguments) or mock.MagicMock()
+    )
     for _ in range(2):
-        (reason,) = node.run(lambda _: requirements.shared_workspaces_reason(), [0])
+        assert node.run(lambda _: requirements.workspaces_reason(), [0]) == [None]
+        (reason,) = node.run(lambda _: requirements.peer_arrays_reason(), [0])
         assert reason == (
             "2 processes: these kernels address peers' memory, which these processes cannot share:"
             " process 1 runs on another node; run one process per node"
         )
-    assert asked == [1]
+    assert asked == ["memory/trial", "pools"]
+
+
+class XlaPools:
+    """XLA's memory on the devices of a node, at any addresses of their processes."""
+
+    def __init__(self, node: Node, monkeypatch: Patch, limit: int = 4 * GRANULARITY):
+        self.node, self.limit = node, limit
+        self.pools: dict[int, virtual_memory.MappedRange] = {}
+        monkeypatch.setattr(shared_memory, "_any_address", lambda d: self.pools[d.id].base + 1000)
+        monkeypatch.setattr(shared_memory, "_pool_bytes", lambda device: self.limit)
+        # These processes have one address space.
+        monkeypatch.setattr(
+            shared_memory,
+            "_pool_base",
+            lambda place: (place + 1 + 16 * node.here.process) << 40,
+        )
+        node.run(self.allocate)
+
+    def allocate(self, process: int) -> None:
+        for device in self.node.devices:
+            if device.process_index == process:
+                # A pool may be larger than what was asked for.
+                size, number = (5 + device.id % 2) * GRANULARITY, device.local_hardware_id
+                handle = virtual_memory.allocate(size, number)
+                self.pools[device.id] = virtual_memory.MappedRange([handle], size, [number])
+                virtual_memory.release(handle)
+
+
+def test_arrays_of_peers_are_found(monkeypatch: Patch) -> None:
+    node, files = Node((1, 2, 1), monkeypatch), open_files()
+    xla = XlaPools(node, monkeypatch)
+    shared: list[Pools] = node.run(lambda _: share_pools("pools", node.devices))
+    assert all(isinstance(each, Pools) for each in shared), shared
+    for process, device in np.ndindex(3, len(node.devices)):
+        owner = node.devices[device]
+        pool = xla.pools[owner.id]
+        array = pool.base + 3 * GRANULARITY + 16 * process
+        translated = (array + shared[process].translations[owner.id]) % (1 << 64)
+        _memory(translated, 1)[0] = 1 + process
+        assert _memory(array, 1)[0] == 1 + process
+        _memory(array, 1)[0] = 100
+        assert _memory(translated, 1)[0] == 100
+    node.run(lambda process: shared[process].unmap())
+    for device in node.devices:
+        node.run(lambda _, device=device: xla.pools[device.id].unmap(), [device.process_index])
+    node.assert_nothing_is_left()
+    assert open_files() == files
+
+
+def test_pools_that_grow_are_refused(monkeypatch: Patch) -> None:
+    node = Node((1, 1), monkeypatch)
+    XlaPools(node, monkeypatch, limit=100 * GRANULARITY)
+    for sentence in errors(node.run(lambda _: share_pools("pools", node.devices))):
+        assert sentence.startswith("process 0: XLA allocates memory on Device(id=10")
+        assert "XLA_PYTHON_CLIENT_PREALLOCATE" in sentence
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuMemGetAddressRange_v2", "cuMemRetainAllocationHandle", "cuMemExportToShareableHandle"],
+)
+def test_pools_that_nobody_may_map_are_refused(function: str, monkeypatch: Patch) -> None:
+    """As those of cudaMalloc, or of allocations that may not be exported."""
+    node = Node((1, 1), monkeypatch)
+    XlaPools(node, monkeypatch)
+    node.drivers[1].failures[function] = NOT_SUPPORTED
+    expected = f"process 1: {function}: CUDA_ERROR_NOT_SUPPORTED (801)"
+    assert errors(node.run(lambda _: share_pools("pools", node.devices))) == [expected] * 2
+
+
+def test_addresses_that_are_taken_are_refused(monkeypatch: Patch) -> None:
+    node = Node((1, 1), monkeypatch)
+    xla = XlaPools(node, monkeypatch)
+    taken = xla.pools[10].base
+    bases = {0: taken, 1: 1 << 41}
+    monkeypatch.setattr(shared_memory, "_pool_base", lambda place: bases[place])
+    expected = f"process 0: cuMemAddressReserve: address {taken:#x} is in use"
+    assert errors(node.run(lambda _: share_pools("pools", node.devices))) == [expected] * 2
+    for process, driver in enumerate(node.drivers):
+        assert list(driver.reserved) == [xla.pools[10 + process].base]
+
+
+def test_a_process_that_was_late_has_no_pools(monkeypatch: Patch) -> None:
+    """The others have decided for all that pools are mapped; it fails rather than differ."""
+    node = Node((1, 1), monkeypatch)
+    monkeypatch.setattr(shared_memory, "_unshared", {"pools": None})
+    monkeypatch.setattr(shared_memory, "_pools", [])
+    (error,) = errors(node.run(lambda _: shared_memory.pool_translation(node.devices[0]), [0]))
+    assert error == "this process was too late to map the memory of the others"
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((4,), 0), ((2, 2), 0), ((2, 2), 1), ((1, 4), 1)])

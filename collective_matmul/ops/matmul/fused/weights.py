@@ -67,7 +67,7 @@ def operands_reason(devices: int, xs: Sequence[Any], ws: Sequence[AnyWeight]) ->
 
     pairs = zip(xs, ws, strict=True)
     plain = [stands_for(array, w) for x, w in pairs for array in (x, w)]
-    return requirements.unsupported_reason(devices, *plain) or requirements.one_process_reason()
+    return requirements.unsupported_reason(devices, *plain)
 
 
 def operands_of(site: Site) -> tuple[list[Any], list[Any]]:
