@@ -10,6 +10,7 @@ Legend: B tokens, D devices, K features, F hidden features.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -39,6 +40,9 @@ CANDIDATES = ("plain", "auto")
 #: K, columns of queries, keys and values together, and F, of Llama 3 8B; smaller ones for CPUs.
 WIDTHS = {"gpu": (4096, 6144, 14336), "cpu": (64, 96, 128)}
 _KILLED_AFTER_SECONDS = 150.0
+
+#: How the weights of a layer are sharded.
+SPECS = {"qkv": P(None, AXIS), "out": P(AXIS), "gate_up": P(None, AXIS), "down": P(AXIS)}
 
 Weights = dict[str, jax.Array]
 
@@ -192,13 +196,14 @@ def _work(participant: Participant) -> None:
     for batch in participant.batches:
         x = np.random.default_rng(batch).standard_normal((batch, WIDTHS[participant.platform][0]))
         placed = _place(mesh, P(), x.astype(participant.dtype))
+        with_op = _sharded(mesh, participant.layers, None)
         programs: dict[str, Callable] = {
-            "plain": jax.jit(_sharded(mesh, lax.psum)),
-            "auto": overlap_jit(_sharded(mesh, None)),
+            "plain": jax.jit(_sharded(mesh, participant.layers, lax.psum)),
+            "auto": overlap_jit(with_op),
         }
         results = {name: jax.block_until_ready(f(placed, weights)) for name, f in programs.items()}
         plain, auto = (np.asarray(y.astype(jnp.float32)) for y in results.values())
-        explained = explain(_sharded(mesh, None))(placed, weights)
+        explained = explain(with_op)(placed, weights)
         case = {
             "name": f"{participant.processes} processes, {batch} tokens",
             "processes": participant.processes,
@@ -231,51 +236,45 @@ def _times(
     return times
 
 
-def _weights(participant: Participant, mesh: Mesh) -> Weights:
-    """Random weights of all layers, sharded over the axis."""
+def _weights(participant: Participant, mesh: Mesh) -> list[Weights]:
+    """Random weights of each layer, sharded over the axis."""
     k, qkv, f = WIDTHS[participant.platform]
-    shapes = {
-        "qkv": ((k, qkv), P(None, None, AXIS)),
-        "out": ((k, k), P(None, AXIS)),
-        "gate_up": ((k, 2 * f), P(None, None, AXIS)),
-        "down": ((f, k), P(None, AXIS)),
-    }
+    shapes = {"qkv": (k, qkv), "out": (k, k), "gate_up": (k, 2 * f), "down": (f, k)}
 
-    def shard(shape: tuple[int, ...], spec: P, seed: int) -> jax.Array:
+    def shard(name: str, layer: int) -> jax.Array:
         def draw(index: Any) -> np.ndarray:
-            sizes = [len(range(*i.indices(n))) for i, n in zip(index, whole, strict=True)]
-            random = np.random.default_rng((seed, *(i.start or 0 for i in index)))
-            return (random.random(sizes, np.float32) - 0.5).astype(participant.dtype) * scale
+            sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
+            random = np.random.default_rng((layer, *shape, *(i.start or 0 for i in index)))
+            values = random.random(sizes, np.float32) - 0.5
+            return (values * np.float32(3.4 / shape[0] ** 0.5)).astype(participant.dtype)
 
-        whole = (participant.layers, *shape)
-        scale = np.asarray(3.4 / shape[0] ** 0.5, participant.dtype)
-        return jax.make_array_from_callback(whole, NamedSharding(mesh, spec), draw)
+        shape = shapes[name]
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, SPECS[name]), draw)
 
-    return {n: shard(shape, spec, i) for i, (n, (shape, spec)) in enumerate(shapes.items())}
+    return [{name: shard(name, n) for name in shapes} for n in range(participant.layers)]
 
 
 def _place(mesh: Mesh, spec: P, x: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
 
 
-def _sharded(mesh: Mesh, reduce: Callable | None) -> Callable:
+def _sharded(mesh: Mesh, layers: int, reduce: Callable | None) -> Callable:
     """``f(x [B, K], weights) -> [B, K]``; sums over devices by `reduce`, or else by the op."""
 
     def multiply_and_sum(x: jax.Array, w: jax.Array) -> jax.Array:
         return matmul_all_reduce(x, w, AXIS) if reduce is None else reduce(x @ w, AXIS)
 
-    def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, w: Weights) -> jax.Array:
         queries = (_norm(x) @ w["qkv"])[:, : w["out"].shape[0]]
         x += multiply_and_sum(queries, w["out"])
         gate, up = jnp.split(_norm(x) @ w["gate_up"], 2, axis=1)
-        return x + multiply_and_sum(jax.nn.silu(gate) * up, w["down"]), None
+        return x + multiply_and_sum(jax.nn.silu(gate) * up, w["down"])
 
-    def stack(x: jax.Array, weights: Weights) -> jax.Array:
-        return lax.scan(layer, x, weights)[0]
+    def stack(x: jax.Array, weights: list[Weights]) -> jax.Array:
+        # Not a scan, which would copy the weights of each layer.
+        return functools.reduce(layer, weights, x)
 
-    columns, contracted = P(None, None, AXIS), P(None, AXIS)
-    specs = {"qkv": columns, "out": contracted, "gate_up": columns, "down": contracted}
-    return jax.shard_map(stack, mesh=mesh, in_specs=(P(), specs), out_specs=P())
+    return jax.shard_map(stack, mesh=mesh, in_specs=(P(), [SPECS] * layers), out_specs=P())
 
 
 def _norm(x: jax.Array) -> jax.Array:

@@ -220,18 +220,17 @@ def publish_pointers(
         i64 = ir.IntegerType.get_signless(64)
         tag = arith.extui(i64, epoch.registers.item())
         tag = arith.shli(tag, gpu.c(ADDRESS_BITS, i64))
-        own = [llvm.ptrtoint(i64, utils.memref_ptr(array)) for array in arrays]
-        for_peers = own
+        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(array)) for array in arrays]
+        own = for_peers = [arith.ori(pointer, tag) for pointer in pointers]
         for words in translations:
             added = llvm.ptrtoint(i64, llvm_pointer(words))
-            for_peers = [arith.addi(pointer, added) for pointer in own]
+            for_peers = [arith.ori(arith.addi(pointer, added), tag) for pointer in pointers]
         with utils.single_thread(scope=scope):
             inline_ptx(None, [], "fence.acq_rel.sys;")
             for place, mailbox in enumerate(mailboxes):
-                for number, pointer in enumerate(for_peers if place else own):
-                    word = arith.ori(pointer, tag)
-                    target = llvm_pointer(mailbox, gpu.c(number * POINTER_BYTES, i64))
-                    inline_ptx(None, [target, word], "st.relaxed.sys.global.b64 [$0], $1;")
+                for number, word in enumerate(for_peers if place else own):
+                    pointer = llvm_pointer(mailbox, gpu.c(number * POINTER_BYTES, i64))
+                    inline_ptx(None, [pointer, word], "st.relaxed.sys.global.b64 [$0], $1;")
 
     at(epoch, list(arrays), [tuple(mailbox) for mailbox in mailboxes], translations)
 
