@@ -220,10 +220,11 @@ def publish_pointers(
         i64 = ir.IntegerType.get_signless(64)
         tag = arith.extui(i64, epoch.registers.item())
         tag = arith.shli(tag, gpu.c(ADDRESS_BITS, i64))
-        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(array)) for array in arrays]
-        own = for_peers = [arith.ori(pointer, tag) for pointer in pointers]
+        own = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), tag) for array in arrays]
+        for_peers = own
         for words in translations:
             added = llvm.ptrtoint(i64, llvm_pointer(words))
+            pointers = [llvm.ptrtoint(i64, utils.memref_ptr(array)) for array in arrays]
             for_peers = [arith.ori(arith.addi(pointer, added), tag) for pointer in pointers]
         with utils.single_thread(scope=scope):
             inline_ptx(None, [], "fence.acq_rel.sys;")

@@ -108,10 +108,10 @@ def workspace_pointers(axis_name: str, *, of_arrays: bool = False) -> jax.Array:
         raise ValueError(f"a kernel that addresses peers: {reason}")
     mesh = jax.sharding.get_abstract_mesh()
     devices, axis_index = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    # Axes of size one may be automatic; those have no index.
-    position = tuple(lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
     make = _PointerTable(mesh.axis_names.index(axis_name))
     table = device_constant(make, (*mesh.axis_sizes, devices, 2), np.int32)
+    # Axes of size one may be automatic; those have no index.
+    position = tuple(lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
     from_here_on = table[position][(axis_index + jnp.arange(devices)) % devices]
     pointers = jnp.append(from_here_on.reshape(-1), axis_index)
     if not of_arrays or jax.process_count() == 1:
