@@ -55,5 +55,5 @@ def _of_several_processes(find_reason: Callable[[], str | None]) -> str | None:
         return None
     return (
         f"{jax.process_count()} processes: these kernels address peers' memory, which these"
-        f" processes cannot share: {reason}; run one process per node"
+        f" processes cannot share: {reason}; a single process with all GPUs of a node need not"
     )

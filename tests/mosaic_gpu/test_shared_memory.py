@@ -300,7 +300,7 @@ def test_the_reason_is_found_once(monkeypatch: Patch) -> None:
         (reason,) = node.run(lambda _: requirements.peer_arrays_reason(), [0])
         assert reason == (
             "2 processes: these kernels address peers' memory, which these processes cannot share:"
-            " process 1 runs on another node; run one process per node"
+            " process 1 runs on another node; a single process with all GPUs of a node need not"
         )
     assert asked == ["memory/trial", "pools"]
 
