@@ -53,11 +53,13 @@ QUICK = [
     # More than a block of 128 numbers.
     case_of("blockwise", {"expert": 2}, "ring", width=144, hidden=136, local_experts=1),
     case_of("blockwise", {"expert": 1}, None, choices=1, tokens=1),
-    case_of("rowwise", {"hidden": 2}, "xla", dtype="float16"),
+    # Bounds of float32 are tight: in half precision, many numbers may round either way.
+    case_of("rowwise", {"hidden": 2}, "xla"),
 ]
 FURTHER = [
     case_of("tensorwise", {"expert": 8}, "ring_two_way", tokens=2, choices=1, local_experts=1),
     case_of("rowwise", {"a": 2, "b": 2, "hidden": 2}, "ring"),
+    case_of("rowwise", {"expert": 2, "hidden": 2}, "ring_direct", dtype="float16"),
     case_of("tensorwise", {"a": 2, "hidden": 3}, "exchange"),
     case_of("blockwise", {"expert": 2, "hidden": 2}, "ring_direct", width=136, hidden=272),
 ]
