@@ -16,6 +16,7 @@ from benchmarks import (
     fp8_matmuls,
     generation,
     ops,
+    processes,
     sharded_stack,
     stack,
     step,
@@ -36,6 +37,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "context": (context.Context, context.run),
     "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
+    "processes": (processes.Processes, processes.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }

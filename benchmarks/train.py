@@ -30,13 +30,14 @@ from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
 from models.llama import Remat
+from train.batches import BATCH_SPEC
 from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check
 from train.mesh import make_mesh, mesh_sizes
 from train.metrics import model_flops_per_token, peak_flops
 from train.presets import PRESETS
 from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
-from train.step import BATCH_SPEC, sharded_step
+from train.step import sharded_step
 
 CANDIDATES = tuple(
     name for name in candidates.layer_names() if name not in ("windowed_einsum", COMPUTE_ONLY)
@@ -123,7 +124,10 @@ class TrainCase:
     def for_pytorch(self) -> dict[str, Any] | None:
         """See `benchmarks.pytorch.runner.PytorchCase`."""
         config = self.config()
-        names = [name for name in TRAINING_NAMES.get(self.zero, ()) if name in self.baselines]
+        known = TRAINING_NAMES.get(self.zero, ())
+        if config.model.num_experts is not None:  # Experts over the devices that shard weights.
+            known = tuple(name for name in known if name == "torch_fsdp")
+        names = [name for name in known if name in self.baselines]
         step = {**config.to_json(), "frequencies": rotary.frequencies(config.model).tolist()}
         return {**step, "candidates": names} if names else None
 

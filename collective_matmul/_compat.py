@@ -28,6 +28,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 # 0.10.2 to 0.12: lowered modules of these primitives are cached by device, not by mesh shape only.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
+# 0.10.2 to 0.12: no public access to the key-value store of `jax.distributed`. Public exchanges
+# between processes, of `multihost_utils`, run programs, which is impossible while one is lowered.
+from jax._src.distributed import global_state
+
 # 0.10.2 to 0.12: `pl.kernel` calls this without `input_output_aliases`. It can update only mutable
 # refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
@@ -100,6 +104,11 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # Since 0.11.
     return len(list(consts)), len(list(carry))
+
+
+def key_value_store() -> Any | None:
+    """The key-value store that `jax.distributed.initialize` connects processes to, or None."""
+    return global_state.client
 
 
 # 0.10.2 to 0.12: where these functions trace branches and the bodies of loops.

@@ -83,7 +83,8 @@ def overlap_jit(
       peer_kernels: whether the program may use kernels that address the memory of peer GPUs, as the
         backends "fused" and "one_shot" do, where they are requested or expected to be fastest. XLA
         then overlaps no other collective with anything, and calls of such programs are launched one
-        at a time, because all devices must run them in the same order. "auto" decides for every
+        at a time, because all devices must run them in the same order. Several processes must call
+        them in the same order. "auto" decides for every
         program, so for every shape of the arguments: it may, if its ops are predicted to gain more
         than the other collectives can lose, and if XLA adds no collectives where it shards arrays
         by itself. Inference is faster with such kernels; training seldom is. `explain` shows the

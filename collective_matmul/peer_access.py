@@ -100,7 +100,7 @@ def no_peer_access_reason() -> str | None:
     """
     if jax.default_backend() not in ("gpu", "cuda"):
         return None
-    driver = _cuda_driver()
+    driver = cuda_driver()
     # JAX and CUDA count the same devices: those that CUDA_VISIBLE_DEVICES leaves visible.
     numbers = [device.local_hardware_id for device in jax.local_devices()]
     pair = driver and pair_without_access(driver, numbers)
@@ -123,7 +123,7 @@ def pair_without_access(driver: Any, numbers: Sequence[int]) -> tuple[int, int] 
     return None
 
 
-def _cuda_driver() -> Any | None:
+def cuda_driver() -> Any | None:
     """NVIDIA's driver library, initialized; or None, as on GPUs of another vendor."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 #: More layers would be built one by one for ever, and larger heads have gigabytes of frequencies.
 _LARGEST = {"num_layers": 10_000, "head_dim": 2**16}
@@ -20,20 +20,33 @@ def _check_positive(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Scaling of rotary frequencies to longer contexts, as in Llama 3.1.
+    """Scaling of rotary frequencies to longer contexts, as in Llama 3.1 or by YaRN.
 
-    Source: Llama Team, "The Llama 3 Herd of Models", 2024, and its reference implementation.
+    Sources: Llama Team, "The Llama 3 Herd of Models", 2024, and its reference implementation; Peng
+    et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, and Hugging
+    Face's implementation.
     """
 
     factor: float = 1.0
-    """Factor for wavelengths longer than the original context; 1 changes nothing."""
+    """Factor for wavelengths longer than the original context; 1 changes no frequency."""
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context: int = 8192
     """Length in tokens of the context that the model was first trained with."""
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """Which frequencies are scaled, and whether attention is; yarn is what Qwen's models use."""
+    beta_fast: float = 32.0
+    """Of yarn: waves that turn more often than this in the original context are not scaled."""
+    beta_slow: float = 1.0
+    """Of yarn: waves that turn less often are scaled by the whole factor."""
+    attention_factor: float | None = None
+    """Of yarn: multiplies rotated queries and keys; default: 1 + 0.1 × the logarithm of factor."""
+    truncate: bool = True
+    """Of yarn: whether the range of partly scaled waves is rounded outwards to whole pairs."""
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
+        positive = ("factor", "low_frequency_factor", "high_frequency_factor")
+        for name in (*positive, "beta_fast", "beta_slow"):
             _check_positive(name, getattr(self, name))
         if not self.low_frequency_factor < self.high_frequency_factor:
             raise ValueError(
@@ -42,6 +55,16 @@ class RotaryScaling:
             )
         if self.original_context < 1:
             raise ValueError(f"original_context={self.original_context}: expected at least 1")
+        if self.kind not in ("llama3", "yarn"):
+            raise ValueError(f"kind={self.kind!r}: expected llama3 or yarn")
+        if self.attention_factor is not None:
+            _check_positive("attention_factor", self.attention_factor)
+        if not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow={self.beta_slow}: expected less than beta_fast={self.beta_fast}"
+            )
+        if self.kind == "yarn" and self.factor < 1:
+            raise ValueError(f"factor={self.factor}: expected at least 1 with kind='yarn'")
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,11 @@ class LlamaConfig:
                     raise ValueError(f"{field.name}={value}: expected at most {most}")
         for name in ("rotary_base", "norm_epsilon"):
             _check_positive(name, getattr(self, name))
+        if self.rotary_scaling.kind == "yarn" and self.rotary_base <= 1:
+            raise ValueError(
+                f"rotary_base={self.rotary_base}: expected more than 1 with"
+                " rotary_scaling.kind='yarn', which needs waves of different lengths"
+            )
         if self.num_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of"

@@ -63,6 +63,7 @@ def make_experts(
     kernel_init: Any,
     rngs: Any,
     weight_axis_name: str | None = None,
+    fp8: str | None = None,
     **others: Any,
 ) -> ExpertMLP:
     """The router and the experts of one block.
@@ -74,6 +75,7 @@ def make_experts(
       kernel_init: initializer of all matrices.
       rngs: random keys.
       weight_axis_name: a further axis that shards weights, unless it divides experts already.
+      fp8: the recipe by which experts quantize their operands, or None.
       **others: options of linear layers that experts do not have.
     """
     del others
@@ -89,6 +91,7 @@ def make_experts(
         weight_axis_name=None if weight_axis_name in placement.axes else weight_axis_name,
         implementation=placement.implementation,
         recompute_hidden=placement.recompute_hidden,
+        fp8=fp8,
         dtype=dtype,
         kernel_init=kernel_init,
         rngs=rngs,

@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-#: The linear layers by the names that patterns match, and the `jax.named_scope` of each.
+#: The linear layers by the names that patterns match, and the `jax.named_scope` of each. Experts
+#: are in the place of a feed-forward.
 FP8_LAYERS = {
     "layers.attention.projection": "qkv",
     "layers.attention.output": "attention_output",

@@ -1,6 +1,7 @@
-"""Llama 3 with tensor and sequence parallelism, for use inside `jax.shard_map`.
+"""Llama 3 with tensor, sequence and context parallelism, for use inside `jax.shard_map`.
 
-Legend of local shapes: B is batch, S is the whole sequence, D is the size of the tensor axis, s =
+Legend of local shapes: B is batch, S is the sequence, or this device's part of it if a context axis
+divides it, D is the size of the tensor axis, s =
 S/D, V is the vocabulary. Between blocks each device holds [B, s, features] and computes norms and
 residuals of its part of the sequence only. Attention and feed-forward gather the sequence into
 their first matmul and scatter it out of their last one: Korthikanti et al., "Reducing Activation
@@ -10,7 +11,7 @@ Recomputation in Large Transformer Models", 2022.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,16 @@ from collective_matmul import (
     HIDDEN_CHECKPOINT_NAME,
     SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
+    context_attention,
     dot_product_attention,
 )
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
+from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
-from models.documents import Documents, locate_documents
+from models.documents import Documents, locate_documents, locate_part
 from models.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
@@ -43,6 +46,13 @@ Stream = tuple[jax.Array, RouterStatistics | None]
 _kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
+class ContextAxis(NamedTuple):
+    """A mesh axis that divides sequences, and what exchanges keys and values over it."""
+
+    name: str
+    implementation: str | tuple[str, ...] | None = None
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention; the heads are sharded over the tensor axis.
 
@@ -52,6 +62,8 @@ class Attention(nnx.Module):
         `models.plain`.
       key_value_copies: number of devices that have the same keys and values.
       attention: the kernel, as `collective_matmul.dot_product_attention` takes it; None chooses.
+      context: the mesh axis that divides sequences, and what exchanges keys and values, as
+        `collective_matmul.context_attention` takes it; None: sequences are whole.
       **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
@@ -62,6 +74,7 @@ class Attention(nnx.Module):
         *,
         key_value_copies: int = 1,
         attention: str | None = None,
+        context: ContextAxis | None = None,
         **layer_options,
     ):
         self.projection = layers.AttentionProjection(
@@ -82,7 +95,7 @@ class Attention(nnx.Module):
             **of_layer("layers.attention.output", _of_rows(layer_options)),
         )
         self.config = config
-        self.implementation = attention
+        self.implementation, self.context = attention, context
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
@@ -96,12 +109,25 @@ class Attention(nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None = None
     ) -> jax.Array:
         """Causal attention of what `heads` returns: [B, S, heads/D, head_dim]."""
+        segments = None if documents is None else documents.segments
+        if self.context is not None:
+            return context_attention(
+                query,
+                key,
+                value,
+                self.context.name,
+                window=self.config.sliding_window,
+                segment_ids=None if segments is None else segments.ids,
+                max_segments=None if segments is None else segments.most,
+                implementation=self.context.implementation,
+                attention_implementation=self.implementation,
+            )
         return dot_product_attention(
             query,
             key,
             value,
             window=self.config.sliding_window,
-            segment_ids=None if documents is None else documents.segments,
+            segment_ids=segments,
             implementation=self.implementation,
         )
 
@@ -122,8 +148,12 @@ class Attention(nnx.Module):
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         frequencies = rotary.frequencies(self.config)
+        factor = rotary.attention_factor(self.config)
         with jax.named_scope("rotary"):
-            query, key = (rotary.rotate(heads, frequencies, positions) for heads in (query, key))
+            query, key = (
+                rotary.rotate(heads, frequencies, positions, factor=factor)
+                for heads in (query, key)
+            )
         return query, key, value
 
 
@@ -141,22 +171,22 @@ class Block(nnx.Module):
         *,
         key_value_copies: int = 1,
         attention: str | None = None,
+        context: ContextAxis | None = None,
         experts: ExpertPlacement | None = None,
         **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
-        copies = {"key_value_copies": key_value_copies}
-        self.attention = Attention(config, layers, attention=attention, **copies, **layer_options)
+        own: dict[str, Any] = {"key_value_copies": key_value_copies, "context": context}
+        self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
+        options = of_layer("layers.feed_forward", layer_options)
         if self.has_experts:
             placement = experts or ExpertPlacement(layer_options["axis_name"])
-            self.experts = make_experts(config, placement, **layer_options)
+            self.experts = make_experts(config, placement, **options)
         else:
             self.feed_forward = layers.GatedFeedForward(
-                config.features,
-                config.hidden_features,
-                **of_layer("layers.feed_forward", layer_options),
+                config.features, config.hidden_features, **options
             )
 
     def __call__(
@@ -219,6 +249,14 @@ class Llama(nnx.Module):
         to it, output features.
       key_value_copies: number of devices of the tensor axis that have the same keys and values:
         `LlamaConfig.key_value_copies` of its size.
+      loss_chunk: the most tokens of a sequence whose logits `loss` has at one time, for long
+        sequences; its backward computes them again. The head then gathers its weight once, and not
+        in the loops of its matmuls. None: all.
+      context_axis_name: a mesh axis that divides sequences in the layout of
+        `collective_matmul.zigzag_order`, or None. Each device then has its part of the tokens, and
+        of everything that is made of them; lengths of documents are those of whole sequences.
+      context_implementation: what exchanges keys and values over it, as
+        `collective_matmul.context_attention` takes it.
       expert_axis_name: the mesh axis that experts are divided over, or several, of those of the
         batch and the tensor axis; default: the tensor axis.
       expert_hidden_axis_name: such an axis that divides the hidden features of experts, or None.
@@ -229,8 +267,8 @@ class Llama(nnx.Module):
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: for an unknown `remat`, `implementation` or `fp8`, or a pattern that matches no
-        layer.
+      ValueError: for an unknown `remat`, `implementation` or `fp8`, a pattern that matches no
+        layer, or a `loss_chunk` of no token.
     """
 
     def __init__(
@@ -249,6 +287,9 @@ class Llama(nnx.Module):
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
         key_value_copies: int = 1,
+        loss_chunk: int | None = None,
+        context_axis_name: str | None = None,
+        context_implementation: str | Sequence[str] | None = None,
         expert_axis_name: str | Sequence[str] | None = None,
         expert_hidden_axis_name: str | None = None,
         expert_implementation: str | Sequence[str] | None = None,
@@ -257,6 +298,8 @@ class Llama(nnx.Module):
     ):
         if remat not in get_args(Remat):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
+        if loss_chunk is not None and loss_chunk < 1:
+            raise ValueError(f"loss_chunk={loss_chunk}: expected at least 1 token, or None for all")
         layers, options = _layers_and_options(implementation, fp8, fp8_layers)
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         if weight_axis_name is not None:
@@ -270,15 +313,17 @@ class Llama(nnx.Module):
         )
         self.config = config
         self.axis_name = axis_name
-        # A tuple, so that the module is hashable.
-        is_sequence = not isinstance(implementation, str | None)
-        self.implementation = tuple(implementation) if is_sequence else implementation
+        self.implementation = _hashable(implementation)
+        self.context = None
+        if context_axis_name is not None:
+            self.context = ContextAxis(context_axis_name, _hashable(context_implementation))
         self.head_fp8 = options.get("fp8", {}).get("head")
         self.dtype = dtype
         self.remat: Remat = remat
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
         self.vocabulary_size = config.vocabulary_size
         self.parameter_use = parameter_use
+        self.loss_chunk = loss_chunk
         # A tied head needs the whole table.
         self.column_axis_name = None if config.tied_head else weight_axis_name
         self.embedding = nnx.Param(
@@ -289,6 +334,7 @@ class Llama(nnx.Module):
 
         def block(rngs: nnx.Rngs | Keys) -> Block:
             own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
+            own["context"] = self.context
             own |= {"experts": placement, **options, "rngs": rngs}
             return Block(config, layers, **own)
 
@@ -302,9 +348,16 @@ class Llama(nnx.Module):
             None
             if config.tied_head
             else layers.ColumnParallelLinear(
-                config.features, config.vocabulary_rows, **of_layer("head", options)
+                config.features, config.vocabulary_rows, **of_layer("head", self._of_head(options))
             )
         )
+
+    def _of_head(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the head: in chunks it would gather its weight for each."""
+        if self.loss_chunk is None:
+            return options
+        own = ("weight_axis_name", "weight_dimension")
+        return {name: value for name, value in options.items() if name not in own}
 
     def __call__(
         self,
@@ -341,8 +394,18 @@ class Llama(nnx.Module):
           them those of all, and `sum_over_layers` those that Hugging Face's balancing loss is of.
           None for a model without experts.
         """
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        return self._logits(x, weights), statistics
+
+    def _hidden(
+        self, tokens: jax.Array, document_lengths: jax.Array | None, gathered: nnx.State | None
+    ) -> tuple[jax.Array, RouterStatistics | None, nnx.State]:
+        """The input of the head [B, s, features], the statistics of the routers, and the weights
+        of the head and of the embedding."""
         documents = None
-        if document_lengths is not None:
+        if self.context is not None:
+            documents = locate_part(document_lengths, tokens.shape[1], self.context.name)
+        elif document_lengths is not None:
             documents = locate_documents(document_lengths, tokens.shape[1])
         parameters = nnx.state(self)
         whole = self.column_axis_name is None
@@ -351,7 +414,8 @@ class Llama(nnx.Module):
         x = x, no_statistics(self.config, x)
         (x, statistics), weights = self._apply_blocks(x, documents, parameters, gathered)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
-        return self._logits(norm(x), embedding | weights), statistics
+        names = ["embedding"] if self.head is None else ["head"]
+        return norm(x), statistics, _select(embedding | weights, *names)
 
     @jax.named_scope("embedding")
     def _embed(self, tokens: jax.Array, weights: nnx.State) -> jax.Array:
@@ -434,7 +498,8 @@ class Llama(nnx.Module):
             for number in range(self.num_layers):
                 whole = None if others is None else others[number]
                 x = apply_block(self._weights(own[number], whole), x, documents)
-        return x, self._weights(last, gathered)
+        # Else a head that has its own weight_axis_name gathers it.
+        return x, self._weights(last, gathered, whole=self.loss_chunk is not None)
 
     def _loop(self, state: nnx.State) -> tuple[BlockLoop, Any]:
         """The loop over blocks, and the parameters of the blocks as it takes them."""
@@ -465,8 +530,28 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, RouterStatistics | None]:
         """`loss`, without any loss of the routers, and the statistics that these are made of: see
         `logits_and_statistics`."""
-        logits, statistics = self.logits_and_statistics(tokens, document_lengths, gathered)
-        return vocabulary.cross_entropy(logits, targets, self.axis_name), statistics
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        if not self._loss_in_chunks(tokens.shape[1]):
+            return self._cross_entropy(weights, x, targets), statistics
+        assert self.loss_chunk is not None
+        each = loss_in_chunks(self._cross_entropy, weights, x, targets, self.loss_chunk)
+        return each, statistics
+
+    def _cross_entropy(self, weights: nnx.State, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """[B, s, features] and int32 [B, S] -> float32 [B, S], by the head and the loss."""
+        return vocabulary.cross_entropy(self._logits(x, weights), targets, self.axis_name)
+
+    def _loss_in_chunks(self, length: int) -> bool:
+        """Whether the loss of sequences of a length is computed in chunks."""
+        if self.loss_chunk is None or length % jax.lax.axis_size(self.axis_name):
+            return False
+        return self.loss_chunk < length
+
+
+def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Names of backends as a module can hold them."""
+    is_sequence = not isinstance(implementation, str | None)
+    return tuple(implementation) if is_sequence else implementation
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -76,19 +76,34 @@ def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[
 
     They are written to `folder`: what a process prints is not its own alone.
     """
+    files = [folder / f"{number}.json" for number in range(len(environments))]
+    run("tests.processes", environments, [[str(file)] for file in files])
+    return [[Report(*fields) for fields in json.loads(file.read_text())] for file in files]
+
+
+def run(
+    module: str, environments: Sequence[Mapping[str, str]], arguments: Sequence[Sequence[str]]
+) -> None:
+    """Runs a module in several processes, and asserts that each of them ends well.
+
+    Args:
+      module: executed as ``python -m MODULE ADDRESS NUMBER ARGUMENTS``, with the address of the
+        first process and the number of its own.
+      environments: what is added to the environment of each.
+      arguments: more arguments of each.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    files = [folder / f"{number}.json" for number in range(len(environments))]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", address, str(number), str(file)],
+            [sys.executable, "-m", module, address, str(number), *more],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for number, (environment, file) in enumerate(zip(environments, files, strict=True))
+        for number, (environment, more) in enumerate(zip(environments, arguments, strict=True))
     ]
 
     def output(process: subprocess.Popen) -> str:
@@ -103,7 +118,6 @@ def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[
     finally:
         kill(processes)
     assert all(process.returncode == 0 for process in processes), "\n\n".join(outputs)
-    return [[Report(*fields) for fields in json.loads(file.read_text())] for file in files]
 
 
 def kill(processes: Sequence[subprocess.Popen]) -> None:
@@ -156,14 +170,15 @@ def report(case: Case, mesh: Mesh) -> Report:
     return Report(mesh.devices.shape, case.op, name, error, chosen, warnings)
 
 
-def relative_error(case: Case, mesh: Mesh) -> float:
+def relative_error(case: Case, mesh: Mesh, jit: Callable = overlap_jit) -> float:
+    """The largest error of a result or gradient here, over what `Case.bounds` allows."""
     arrays = x, ws, dys = case.arrays()
     placed = jax.tree.map(
         lambda array, spec: place(array, NamedSharding(mesh, spec)),
         (x, tuple(ws), tuple(dys)),
         case.specs,
     )
-    outcome = case.run(mesh, placed, overlap_jit)
+    outcome = case.run(mesh, placed, jit)
     parts = (jax.tree.leaves(part) for part in (outcome, reference(*arrays), case.bounds(arrays)))
     return max(
         float(np.max(abs(np.asarray(shard.data) - expected[shard.index]) / bound[shard.index]))

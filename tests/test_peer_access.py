@@ -54,7 +54,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
         devices = [SimpleNamespace(local_hardware_id=number) for number in numbers]
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "local_devices", lambda: devices)
-        monkeypatch.setattr(peer_access, "_cuda_driver", lambda: driver)
+        monkeypatch.setattr(peer_access, "cuda_driver", lambda: driver)
 
     return patch
 
@@ -90,7 +90,7 @@ def test_no_reason_if_all_have_access_or_there_is_no_driver(pretend: Any) -> Non
 
 
 def test_no_reason_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_access, "_cuda_driver", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(peer_access, "cuda_driver", lambda: pytest.fail("asked"))
     assert peer_access.no_peer_access_reason() is None
 
 
@@ -99,7 +99,7 @@ def test_a_missing_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert peer_access._cuda_driver() is None
+    assert peer_access.cuda_driver() is None
 
 
 @pytest.fixture

@@ -19,12 +19,14 @@ from models.simulated_devices import simulate_devices
 from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
+from train.context import describe_context
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.experts import describe_experts
 from train.initial_weights import with_model_of
 from train.loop import NonFiniteError, train
+from train.loss_chunks import describe_loss_chunks
 from train.mesh import mesh_sizes
 from train.metrics import Record
 from train.muon import describe_muon
@@ -123,6 +125,8 @@ def announce(setup: Setup, console: Console) -> None:
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
+        *describe_context(config, MeshSizes(**mesh.shape)),
+        *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
     ):

@@ -22,11 +22,13 @@ ExpertAxes = Literal["tensor", "fsdp", "both", "none"]
 
 
 class MeshSizes(NamedTuple):
-    """The sizes of the axes of a mesh, from the outermost to the innermost."""
+    """The sizes of the axes of a mesh. A context axis of one device is none: the mesh does not have
+    it."""
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
 
     @property
     def devices(self) -> int:
@@ -36,10 +38,23 @@ class MeshSizes(NamedTuple):
     @property
     def flags(self) -> str:
         """The sizes as the configuration names them."""
-        return " × ".join(f"mesh.{name}={size}" for name, size in self._asdict().items())
+        return " × ".join(f"mesh.{name}={size}" for name, size in self.by_axis.items())
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The sizes by axis, from the outermost to the innermost."""
+        sizes = {"data": self.data, "fsdp": self.fsdp}
+        if self.context > 1:
+            sizes["context"] = self.context
+        return sizes | {"tensor": self.tensor}
+
+    @property
+    def weight_shards(self) -> int:
+        """The number of devices that ZeRO shards weights over, beside those of the tensor axis."""
+        return self.fsdp * self.context
 
     def __str__(self) -> str:
-        return " × ".join(f"{name}={size}" for name, size in self._asdict().items())
+        return " × ".join(f"{name}={size}" for name, size in self.by_axis.items())
 
 
 ONE_DEVICE = MeshSizes()
@@ -47,7 +62,7 @@ ONE_DEVICE = MeshSizes()
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The mesh of devices, data × fsdp × tensor. A size of 0 takes what fits."""
+    """The mesh of devices, data × fsdp × context × tensor. A size of 0 takes what fits."""
 
     data: int = 0
     """Number of replicas; 0: as many as the remaining devices allow, with --zero one."""
@@ -56,6 +71,9 @@ class MeshConfig:
     with --zero as many as the remaining devices allow."""
     tensor: int = 0
     """Number of devices that share one copy and each sequence; 0: as many as divide the model."""
+    context: int = 1
+    """Number of parts of each sequence, for long ones: devices with different tokens, which attend
+    to each other's. --zero shards weights over them too. 0 and 1: sequences are whole."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +161,7 @@ class Config:
     """Recipe by which operands of the matmuls are quantized to 8 bits; default: they are not."""
     fp8_layers: str = ",".join(DEFAULT_FP8_LAYERS)
     """Layers with --fp8, as patterns separated by commas of layers.attention.projection,
-    layers.attention.output, layers.feed_forward and head."""
+    layers.attention.output, layers.feed_forward, which experts are too, and head."""
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
     weights where they are used too. Weights are gathered in --compute-dtype."""
@@ -173,6 +191,13 @@ class Config:
     attention: Literal["auto", "flash3", "cudnn", "xla"] = "auto"
     """Kernel of attention: auto takes the one that was measured to be fastest and is installed; a
     name requires that kernel."""
+    context_attention: str = "auto"
+    """What sends keys and values over the context axis: xla, gather, ulysses or ring, or several
+    separated by commas, of which the first that can does; auto: those that --overlap names, or else
+    a choice for each shape."""
+    loss_chunk: int | None = None
+    """Tokens of a sequence whose logits exist at one time; the backward computes them again. 0:
+    all. Default: all if they take at most 4 GiB on a device, else as many as take 1 GiB."""
     scan_layers: int = 0
     """Layers per iteration of a loop over stacked layers, so that the time to compile does not
     depend on their number; 0: one program of all layers."""

@@ -13,7 +13,9 @@ from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
 from train.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
+from train.context import check_context
 from train.experts import check_experts, on_tensor_axis
+from train.loss_chunks import check_loss_chunk
 
 #: Steps, tokens and their places are counted in int32.
 _LARGEST = 2**31 - 1
@@ -49,6 +51,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
+    check_context(config, sizes)
     if config.sequence_length % sizes.tensor:
         raise ValueError(
             f"sequence_length={config.sequence_length} is not divisible by"
@@ -63,6 +66,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
             f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest that"
             f" works: {-(-config.batch_size // unit) * unit}"
         )
+    check_loss_chunk(config, sizes)
     if config.resume and config.checkpoint_dir is None:
         raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")
     if config.profile_steps is not None and config.profile_steps[1] > config.steps:
@@ -78,9 +82,10 @@ def _check_whole_numbers(config: Config) -> None:
     for name in (
         "steps", "batch_size", "sequence_length", "gradient_accumulation_steps", "save_interval",
         "max_to_keep", "log_interval", "eval_interval", "eval_batches", "scan_layers",
-        "resume_step",
+        "resume_step", "loss_chunk",
     ):  # fmt: skip
-        value, least = getattr(config, name), int(name not in ("scan_layers", "resume_step"))
+        from_zero = ("scan_layers", "resume_step", "loss_chunk")
+        value, least = getattr(config, name), int(name not in from_zero)
         if value is not None and value < least:
             raise ValueError(f"{name}={value}: expected at least {least}")
         if value is not None and value > _LARGEST:

@@ -13,7 +13,9 @@ from rich.table import Table
 from collective_matmul import AttentionDecision, explain, explain_attention
 from train.config import Config, MeshSizes
 from train.config_checks import check
+from train.context import describe_context
 from train.experts import describe_experts
+from train.loss_chunks import describe_loss_chunks
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
@@ -76,6 +78,10 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     for line in describe_experts(config, sizes, model.active_parameter_count):
         console.print(line, highlight=False, soft_wrap=True)
+    for line in describe_context(config, sizes):
+        console.print(line, highlight=False, soft_wrap=True)
+    for line in describe_loss_chunks(config, sizes):
+        console.print(line, highlight=False, soft_wrap=True)
     for line in describe_muon(config.optimizer, model.abstract_params):
         console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
@@ -92,9 +98,10 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         sentence += f": {advice(config, mesh, memory, limit, GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
-    alone = " of whole sequences" if config.separate_documents or config.chat else ""
-    line = f"attention of each layer{alone}: {attention_of(config, sizes, mesh)}"
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if sizes.context == 1:  # Else it is one of the ops of the table below.
+        alone = " of whole sequences" if config.separate_documents or config.chat else ""
+        line = f"attention of each layer{alone}: {attention_of(config, sizes, mesh)}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
-from train.batches import global_arrays, local_rows
+from train.batches import BATCH_SPEC, batch_specs, global_arrays, local_rows
 from train.config import Config
 from train.data import TextData
-from train.mesh import BATCH_AXES
+from train.mesh import BATCH_AXES, token_axes
 from train.state import ModelFunctions, Params
-from train.step import BATCH_SPEC, FORWARD_SITES, Batch, batch_losses
+from train.step import FORWARD_SITES, Batch, batch_losses
 
 _WEIGHT_SPEC = P(BATCH_AXES)
 
@@ -60,8 +60,7 @@ class Evaluator:
         self._text, self._mesh = text, mesh
         self._size = config.batch_size // config.gradient_accumulation_steps
         self.sequences = evaluated_sequences(config, text)
-        self._batch_sharding = NamedSharding(mesh, BATCH_SPEC)
-        self._local_rows = local_rows(self._batch_sharding, self._size)
+        self._local_rows = local_rows(NamedSharding(mesh, BATCH_SPEC), self._size)
         params = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.specs[name])
@@ -106,8 +105,8 @@ class Evaluator:
         batch = self._text.sequences(within[self._local_rows].tolist())
         rows = NamedSharding(self._mesh, _WEIGHT_SPEC)
         own = self._local_rows
-        weighted = global_arrays({"weights": weights[own]}, rows, self._size)
-        return global_arrays(batch, self._batch_sharding, self._size), weighted["weights"]
+        weighted = jax.make_array_from_process_local_data(rows, weights[own], (self._size,))
+        return global_arrays(batch, self._mesh, self._size), weighted
 
 
 def evaluated_sequences(config: Config, text: TextData) -> int:
@@ -128,15 +127,18 @@ def _sharded_total_loss(
         losses = batch_losses(model, params, batch)
         counted = batch.get("answers", jnp.ones_like(batch["inputs"]))
         sums = jnp.stack([jnp.sum(x * weights[:, None]) for x in (losses, counted)])
-        return lax.psum(sums, BATCH_AXES)
+        return lax.psum(sums, token_axes())
 
-    sharded = jax.shard_map(
-        total_loss,
-        mesh=mesh,
-        in_specs=(model.specs, BATCH_SPEC, _WEIGHT_SPEC),
-        out_specs=P(),
-        check_vma=True,
-    )
+    def sharded(params: Params, batch: Batch, weights: jax.Array) -> jax.Array:
+        local = jax.shard_map(
+            total_loss,
+            mesh=mesh,
+            in_specs=(model.specs, batch_specs(batch, mesh), _WEIGHT_SPEC),
+            out_specs=P(),
+            check_vma=True,
+        )
+        return local(params, batch, weights)
+
     if config.overlap != "rewrite":
         return sharded
     return overlap(sharded, require=FORWARD_SITES, fp8=model.fp8_scopes)

@@ -99,7 +99,7 @@ def worst_case_bytes(config: Config, sizes: MeshSizes) -> int:
     microbatch: those of gate and up, for all pairs of a token and an expert of all devices that
     exchange tokens, since one device may get all of them."""
     model, hidden = config.model, hidden_devices(config, sizes)
-    groups = sizes.data * sizes.fsdp * sizes.tensor * config.gradient_accumulation_steps
+    groups = sizes.devices * config.gradient_accumulation_steps
     tokens = config.batch_size * config.sequence_length // groups
     rows = expert_devices(config, sizes) * hidden * tokens
     rows *= model.num_experts_per_token or 0

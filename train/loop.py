@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import jax
+from jax.sharding import NamedSharding
 from rich.console import Console
 
 from collective_matmul import record_decisions
 from train.agreement import StopRequest, check_same
-from train.batches import global_arrays, local_rows
+from train.batches import batch_specs, global_arrays, local_rows
 from train.evaluation import Evaluator
 from train.initial_state import initial_state
 from train.log_file import LogFile
@@ -58,7 +59,7 @@ def train(
       Interrupted: a signal asked to stop. The state after the last step that was done is saved.
     """
     config, checkpoints = setup.config, setup.checkpoints
-    rows = local_rows(setup.batch_sharding, config.batch_size)
+    rows = local_rows(setup.row_sharding, config.batch_size)
     batches = setup.text.iterator(rows)
     profiler = _Profiler(config.profile_steps if is_first() else None, config.profile_dir)
     shutdown = shutdown or Shutdown()
@@ -73,7 +74,7 @@ def train(
             for number in range(first_step + 1, config.steps + 1):
                 profiler.before(number)
                 own_rows = ending.meter.read(batches)
-                batch = global_arrays(own_rows, setup.batch_sharding, config.batch_size)
+                batch = global_arrays(own_rows, setup.mesh, config.batch_size)
                 # The step runs while the host waits for the previous one and logs it.
                 state, metrics = step(state, batch)
                 ending.wait()
@@ -216,9 +217,11 @@ def _open_reporter(setup: Setup, console: Console, first_step: int) -> Reporter:
 def _compile(setup: Setup, state: TrainState, console: Console):
     """The compiled step. Prints how long it took and what executes the collective matmuls."""
     config = setup.config
+    shapes = setup.text.batch_shapes
+    specs = batch_specs(shapes, setup.mesh)
     batch = {
-        name: jax.ShapeDtypeStruct(shape, "int32", sharding=setup.batch_sharding)
-        for name, shape in setup.text.batch_shapes.items()
+        name: jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(setup.mesh, specs[name]))
+        for name, shape in shapes.items()
     }
     started = time.perf_counter()
     with record_decisions() as decisions:

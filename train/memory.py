@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 from models.llama import Remat
 from train.config import Config, MeshSizes, Zero
+from train.context import sequence_unit
 from train.experts import on_tensor_axis
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
@@ -132,28 +133,33 @@ def advice(
             " smaller model, a GPU with more memory, or --zero 3 over more devices, with a sequence"
             " for each"
         )
-    return (
-        f"it fits with more --mesh.tensor than {4 * sizes.tensor}, or with a shorter"
-        " --sequence-length"
-    )
+    more = f"more --mesh.tensor than {4 * sizes.tensor}"
+    if config.overlap not in ("rewrite", "rewrite-jit"):
+        more += f", with more --mesh.context than {8 * sizes.context}"
+    return f"it fits with {more}, or with a shorter --sequence-length"
 
 
 def _shards(config: Config, sizes: MeshSizes) -> int:
     """The number of devices that share the state."""
-    return sizes.tensor * (sizes.fsdp if config.zero else 1)
+    return sizes.tensor * (sizes.weight_shards if config.zero else 1)
 
 
 def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshSizes]]:
     """ZeRO levels and meshes over which ever more is sharded: first those of as many devices."""
     yield config.zero, sizes
-    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor)
+    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor, sizes.context)
     for mesh in dict.fromkeys((sizes, groups)):
-        if mesh.fsdp > 1:
+        if mesh.weight_shards > 1:
             same = config.zero if mesh == sizes else 0
             yield from ((zero, mesh) for zero in get_args(Zero) if zero > same)
     for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):
         if on_tensor_axis(config).fits_tensor_axis(tensor):
             yield config.zero, sizes._replace(tensor=tensor)
+    if config.overlap not in ("rewrite", "rewrite-jit"):
+        for factor in (2, 4, 8):
+            larger = sizes._replace(context=factor * sizes.context)
+            if config.sequence_length % sequence_unit(larger) == 0:
+                yield config.zero, larger
     fsdp = 2 * groups.fsdp
     while config.batch_size % fsdp == 0:
         yield 3, groups._replace(fsdp=fsdp)

@@ -1,4 +1,4 @@
-"""The mesh of devices: replicas × shards of weights × tensor parallelism."""
+"""The mesh of devices: replicas × shards of weights × parts of sequences × tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from models.config import LlamaConfig
 from train.config import Config, MeshSizes
 from train.experts import expert_axes, expert_devices, on_tensor_axis
 
-AXES = MeshSizes._fields
+#: All axes that a mesh may have, from the outermost to the innermost.
+AXES = ("data", "fsdp", "context", "tensor")
 #: The axes whose devices have sequences of their own.
 BATCH_AXES = ("data", "fsdp")
+#: The axes over which ZeRO shards weights.
+_SHARD_AXES = ("fsdp", "context")
 #: Far more than there are in one place.
 _MOST_DEVICES = 2**20
 
@@ -32,12 +35,14 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
         there are.
     """
     mesh = config.mesh
-    for name in AXES:
+    for name in MeshSizes._fields:
         if not 0 <= getattr(mesh, name) <= _MOST_DEVICES:
             raise ValueError(
                 f"mesh.{name}={getattr(mesh, name)}: expected a number of devices, or 0 for what"
                 f" fits; at most {_MOST_DEVICES}"
             )
+    context = max(mesh.context, 1)
+    devices_of_all, devices = devices, devices // context
     remaining = max(devices // (max(mesh.data, 1) * max(mesh.fsdp, 1)), 1)
     remaining = math.gcd(remaining, local_devices or remaining)
     tensor = mesh.tensor or _largest_tensor_axis(on_tensor_axis(config), remaining)
@@ -45,10 +50,10 @@ def mesh_sizes(config: Config, devices: int, local_devices: int | None = None) -
     if not mesh.fsdp and (config.zero or "fsdp" in expert_axes(config)):
         fsdp = max(devices // (tensor * max(mesh.data, 1)), 1)
         fsdp = _largest_expert_axis(config, tensor, fsdp)
-    sizes = MeshSizes(mesh.data or max(devices // (tensor * fsdp), 1), fsdp, tensor)
-    if sizes.devices > devices:
+    sizes = MeshSizes(mesh.data or max(devices // (tensor * fsdp), 1), fsdp, tensor, context)
+    if sizes.devices > devices_of_all:
         raise ValueError(
-            f"{sizes.flags} needs {sizes.devices} devices and there are {devices}; make one"
+            f"{sizes.flags} needs {sizes.devices} devices and there are {devices_of_all}; make one"
             " smaller, or 0 to take what fits"
         )
     return sizes
@@ -74,20 +79,45 @@ def _largest_expert_axis(config: Config, tensor: int, devices: int) -> int:
 
 
 def make_mesh(sizes: MeshSizes) -> Mesh:
-    """A mesh over the first devices. Neighbours share a tensor axis.
+    """A mesh over the first devices. Neighbours share a tensor axis, and then a sequence.
 
     The devices of a process are neighbours.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    axes = sizes.by_axis
     return jax.make_mesh(
-        sizes,
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
         devices=devices[: sizes.devices],
     )
 
 
 def make_abstract_mesh(sizes: MeshSizes, device: AbstractDevice | None = None) -> AbstractMesh:
     """The same mesh without devices, for tracing; `device` is the kind to trace for."""
-    types = (AxisType.Auto,) * len(AXES)
-    return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
+    axes = sizes.by_axis
+    types = (AxisType.Auto,) * len(axes)
+    sizes_and_names = tuple(axes.values()), tuple(axes)
+    return AbstractMesh(*sizes_and_names, axis_types=types, abstract_device=device)
+
+
+def all_axes() -> tuple[str, ...]:
+    """The axes of the mesh that is in use, as inside `jax.shard_map`."""
+    present = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(axis for axis in AXES if axis in present)
+
+
+def token_axes() -> tuple[str, ...]:
+    """The axes of that mesh whose devices have tokens of their own: losses and gradients are summed
+    over them."""
+    return tuple(axis for axis in all_axes() if axis != "tensor")
+
+
+def shard_axes() -> tuple[str, ...]:
+    """The axes of that mesh over which ZeRO shards weights."""
+    return tuple(axis for axis in all_axes() if axis in _SHARD_AXES)
+
+
+def shard_axes_of(sizes: MeshSizes) -> tuple[str, ...]:
+    """The same of a mesh of these sizes."""
+    return tuple(axis for axis in sizes.by_axis if axis in _SHARD_AXES)

@@ -30,7 +30,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from train.config import OptimizerConfig
 from train.experts import is_expert
-from train.mesh import AXES
+from train.mesh import all_axes
 
 Params = dict[str, jax.Array]
 Sharding = tuple[tuple[str, ...], ...]
@@ -204,7 +204,7 @@ def _orthogonalize_group(arrays: Sequence[jax.Array], group: _Group) -> list[jax
     A batch depends on its own matrices alone, so XLA may communicate it before, while or after it
     multiplies another one.
     """
-    devices = _size([name for name in AXES if name not in group.divided])
+    devices = _size([name for name in all_axes() if name not in group.divided])
     rounds = -(-sum(map(len, arrays)) // devices)
     done: list[list[jax.Array]] = [[] for _ in arrays]
     for pieces in _batches([*map(len, arrays)], -(-rounds // _BATCHES) * devices):
@@ -287,7 +287,7 @@ def _axes(sharding: Sharding, divided: Sequence[str]) -> tuple[tuple[str, ...], 
     """The axes of replicas, and those that shard matrices, in the order of the dimensions."""
     axes = tuple(itertools.chain(*sharding))
     used = (*axes, *divided)
-    return tuple(n for n in AXES if lax.axis_size(n) > 1 and n not in used), axes
+    return tuple(n for n in all_axes() if lax.axis_size(n) > 1 and n not in used), axes
 
 
 def _size(names: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""How the fsdp axis shards parameters, and how weights are made of their shards.
+"""How the fsdp axis, and a context axis with it, shard parameters; weights from their shards.
 
 A weight is gathered before it is used, and its gradient is scattered: each device gets the sum,
 over the axis, of its own shard. Dimensions count from the end, -1 being the last, so that those of
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import Quantized
 from models.parameter_use import Gathers, arrays_of, as_varying
 from train.experts import is_expert
-from train.mesh import BATCH_AXES
+from train.mesh import shard_axes, token_axes
 
 Tree = Any
 
@@ -28,35 +28,39 @@ Tree = Any
 EXPERT_DIMENSION = -3
 
 
-def sharded_spec(shape: Sequence[int], spec: P, axis_name: str, sizes: Mapping[str, int]) -> P:
-    """The spec of a parameter that an axis shards in addition.
+def sharded_spec(
+    shape: Sequence[int], spec: P, axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> P:
+    """The spec of a parameter that further axes shard, together one dimension.
 
-    Takes the largest dimension that no other axis shards, if the axis divides it; else the largest
-    of which it divides the shards. For the kernels of a transformer that is the width of the
-    residual stream. Vectors, what the axis does not divide, and what it shards already stay as they
+    Takes the largest dimension that no other axis shards, if these axes divide it; else the largest
+    of which they divide the shards. For the kernels of a transformer that is the width of the
+    residual stream. Vectors, what the axes do not divide, and what they shard already stay as they
     are.
 
     Args:
       shape: global shape of the parameter.
       spec: the axes that shard it, at most one for each dimension.
-      axis_name: the axis to add.
+      axes: the axes to add, outermost first.
       sizes: size of each axis of the mesh.
 
     Returns:
       A spec with as many entries as dimensions, or `spec`.
     """
     names: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
-    if sharded_dimension(spec, axis_name) is not None:
+    if sharded_dimension(spec, axes[0]) is not None:
         return P(*names)
+    devices = math.prod(sizes[axis] for axis in axes)
 
     def local_size(dimension: int) -> int:
         return shape[dimension] // sizes.get(names[dimension], 1)
 
-    dimensions = [d for d in range(len(shape)) if local_size(d) % sizes[axis_name] == 0]
+    dimensions = [d for d in range(len(shape)) if local_size(d) % devices == 0]
     if len(shape) < 2 or not dimensions:
         return spec
     chosen = max(dimensions, key=lambda d: (names[d] is None, shape[d], -d))
-    names[chosen] = axis_name if names[chosen] is None else (names[chosen], axis_name)
+    added = axes if names[chosen] is None else (names[chosen], *axes)
+    names[chosen] = added[0] if len(added) == 1 else added
     return P(*names)
 
 
@@ -81,13 +85,13 @@ def gathered_dimension(spec: P, *, is_expert: bool) -> int | None:
 
 
 def replica_axes(spec: P) -> tuple[str, ...]:
-    """The axes of the batch along which devices have the same shard of a parameter.
+    """The axes of tokens along which devices have the same shard of a parameter.
 
     A gradient is summed over these alone. Along the axes that experts are divided over, devices
     exchange tokens, so the gradient of an expert has the terms of all of them already.
     """
     used = {name for names in spec for name in _names(names)}
-    return tuple(axis for axis in BATCH_AXES if axis not in used)
+    return tuple(axis for axis in token_axes() if axis not in used)
 
 
 def _names(names: Any) -> tuple[Any, ...]:
@@ -116,7 +120,7 @@ class ZeroUse:
 
     @jax.named_scope("weights")
     def weights(self, parameters: Tree, gathered: Tree | None, *, whole: bool = False) -> Tree:
-        """Local parameters -> weights, typed as varying over the axes of the batch.
+        """Local parameters -> weights, typed as varying over the axes of tokens.
 
         If weights are gathered here or by layers, `gathered` only has their shards in 8 bits.
         """
@@ -125,7 +129,7 @@ class ZeroUse:
             before = leaves if gathered is None else structure.flatten_up_to(gathered)
             sources = zip(leaves, before, _dimensions(_specs(parameters)), strict=True)
             gathered = structure.unflatten(self._weight(*each, whole) for each in sources)
-        return jax.tree.map(lambda leaf: as_varying(leaf, BATCH_AXES), gathered)
+        return jax.tree.map(lambda leaf: as_varying(leaf, token_axes()), gathered)
 
     def _weight(
         self,
@@ -161,14 +165,14 @@ class ZeroUse:
 
 def gather(shard: jax.Array, dimension: int, dtype: str) -> jax.Array:
     """float32 [..., n, ...] -> [..., D*n, ...] in `dtype`; the dimension counts from the end."""
-    return lax.all_gather(shard.astype(dtype), "fsdp", axis=dimension % shard.ndim, tiled=True)
+    axis = dimension % shard.ndim
+    return lax.all_gather(shard.astype(dtype), shard_axes(), axis=axis, tiled=True)
 
 
 def scatter(gradient: jax.Array, dimension: int, dtype: str) -> jax.Array:
     """The sum of all devices' gradients: any dtype [..., D*n, ...] -> [..., n, ...] in `dtype`."""
-    return lax.psum_scatter(
-        gradient.astype(dtype), "fsdp", scatter_dimension=dimension % gradient.ndim, tiled=True
-    )
+    axis, gradient = dimension % gradient.ndim, gradient.astype(dtype)
+    return lax.psum_scatter(gradient, shard_axes(), scatter_dimension=axis, tiled=True)
 
 
 def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:

@@ -21,7 +21,7 @@ from collective_matmul.layers import (
 )
 from train.config import Config
 from train.experts import balance_weight
-from train.mesh import AXES
+from train.mesh import all_axes
 
 
 class RouterLosses(NamedTuple):
@@ -59,7 +59,7 @@ class RouterLosses(NamedTuple):
 
 def of_all_devices(own: RouterStatistics) -> RouterStatistics:
     """The statistics of the tokens of all devices, without gradients."""
-    return jax.tree.map(lax.stop_gradient, own).sum_over_devices(AXES)
+    return jax.tree.map(lax.stop_gradient, own).sum_over_devices(all_axes())
 
 
 def router_metrics(whole: RouterStatistics) -> dict[str, jax.Array]:

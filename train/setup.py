@@ -16,6 +16,7 @@ from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat_template import read_variables
 from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
+from train.batches import BATCH_SPEC
 from train.checkpoint import Checkpoints
 from train.config import Config, MeshSizes
 from train.config_checks import check, check_optimizer
@@ -25,7 +26,6 @@ from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
 from train.processes import check_mesh, is_first
 from train.state import ModelFunctions, make_optimizer
-from train.step import BATCH_SPEC
 from train.trackers import check_trackers, new_run_id
 
 
@@ -35,7 +35,7 @@ class Setup:
 
     Attributes:
       config: its configuration.
-      mesh: mesh with the axes "data", "fsdp" and "tensor".
+      mesh: mesh with the axes "data", "fsdp" and "tensor", and "context" where it is needed.
       text: the data.
       held_out: the text to evaluate on, or None.
       init_from: the checkpoint with the initial weights; None for random ones, or if the run
@@ -57,8 +57,8 @@ class Setup:
     checkpoints: Checkpoints | None
 
     @property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of the arrays of a batch."""
+    def row_sharding(self) -> NamedSharding:
+        """Sharding of the sequences of a batch."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property

@@ -33,7 +33,10 @@ from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.context import context_implementation
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
+from train.loss_chunks import loss_chunk
+from train.mesh import shard_axes_of
 from train.muon import muon
 from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
@@ -58,6 +61,7 @@ class ModelFunctions:
         each block; None if not where they are used.
       accumulates: whether a step has several microbatches.
       stacks_layers: whether the parameters of layers are stacked.
+      quantizes_shards: whether weights are gathered in 8 bits, of shards that were quantized.
       compute_dtype: dtype of gathered weights.
       gradient_dtype: dtype in which gradients are summed over data and fsdp.
       fp8: the recipe by which layers quantize their operands to 8 bits, or None.
@@ -86,7 +90,9 @@ class ModelFunctions:
         self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
-        self.zero = config.zero if sizes.fsdp > 1 else 0
+        self.zero = config.zero if sizes.weight_shards > 1 else 0
+        # A shard in 8 bits is of one axis.
+        self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
         if self.zero == 3:
             self.gathers = _gathers(config, sizes, local_devices)
@@ -113,6 +119,7 @@ class ModelFunctions:
 
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
+        shards = shard_axes_of(sizes)
         for name in sorted(self.matrices):
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
@@ -120,7 +127,7 @@ class ModelFunctions:
                 if sharded_dimension(spec, "fsdp") == EXPERT_DIMENSION:
                     continue
                 stacked += 1  # Shards of matrices are gathered, and not their number.
-            own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), "fsdp", sizes._asdict())
+            own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), shards, sizes.by_axis)
             dimension = sharded_dimension(own, "fsdp")
             if dimension is not None:
                 self.specs[name] = P(*spec[:stacked], *own)
@@ -128,7 +135,8 @@ class ModelFunctions:
                 self.sharded_dimensions[name] = dimension
         if not self.sharded_dimensions:
             raise ValueError(
-                f"mesh.fsdp={sizes.fsdp}: divides no matrix of the model; choose a divisor of"
+                f"mesh.fsdp={sizes.fsdp}{_and_context(sizes)}: divides no matrix of the model;"
+                " choose a divisor of"
                 f" model.features={config.model.features}"
             )
 
@@ -179,6 +187,9 @@ class ModelFunctions:
             weight_axis_name="fsdp" if self.gathers == "matmuls" else None,
             weight_dimension=1 if _divides_columns(config.model, self._sizes) else 0,
             key_value_copies=config.model.key_value_copies(self._sizes.tensor),
+            loss_chunk=loss_chunk(config, self._sizes),
+            context_axis_name="context" if self._sizes.context > 1 else None,
+            context_implementation=context_implementation(config),
             expert_axis_name=expert_axes(config),
             expert_hidden_axis_name=config.expert_hidden_axis,
             expert_implementation=expert_implementation(config.overlap),
@@ -374,6 +385,13 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     Raises:
       ValueError: if it is to be in matmuls, and shards differ in size or gradients are narrower.
     """
+    if sizes.context > 1:
+        if config.weight_gather == "matmuls":
+            raise ValueError(
+                f"weight_gather='matmuls': with mesh.context={sizes.context}, weights are sharded"
+                " over two axes, and matmuls gather them over one; leave out --weight-gather"
+            )
+        return "blocks"
     divides = config.model.features % sizes.fsdp == 0
     narrower = (config.compute_dtype, config.gradient_dtype) == ("float32", "bfloat16")
     if config.weight_gather == "matmuls" and not divides:
@@ -407,6 +425,10 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     possible = divides and not replicated and not narrower and within_process
     return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
+
+
+def _and_context(sizes: MeshSizes) -> str:
+    return f" × mesh.context={sizes.context}" if sizes.context > 1 else ""
 
 
 def _divides_columns(model: LlamaConfig, sizes: MeshSizes) -> bool:

@@ -1,7 +1,8 @@
 """One optimizer step: a pure function of the state, inside one `shard_map` over the whole mesh.
 
 Legend of local shapes: b is the number of sequences of a device and its tensor group, S is the
-number of tokens, D is the size of the tensor axis. Parameters and moments are local shards. The
+number of their tokens that the group has, which is all of them unless a context axis divides the
+sequences, D is the size of the tensor axis. Parameters and moments are local shards. The
 types of `shard_map` say which values vary over which axes, so JAX itself sums the gradients of
 parameters that are replicated over the tensor axis. Over the other axes `train.zero` sums them.
 """
@@ -23,9 +24,10 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from collective_matmul.layers import RouterStatistics
 from models.experts import no_statistics as statistics_of_none
+from train.batches import batch_specs
 from train.config import Config
 from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
-from train.mesh import AXES, BATCH_AXES
+from train.mesh import all_axes, token_axes
 from train.router_losses import RouterLosses, of_all_devices, router_metrics
 from train.state import (
     ModelFunctions,
@@ -41,8 +43,6 @@ Metrics = dict[str, jax.Array]
 #: The loss of this device's targets, the statistics of routers on its tokens, and gradients.
 _Sums = tuple[jax.Array, RouterStatistics | None, Params]
 
-BATCH_SPEC = P(BATCH_AXES, None)
-
 #: The minimum number of sites in the forward of the plain model. Attention and feed-forward have a
 #: gather and a scatter each, the head has a gather. All blocks are calls of one function, whose
 #: sites count once.
@@ -56,9 +56,10 @@ def make_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
-    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded over data
-    and fsdp, where documents are kept apart "document_lengths", as `Llama` takes them, and of
-    conversations "answers", 1 for targets that count.
+    The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded and in the
+    order that `train.batches.global_arrays` says, where documents are kept apart
+    "document_lengths", as `Llama` takes them, and of conversations "answers", 1 for targets that
+    count.
     Metrics are float32 scalars: "loss", in nats per token that counts, "grad_norm", before
     clipping, "learning_rate", which the step was made with, and with experts those of
     `router_metrics`.
@@ -114,9 +115,14 @@ def sharded_step(
         # Optimizers are of local shards.
         update_state = jax.shard_map(update, in_specs=(specs, model.specs), out_specs=(specs, P()))
         return with_explicit_axes(step, specs, mesh)
-    sharded = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, P()), check_vma=True
-    )
+
+    def sharded(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        in_specs = specs, batch_specs(batch, mesh)
+        local = jax.shard_map(
+            step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()), check_vma=True
+        )
+        return local(state, batch)
+
     if rewrite and config.overlap == "rewrite":
         return overlap(sharded, require=_SITES, fp8=model.fp8_scopes)
     return sharded
@@ -154,7 +160,7 @@ def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
     """The number of targets of the whole batch that count, at least 1."""
     if "answers" not in batch:
         return config.batch_size * config.sequence_length
-    return jnp.maximum(lax.psum(jnp.sum(batch["answers"]), BATCH_AXES), 1)
+    return jnp.maximum(lax.psum(jnp.sum(batch["answers"]), token_axes()), 1)
 
 
 def _loss_and_grads(
@@ -185,7 +191,7 @@ def _loss_and_grads(
     else:
         sums = _accumulated(config, model, loss_and_grads, local, gathered, batch)
     total, own, grads = sums
-    metrics = {"loss": lax.psum(total, BATCH_AXES)}
+    metrics = {"loss": lax.psum(total, token_axes())}
     if own is not None:
         metrics |= router_metrics(of_all_devices(own))
     return metrics, summed_gradients(model, grads)
@@ -203,7 +209,7 @@ def _accumulated(
     microbatches = jax.tree.map(
         lambda array: array.reshape(config.gradient_accumulation_steps, -1, array.shape[-1]), batch
     )
-    everywhere = lax.pcast(jnp.zeros((), jnp.float32), AXES, to="varying")
+    everywhere = lax.pcast(jnp.zeros((), jnp.float32), all_axes(), to="varying")
     no_statistics = statistics_of_none(config.model, everywhere)
     whole = None
     if no_statistics is not None:
@@ -214,7 +220,7 @@ def _accumulated(
         with jax.named_scope("gradient_accumulation"):
             return jax.tree.map(jnp.add, sums, one), None
 
-    nothing = lax.pcast(jnp.zeros((), jnp.float32), BATCH_AXES, to="varying")
+    nothing = lax.pcast(jnp.zeros((), jnp.float32), token_axes(), to="varying")
     no_grads = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), local)
     return lax.scan(add, (nothing, no_statistics, no_grads), microbatches)[0]
 

@@ -1,7 +1,8 @@
 """ZeRO: which shards of weights and gradients a device has, and when they travel.
 
 Rajbhandari et al., "ZeRO", 2020. From level 1 on, parameters and moments are sharded over the fsdp
-axis, and each device updates its shards. Levels differ in what happens before::
+axis, and over a context axis too, and each device updates its shards. Levels differ in what happens
+before::
 
     level  weights, in compute dtype                 gradients, over fsdp
     0      cast once per step                        summed
@@ -10,10 +11,11 @@ axis, and each device updates its shards. Levels differ in what happens before::
     3      gathered by each block, or by each        reduce-scattered by each backward
            matmul, forward and backward, and freed
 
-Gradients are summed over the data axis too. Without accumulation, the backward sums and scatters
-those of each block as soon as they are there, while it goes on. With accumulation, what the table
-does not say of each backward is done once per step. The functions here are for use inside a
-`shard_map` over the mesh.
+Over fsdp means over context too, if the mesh has such an axis: its devices have other tokens of the
+same sequences. Gradients are summed over the data axis as well. Without accumulation, the backward
+sums and scatters those of each block as soon as they are there, while it goes on. With
+accumulation, what the table does not say of each backward is done once per step. The functions here
+are for use inside a `shard_map` over the mesh.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import jax
 
 from models.parameter_use import arrays_of, as_float32, as_varying
 from train.config import Config, MeshSizes
-from train.mesh import BATCH_AXES
+from train.mesh import shard_axes_of, token_axes
 from train.parameter_shards import gather, replica_axes, scatter, sum_over
 from train.state import ModelFunctions, Params, Weights
 
@@ -37,7 +39,7 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     copy that it needs, in 8 bits. Other parameters are as they were.
     """
     if model.zero == 3:
-        return model.prequantize(params) if model.fp8 is not None else None
+        return model.prequantize(params) if model.quantizes_shards else None
     dimensions = model.sharded_dimensions
 
     def made(name: str, leaf: jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ def variables(model: ModelFunctions, params: Params, gathered: Weights | None) -
     if not model.accumulates:
         return params
     own = arrays_of(gathered) if gathered is not None and model.zero < 2 else params
-    return {name: as_varying(leaf, BATCH_AXES) for name, leaf in own.items()}
+    return {name: as_varying(leaf, token_axes()) for name, leaf in own.items()}
 
 
 @jax.named_scope("weights")
@@ -102,18 +104,19 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     what = "parameters and optimizer state"
     if model.zero > 1:
         what = "parameters, gradients and optimizer state"
-    lines = [f"zero={model.zero}: {what} are sharded over fsdp={sizes.fsdp}"]
+    where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
+    lines = [f"zero={model.zero}: {what} are sharded over {where}"]
     if model.zero == 3:
         how = "block by block, one block ahead"
         if model.gathers == "matmuls" or config.overlap == "rewrite-jit":
             how = "in the loops of their matmuls"
         dtypes = model.compute_dtype
-        if model.fp8 is not None:
-            dtypes += ", those of layers with fp8 in 8 bits"
+        if model.quantizes_shards:
+            dtypes += ", those of linear layers with fp8 in 8 bits"
         lines.append(f"weights are gathered {how}, in {dtypes}")
     if whole := model.whole_matrices:
         lines.append(
-            f"mesh.fsdp={sizes.fsdp} does not divide {sum(whole.values())} matrices, which stay"
-            f" whole: {', '.join([*whole][:3])}{', ...' * (len(whole) > 3)}"
+            f"mesh.{where.replace(' × ', ' × mesh.')} does not divide {sum(whole.values())}"
+            f" matrices, which stay whole: {', '.join([*whole][:3])}{', ...' * (len(whole) > 3)}"
         )
     return lines

@@ -24,6 +24,8 @@ TRAINING_NAMES: dict[int, tuple[str, ...]] = {
 GENERATION_NAMES = ("torch", "torch_compiled", "torch_symm_mem")
 #: Expert layers: rows travel to their experts, or all tokens to all devices.
 EXPERT_NAMES = ("torch_all_to_all", "torch_all_gather")
+#: Attention over a divided sequence, by how keys and values travel.
+CONTEXT_NAMES = ("torch_context_all_gather", "torch_context_all_to_all")
 #: The losses of so many first steps are kept.
 FIRST_STEPS = 8
 #: The ways to run each of `NAMES`; the fastest counts.

@@ -23,8 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.pytorch.torch_generation import Measuring
-from benchmarks.pytorch.torch_programs import Failure, Place, Run, relative_error
+from benchmarks.pytorch.torch_programs import Failure, Measuring, Place, Run, relative_error
 
 #: The ways to run each candidate. "compiled" is one program with its collectives, whose sizes do
 #: not depend on the routing; "compiled parts", those between collectives and what the host reads.
@@ -142,7 +141,8 @@ class ExpertCollectives:
     """Differentiable collectives of all devices, of those that the compiler knows."""
 
     def __init__(self, place: Place):
-        self.group, self.place = dist.group.WORLD.group_name, place
+        self.place = place
+        self.group = dist.group.WORLD.group_name if place.devices > 1 else ""
 
     def gather(self, x: Tensor) -> Tensor:
         """[n, ...] of each device to [D n, ...]."""
@@ -157,14 +157,20 @@ class ExpertCollectives:
         return _Exchange.apply(x, received, sent, self)  # pyright: ignore[reportReturnType]
 
     def all_gather(self, x: Tensor) -> Tensor:
+        if self.place.devices == 1:
+            return x
         function = torch.ops._c10d_functional.all_gather_into_tensor
         return self._wait(function(x.contiguous(), self.place.devices, self.group))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self.place.devices == 1:
+            return x
         function = torch.ops._c10d_functional.reduce_scatter_tensor
         return self._wait(function(x.contiguous(), "sum", self.place.devices, self.group))
 
     def all_to_all(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        if self.place.devices == 1:
+            return x
         function = torch.ops._c10d_functional.all_to_all_single
         return self._wait(function(x.contiguous(), received, sent, self.group))
 

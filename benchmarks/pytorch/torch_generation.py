@@ -13,7 +13,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from benchmarks.pytorch.torch_decoder import (
     random_weights,
     sizes_of,
 )
-from benchmarks.pytorch.torch_programs import Failure, Place, Run, relative_error
+from benchmarks.pytorch.torch_programs import Failure, Measuring, Run, relative_error
 from benchmarks.pytorch.torch_training import ATTENTION
 from models.config import config_from_json
 
@@ -42,20 +42,6 @@ TRIAL_GROUPS = 3
 #: Largest relative error of logits after a token. Rounding to bfloat16 in another order leaves some
 #: hundredths after all layers; logits of another token are off by more than 1.
 TOLERANCE = 0.2
-
-
-class Measuring(Protocol):
-    """What is used of a worker. All devices do each of these together."""
-
-    place: Place
-    compiler: str | None
-
-    def captured(self, run: Run) -> Run: ...
-    def together(self, step: Callable[[], Any]) -> Any: ...
-    def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]: ...
-    def largest(self, value: float) -> float: ...
-    def out_of_time(self) -> bool: ...
-    def log(self, line: str) -> None: ...
 
 
 class Nccl:

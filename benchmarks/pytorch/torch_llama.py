@@ -1,4 +1,4 @@
-"""A plain Llama 3 in PyTorch, with the numerics of `models.llama`.
+"""A plain Llama 3 in PyTorch, or one of experts, with the numerics of `models.llama`.
 
 Sequences are one after the other: [B * S, features]. So PyTorch fuses all gathers with matmuls.
 """
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
+from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 
 Linear = functools.partial(nn.Linear, bias=False)
@@ -23,9 +25,9 @@ Linear = functools.partial(nn.Linear, bias=False)
 class TorchNorm(nn.Module):
     """Root-mean-square norm; computes in float32, returns x's dtype."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, features: int | None = None):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(config.features))
+        self.scale = nn.Parameter(torch.ones(features or config.features))
         self.epsilon = config.norm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,6 +46,9 @@ class TorchAttention(nn.Module):
         self.key = Linear(features, config.num_key_value_heads * size)
         self.value = Linear(features, config.num_key_value_heads * size)
         self.output = Linear(config.num_heads * size, features)
+        self.query_norm = self.key_norm = nn.Identity()
+        if config.query_key_norm:
+            self.query_norm, self.key_norm = TorchNorm(config, size), TorchNorm(config, size)
         # The waves are not buffers, which mixed precision would round.
         self.head_dim, self.waves = size, waves
 
@@ -51,6 +56,7 @@ class TorchAttention(nn.Module):
         sequences, size = (-1, len(self.waves[0])), (-1, self.head_dim)
         parts = [p(x).unflatten(-1, size) for p in (self.query, self.key, self.value)]
         query, key, value = (part.unflatten(0, sequences) for part in parts)
+        query, key = self.query_norm(query), self.key_norm(key)
         heads = _rotated(query, *self.waves), _rotated(key, *self.waves), value
         heads = [x.transpose(1, 2) for x in heads]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
@@ -71,12 +77,18 @@ class TorchFeedForward(nn.Module):
 
 
 class TorchBlock(nn.Module):
-    """Attention, then feed-forward."""
+    """Attention, then feed-forward, or experts."""
 
-    def __init__(self, config: LlamaConfig, waves: Sequence[Tensor]):
+    def __init__(
+        self, config: LlamaConfig, waves: Sequence[Tensor], place: Place, dtype: torch.dtype
+    ):
         super().__init__()
         self.attention_norm, self.feed_forward_norm = TorchNorm(config), TorchNorm(config)
-        self.attention, self.feed_forward = TorchAttention(config, waves), TorchFeedForward(config)
+        self.attention = TorchAttention(config, waves)
+        if config.num_experts is None:
+            self.feed_forward = TorchFeedForward(config)
+        else:
+            self.feed_forward = TorchExpertFeedForward(config, place, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -86,11 +98,12 @@ class TorchBlock(nn.Module):
 class TorchLlama(nn.Module):
     """Maps tokens [B, S] to logits [B * S, V]; angles are radians [S, head_dim / 2]."""
 
-    def __init__(self, config: LlamaConfig, angles: Tensor, dtype: torch.dtype):
+    def __init__(self, config: LlamaConfig, angles: Tensor, place: Place, dtype: torch.dtype):
         super().__init__()
         waves = angles[:, None].cos(), angles[:, None].sin()
         self.embedding = nn.Embedding(config.vocabulary_size, config.features)
-        self.layers = nn.ModuleList(TorchBlock(config, waves) for _ in range(config.num_layers))
+        blocks = (TorchBlock(config, waves, place, dtype) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm, self.dtype = TorchNorm(config), dtype
         self.head = Linear(config.features, config.vocabulary_size)
         for parameter in self.parameters():

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,20 @@ class Place:
     rank: int
     devices: int
     device: torch.device
+
+
+class Measuring(Protocol):
+    """What is used of a worker. All devices do each of these together."""
+
+    place: Place
+    compiler: str | None
+
+    def captured(self, run: Run) -> Run: ...
+    def together(self, step: Callable[[], Any]) -> Any: ...
+    def measure(self, runs: dict[str, Run], groups: int) -> dict[str, list[float]]: ...
+    def largest(self, value: float) -> float: ...
+    def out_of_time(self) -> bool: ...
+    def log(self, line: str) -> None: ...
 
 
 class TorchProgram(ABC):

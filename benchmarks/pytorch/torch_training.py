@@ -1,4 +1,7 @@
-"""PyTorch's training step: FSDP2, or tensor and sequence parallelism as torchtitan places it."""
+"""PyTorch's training step: FSDP2, or tensor and sequence parallelism as torchtitan places it.
+
+Experts are divided over the devices of FSDP2, which keeps its hands off them.
+"""
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
@@ -10,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as remat
 from torch import Tensor, nn
@@ -22,6 +26,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.pytorch import float8_recipe, torch_float8
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel
+from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.torch_llama import TorchLlama
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
@@ -47,12 +52,14 @@ class TorchTraining:
         with place.device:
             positions = torch.arange(step["sequence_length"])
             angles = torch.outer(positions, torch.tensor(step["frequencies"]))
-            self.model = model = TorchLlama(config, angles, dtype)
+            self.model = model = TorchLlama(config, angles, place, dtype)
             size = 2, step["batch_size"], len(positions)
             batch = torch.randint(config.vocabulary_size, size)
         is_sharded, is_narrow = name == "torch_fsdp", name.endswith("_bf16")
         self.autocast = not (is_sharded or is_narrow) and dtype != torch.float32
         model.to(dtype if is_narrow else torch.float32)
+        for layer in _expert_layers(model):
+            layer.keep_own()
         recipe = float8_recipe(name)
         if recipe is not None:
             # The head keeps its dtype, as in torchtitan and in our own recipes.
@@ -66,32 +73,44 @@ class TorchTraining:
         for number, block in enumerate(model.layers):
             model.layers[number] = block = _rematerialized(block, step["remat"])
             if compiler:
-                block.compile(
-                    backend=compiler, fullgraph=True, options=self.fused.options(is_async)
-                )
+                _compile(block, compiler, self.fused.options(is_async))
         if mesh and is_sharded:
             _shard_weights(model, mesh)
             batch = batch.chunk(place.devices, dim=1)[place.rank]
             if compiler:
                 self.compute_loss = torch.compile(_loss, backend=compiler)
         self.batches = batch.chunk(step["gradient_accumulation_steps"], dim=1)
-        self.parameters = list(model.parameters())
+        experts = _experts(model)
+        self.parameters = [p for p in model.parameters() if p not in experts]
+        self.place, self.experts = place, [*experts]
         groups = [{"params": [p for p in self.parameters if p.ndim > 1]}]
         groups += [{"params": [p for p in self.parameters if p.ndim == 1], "weight_decay": 0.0}]
+        groups += [{"params": self.experts}] if self.experts else []
         betas, decay = (self.settings["b1"], self.settings["b2"]), self.settings["weight_decay"]
         self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=decay, fused=True)
 
     def step(self) -> None:
         """One optimizer step. The learning rate warms up and does not decay."""
         loss = self.backward()
-        norm = _whole(nn.utils.get_total_norm([_gradient(p) for p in self.parameters]))
-        nn.utils.clip_grads_with_norm_(self.parameters, self.settings["clip_norm"], norm)
+        norm = self.gradient_norm()
+        for parameters in filter(None, (self.parameters, self.experts)):
+            nn.utils.clip_grads_with_norm_(parameters, self.settings["clip_norm"], norm)
         warm = min(1.0, len(self.losses) / max(self.settings["warmup_steps"], 1))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings["learning_rate"] * warm
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss)
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients, of all devices' experts too."""
+        norm = _whole(nn.utils.get_total_norm([_gradient(p) for p in self.parameters]))
+        if not self.experts:
+            return norm
+        square = nn.utils.get_total_norm([_gradient(p) for p in self.experts]).square()
+        if self.place.devices > 1:
+            dist.all_reduce(square)
+        return (norm.square() + square).sqrt()
 
     def backward(self) -> Tensor:
         """Leaves the gradients in the parameters; returns the loss."""
@@ -120,6 +139,27 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _experts(model: TorchLlama) -> dict[nn.Parameter, None]:
+    """The parameters that other devices do not have, in order."""
+    return dict.fromkeys(p for layer in _expert_layers(model) for p in layer.local_parameters())
+
+
+def _expert_layers(model: TorchLlama) -> list[TorchExpertFeedForward]:
+    return [m for m in model.modules() if isinstance(m, TorchExpertFeedForward)]
+
+
+def _compile(block: Any, compiler: str, options: Any) -> None:
+    """Compiles a block; one with experts in parts, since the host reads sizes in its middle."""
+    compiled = functools.partial(torch.compile, backend=compiler, fullgraph=True)
+    inner = getattr(block, "_checkpoint_wrapped_module", block)
+    if isinstance(inner.feed_forward, TorchExpertFeedForward):
+        inner.feed_forward.compile_parts(compiled)
+        for part in (inner.attention_norm, inner.attention, inner.feed_forward_norm):
+            part.compile(backend=compiler, fullgraph=True, options=options)
+    else:
+        block.compile(backend=compiler, fullgraph=True, options=options)
+
+
 def _shard_tensors(model: TorchLlama, mesh: DeviceMesh, style: torch_float8.Styles) -> None:
     """Tensor and sequence parallelism; logits stay sharded."""
     columns, rows = style.column(), style.row(output_layouts=Shard(0))
@@ -139,8 +179,9 @@ def _shard_tensors(model: TorchLlama, mesh: DeviceMesh, style: torch_float8.Styl
 def _shard_weights(model: TorchLlama, mesh: DeviceMesh) -> None:
     """FSDP2; masters and sums are float32."""
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    experts = set(_experts(model)) or None
     for part in (model.embedding, *model.layers, [model.norm, model.head], model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=experts)
 
 
 def _rematerialized(block: nn.Module, kind: str) -> nn.Module:

@@ -37,6 +37,7 @@ from benchmarks.pytorch.torch_communication import (
     Collectives,
     TorchCommunication,
 )
+from benchmarks.pytorch.torch_context import TorchContext
 from benchmarks.pytorch.torch_experts import TorchExperts
 from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
 from benchmarks.pytorch.torch_generation import TorchGeneration
@@ -138,7 +139,9 @@ class Worker:
         if "prompt" in case:
             return self.measure_generation
         if "experts" in case:
-            return self.measure_experts
+            return functools.partial(self.measure_layer, TorchExperts)
+        if "head_size" in case:
+            return functools.partial(self.measure_layer, TorchContext)
         return self.measure_training if "model" in case else self.measure_case
 
     def measure_case(self, case: dict[str, Any]) -> None:
@@ -178,10 +181,10 @@ class Worker:
         for result in TorchGeneration(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
 
-    def measure_experts(self, case: dict[str, Any]) -> None:
-        """Measures an expert layer, forward and with gradients."""
+    def measure_layer(self, program: Callable[..., Any], case: dict[str, Any]) -> None:
+        """Measures a layer, forward and with gradients."""
         case = {**case, "groups": self.job.groups}
-        for result in TorchExperts(self, case, getattr(torch, self.job.dtype)).results():
+        for result in program(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
 
     def measure_steps(self, name: str, case: dict[str, Any]) -> dict[str, Any]:

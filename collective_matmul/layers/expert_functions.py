@@ -39,6 +39,8 @@ from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.backends import BACKENDS
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.matmul import checks as matmul_checks
+from collective_matmul.ops.matmul.checks import RecipeName
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class ExpertOptions:
       recompute_hidden: likewise.
       implementation: the names as a tuple, or None.
       grouped_implementation: likewise.
+      fp8: as the op takes it.
     """
 
     activation: str
     recompute_hidden: bool
     implementation: tuple[str, ...] | None
     grouped_implementation: tuple[str, ...] | None
+    fp8: RecipeName | None
 
     @classmethod
     def of(
@@ -64,6 +68,7 @@ class ExpertOptions:
         recompute_hidden: bool,
         implementation: str | Sequence[str] | None,
         grouped_implementation: str | Sequence[str] | None,
+        fp8: RecipeName | None,
     ) -> ExpertOptions:
         """The options that the arguments of a layer name.
 
@@ -75,6 +80,7 @@ class ExpertOptions:
             bool(recompute_hidden),
             BACKENDS.requested(implementation),
             GROUPED_BACKENDS.requested(grouped_implementation),
+            matmul_checks.fp8(fp8),
         )
 
 
@@ -203,6 +209,7 @@ def _apply_experts(
         hidden_axis_name=None if axes.hidden_axis in common else axes.hidden_axis,
         activation=options.activation,
         recompute_hidden=options.recompute_hidden,
+        fp8=options.fp8,
         weight_axis_name=weight_axis,
         implementation=implementation,
         grouped_implementation=options.grouped_implementation,

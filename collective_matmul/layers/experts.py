@@ -29,6 +29,7 @@ from collective_matmul.layers.router import Router, RouterOptions
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sharding_context import known_axis_size
 from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
+from collective_matmul.ops.matmul.checks import RecipeName
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 
@@ -139,6 +140,9 @@ class ExpertMLP(nnx.Module):
       kernel_init: initializer, called with the shape of one expert's matrix, and with those of the
         router's and the shared expert's.
       recompute_hidden: see `collective_matmul.expert_mlp`.
+      fp8: None, or the recipe by which operands of the experts and of the shared expert are
+        quantized, or the name of a registered format. Routers and the gate of the shared expert
+        compute without it.
       implementation: likewise.
       grouped_implementation: likewise.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
@@ -171,6 +175,7 @@ class ExpertMLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
         recompute_hidden: bool = False,
+        fp8: RecipeName | None = None,
         implementation: str | Sequence[str] | None = None,
         grouped_implementation: str | Sequence[str] | None = None,
         mesh: Mesh | None = None,
@@ -183,7 +188,7 @@ class ExpertMLP(nnx.Module):
             axis_name, hidden_axis_name, weight_axis_name, token_dimension, data_axis_name
         )
         self.options = ExpertOptions.of(
-            activation, recompute_hidden, implementation, grouped_implementation
+            activation, recompute_hidden, implementation, grouped_implementation, fp8
         )
         self._check_sizes()
         initial: Any = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
@@ -194,7 +199,7 @@ class ExpertMLP(nnx.Module):
         self.shared: SharedExpert | None = nnx.data(None)
         if shared_features:
             initial |= dict(axis_name=shared_axis_name, weight_axis_name=shared_weight_axis_name)
-            initial |= dict(activation=ACTIVATIONS[activation], dtype=dtype, mesh=mesh)
+            initial |= dict(activation=ACTIVATIONS[activation], dtype=dtype, fp8=fp8, mesh=mesh)
             self.shared = SharedExpert(in_features, shared_features, gated=shared_gate, **initial)
 
     def _check_sizes(self) -> None:

@@ -1,9 +1,11 @@
 """Loads, stores and signals at raw addresses: how kernels access the memory of other GPUs.
 
 All GPUs of one process share an address space, and peer access lets each of them load from and
-store to the memory of the others. XLA is not involved: it sees ordinary kernels. So the memory
-model of PTX is all there is to rely on: a store is visible to a peer when the peer has acquired,
-at scope `sys`, what was released after it.
+store to the memory of the others. Processes map each other's memory: see `shared_memory`.
+
+XLA is not involved: it sees ordinary kernels. So the memory model of PTX is all there is to rely
+on: a store is visible to a peer when the peer has acquired, at scope `sys`, what was released after
+it.
 """
 
 from __future__ import annotations

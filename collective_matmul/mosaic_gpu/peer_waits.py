@@ -10,8 +10,6 @@ converged where one may have ended: each TMA copy would need more instructions.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,13 +35,12 @@ from collective_matmul.mosaic_gpu.timeout_reports import (
     LINGER_SECONDS,
     OFFSETS,
     RECORD,
-    TIMEOUT_VARIABLE,
+    timeout_seconds,
 )
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
-_DEFAULT_SECONDS = 60.0
 _WARP_LANES = 32
 
 # A pointer and its epoch are one word: 48 bits of address, and above them the low 16 bits of the
@@ -123,28 +120,6 @@ class Awaited(NamedTuple):
     kernel: str
     what: str
     report: Address
-
-
-def timeout_seconds() -> float:
-    """Returns after how many seconds a wait ends the program; 0 if it waits for ever.
-
-    That is the environment variable COLLECTIVE_MATMUL_PEER_TIMEOUT, or else 60. It takes effect for
-    kernels that are traced afterwards.
-
-    Raises:
-      ValueError: if the variable is not a number of seconds.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE) or str(_DEFAULT_SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= 1e9:
-        raise ValueError(
-            f"{TIMEOUT_VARIABLE}={text!r}: expected seconds from 0 to 1e9, such as 60; 0 makes"
-            " kernels wait for their peers for ever"
-        )
-    return seconds
 
 
 def wait_for_signals(value: Any, addresses: Sequence[Address], awaited: Awaited) -> None:

@@ -20,16 +20,19 @@ Publishing does not wait. Two phases of mailboxes, used by odd and by even epoch
   epoch e - 2, and all peers have ended that launch: it has ended launch e - 1, hence all peers had
   entered e - 1, and ended e - 2.
 
+In several processes, peers find an array at another address than its own device. It publishes that
+one: its own plus a constant, see `shared_memory`.
+
 A block takes part in a rendezvous on all devices or on none, so that epochs agree. A block that
 stores nothing to peers need not wait for them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import utils
@@ -127,7 +130,7 @@ class Rendezvous:
             for offset in range(self.devices)
         ]
         arrays = [*self.arrays, *[self.arrays[-1]] * (MAX_BUFFERS - len(self.arrays))]
-        publish_pointers(epoch, arrays, mailboxes, scope)
+        publish_pointers(epoch, arrays, mailboxes, scope, self._translation)
         store_int32(self._epoch_counter, epoch, scope)
 
     def wait_for_peers(self, scope: ThreadScope = WARPGROUP) -> None:
@@ -170,6 +173,14 @@ class Rendezvous:
         return Awaited(self.kernel, what, report)
 
     @property
+    def _translation(self) -> Address | None:
+        """What is added to an address of this device, for its peers; None in one process."""
+        if jax.process_count() == 1:
+            return None
+        low, high = (self._workspace_pointers[2 * self.devices + word] for word in (1, 2))
+        return Address(low, high, 0)
+
+    @property
     def _epoch_counter(self) -> Address:
         mailbox = symmetric_workspace.mailbox_offset(self.devices, 0, 0, self.block)
         return self._workspace(0).plus(mailbox + _EPOCH_OFFSET)
@@ -182,25 +193,47 @@ class Rendezvous:
 
 
 def publish_pointers(
-    epoch: Any, arrays: Sequence[Any], mailboxes: Sequence[Address], scope: ThreadScope
+    epoch: Any,
+    arrays: Sequence[Any],
+    mailboxes: Sequence[Address],
+    scope: ThreadScope,
+    translation: Address | None = None,
 ) -> None:
-    """Stores the pointers of arrays, tagged with the low 16 bits of an epoch, in each mailbox."""
+    """Stores the pointers of arrays, tagged with the low 16 bits of an epoch, in each mailbox.
 
-    @plgpu.inline_mgpu(
-        arg_types=(SCALAR, [plgpu.RefType()] * len(arrays), [ADDRESS] * len(mailboxes))
+    Args:
+      epoch: the epoch.
+      arrays: this device's arrays.
+      mailboxes: the first is in this device's own workspace.
+      scope: the threads that call this.
+      translation: what is added to the pointers in all mailboxes but the first.
+    """
+    translations = [] if translation is None else [tuple(translation)]
+    lists = (
+        [plgpu.RefType()] * len(arrays),
+        [ADDRESS] * len(mailboxes),
+        [ADDRESS] * len(translations),
     )
-    def at(_, epoch, arrays, mailboxes):
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, *lists))
+    def at(_, epoch, arrays, mailboxes, translations):
         i64 = ir.IntegerType.get_signless(64)
         tag = arith.extui(i64, epoch.registers.item())
         tag = arith.shli(tag, gpu.c(ADDRESS_BITS, i64))
-        words = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), tag) for array in arrays]
+        own = [arith.ori(llvm.ptrtoint(i64, utils.memref_ptr(array)), tag) for array in arrays]
+        for_peers = own
+        for words in translations:
+            added = llvm.ptrtoint(i64, llvm_pointer(words))
+            pointers = [llvm.ptrtoint(i64, utils.memref_ptr(array)) for array in arrays]
+            for_peers = [arith.ori(arith.addi(pointer, added), tag) for pointer in pointers]
         with utils.single_thread(scope=scope):
             inline_ptx(None, [], "fence.acq_rel.sys;")
-            for mailbox, (number, word) in itertools.product(mailboxes, enumerate(words)):
-                pointer = llvm_pointer(mailbox, gpu.c(number * POINTER_BYTES, i64))
-                inline_ptx(None, [pointer, word], "st.relaxed.sys.global.b64 [$0], $1;")
+            for place, mailbox in enumerate(mailboxes):
+                for number, word in enumerate(for_peers if place else own):
+                    pointer = llvm_pointer(mailbox, gpu.c(number * POINTER_BYTES, i64))
+                    inline_ptx(None, [pointer, word], "st.relaxed.sys.global.b64 [$0], $1;")
 
-    at(epoch, list(arrays), [tuple(mailbox) for mailbox in mailboxes])
+    at(epoch, list(arrays), [tuple(mailbox) for mailbox in mailboxes], translations)
 
 
 def load_peer_pointer(mailbox: Address) -> Address:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu import device, shared_memory
 
 #: An array, or its shape and dtype.
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -23,11 +25,6 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
         return "these kernels run on Hopper GPUs only"
     if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__}: these kernels need 0.11 or newer"
-    if jax.process_count() > 1:
-        return (
-            f"{jax.process_count()} processes: these kernels address peers' memory, which is"
-            " possible within one process only; run one process per node"
-        )
     if partly_automatic():
         return "these kernels cannot be divided over automatic mesh axes; make all axes manual"
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
@@ -38,3 +35,25 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
     if not all(array.size for array in arrays):
         return "an array without elements: there is nothing to multiply"
     return None
+
+
+def workspaces_reason() -> str | None:
+    """Returns why devices cannot have symmetric workspaces; None if they can.
+
+    With several processes this is found out once, by all of them together: ask last.
+    """
+    return _of_several_processes(shared_memory.unshared_reason)
+
+
+def peer_arrays_reason() -> str | None:
+    """Returns why kernels cannot store to arrays of peers; None if they can. Ask last, likewise."""
+    return workspaces_reason() or _of_several_processes(shared_memory.unshared_pools_reason)
+
+
+def _of_several_processes(find_reason: Callable[[], str | None]) -> str | None:
+    if jax.process_count() == 1 or not (reason := find_reason()):
+        return None
+    return (
+        f"{jax.process_count()} processes: these kernels address peers' memory, which these"
+        f" processes cannot share: {reason}; a single process with all GPUs of a node need not"
+    )

@@ -15,13 +15,18 @@ device's own blocks: how many exchanges each has begun.
 
 Workspaces are per axis because sources are: the second device along one axis is not the second
 along another, and their signals must not be mixed up.
+
+In one process they are arrays of JAX. Devices of several processes have memory that these share,
+see `shared_memory`, which has another address in each process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import device_constant
-from collective_matmul.mosaic_gpu import timeout_reports
+from collective_matmul.mosaic_gpu import shared_memory, timeout_reports
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 
 #: The largest number of blocks in an exchange.
@@ -79,15 +84,21 @@ def workspace_bytes(devices: int) -> int:
     return report_offset(devices) + REPORT_BYTES
 
 
-def workspace_pointers(axis_name: str) -> jax.Array:
+def workspace_pointers(axis_name: str, *, of_arrays: bool = False) -> jax.Array:
     """Returns the addresses of the workspaces along a mesh axis. Called inside `jax.shard_map`.
 
     Workspaces are allocated when the program is lowered, and never freed. Their addresses are
     compiled into the program as constants.
 
+    Args:
+      axis_name: a mesh axis of D devices.
+      of_arrays: whether the kernel publishes addresses of arrays in a rendezvous.
+
     Returns:
       int32 [2 * D + 1]: the low and the high word of the address of this device's workspace, then
-      of the next device's along the axis, and so on; and last the index of this device.
+      of the next device's along the axis, and so on; and then the index of this device. With
+      `of_arrays` in several processes, [2 * D + 3]: then also both words of what is added to an
+      address of this device, for its peers.
 
     Raises:
       ValueError: if the program being traced is not compiled for kernels that address peers. All of
@@ -97,13 +108,22 @@ def workspace_pointers(axis_name: str) -> jax.Array:
         raise ValueError(f"a kernel that addresses peers: {reason}")
     mesh = jax.sharding.get_abstract_mesh()
     devices, axis_index = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    table = device_constant(
-        _PointerTable(mesh.axis_names.index(axis_name)), (*mesh.axis_sizes, devices, 2), np.int32
-    )
+    make = _PointerTable(mesh.axis_names.index(axis_name))
+    table = device_constant(make, (*mesh.axis_sizes, devices, 2), np.int32)
     # Axes of size one may be automatic; those have no index.
-    position = (lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
-    from_here_on = table[tuple(position)][(axis_index + jnp.arange(devices)) % devices]
-    return jnp.append(from_here_on.reshape(-1), axis_index)
+    position = tuple(lax.axis_index(name) if size > 1 else 0 for name, size in mesh.shape.items())
+    from_here_on = table[position][(axis_index + jnp.arange(devices)) % devices]
+    pointers = jnp.append(from_here_on.reshape(-1), axis_index)
+    if not of_arrays or jax.process_count() == 1:
+        return pointers
+    translations = device_constant(_translations, (*mesh.axis_sizes, 2), np.int32)
+    return jnp.append(pointers, translations[position])
+
+
+def _translations(devices: np.ndarray) -> np.ndarray:
+    """Returns int32 [*mesh, 2]: what is added to addresses of each device, for its peers."""
+    found = [shared_memory.pool_translation(device) for device in devices.flat]
+    return np.array(found, np.uint64).view(np.int32).reshape(*devices.shape, 2)
 
 
 @dataclass(frozen=True)
@@ -119,27 +139,66 @@ class _PointerTable:
     def __call__(self, devices: np.ndarray) -> np.ndarray:
         """Returns int32 [*mesh, D, 2]: for each device, the addresses of all along the axis."""
         workspaces = _allocate(tuple(devices.flat), devices.shape, self.axis)
-        pointers = [workspaces[device].unsafe_buffer_pointer() for device in devices.flat]
-        words = np.array(pointers, np.uint64).view(np.int32).reshape(*devices.shape, 2)
-        along_axis = np.expand_dims(np.moveaxis(words, self.axis, -2), self.axis)
-        return np.repeat(along_axis, devices.shape[self.axis], self.axis)
+        table = np.empty((*devices.shape, devices.shape[self.axis]), np.uint64)
+        along_axis = np.moveaxis(devices, self.axis, -1)
+        for place, device in np.ndenumerate(devices):
+            others = along_axis[(*place[: self.axis], *place[self.axis + 1 :])]
+            process = device.process_index
+            table[place] = [workspaces.address(other, process) for other in others]
+        return table[..., None].view(np.int32)
+
+
+class Workspaces(Protocol):
+    """The workspaces of the devices of a mesh, along one of its axes."""
+
+    def address(self, device: Any, process: int) -> int:
+        """Returns where the devices of a process find the workspace of a device."""
+        ...
+
+
+@dataclass(frozen=True)
+class _OfOneProcess:
+    """Workspaces of devices of one process: arrays, whose addresses all of them use.
+
+    Attributes:
+      arrays: the workspace of each device.
+    """
+
+    arrays: Mapping[Any, jax.Array]
+
+    def address(self, device: Any, process: int) -> int:
+        del process
+        return self.arrays[device].unsafe_buffer_pointer()
 
 
 # Several threads may lower programs at once.
 _allocation_lock = threading.Lock()
 # Never freed: compiled programs hold their addresses.
-_allocated: dict[Any, dict[Any, jax.Array]] = {}
+_allocated: dict[Any, Workspaces] = {}
 
 
-def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> dict[Any, jax.Array]:
-    """Returns the workspace of each device, for one axis of a mesh of this shape."""
+def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> Workspaces:
+    """Returns the workspaces of the devices, for one axis of a mesh of this shape."""
     with _allocation_lock:
         if (devices, shape, axis) not in _allocated:
             size = workspace_bytes(shape[axis])
-            arrays = [jax.device_put(_initial(size, device), device) for device in devices]
-            jax.block_until_ready(arrays)
-            _allocated[devices, shape, axis] = dict(zip(devices, arrays, strict=True))
+            if len({device.process_index for device in devices}) > 1:
+                name = _shared_name(devices, shape, axis)
+                made = shared_memory.share(
+                    name, devices, size, lambda device: _initial(size, device).tobytes()
+                )
+            else:
+                arrays = [jax.device_put(_initial(size, device), device) for device in devices]
+                jax.block_until_ready(arrays)
+                made = _OfOneProcess(dict(zip(devices, arrays, strict=True)))
+            _allocated[devices, shape, axis] = made
         return _allocated[devices, shape, axis]
+
+
+def _shared_name(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> str:
+    """Returns a name for the workspaces along an axis, which all processes give to them."""
+    description = f"{[device.id for device in devices]} {shape} {axis}"
+    return f"workspace/{hashlib.sha256(description.encode()).hexdigest()[:32]}"
 
 
 def _initial(size: int, device: Any) -> np.ndarray:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import math
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from collective_matmul.log import warn_once
 
 #: The environment variable that says how many seconds kernels wait for a peer.
 TIMEOUT_VARIABLE = "COLLECTIVE_MATMUL_PEER_TIMEOUT"
+
+_DEFAULT_SECONDS = 60.0
 
 #: What a kernel stores; `written` is not zero when the other fields are there.
 RECORD = np.dtype([("written", "u4"), ("expected", "i4"), ("seen", "i4"), ("text", "S116")])
@@ -46,6 +50,28 @@ class _Place(NamedTuple):
 
 # Never freed: workspaces hold their addresses.
 _places: list[_Place] = []
+
+
+def timeout_seconds() -> float:
+    """Returns after how many seconds a wait ends the program; 0 if it waits for ever.
+
+    That is the environment variable COLLECTIVE_MATMUL_PEER_TIMEOUT, or else 60. It takes effect for
+    kernels that are traced afterwards.
+
+    Raises:
+      ValueError: if the variable is not a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(_DEFAULT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 1e9:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE}={text!r}: expected seconds from 0 to 1e9, such as 60; 0 makes"
+            " kernels wait for their peers for ever"
+        )
+    return seconds
 
 
 def allocate(device: Any) -> int:

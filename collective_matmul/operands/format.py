@@ -7,7 +7,8 @@ registered by the name that users give; see `collective_matmul.operands.recipes`
 Legend: x and dy are *rows* [..., K], which travel between devices; w is a *weight* [K, N]. Rows in
 a format are an array, or a pytree of arrays that all have the leading dimensions of the array: a
 schedule cuts and sends them without knowing what they are. A weight in a format is an array or a
-`Matrix`.
+`Matrix`. Rows that are no array have the attributes of
+`collective_matmul.operands.packed_rows.PackedRows`: shape, array, without_array and dequantized.
 """
 
 from __future__ import annotations

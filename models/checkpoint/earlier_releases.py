@@ -28,6 +28,9 @@ NEW_FIELDS: dict[str, Any] = {
     "recompute_expert_hidden": False,
     "balance_loss_weight": None,
     "router_z_loss_weight": 0.0,
+    # A loss in chunks is the same up to rounding.
+    "loss_chunk": None,
+    "context_attention": "auto",
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {
@@ -41,6 +44,14 @@ NEW_MODEL_FIELDS: dict[str, Any] = {
     "num_experts_per_token": None,
     "normalize_expert_weights": True,
     "router_loss_weight": 0.0,
+}
+#: The same of `models.config.RotaryScaling`.
+NEW_ROTARY_FIELDS: dict[str, Any] = {
+    "kind": "llama3",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": None,
+    "truncate": True,
 }
 #: The same of `train.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {
@@ -64,9 +75,11 @@ def trained_configuration(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that was saved with a checkpoint, with today's names and fields."""
     current = {**NEW_FIELDS, **current_configuration(saved)}
     if isinstance(current.get("model"), Mapping):
-        current["model"] = {**NEW_MODEL_FIELDS, **current["model"]}
+        current["model"] = model = {**NEW_MODEL_FIELDS, **current["model"]}
+        if isinstance(model.get("rotary_scaling"), Mapping):
+            model["rotary_scaling"] = {**NEW_ROTARY_FIELDS, **model["rotary_scaling"]}
     if isinstance(current.get("mesh"), Mapping):
-        current["mesh"] = {"fsdp": 0, **current["mesh"]}
+        current["mesh"] = {"fsdp": 0, "context": 1, **current["mesh"]}
     if not isinstance(current.get("optimizer"), Mapping):
         return current
     optimizer = {**NEW_OPTIMIZER_FIELDS, **current["optimizer"]}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pytorch import EXPERT_NAMES
-from benchmarks.pytorch.expert_layers import layer_from, line_of, main
+from benchmarks.pytorch.expert_layers import layer_from, main
+from benchmarks.pytorch.layer_lines import line_of
 
 TINY = "tiny:9:64:32:4:2"
 

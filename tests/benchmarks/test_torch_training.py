@@ -30,6 +30,11 @@ FLAGS = (
     "--model.rotary-scaling.factor 8 --model.rotary-scaling.original-context 16"
     " --gradient-accumulation-steps 2"
 )
+#: PyTorch's model has no balancing loss.
+EXPERTS = (
+    " --model.num-experts 4 --model.num-experts-per-token 2 --model.query-key-norm"
+    " --balance-loss-weight 0 --expert-axes fsdp"
+)
 #: What is placed in another way by tensor parallelism and by sharded weights.
 COVERING = [("none", 0), ("dots", 0), ("full", 3)]
 FLOAT8 = ("torch_tp", "torch_tp_fp8_tensorwise", "torch_async_tp_fp8_rowwise")
@@ -37,8 +42,8 @@ FLOAT8_CASE = TrainCase("debug", 1, 32, 2, "none", 0, "", FLOAT8)
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
-def case_of(remat: Any, zero: Any = 0) -> TrainCase:
-    return TrainCase("debug", 2, 32, 4, remat, zero, FLAGS, CANDIDATES)
+def case_of(remat: Any, zero: Any = 0, flags: str = FLAGS) -> TrainCase:
+    return TrainCase("debug", 2, 32, 4, remat, zero, flags, CANDIDATES)
 
 
 def described(case: TrainCase) -> dict[str, Any]:
@@ -49,8 +54,8 @@ def described(case: TrainCase) -> dict[str, Any]:
 
 def alone(case: TrainCase) -> Any:
     """The whole model on this device, in float32."""
-    place = Place(0, 1, torch.device("cpu"))
-    return TorchTraining(described(case), "torch_tp", place, torch.float32, None)
+    place, step = Place(0, 1, torch.device("cpu")), described(case)
+    return TorchTraining(step, step["candidates"][0], place, torch.float32, None)
 
 
 def for_torch(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -60,20 +65,25 @@ def for_torch(parameters: dict[str, Any]) -> dict[str, Any]:
         array = np.asarray(parameter)
         if name.endswith("output.kernel"):
             array = array.reshape(-1, array.shape[-1]).T
+        elif ".w_" in name:  # Of experts.
+            array = array.swapaxes(1, 2)
         elif name.endswith("kernel"):
             array = array.reshape(array.shape[0], -1).T
         name = name.replace(".projection", "").replace("kernel", "weight")
+        name = name.replace(".w_", ".").replace(".experts.", ".feed_forward.")
         renamed["embedding.weight" if name == "embedding" else name] = torch.tensor(array.copy())
     return renamed
 
 
-def test_a_step_is_the_trainers() -> None:
-    config, mesh = case_of("none").config("xla", "float32"), make_mesh(ONE_DEVICE)
+@pytest.mark.parametrize(("flags", "zero"), [(FLAGS, 0), (FLAGS + EXPERTS, 3)])
+def test_a_step_is_the_trainers(flags: str, zero: Any) -> None:
+    case, mesh = case_of("none", zero, flags), make_mesh(ONE_DEVICE)
+    config = case.config("xla", "float32")
     model = ModelFunctions(config)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = init_state(model, optimizer, mesh)
     weights = for_torch(state["params"])
-    trainings = [alone(case_of(remat)) for remat in REMATS]
+    trainings = [alone(case_of(remat, zero, flags)) for remat in REMATS]
     inputs, targets = np.concatenate(trainings[0].batches, axis=1).astype("int32")
     batch = {"inputs": inputs, "targets": targets}
 
@@ -109,8 +119,8 @@ def test_a_step_is_the_trainers() -> None:
         np.testing.assert_allclose(training.losses, curve, rtol=1e-5)
 
 
-def results_of(configurations: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
-    cases = [case_of(remat, zero) for remat, zero in configurations]
+def results_of(configurations: list[tuple[Any, Any]], flags: str = FLAGS) -> list[dict[str, Any]]:
+    cases = [case_of(remat, zero, flags) for remat, zero in configurations]
     cases += [FLOAT8_CASE] if configurations is COVERING and HAS_TORCHAO else []
     results, reason = time_pytorch(
         [described(case) for case in cases],
@@ -131,8 +141,10 @@ def covering() -> list[dict[str, Any]]:
     return results_of(COVERING)
 
 
-def assert_losses_are_those_of_one_device(results: list[dict[str, Any]]) -> None:
-    training = alone(case_of("none"))
+def assert_losses_are_those_of_one_device(
+    results: list[dict[str, Any]], case: TrainCase | None = None
+) -> None:
+    training = alone(case or case_of("none"))
     for _ in range(FIRST_STEPS):
         training.step()
     for result in results:
@@ -143,6 +155,12 @@ def assert_losses_are_those_of_one_device(results: list[dict[str, Any]]) -> None
 
 def test_parallel_steps_are_those_of_one_device(covering: list[dict[str, Any]]) -> None:
     assert_losses_are_those_of_one_device(covering[: 2 + 2 + 1])
+
+
+def test_steps_of_divided_experts_are_those_of_one_device() -> None:
+    results = results_of([("none", 3)], FLAGS + EXPERTS)
+    assert [result["candidate"] for result in results] == ["torch_fsdp"]
+    assert_losses_are_those_of_one_device(results, case_of("none", 3, FLAGS + EXPERTS))
 
 
 @pytest.mark.exhaustive

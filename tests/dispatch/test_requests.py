@@ -230,7 +230,9 @@ def test_no_kernel_is_configured_for_programs_that_may_have_none(
 
 @every_op
 @every_kernel
-def test_kernels_are_of_one_process(op: Op, kernel: str, on_h200: None, monkeypatch: Patch) -> None:
+def test_kernels_need_memory_that_processes_share(
+    op: Op, kernel: str, on_h200: None, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert str(unsupported_reason(layer(op), kernel)).startswith("2 processes: ")
 

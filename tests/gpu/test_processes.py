@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE
 from tests import processes
 from tests.conftest import skip_without
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES
@@ -39,6 +40,29 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
         warnings = [sentence for r in across for sentence in r.warnings]
         assert warnings
         assert len(set(warnings)) == len(warnings)
+
+
+@pytest.mark.usefixtures("_with_kernels")
+def test_peer_kernels_across_processes() -> None:
+    """Each process sees one GPU, or all of them."""
+    count = min(4, jax.device_count())
+    skip_without(2)
+    bound = [see_gpus([number]) for number in range(count)]
+    numbered = [
+        see_gpus(range(count)) | {"JAX_LOCAL_DEVICE_IDS": str(number)} for number in range(count)
+    ]
+    # Kernels that store to arrays of peers need XLA's memory to be preallocated, beside that of
+    # this process.
+    free = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+    for environments in ([e | free for e in bound], [e | free for e in numbered]):
+        processes.run("tests.gpu.peer_processes", environments, [[str(count)]] * count)
+
+
+@pytest.mark.usefixtures("_with_kernels")
+def test_a_process_that_ends_lets_the_kernels_of_others_end() -> None:
+    skip_without(2)
+    environments = [see_gpus([n]) | {TIMEOUT_VARIABLE: "10"} for n in range(2)]
+    processes.run("tests.gpu.peer_processes", environments, [["2", "alone"]] * 2)
 
 
 TRAINERS = "--preset debug --log-interval 1 --distributed.heartbeat-timeout-seconds 30"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import LlamaConfig
+from models.config import LlamaConfig, RotaryScaling
 
 Array = jax.Array | np.ndarray
 
@@ -117,13 +117,23 @@ def _rotate(config: LlamaConfig, x: Array) -> Array:
     frequency = np.array([wave(config, i) for i in range(half)])
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] * frequency[None, :])[None, :, None, :]
     turned = jax.lax.complex(x[..., :half], x[..., half:]) * turn.astype(np.complex64)
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1) * _length(config)
+
+
+def _length(config: LlamaConfig) -> float:
+    """What YaRN multiplies queries and keys by, section 3.4 of its paper."""
+    scaling = config.rotary_scaling
+    if scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * float(np.log(scaling.factor)) + 1
 
 
 def wave(config: LlamaConfig, i: int) -> float:
-    """Radians per position of pair i, by the branches of Llama 3.1's paper."""
+    """Radians per position of pair i, by the branches of Llama 3.1's paper, or by YaRN's."""
     frequency = config.rotary_base ** (-2 * i / config.head_dim)
     scaling = config.rotary_scaling
+    if scaling.kind == "yarn":
+        return _yarn_wave(config, scaling, i, frequency)
     wavelength = 2 * np.pi / frequency
     if wavelength < scaling.original_context / scaling.high_frequency_factor:
         return frequency
@@ -133,3 +143,18 @@ def wave(config: LlamaConfig, i: int) -> float:
         scaling.high_frequency_factor - scaling.low_frequency_factor
     )
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _yarn_wave(config: LlamaConfig, scaling: RotaryScaling, i: int, frequency: float) -> float:
+    """Pairs between those whose waves turn beta_fast and beta_slow times are on a ramp."""
+    ends = []
+    for beta, rounded in ((scaling.beta_fast, np.floor), (scaling.beta_slow, np.ceil)):
+        # base^(-2 i / head_dim) × original context = 2 pi beta, solved for i.
+        radians = 2 * np.pi * beta / scaling.original_context
+        pair = -np.log(radians) / np.log(config.rotary_base) * config.head_dim / 2
+        ends.append(rounded(pair) if scaling.truncate else pair)
+    first, last = max(ends[0], 0), min(ends[1], config.head_dim - 1)
+    if i <= first:
+        return frequency
+    ramp = np.clip((i - first) / (last - first), 0, 1)
+    return ramp * frequency / scaling.factor + (1 - ramp) * frequency

@@ -146,6 +146,39 @@ def test_a_wrong_rotary_scaling_is_a_sentence(place, change, sentence):
         read_config({"model_type": "llama", place: LLAMA3 | change})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(({"factor": value}, "factor=") for value in (0, 0.5, -8, "8", True, float("nan"))),
+        ({"factor": None, "original_max_position_embeddings": 4096}, "less than 1"),
+        *(({"beta_fast": value}, "beta_fast=") for value in (0, -1, "1", True, float("inf"))),
+        ({"beta_slow": 0}, "beta_slow=0: expected"),
+        ({"beta_slow": 32}, "beta_slow=32 and beta_fast=32: expected the second to be larger"),
+        ({"beta_fast": 0.5}, "beta_slow=1 and beta_fast=0.5: expected the second to be larger"),
+        ({"attention_factor": 0}, "attention_factor=0: expected"),
+        ({"mscale": -1}, "mscale=-1: expected"),
+        ({"truncate": None}, "truncate=None: expected true or false"),
+        ({"original_max_position_embeddings": 64.0}, "original_max_position_embeddings=64.0"),
+        ({"rope_theta": 1}, "rope_theta=1: expected more"),
+        ({"low_freq_factor": 1.0}, "low_freq_factor=1.0 is not known"),
+    ],
+    ids=str,
+)
+def test_a_wrong_scaling_by_yarn_is_a_sentence(change, sentence):
+    for place in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ValueError, match=f"^config.json: {place}.*{sentence}"):
+            read_config({"model_type": "llama", place: YARN | change})
+
+
+def test_a_scaling_by_yarn_without_a_factor_is_incomplete():
+    scaling = {name: value for name, value in YARN.items() if name != "factor"}
+    with pytest.raises(ValueError, match="rope_scaling has no 'factor'"):
+        read_config({"model_type": "llama", "rope_scaling": scaling})
+
+
 @pytest.mark.parametrize("value", [[], "llama3", 3, True])
 def test_a_rotary_scaling_that_is_no_object_is_a_sentence(value):
     for place in ("rope_scaling", "rope_parameters"):

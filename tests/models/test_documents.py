@@ -94,7 +94,8 @@ def test_positions_restart_in_the_model(make_mesh, monkeypatch: pytest.MonkeyPat
     _, functions = model_functions(overlap="xla")
     shapes = []
 
-    def rotate(x, frequencies, positions=None):
+    def rotate(x, frequencies, positions=None, *, factor):
+        assert factor == 1
         shapes.append(None if positions is None else positions.shape)
         return x
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from models.config import LlamaConfig
+from models.config import LlamaConfig, RotaryScaling
 from models.families import FAMILIES, PRESETS, read_config, write_config
 from tests.models import reference
 from tests.models.test_llama import (
@@ -26,6 +26,15 @@ MODELS = {
     "biases": dataclasses.replace(SMALL, family="qwen2", projection_bias=True),
     "norms of heads": dataclasses.replace(SMALL, family="qwen3", query_key_norm=True, head_dim=6),
     "window": dataclasses.replace(SMALL, family="mistral", sliding_window=3),
+    # One wave is kept, two are on the ramp, and one is slowed down by the whole factor.
+    "yarn": dataclasses.replace(
+        SMALL,
+        head_dim=8,
+        rotary_base=100.0,
+        rotary_scaling=RotaryScaling(
+            kind="yarn", factor=4.0, original_context=64, beta_fast=8.0, beta_slow=1.0
+        ),
+    ),
     "few heads of keys": dataclasses.replace(SMALL, num_key_value_heads=2, projection_bias=True),
     "experts": dataclasses.replace(
         SMALL, family="mixtral", num_experts=8, num_experts_per_token=3, hidden_features=12
@@ -84,10 +93,14 @@ def test_loss_and_gradients_equal_those_of_the_unsharded_model(make_mesh, name, 
         np.testing.assert_allclose(grad, expected_grads[path], **TOLERANCE, err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["biases", "norms of heads", "window"])
+@pytest.mark.parametrize("name", ["biases", "norms of heads", "window", "yarn"])
 def test_a_peculiarity_changes_the_result(name):
     plain = dataclasses.replace(
-        MODELS[name], projection_bias=False, query_key_norm=False, sliding_window=None
+        MODELS[name],
+        projection_bias=False,
+        query_key_norm=False,
+        sliding_window=None,
+        rotary_scaling=RotaryScaling(),
     )
     params = random_params(functions_of(MODELS[name]))
     losses = [reference.loss(model, params, *batch()) for model in (plain, MODELS[name])]
@@ -168,8 +181,8 @@ def test_rotary_parameters_are_read_in_old_and_new_form():
         ({"logit_scale": 0.5}, "logit_scale=0.5 is not known and may change what the model"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not known"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters of type 'yarn' is not supported; expected 'llama3'",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_parameters of type 'longrope' is not supported; expected 'llama3' or 'yarn'",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "attention_factor": 2.0}},

@@ -217,6 +217,7 @@ def test_unknown_remat_is_refused():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"loss_chunk": 0}, "loss_chunk=0: expected at least 1 token, or None for all"),
         ({"fp8": "mxfp8"}, "fp8='mxfp8': expected None"),
         ({"fp8": "rowwise", "implementation": "plain"}, "fp8='rowwise': the layers of implementat"),
         (
@@ -225,7 +226,7 @@ def test_unknown_remat_is_refused():
         ),
     ],
 )
-def test_fp8_that_no_layer_has_is_refused(options: dict[str, Any], sentence: str):
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], sentence: str):
     from flax import nnx
 
     with pytest.raises(ValueError, match=sentence):

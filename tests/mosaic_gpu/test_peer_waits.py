@@ -12,8 +12,12 @@ import pytest
 
 from collective_matmul.mosaic_gpu import peer_waits, timeout_reports
 from collective_matmul.mosaic_gpu.peer_memory import Address
-from collective_matmul.mosaic_gpu.peer_waits import Awaited, timeout_seconds
-from collective_matmul.mosaic_gpu.timeout_reports import OFFSETS, TIMEOUT_VARIABLE
+from collective_matmul.mosaic_gpu.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.timeout_reports import (
+    OFFSETS,
+    TIMEOUT_VARIABLE,
+    timeout_seconds,
+)
 from tests.gpu.peer_waits import WAITS, Wait, program
 from tests.hopper import needs_kernels
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -60,6 +61,8 @@ class RendezvousSimulation(WorkspaceSimulation):
         """
         super().__init__(devices, BLOCKS, launches, seed, 0)
         self.address_bits = 64 - bits
+        # Whether devices are of several processes.
+        self.translates = jax.process_count() > 1
         # Number of stores that have arrived, by launch and device.
         self.arrived: Counter[tuple[int, int]] = Counter()
         # Words that may be in the L1 cache.
@@ -83,6 +86,8 @@ class RendezvousSimulation(WorkspaceSimulation):
     def take_part(self, words: list[int], number: int, device: int, block: int) -> None:
         launch = self.launches[number]
         arrays = [address_of(number, device, which) for which in range(launch.arrays)]
+        translation = np.array([translation_of(device)], np.uint64).view(np.int32)
+        words = [*words, *map(int, translation)]
         mine = Rendezvous(words, self.devices, (block, BLOCKS), arrays, "kernel")
         if block < launch.publishing:
             mine.publish()
@@ -104,8 +109,15 @@ class RendezvousSimulation(WorkspaceSimulation):
         for which in range(len(mine.arrays)):
             assert mine.peer_buffer(which, offset) == (
                 address_of(number, mine.axis_index, which),
-                address_of(number, mine.peer_index(offset), which),
+                self.address_for_peers(number, mine.peer_index(offset), which)
+                if offset
+                else address_of(number, mine.axis_index, which),
             )
+
+    def address_for_peers(self, number: int, device: int, which: int) -> int:
+        """Returns where peers find an array, which is elsewhere in another process."""
+        added = translation_of(device) if self.translates else 0
+        return (address_of(number, device, which) + added) % (1 << 64)
 
     def store(self, number: int, device: int) -> None:
         """Stores something in an array of a launch. It is the launch's own while it runs."""
@@ -123,13 +135,22 @@ class RendezvousSimulation(WorkspaceSimulation):
         return array | epoch << self.address_bits & (1 << 64) - 1
 
     def publish_pointers(
-        self, epoch: int, arrays: Sequence[int], mailboxes: Sequence[Address], scope: ThreadScope
+        self,
+        epoch: int,
+        arrays: Sequence[int],
+        mailboxes: Sequence[Address],
+        scope: ThreadScope,
+        translation: Address | None,
     ) -> None:
+        assert (translation is not None) == self.translates
         self.here().wait()
         before = self.sent()
-        for mailbox, (number, array) in itertools.product(mailboxes, enumerate(arrays)):
-            word = np.array([self.word_with(epoch, array)], np.uint64)
-            self.send(mailbox.plus(number * POINTER_BYTES), word, before)
+        low, high, _ = translation or (0, 0, 0)
+        added = low % (1 << 32) + (high % (1 << 32) << 32)
+        for place, (number, array) in itertools.product(range(len(mailboxes)), enumerate(arrays)):
+            for_peers = (array + added) % (1 << 64) if place else array
+            word = np.array([self.word_with(epoch, for_peers)], np.uint64)
+            self.send(mailboxes[place].plus(number * POINTER_BYTES), word, before)
 
     def poll_pointers(
         self,
@@ -190,6 +211,11 @@ def address_of(launch: int, device: int, which: int) -> int:
     return 0x7F00_0000_0000 + ((launch * 16 + device) * MAX_BUFFERS + which) * 256
 
 
+def translation_of(device: int) -> int:
+    """Returns what is added to addresses of a device, for its peers."""
+    return (0x2000_8000_0000 + (device << 40) - 0x7F00_0000_0000) % (1 << 64)
+
+
 @pytest.fixture(autouse=True)
 def _few_blocks(monkeypatch: Patch) -> None:
     monkeypatch.setattr(symmetric_workspace, "EXCHANGE_BLOCKS", 1)
@@ -237,6 +263,14 @@ def test_blocks_find_their_peers_arrays_when_epochs_wrap_around(
     simulation.run()
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+def test_blocks_find_arrays_of_other_processes(devices: int, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulation = RendezvousSimulation(devices, LAUNCHES, 0, 16)
+    simulation.play(monkeypatch)
+    simulation.run()
+
+
 def one_phase(monkeypatch: Patch) -> None:
     monkeypatch.setattr(symmetric_workspace, "PHASES", 1)
 
@@ -255,10 +289,8 @@ def epochs_are_counted_from_cached_words(monkeypatch: Patch) -> None:
 def equal_arrays_are_published_once(monkeypatch: Patch) -> None:
     publish_pointers = rendezvous.publish_pointers
 
-    def publish_each_once(
-        epoch: int, arrays: list[int], mailboxes: list[Address], scope: ThreadScope
-    ) -> None:
-        publish_pointers(epoch, sorted(set(arrays)), mailboxes, scope)
+    def publish_each_once(epoch: int, arrays: list[int], *others: Any) -> None:
+        publish_pointers(epoch, sorted(set(arrays)), *others)
 
     monkeypatch.setattr(rendezvous, "publish_pointers", publish_each_once)
 

@@ -75,7 +75,9 @@ def test_nothing_overlaps(devices: int) -> None:
 
 
 class Device:
-    """A device with an identity, which is all that a workspace needs."""
+    """A device with an identity, which is all that a workspace of one process needs."""
+
+    process_index = 0
 
 
 class Space:
@@ -162,7 +164,8 @@ def test_threads_that_lower_at_once_share_workspaces(
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: symmetric_workspace._allocate(devices, (3,), 0), range(2))
     assert one is other
-    assert list(one.values()) == spaces and len(spaces) == 3
+    found = [one.address(device, 0) for device in devices]
+    assert found == [space.pointer for space in spaces] and len(spaces) == 3
 
 
 def mesh_of(sizes: tuple[int, ...], seed: int = 0) -> Mesh:
@@ -189,7 +192,8 @@ def test_addresses_begin_with_ones_own(sizes: tuple[int, ...], check_vma: bool) 
         )
         compiled = overlap_jit(sharded, peer_kernels=True)
         words = np.asarray(compiled()).reshape(*sizes, 2 * size + 1)
-        spaces = symmetric_workspace._allocated[tuple(mesh.devices.flat), sizes, axis]
+        allocated: Any = symmetric_workspace._allocated[tuple(mesh.devices.flat), sizes, axis]
+        spaces = allocated.arrays
         for place in np.ndindex(sizes):
             along = np.roll(np.moveaxis(mesh.devices, axis, -1), -place[axis], axis=-1)
             around = along[(*place[:axis], *place[axis + 1 :])]

@@ -25,11 +25,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import _compat
 from train import presets
+from train.batches import BATCH_SPEC
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.memory import Memory, abstract_batch, memory_of
 from train.mesh import AXES
 from train.state import ModelFunctions, make_optimizer, state_on_mesh
-from train.step import BATCH_SPEC, make_step
+from train.step import make_step
 
 #: What XLA has to know of a device to compile for it, in the names of its `GpuTargetConfigProto`.
 H200: dict[str, Any] = {

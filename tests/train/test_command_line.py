@@ -97,7 +97,7 @@ def test_print_config_is_the_whole_configuration(capsys):
     assert values["preset"] == "llama3-8b"
     assert values["model"]["features"] == 4096
     assert values["model"]["num_layers"] == 1
-    assert values["mesh"] == {"data": 2, "fsdp": 0, "tensor": 2}
+    assert values["mesh"] == {"data": 2, "fsdp": 0, "tensor": 2, "context": 1}
 
 
 def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
@@ -126,6 +126,7 @@ def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
 
 def test_dry_run_says_how_to_make_a_model_fit(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 1 --batch-size 128"
+    arguments += " --loss-chunk 0"  # In chunks, it fits as it is.
     output = printed(
         capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
     )
@@ -219,6 +220,16 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--mesh.data 1 --mesh.fsdp 3 --batch-size 3 --zero 1 --model.features 100"
          " --model.hidden-features 100 --model.num-heads 4 --model.num-key-value-heads 4",
          "mesh.fsdp=3: divides no matrix of the model; choose a divisor of model.features=100"),
+        ("--mesh.context -1", "mesh.context=-1: expected a number of devices"),
+        ("--mesh.context 4 --mesh.data 1 --sequence-length 20",
+         "sequence_length=20 is not divisible by 8: with mesh.context=4 × mesh.tensor=2"),
+        ("--mesh.context 2 --mesh.data 1 --overlap rewrite", "overlap='rewrite': with mesh.con"),
+        ("--context-attention ring", "context_attention='ring': expected 'auto' with mesh.context"),
+        ("--context-attention cudnn", "context_attention='cudnn': expected auto, or names among"),
+        ("--mesh.context 2 --mesh.data 1 --zero 3 --weight-gather matmuls",
+         "weight_gather='matmuls': with mesh.context=2, weights are sharded over two axes"),
+        ("--mesh.context 8", "mesh.data=2 × mesh.fsdp=1 × mesh.context=8 × mesh.tensor=2 needs 32"),
+        ("--loss-chunk 1", "loss_chunk=1: expected at least mesh.tensor=2, a token for each"),
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap
 from tests.rewrite.programs import sites
 from train import explicit_step, presets
+from train.batches import BATCH_SPEC
 from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
-from train.step import BATCH_SPEC, Batch, make_step, sharded_step
+from train.step import Batch, make_step, sharded_step
 
 _SHORT = presets.debug()
 SHORT = dataclasses.replace(

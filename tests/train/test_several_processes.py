@@ -40,6 +40,8 @@ def assert_same_curve(actual: Path, expected: Path) -> None:
     [
         ("--mesh.data 2", ""),
         ("--mesh.fsdp 2 --zero 3 --scan-layers 1 --model.num-layers 3", "--scan-layers 0"),
+        # Both processes read the same sequences, and each has its part of them.
+        ("--mesh.context 2 --mesh.data 1 --zero 3 --separate-documents", ""),
     ],
 )
 def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys, settings, resumed):

@@ -12,19 +12,19 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 
 from collective_matmul import overlap, record_decisions
 from collective_matmul.schedule.schedules import make_schedule
 from tests.rewrite.programs import counts
 from train import explicit_step, presets
 from train import step as steps
+from train.batches import global_arrays
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.config_checks import check
 from train.data import open_dataset
 from train.mesh import make_abstract_mesh, make_mesh
 from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
-from train.step import BATCH_SPEC, make_step, sharded_step
+from train.step import make_step, sharded_step
 
 SHORT = dataclasses.replace(
     presets.debug(), batch_size=8, sequence_length=64, compute_dtype="float32"
@@ -59,7 +59,8 @@ class Trainer:
         self.batches = self._dataset.iterator()
 
     def batch(self):
-        return jax.device_put(next(self.batches), NamedSharding(self.mesh, BATCH_SPEC))
+        batch = next(self.batches)
+        return global_arrays(batch, self.mesh, len(batch["inputs"]))
 
     def run(self, steps: int) -> dict[str, np.ndarray]:
         """Loss and gradient norm of each step."""

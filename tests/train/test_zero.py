@@ -52,7 +52,7 @@ TINY = dataclasses.replace(
 )  # fmt: skip
 def test_the_dimension_that_fsdp_shards(shape, spec, expected):
     sizes = MeshSizes(1, 8, 2)._asdict()
-    assert sharded_spec(shape, spec, "fsdp", sizes) == expected
+    assert sharded_spec(shape, spec, ("fsdp",), sizes) == expected
 
 
 def test_every_matrix_of_a_published_model_is_sharded():
@@ -104,11 +104,16 @@ def test_matmuls_gather_columns_where_all_are_divisible(heads, expected):
         (MeshConfig(fsdp=2, tensor=2), 2, 8, (2, 2, 2)),
         (MeshConfig(fsdp=2), 2, 8, (1, 2, 4)),
         (MeshConfig(fsdp=4, tensor=2), 0, 8, (1, 4, 2)),
+        # Parts of sequences are asked for.
+        (MeshConfig(context=2), 0, 8, (1, 1, 4, 2)),
+        (MeshConfig(context=4, tensor=1), 0, 8, (2, 1, 1, 4)),
+        (MeshConfig(context=2, tensor=2), 3, 8, (1, 2, 2, 2)),
+        (MeshConfig(context=0, tensor=2), 0, 8, (4, 1, 2)),
     ],
 )
 def test_sizes_that_are_left_open_take_what_fits(mesh, zero, devices, expected):
     assert mesh_sizes(dataclasses.replace(presets.debug(), mesh=mesh, zero=zero), devices) == (
-        expected
+        MeshSizes(*expected)
     )
 
 

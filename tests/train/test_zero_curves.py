@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 
 from tests.covering import cover
 from tests.train.test_step import SHORT, Trainer
+from train.batches import BATCH_SPEC
 from train.checkpoint import Checkpoints
 from train.config import ONE_DEVICE, MeshSizes
 from train.state import state_on_mesh
-from train.step import BATCH_SPEC
 
 #: tests/train/test_step.py has meshes without an fsdp axis.
 MESHES = [(1, 8, 1), (2, 2, 2), (1, 4, 2)]

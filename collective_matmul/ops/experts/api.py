@@ -6,7 +6,9 @@ device work on the tokens of one, those of the next travel, and results go home.
 
 Bytes that each of D devices sends, for T tokens of h features of b bytes: (D - 1) T h b for the
 tokens and as many for the results, whatever k is; 1.5 times that in the backward pass. The numbers
-and weights of experts are 8 (D - 1) T k bytes, or twice that for tokens of float64.
+and weights of experts are 8 (D - 1) T k bytes, or twice that for tokens of float64. With `fp8`,
+tokens travel in 8 bits with their scales; in a backward pass tokens and gradients of results do if
+weight gradients can be computed from them, and else they travel as arrays.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from collective_matmul.ops.experts.gradients import (
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.work import ExpertWeights
 from collective_matmul.ops.matmul.api import CHECKPOINT_NAME
+from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.source_location import calling_location
 
 
@@ -45,6 +48,7 @@ def expert_mlp(
     hidden_axis_name: str | None = None,
     activation: str = "silu",
     recompute_hidden: bool = False,
+    fp8: RecipeName | None = None,
     weight_axis_name: str | None = None,
     weight_dimension: int = 1,
     implementation: str | Sequence[str] | None = None,
@@ -76,6 +80,9 @@ def expert_mlp(
       activation: σ: "silu", "gelu" (by tanh) or "relu".
       recompute_hidden: whether the backward pass computes ``x w_gate`` and ``x w_up`` again. Else
         they are kept, with the checkpoint name `HIDDEN_CHECKPOINT_NAME`: 2 D T k f numbers.
+      fp8: None, or the recipe by which operands are quantized, or the name of a registered format.
+        Each token and each expert's matrix has scales of its own; x is not float64. Weights are
+        quantized after they are gathered.
       weight_axis_name: a further mesh axis that shards the weights, as in fully sharded data
         parallelism: the op takes shards of any dtype, and gathers them in x's. None: they are
         whole.
@@ -110,6 +117,7 @@ def expert_mlp(
         experts=local * devices_of(names),
         activation=checks.activation(activation),
         recompute_hidden=checks.recompute_hidden(recompute_hidden),
+        format=checks.fp8(fp8, x),
         weight_axis_name=weight_axis,
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
@@ -119,9 +127,8 @@ def expert_mlp(
     )
     if not x.size:
         return jnp.zeros_like(x)
-    ids = _within(expert_ids, call.experts)
     axes = used if weight_axis is None else (*used, weight_axis)
-    weights = expert_weights.astype(accumulator(x.dtype))
+    weights, ids = expert_weights.astype(accumulator(x.dtype)), _within(expert_ids, call.experts)
     x, weights, ws, ids = pvary_all(axes, (x, weights, ws, ids))
     return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from collective_matmul.operands.format import Format, format_named
 from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
+from collective_matmul.ops.matmul import checks as matmul_checks
 
 #: Dtypes of tokens and weights. float64 needs 64-bit types, which JAX_ENABLE_X64 enables.
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
@@ -90,6 +92,19 @@ def activation(value: str) -> str:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation={value!r}: expected one of {names}")
     return value
+
+
+def fp8(value: str | None, x: jax.Array) -> Format:
+    """The format of a name, for tokens x.
+
+    Raises:
+      ValueError: for the name of no format.
+      TypeError: for tokens of float64.
+    """
+    name = matmul_checks.fp8(value)
+    if name is not None:
+        matmul_checks.quantizable("x", x, name)
+    return format_named(name)
 
 
 def recompute_hidden(value: bool) -> bool:

@@ -169,7 +169,8 @@ def _dispatched(request: ExpertRequest, slots: Slots | None, values: Any) -> Any
 
         def joined(*blocks: jax.Array) -> jax.Array:
             rows = lax.concatenate(blocks, 0)
-            return jnp.pad(rows, [(0, devices * tokens - rows.shape[0]), (0, 0)])
+            added = [(0, devices * tokens - rows.shape[0])] + [(0, 0)] * (rows.ndim - 1)
+            return jnp.pad(rows, added)
 
         return jax.tree.map(joined, *arrived)
 

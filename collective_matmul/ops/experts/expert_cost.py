@@ -1,10 +1,15 @@
-"""Predicted seconds of expert ops."""
+"""Predicted seconds of expert ops.
+
+Grouped matmuls multiply arrays of the program's dtype, also operands in 8 bits. These send fewer
+bytes, and are converted, which costs the same whatever sends them.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from collective_matmul.hardware import assumed_rates
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.experts.request import ExpertRequest
 
 #: The share of a matmul's rate that grouped matmuls reach.
@@ -25,7 +30,22 @@ def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
     matrices = request.products * request.local_experts * request.width * request.hidden * itemsize
     rows = request.products * request.pairs * (request.width + request.hidden) * itemsize
     moved = (visits * matrices + rows) / gpu.operand_bytes
-    return visits * request.products * gpu.kernel_seconds + max(flops, moved)
+    launches = visits * request.products * gpu.kernel_seconds
+    return launches + max(flops, moved) + _conversion_seconds(request)
+
+
+def _conversion_seconds(request: ExpertRequest) -> float:
+    """Seconds of the passes that convert operands to a format, and back for the products."""
+    if request.format == PLAIN:
+        return 0.0
+    forward, gpu = request.direction == "forward", assumed_rates()
+    matrix = request.local_experts * request.width * request.hidden
+    matrices = matrix * (3 if forward or request.keeps_hidden else 5)
+    tokens = request.axis_size * request.tokens * request.width * (1 if forward else 2)
+    rows = request.pairs * request.hidden * (1 if forward else 2)
+    # A number is read in the program's dtype and written in 8 bits, and the other way round.
+    bytes_of_number = 2 * (np.dtype(request.dtype).itemsize + 1)
+    return (matrices + tokens + rows) * bytes_of_number / gpu.pass_bytes
 
 
 def ring_seconds(request: ExpertRequest) -> float:
@@ -36,7 +56,7 @@ def ring_seconds(request: ExpertRequest) -> float:
     routing = gpu.copy_seconds * (devices - 1)
     last = gpu.copy_seconds
     if request.direction == "forward":
-        last += request.bytes_of_tokens / gpu.link_bytes / LAST_PIECES
+        last += request.bytes_of_results / gpu.link_bytes / LAST_PIECES
     return routing + work + (devices - 1) * max(work, copies) + last
 
 
@@ -53,6 +73,7 @@ def exchange_seconds(request: ExpertRequest, capacity: int) -> float:
     launches += _SLOT_KERNELS * gpu.kernel_seconds if forward else 0
     # Blocks are written and read, and what arrives is written to arrays for all tokens.
     rows = 2 * others * share + request.axis_size
-    passes = (2 if forward else 3) * rows * request.bytes_of_tokens / gpu.pass_bytes
+    blocks = (1 if forward else 2) * request.bytes_of_tokens + request.bytes_of_results
+    passes = rows * blocks / gpu.pass_bytes
     copies = request.bytes_communicated * share / gpu.link_bytes
     return compute_seconds(request) + launches + passes + copies

@@ -3,7 +3,8 @@
 Both passes visit the tokens of all devices in the same order. Backward, tokens travel again, and
 the gradients of results beside them, so nothing that was gathered is kept. Kept are this device's
 tokens, its weights, what routers decided, what the backend made of it, and the products of gate and
-up, unless they are to be computed again.
+up, unless they are to be computed again. With a format that packs gradients, the tokens are kept in
+it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ from collective_matmul._compat import axis_index
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.grouped import separate_rows
+from collective_matmul.operands.multiply import contracted, multiplied
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
-from collective_matmul.ops.experts.work import ExpertWeights, ExpertWork, GradientRows, Hidden
+from collective_matmul.ops.experts.work import (
+    ExpertWeights,
+    ExpertWork,
+    GradientRows,
+    Hidden,
+    PassWeights,
+)
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.source_location import SourceLocation
 
@@ -52,6 +62,7 @@ class ExpertCall:
       implementation: names of the requested backends, best first, or None.
       grouped_implementation: likewise, of grouped matmuls.
       divergent_axes, source, remarks: see `ExpertRequest`.
+      format: how operands are stored while they travel and are multiplied.
     """
 
     axis_names: tuple[str, ...]
@@ -66,6 +77,7 @@ class ExpertCall:
     divergent_axes: tuple[str, ...]
     source: SourceLocation | None = field(default=None, compare=False)
     remarks: tuple[str, ...] = ()
+    format: Format = PLAIN
 
     def choose(
         self, x: jax.Array, choices: int, ws: ExpertWeights, direction: Direction
@@ -87,6 +99,7 @@ class ExpertCall:
             expert_devices=devices,
             expert_axes=self.axis_names,
             keeps_hidden=not self.recompute_hidden,
+            format=self.format,
             direction=direction,
             divergent_axes=self.divergent_axes,
             source=self.source,
@@ -138,7 +151,8 @@ def backward_pass(call: ExpertCall, kept: Any, dy: jax.Array) -> Any:
 
     Args:
       call: the static parameters.
-      kept: x, the weights, plans of all visits, and the products of gate and up in each, or none.
+      kept: x, in rows of the format if it packs gradients; the weights; plans of all visits; what
+        the backend made of the routings; and the products of gate and up in each visit, or none.
       dy: [T, h], the gradient of the result.
 
     Returns:
@@ -189,12 +203,13 @@ def _forward(
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
     routings, of_backend = backend.routings(request, Routing(ids, weights))
     plans = plans_of(routings, first, request.local_experts)
+    (rows,) = separate_rows(call.format, [x])
     # Tokens leave after the routings, which everything waits for.
-    x, plans = lax.optimization_barrier((x, plans))
+    rows, plans = lax.optimization_barrier((rows, plans))
     work, pieces = call.work(request, plans), backend.pieces(request)
     hidden: list[Hidden] = []
 
-    def visit(number: int, tokens: Any, ws: ExpertWeights) -> Any:
+    def visit(number: int, tokens: Any, ws: PassWeights) -> Any:
         plan, parts = plans[number], pieces[number]
         products = work.hidden(tokens, plan, ws)
         if not call.recompute_hidden:
@@ -202,7 +217,7 @@ def _forward(
             hidden.append(products)
         width = x.shape[1] // parts
 
-        def piece(i: int, activated: jax.Array) -> jax.Array:
+        def piece(i: int, activated: Any) -> jax.Array:
             columns = None if parts == 1 else (i * width, (i + 1) * width)
             return work.down(activated, plan, ws.down, columns)
 
@@ -211,22 +226,23 @@ def _forward(
 
     y, _ = backend.round_trip(
         request,
-        x,
+        multiplied(rows),
         of_backend,
         visit,
         lambda number, rest, ws, carry: carry,
-        call.whole(backend, ws, x.dtype),
+        work.weights(call.whole(backend, ws, x.dtype)),
         (),
     )
-    return y, (x, ws, plans, of_backend, hidden)
+    return y, (contracted(rows), ws, plans, of_backend, hidden)
 
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     x, ws, plans, of_backend, hidden = residuals
     dy, ws = _once_differentiable(dy, ws)
+    (rows,) = separate_rows(call.format, [dy], of_gradient=True)
     # Without the barrier, XLA would keep what the forward gathered.
-    x, dy, stored = lax.optimization_barrier((x, dy, ws))
-    backend, request = call.choose(x, plans[0].places.shape[1], ws, "backward")
+    x, sent, stored = lax.optimization_barrier((x, contracted(rows), ws))
+    backend, request = call.choose(dy, plans[0].places.shape[1], ws, "backward")
     work = call.work(request, plans)
 
     def visit(number: int, tokens: Any, operands: Any) -> Any:
@@ -249,9 +265,9 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
             return waiting, gradients
         return [], work.weight_gradients(waiting, gradients)
 
-    operands = call.whole(backend, stored, x.dtype), hidden
+    operands = work.weights(call.whole(backend, stored, dy.dtype)), hidden
     (dx, dweights), (_, gradients) = backend.round_trip(
-        request, (x, dy), of_backend, visit, finish, operands, ([], None)
+        request, (x, sent), of_backend, visit, finish, operands, ([], None)
     )
     gradients = call.shards(backend, gradients, ws)
     gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))

@@ -26,6 +26,7 @@ from collective_matmul._compat import axis_index
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Backend, Direction, Prediction
 from collective_matmul.dispatch.registry import Op, register_op
 from collective_matmul.dispatch.repetitions import AXIS, Repetitions
+from collective_matmul.operands.grouped import separate_rows
 from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.backends import BACKENDS
@@ -43,7 +44,7 @@ class ExpertOperands(NamedTuple):
     """Arguments of a program.
 
     Attributes:
-      x: [T, h].
+      x: [T, h]; of a backward pass, in the format of the request if it packs gradients.
       dy: [T, h], or None for a forward pass.
       ids: int32 [T, k]; before `prepare`, a random number for each token, [T, 1].
       router: float32 [T, k], the weights of each token's experts.
@@ -119,9 +120,12 @@ class ExpertRepetitions(Repetitions):
         )
 
     def prepare_shards(self, operands: ExpertOperands) -> ExpertOperands:
-        """Balanced ids from random numbers."""
-        ids = balanced_ids(operands.ids[:, 0], self.request.choices, self.request.experts)
-        return operands._replace(ids=ids)
+        """Balanced ids from random numbers; and x as the forward pass keeps it for the backward."""
+        request, x = self.request, operands.x
+        ids = balanced_ids(operands.ids[:, 0], request.choices, request.experts)
+        if request.direction == "backward" and request.format.packs_gradients:
+            (x,) = separate_rows(request.format, [x])
+        return operands._replace(x=x, ids=ids)
 
     def program(self, backend: str | Backend) -> Callable[[ExpertOperands], Any]:
         """Executes all repetitions. A backward pass has its plans made before, once."""
@@ -174,6 +178,7 @@ class ExpertRepetitions(Repetitions):
             implementation=None,
             grouped_implementation=None,
             divergent_axes=(),
+            format=self.request.format,
             backend=backend,
             request=self._request_here,
         )

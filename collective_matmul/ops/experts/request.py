@@ -9,10 +9,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
+from collective_matmul.dispatch.contract import (
+    Direction,
+    Request,
+    Transport,
+    UnregisteredError,
+    size_above_zero,
+)
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.source_location import SourceLocation
 
 #: The backends of expert ops; `collective_matmul.ops.experts.backends` fills it.
@@ -23,7 +30,7 @@ OP = "expert_mlp"
 
 
 @dataclass(frozen=True)
-class ExpertRequest(Request):
+class ExpertRequest(HasFormat, Request):
     """One pass of an expert op.
 
     Attributes:
@@ -32,12 +39,13 @@ class ExpertRequest(Request):
       hidden: f, the hidden features of an expert that this device has.
       experts: E, of all devices together.
       choices: k, the experts of a token.
-      dtype: of tokens, weights and results.
+      dtype: of tokens and weights, before they are quantized, and of results.
       axis_name: the mesh axes whose devices exchange tokens, in the order of the mesh.
       axis_size: D, the number of these devices.
       expert_devices: the number of devices that experts are divided over; it divides D. If it is
         smaller, the hidden features are divided over the others.
       keeps_hidden: whether the products of gate and up are kept for the backward pass.
+      format: how operands are stored while they travel and are multiplied.
       expert_axes: those of the axes that experts are divided over, in the order of the experts.
       op: name of the op.
       transport: who moves its bytes.
@@ -59,6 +67,7 @@ class ExpertRequest(Request):
     axis_size: int
     expert_devices: int
     keeps_hidden: bool = True
+    format: Format = PLAIN
     expert_axes: tuple[str, ...] = field(default=(), compare=False)
     op: str = OP
     direction: Direction = "forward"
@@ -98,8 +107,28 @@ class ExpertRequest(Request):
 
     @property
     def bytes_of_tokens(self) -> int:
-        """Bytes of this device's tokens."""
+        """Bytes of this device's tokens as they travel, or of gradients of their results."""
+        stored = self.format if self._sends_rows else PLAIN
+        return self.tokens * stored.row_bytes(self.width, np.dtype(self.dtype).itemsize)
+
+    @property
+    def bytes_of_results(self) -> int:
+        """Bytes of what a device returns for another one's tokens, which are arrays."""
         return self.tokens * self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def _sends_rows(self) -> bool:
+        """Whether rows travel in the format. Else arrays do, which weight gradients need."""
+        return self.direction == "forward" or self.format.packs_gradients
+
+    @property
+    def communicated_dtypes(self) -> tuple[str, ...]:
+        """What travels of tokens, of gradients of results and of results, in words."""
+        stored = self.format if self._sends_rows else PLAIN
+        rows = [stored.wire_dtype(self.dtype, backward=False)]
+        if self.direction == "backward":
+            rows.append(stored.wire_dtype(self.dtype, backward=True))
+        return tuple(dict.fromkeys((*rows, np.dtype(self.dtype).name)))
 
     @property
     def bytes_of_routing(self) -> int:
@@ -114,9 +143,9 @@ class ExpertRequest(Request):
         gradients of the result and, home, gradients of tokens and of the routing's weights.
         """
         if self.direction == "forward":
-            each = 2 * self.bytes_of_tokens + self.bytes_of_routing
+            each = self.bytes_of_tokens + self.bytes_of_routing + self.bytes_of_results
         else:
-            each = 3 * self.bytes_of_tokens + self.bytes_of_routing // 2
+            each = 2 * self.bytes_of_tokens + self.bytes_of_routing // 2 + self.bytes_of_results
         return (self.axis_size - 1) * each
 
     @property
@@ -151,6 +180,7 @@ class ExpertRequest(Request):
             "choices": self.choices,
             "direction": self.direction,
             "keeps_hidden": self.keeps_hidden,
+            **self.format.fields,
         }
 
     @classmethod
@@ -158,18 +188,24 @@ class ExpertRequest(Request):
         """The flat request that `fields` describes.
 
         Raises:
+          UnregisteredError: if it has a format that this program has not registered.
           ValueError, LookupError, TypeError: for other values.
         """
         if fields["op"] != OP or fields["direction"] not in ("forward", "backward"):
             raise ValueError(f"op {fields['op']!r}, direction {fields['direction']!r}")
         names = ("tokens", "width", "hidden", "experts", "choices", "expert_devices")
         sizes: dict[str, Any] = {name: size_above_zero(fields[name]) for name in names}
+        try:
+            stored = format_of_fields(fields)
+        except LookupError as error:
+            raise UnregisteredError(str(error)) from error
         return cls(
             axis_name=(),
             axis_size=size_above_zero(fields["devices"]),
             dtype=np.dtype(fields["dtype"]),
             direction=cast(Direction, fields["direction"]),
             keeps_hidden=bool(fields["keeps_hidden"]),
+            format=stored,
             **sizes,
         )
 
@@ -177,7 +213,8 @@ class ExpertRequest(Request):
     def kind(self) -> tuple:
         """All but the sizes."""
         dtype = np.dtype(self.dtype).name
-        return self.axis_size, self.expert_devices, dtype, self.direction, self.keeps_hidden
+        devices = self.axis_size, self.expert_devices
+        return *devices, dtype, self.direction, self.keeps_hidden, self.format
 
     @property
     def layer(self) -> tuple:
@@ -192,7 +229,7 @@ class ExpertRequest(Request):
     @property
     def order(self) -> tuple:
         """The sort key of entries in a file."""
-        return (*map(str, self.kind), *self.layer, self.tokens)
+        return (*map(str, self.kind[:-1]), self.format.text, *self.layer, self.tokens)
 
     def doublings(self, other: ExpertRequest) -> float:
         """The distance of two requests: the sum of those of their sizes."""
@@ -206,7 +243,13 @@ class ExpertRequest(Request):
         return (
             f"{np.dtype(self.dtype).name} [{self.tokens}, {self.width}] to {self.choices} of"
             f" {self.experts} experts of [{self.width}, {self.hidden}] over {axes}={self.axis_size}"
+            f"{self.format.text}"
         )
+
+    def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
+        """What travels of operands in a format. Grouped matmuls say what is multiplied."""
+        del multiplied
+        return "" if self.format == PLAIN else f"travels {' and '.join(self.communicated_dtypes)}"
 
     def __str__(self) -> str:
         passed = "" if self.direction == "forward" else " (backward)"

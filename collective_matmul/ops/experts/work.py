@@ -14,6 +14,19 @@ of gradients for each pair, p the pairs' weights as a column, and σ the activat
     dw_gate = Xᵀ DG, dw_up = Xᵀ DU, dw_down = (p A)ᵀ DY, over the rows of each expert
 
 so the gradient of the router's weights needs no product of its own. X and DY are read by index.
+
+With operands in a format, written in brackets, the products are those of rounded numbers. Each
+token, each pair's row and each expert's matrix is converted by itself, so nothing depends on which
+rows a visit has. What is added before it is scaled is converted together, in double brackets::
+
+    G = [X] [w_gate], U = [X] [w_up], y of p [A] [w_down]
+    DA = [DY] [w_downᵀ]
+    dx of [[DG]] [[w_gateᵀ]] + [[DU]] [[w_upᵀ]]
+    dw_gate = X'ᵀ DG, dw_up = X'ᵀ DU, dw_down = (p A)ᵀ DY'
+
+X' and DY' are what travels in the backward pass: [X] and [DY] if the format packs gradients. Else
+they are the arrays, and [DY] is made where they arrive, as is [X] for hidden products that are
+computed again. A, DG and DU are made and used on one device, so weight gradients have their arrays.
 """
 
 from __future__ import annotations
@@ -26,6 +39,9 @@ import jax.numpy as jnp
 
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.operands.format import PLAIN
+from collective_matmul.operands.grouped import matrix_stacks, separate_rows
+from collective_matmul.operands.multiply import multiplied
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
@@ -54,6 +70,21 @@ class ExpertWeights(NamedTuple):
     down: Any
 
 
+class PassWeights(NamedTuple):
+    """The weights of one pass, as the chosen backends multiply them.
+
+    Attributes:
+      into: gate and up, for the hidden products; None if the pass does not compute them, or if
+        `back` serves for both, as arrays do.
+      down: of a forward pass; its transpose in a backward pass.
+      back: the transposes of gate and up, which a backward pass has. Arrays are not transposed.
+    """
+
+    into: Any
+    down: Any
+    back: Any = None
+
+
 class Hidden(NamedTuple):
     """The products of gate and up, [M, f] each."""
 
@@ -65,15 +96,15 @@ class GradientRows(NamedTuple):
     """What the gradients of weights are computed from, for one visit.
 
     Attributes:
-      x: tokens [T, h].
-      dy: gradients of results [T, h].
+      x: tokens [T, h], as they arrived.
+      dy: gradients of results [T, h], as they arrived.
       dhidden: DG and DU.
       weighted: p A.
       plan: the order of the pairs.
     """
 
-    x: jax.Array
-    dy: jax.Array
+    x: Any
+    dy: Any
     dhidden: Hidden
     weighted: jax.Array
     plan: Plan
@@ -82,6 +113,10 @@ class GradientRows(NamedTuple):
 class _Product(NamedTuple):
     request: GroupedRequest
     backend: GroupedBackend
+
+    def operands(self, stored: Sequence[Any]) -> list[Any]:
+        """Rows or stacks of matrices, as the backend takes them."""
+        return [self.backend.operand(self.request, each) for each in stored]
 
 
 class ExpertWork:
@@ -114,8 +149,8 @@ class ExpertWork:
         if request.direction == "forward":
             self._down = self._chosen(f, h)
         else:
-            self._hidden_gradient = self._chosen(h, f, transposed=True)
-            self._input_gradient = self._chosen(f, h, transposed=True, pairs=2)
+            self._hidden_gradient = self._chosen(h, f, of_gradient=True)
+            self._input_gradient = self._chosen(f, h, of_gradient=True, pairs=2)
             self._weight_gradient = self._chosen(h, f, op="grouped_weight_gradient")
             self._down_gradient = self._chosen(f, h, op="grouped_weight_gradient")
 
@@ -125,13 +160,18 @@ class ExpertWork:
         columns: int,
         *,
         op: GroupedOp = "grouped_matmul",
-        transposed: bool = False,
+        of_gradient: bool = False,
         pairs: int = 1,
     ) -> _Product:
-        request = self._request
+        request, stored = self._request, self._request.format
+        if op == "grouped_weight_gradient" and not stored.packs_gradients:
+            stored = PLAIN
         grouped = GroupedRequest(
             op=op,
-            transposed=transposed,
+            # Rows that are gradients are multiplied by transposes, which formats make.
+            transposed=of_gradient and stored == PLAIN,
+            of_gradient=of_gradient and stored != PLAIN,
+            format=stored,
             pairs=pairs,
             all_rows=self._rows,
             used_rows=max(1, self._rows // request.expert_devices),
@@ -145,25 +185,48 @@ class ExpertWork:
         )
         return _Product(grouped, cast(GroupedBackend, choose(grouped, self._requested)))
 
-    def hidden(self, x: jax.Array, plan: Plan, ws: ExpertWeights) -> Hidden:
-        """The products of gate and up."""
+    def weights(self, ws: ExpertWeights) -> PassWeights:
+        """The weights of the pass. Call this once, before the visits."""
+        stored, into = self._request.format, None
+        if self._up is not None and (self.direction == "forward" or stored != PLAIN):
+            stacks = (matrix_stacks(stored, [w]) for w in (ws.gate, ws.up))
+            into = self._up.operands([stack for (stack,) in stacks])
+        if self.direction == "forward":
+            assert self._down is not None
+            (down,) = self._down.operands(matrix_stacks(stored, [ws.down]))
+            return PassWeights(into, down)
+        back = matrix_stacks(stored, [ws.gate, ws.up], transposed=True)
+        (down,) = self._hidden_gradient.operands(matrix_stacks(stored, [ws.down], transposed=True))
+        return PassWeights(into, down, self._input_gradient.operands(back))
+
+    def _in_format(
+        self, product: _Product, xs: Sequence[Any], *, of_gradient: bool = False
+    ) -> list[Any]:
+        """Operands of one sum of products, from arrays or from rows in the format."""
+        rows = separate_rows(self._request.format, xs, of_gradient=of_gradient)
+        return product.operands([*map(multiplied, rows)])
+
+    def hidden(self, x: Any, plan: Plan, ws: PassWeights) -> Hidden:
+        """The products of gate and up with tokens, which may be in the format already."""
         assert self._up is not None
         request, backend = self._up
-        products = backend.matmuls(request, x, (ws.gate, ws.up), plan.sizes, plan.tokens)
+        (rows,) = self._in_format(self._up, [x])
+        products = backend.matmuls(request, rows, ws.into or ws.back, plan.sizes, plan.tokens)
         return Hidden(*products)
 
-    def activated(self, hidden: Hidden, plan: Plan) -> jax.Array:
-        """σ(G) U."""
+    def activated(self, hidden: Hidden, plan: Plan) -> Any:
+        """σ(G) U, as `down` takes it."""
         assert self._up is not None
+        assert self._down is not None
 
         def fun(gate: jax.Array, up: jax.Array) -> tuple:
             return (self.activation(gate) * up,), None
 
-        (activated,) = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
-        return activated
+        activated = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
+        return self._in_format(self._down, activated)[0]
 
     def down(
-        self, activated: jax.Array, plan: Plan, w: jax.Array, columns: tuple[int, int] | None = None
+        self, activated: Any, plan: Plan, w: Any, columns: tuple[int, int] | None = None
     ) -> jax.Array:
         """[T, columns]: each token's weighted sum over its experts here."""
         assert self._down is not None
@@ -172,11 +235,12 @@ class ExpertWork:
         return plan.combined(rows, plan.weights, self.dtype)
 
     def hidden_gradients(
-        self, dy: jax.Array, hidden: Hidden, plan: Plan, ws: ExpertWeights
+        self, dy: Any, hidden: Hidden, plan: Plan, ws: PassWeights
     ) -> tuple[Hidden, jax.Array, jax.Array]:
         """DG and DU; p A, for the gradient of down; and the gradient of the weights, [T, k]."""
         request, backend = self._hidden_gradient
-        gradient = backend.matmul(request, [(dy, ws.down)], plan.sizes, plan.tokens)
+        (rows,) = self._in_format(self._hidden_gradient, [dy], of_gradient=True)
+        gradient = backend.matmul(request, [(rows, ws.down)], plan.sizes, plan.tokens)
 
         def fun(gradient: jax.Array, gate: jax.Array, up: jax.Array, weight: jax.Array) -> tuple:
             product = lambda gate, up: self.activation(gate) * up  # noqa: E731
@@ -188,10 +252,11 @@ class ExpertWork:
         )
         return Hidden(dgate, dup), weighted, plan.of_tokens(dweights)
 
-    def input_gradient(self, dhidden: Hidden, plan: Plan, ws: ExpertWeights) -> jax.Array:
+    def input_gradient(self, dhidden: Hidden, plan: Plan, ws: PassWeights) -> jax.Array:
         """Dx [T, h], this device's term."""
         request, backend = self._input_gradient
-        pairs = [(dhidden.gate, ws.gate), (dhidden.up, ws.up)]
+        rows = self._in_format(self._input_gradient, dhidden, of_gradient=True)
+        pairs = [*zip(rows, ws.back, strict=True)]
         return plan.combined(backend.matmul(request, pairs, plan.sizes), None, self.dtype)
 
     def weight_gradients(
@@ -200,7 +265,11 @@ class ExpertWork:
         """The gradients of weights of some visits, added to those of others before."""
         before = added_to or ExpertWeights(None, None, None)
         request, backend = self._weight_gradient
-        of_x = [backend.contracted_rows(request, v.x, v.plan.tokens, v.plan.count) for v in visits]
+        xs = self._weight_gradient.operands([v.x for v in visits])
+        of_x = [
+            backend.contracted_rows(request, x, v.plan.tokens, v.plan.count)
+            for x, v in zip(xs, visits, strict=True)
+        ]
 
         def of_inputs(name: str) -> jax.Array:
             parts = [
@@ -215,7 +284,11 @@ class ExpertWork:
         request, backend = self._down_gradient
         # Copies cost as much as those for gate and up, which are two: the same sizes decide.
         of_up = self._weight_gradient.request
-        of_dy = [backend.contracted_rows(of_up, v.dy, v.plan.tokens, v.plan.count) for v in visits]
+        dys = self._down_gradient.operands([v.dy for v in visits])
+        of_dy = [
+            backend.contracted_rows(of_up, dy, v.plan.tokens, v.plan.count)
+            for dy, v in zip(dys, visits, strict=True)
+        ]
         parts = [
             OuterPart(v.weighted, dy, v.plan.sizes, right_index=index)
             for v, (dy, index) in zip(visits, of_dy, strict=True)

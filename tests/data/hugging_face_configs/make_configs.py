@@ -316,6 +316,28 @@ CASES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
     "qwen2.5-yarn": QWEN2 | {"rope_scaling": YARN},
+    "qwen2.5-yarn-version-5": version_5(
+        QWEN2 | {"rope_scaling": without(YARN, "type") | {"rope_type": "yarn"}}
+    ),
+    "qwen3-yarn": QWEN3
+    | {
+        "max_position_embeddings": 131072,
+        "rope_scaling": YARN | {"attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2},
+    },
+    "qwen3-yarn-few-keys": QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+    "llama-yarn-untruncated": LLAMA
+    | {"rope_scaling": YARN | {"truncate": False, "original_max_position_embeddings": 1024}},
+    "llama-yarn-mscale": LLAMA
+    | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 1.5, "rope_type": "yarn"}},
+    "llama-yarn-no-factor": LLAMA
+    | {"rope_scaling": YARN | {"factor": None, "original_max_position_embeddings": 512}},
+    "llama-yarn-short-context": LLAMA
+    | {"rope_scaling": YARN | {"original_max_position_embeddings": 4, "factor": 1000}},
+    "mistral-yarn": MISTRAL
+    | {
+        "rope_scaling": YARN | {"original_max_position_embeddings": 8192, "factor": 16.0},
+        "rope_theta": 10000.0,
+    },
     "qwen2.5-dual-chunk": QWEN2
     | {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
     "qwen2-few-keys": without(QWEN2, "num_key_value_heads", "use_sliding_window", "sliding_window")

@@ -22,7 +22,7 @@ from models.generation.generator import make_mesh
 from models.hugging_face import ModelFolder, load
 from models.hugging_face.files import read_json
 from models.hugging_face.tensor_names import tensors
-from models.rotary import frequencies
+from models.rotary import attention_factor, frequencies
 from tests.models import reference
 from tests.models.hugging_face.tiny_folders import FOLDERS
 
@@ -41,7 +41,6 @@ UNSUPPORTED = {
     "mixtral-jitter": "router_jitter_noise=0.01 is not supported; expected 0.0",
     "qwen3-moe-dense-layers": r"mlp_only_layers=\[0, 47\]: some layers have experts and others",
     "qwen3-moe-every-second": "decoder_sparse_step=2 and .*: some layers have experts and others",
-    "qwen2.5-yarn": "rope_scaling of type 'yarn' is not supported",
     "qwen2.5-dual-chunk": "dual_chunk_attention_config=.* is not known",
     "qwen2-window": "layers differ in layer_types or by max_window_layers",
     "qwen3-mixed-layers": "layers differ in layer_types or by max_window_layers",
@@ -70,7 +69,7 @@ def test_a_config_is_read_as_the_library_reads_it_or_refused(name):
     computed = frequencies(config)
     step = max(1, len(computed) // 8)
     np.testing.assert_allclose(computed[::step], answer["frequencies"], rtol=1e-6)
-    assert answer["scaling"] == 1
+    np.testing.assert_allclose(attention_factor(config), answer["scaling"], rtol=1e-12)
     assert answer["activation"] in ("SiLUActivation", "SiLU")
     assert [config.sliding_window] == answer["windows"]
     assert config.num_heads == answer["num_heads"]

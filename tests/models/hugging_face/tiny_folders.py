@@ -202,6 +202,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
     "rope_type": "llama3",
 }
+YARN = {"factor": 16.0, "original_max_position_embeddings": 32, "rope_type": "yarn"}
 #: What writes each folder.
 FOLDERS: dict[str, Callable[[Path], Any]] = {
     "whole": write_folder,
@@ -235,6 +236,11 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "original context left out": _changed(
         lambda tensors: None,
         rope_scaling={n: v for n, v in LLAMA3.items() if not n.startswith("orig")},
+    ),
+    "yarn": _changed(lambda tensors: None, rope_scaling=YARN),
+    "yarn with its own attention factor": _changed(
+        lambda tensors: None,
+        rope_scaling=YARN | {"attention_factor": 2.0, "beta_fast": 4.0, "truncate": False},
     ),
     "window left out": _changed(
         lambda tensors: None, model_type="mistral", architectures=["MistralForCausalLM"]

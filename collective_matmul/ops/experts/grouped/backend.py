@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.operands.grouped import GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
@@ -18,12 +20,35 @@ class GroupedBackend(Backend, Protocol):
 
     Rows are sorted by group. Groups have `sizes` rows each, and further rows belong to none:
     results for these may have any value.
+
+    Operands of the methods are what `operand` returns of rows and matrices in a format: arrays,
+    unless a backend multiplies the format itself.
     """
+
+    def operand(self, request: GroupedRequest, stored: GroupedOperand) -> GroupedOperand:
+        """Rows [M, K], or a stack of matrices [G, K, N], as the other methods take them.
+
+        It is called once for a pass or a visit, before the products.
+
+        Args:
+          request: the product.
+          stored: an array, or the operand in the format of the request: see
+            `collective_matmul.operands.grouped`.
+
+        Returns:
+          The numbers that it stands for, in the dtype of the request. A backend that multiplies 8
+          bits overrides this.
+        """
+        return as_array(stored, request.dtype)
+
+    def multiplied_dtypes(self, request: GroupedRequest) -> tuple[str, str] | None:
+        """The dtypes of what `operand` returns."""
+        return np.dtype(request.dtype).name, np.dtype(request.dtype).name
 
     def matmul(
         self,
         request: GroupedRequest,
-        pairs: Sequence[tuple[jax.Array, jax.Array]],
+        pairs: Sequence[tuple[GroupedOperand, GroupedOperand]],
         sizes: jax.Array,
         index: jax.Array | None = None,
         columns: tuple[int, int] | None = None,
@@ -46,8 +71,8 @@ class GroupedBackend(Backend, Protocol):
     def matmuls(
         self,
         request: GroupedRequest,
-        x: jax.Array,
-        ws: Sequence[jax.Array],
+        x: GroupedOperand,
+        ws: Sequence[GroupedOperand],
         sizes: jax.Array,
         index: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:

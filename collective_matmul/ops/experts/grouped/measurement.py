@@ -3,6 +3,8 @@
 Groups have equally many rows, up to one, as those of a balanced router. Rows are read by a random
 index, as they are of tokens, unless several products are added: such rows are sorted already.
 
+Operands in a format are converted before. What a backend makes of them is measured with it.
+
 Shapes: x [M, K], y [M, N], w [G, K, N], or [G, N, K] if the request is transposed.
 """
 
@@ -18,6 +20,8 @@ import numpy as np
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.registry import Op, register_op
 from collective_matmul.dispatch.repetitions import Repetitions
+from collective_matmul.operands.grouped import matrix_stacks, separate_rows
+from collective_matmul.operands.multiply import multiplied
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
@@ -64,8 +68,17 @@ class GroupedRepetitions(Repetitions):
         )
 
     def prepare_shards(self, operands: GroupedOperands) -> GroupedOperands:
-        """A random order from random numbers."""
-        return operands._replace(order=jnp.argsort(operands.order).astype(jnp.int32))
+        """A random order from random numbers, and operands in the format of the request.
+
+        Of a weight gradient, these are the rows of x: those of y are computed where they are used.
+        """
+        request = self.request
+        xs = separate_rows(request.format, operands.xs, of_gradient=request.of_gradient)
+        weights = operands.weights
+        if request.op == "grouped_matmul":
+            weights = [matrix_stacks(request.format, ws) for ws in weights]
+        order = jnp.argsort(operands.order).astype(jnp.int32)
+        return GroupedOperands([*map(multiplied, xs)], order, weights)
 
     def execute(
         self, backend: Backend, operands: GroupedOperands, weights: Sequence[Any]
@@ -73,13 +86,14 @@ class GroupedRepetitions(Repetitions):
         """The product."""
         request, found = self.request, cast(GroupedBackend, backend)
         sizes = balanced_sizes(request)
+        xs = [found.operand(request, x) for x in operands.xs]
         if request.op == "grouped_weight_gradient":
             used = jnp.int32(request.used_rows)
-            rows, order = found.contracted_rows(request, operands.xs[0], operands.order, used)
+            rows, order = found.contracted_rows(request, xs[0], operands.order, used)
             part = OuterPart(rows, weights[0], sizes, left_index=order)
             return found.weight_gradient(request, [part]), ()
         index = operands.order if request.pairs == 1 else None
-        pairs = list(zip(operands.xs, weights, strict=True))
+        pairs = list(zip(xs, [found.operand(request, w) for w in weights], strict=True))
         return found.matmul(request, pairs, sizes, index), ()
 
 

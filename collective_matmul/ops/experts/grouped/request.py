@@ -9,8 +9,16 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
+from collective_matmul.dispatch.contract import (
+    Backend,
+    Direction,
+    Request,
+    Transport,
+    UnregisteredError,
+    size_above_zero,
+)
 from collective_matmul.dispatch.registry import Registry
+from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.source_location import SourceLocation
 
 GroupedOp = Literal["grouped_matmul", "grouped_weight_gradient"]
@@ -20,7 +28,7 @@ GROUPED_BACKENDS = Registry(argument="grouped_implementation")
 
 
 @dataclass(frozen=True)
-class GroupedRequest(Request):
+class GroupedRequest(HasFormat, Request):
     """Rows in groups, each with a matrix of its own; everything is on one device.
 
     Attributes:
@@ -32,9 +40,12 @@ class GroupedRequest(Request):
       contracted: K.
       columns: N.
       groups: G.
-      dtype: of the operands and of the result.
+      dtype: of the operands, before they are quantized, and of the result.
       pairs: the number of products that are added.
       transposed: whether matrices are stored as [G, N, K].
+      format: how operands are stored: the rows and the matrices of a grouped matmul; or, of a
+        weight gradient, those of its rows that another device may have sent.
+      of_gradient: whether the rows of a grouped matmul are gradients of results, to the format.
       axis_name: none.
       axis_size: 1.
       transport: nothing is communicated.
@@ -53,6 +64,8 @@ class GroupedRequest(Request):
     dtype: np.dtype
     pairs: int = 1
     transposed: bool = False
+    format: Format = PLAIN
+    of_gradient: bool = False
     axis_name: str = ""
     axis_size: int = 1
     transport: Transport = field(default="peer_copies", compare=False)
@@ -106,32 +119,42 @@ class GroupedRequest(Request):
             fields["pairs"] = self.pairs
         if self.transposed:
             fields["transposed"] = True
-        return fields
+        if self.of_gradient:
+            fields["of_gradient"] = True
+        return fields | self.format.fields
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> GroupedRequest:
         """The flat request that `fields` describes.
 
         Raises:
+          UnregisteredError: if it has a format that this program has not registered.
           ValueError, LookupError, TypeError: for other values.
         """
         if fields["op"] not in get_args(GroupedOp):
             raise ValueError(f"the op {fields['op']!r}")
         names = ("used_rows", "contracted", "columns", "groups")
         sizes: dict[str, Any] = {name: size_above_zero(fields[name]) for name in names}
+        try:
+            stored = format_of_fields(fields)
+        except LookupError as error:
+            raise UnregisteredError(str(error)) from error
         return cls(
             op=fields["op"],
             all_rows=size_above_zero(fields["rows"]),
             dtype=np.dtype(fields["dtype"]),
             pairs=size_above_zero(fields.get("pairs", 1)),
             transposed=bool(fields.get("transposed", False)),
+            format=stored,
+            of_gradient=bool(fields.get("of_gradient", False)),
             **sizes,
         )
 
     @property
     def kind(self) -> tuple:
         """All but the sizes."""
-        return self.op, np.dtype(self.dtype).name, self.pairs, self.transposed
+        dtype = np.dtype(self.dtype).name
+        return self.op, dtype, self.pairs, self.transposed, self.of_gradient, self.format
 
     @property
     def rows(self) -> int:
@@ -146,7 +169,8 @@ class GroupedRequest(Request):
     @property
     def order(self) -> tuple:
         """The sort key of entries in a file."""
-        return (*map(str, self.kind), *self.layer, self.all_rows, self.used_rows)
+        kind = *map(str, self.kind[:-1]), self.format.text
+        return (*kind, *self.layer, self.all_rows, self.used_rows)
 
     def doublings(self, other: GroupedRequest) -> float:
         """The distance of two requests: the sum of those of their sizes."""
@@ -167,7 +191,18 @@ class GroupedRequest(Request):
         else:
             sizes = f"{rows}{self.contracted}] @ [{self.groups}, {self.contracted}, {self.columns}]"
             sizes = f"{self.pairs} × {sizes}" if self.pairs > 1 else sizes
-        return f"{sizes} in {self.groups} groups"
+        return f"{sizes} in {self.groups} groups{self.format.text}"
+
+    def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
+        """The dtypes in which a backend multiplies operands in a format."""
+        return None if self.format == PLAIN else backend.multiplied_dtypes(self)
+
+    def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
+        """What is multiplied, as in "multiplies bfloat16", of operands in a format."""
+        if self.format == PLAIN:
+            return ""
+        name = np.dtype(self.dtype).name
+        return f"multiplies {' × '.join(dict.fromkeys(multiplied or (name, name)))}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shapes}"

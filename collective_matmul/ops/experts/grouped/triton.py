@@ -22,7 +22,7 @@ from collective_matmul.ops.experts.grouped.triton_kernels import (
     grouped_outer,
     map_rows,
 )
-from collective_matmul.ops.experts.grouped.xla import kernel_seconds
+from collective_matmul.ops.experts.grouped.xla import conversion_seconds, kernel_seconds
 
 #: The share of a matmul's rate that the kernels reach with at least 256 rows in each group, on one
 #: H100: 540 TFLOP/s for gate and up, 480 for down, 550 for dx, 460 for weight gradients.
@@ -155,7 +155,8 @@ class TritonGrouped(GroupedBackend):
             return None
         share = _GRADIENT_SHARE if request.op == "grouped_weight_gradient" else _SHARE
         width = jnp.dtype(request.dtype).itemsize / 2
-        return Prediction(kernel_seconds(request, share) * width, _ERROR, gpu.basis)
+        seconds = kernel_seconds(request, share) * width + conversion_seconds(request)
+        return Prediction(seconds, _ERROR, gpu.basis)
 
     def configurations(self, request: GroupedRequest) -> Sequence[Blocks]:
         """Sizes of blocks, the likeliest to be fastest first."""

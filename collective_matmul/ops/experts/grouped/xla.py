@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import assumed_rates, rates
 from collective_matmul.operands.arithmetic import accumulator, add
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
@@ -90,12 +92,23 @@ class XlaGrouped(GroupedBackend):
         gpu = rates()
         if gpu is None:
             return None
-        seconds = request.flops / gpu.sustained_flops * _SLOWDOWN
+        seconds = request.flops / gpu.sustained_flops * _SLOWDOWN + conversion_seconds(request)
         return Prediction(gpu.kernel_seconds + seconds, 0.0, gpu.basis)
 
 
 def _rows(x: jax.Array, index: jax.Array | None) -> jax.Array:
     return x if index is None else jnp.take(x, index, axis=0, mode="clip")
+
+
+def conversion_seconds(request: GroupedRequest) -> float:
+    """Predicted seconds of the passes in which operands in a format become arrays."""
+    if request.format == PLAIN:
+        return 0.0
+    numbers = request.all_rows * request.contracted
+    if request.op == "grouped_matmul":
+        numbers += request.groups * request.contracted * request.columns
+    itemsize = np.dtype(request.dtype).itemsize
+    return request.pairs * numbers * (1 + itemsize) / assumed_rates().pass_bytes
 
 
 def kernel_seconds(request: GroupedRequest, share: float) -> float:

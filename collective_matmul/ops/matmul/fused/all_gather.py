@@ -59,7 +59,7 @@ def all_gather_matmul(
       x: this device's shard, [..., m, ..., K]; bfloat16, float16, or packed rows.
       ws: each [K, N_q], or [N_q, K] if `transpose_w`, of the same dtype. With packed rows, scaled
         matrices.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       dimension: the gathered dimension of x, m.
       transpose_w: whether the ws are contracted along their last dimension.
       keep_gathered: whether to return the gathered x.
@@ -205,7 +205,8 @@ def _shared_launch(
 
         outs = [*(empty(n, dtype) for n in matmul.n), empty(config.problem.columns, shard.dtype)]
         operands = shard, list(ws), list(scales), outs
-        return _traced_apart(call, workspace_pointers(axis_name), *operands)
+        pointers = workspace_pointers(axis_name, of_arrays=True)
+        return _traced_apart(call, pointers, *operands)
 
     return jax.jit(launch)
 

@@ -14,6 +14,7 @@ from jax import lax
 from collective_matmul import data
 from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import HOPPER, rates
+from collective_matmul.mosaic_gpu import requirements
 from collective_matmul.operands.chunked import Gathered
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.operands.multiply import is_array, multiplied
@@ -117,7 +118,7 @@ class Fused(MatmulBackend):
             reduce_scatter.reduce_scatter_unsupported_reason,
             reduce_scatter.all_reduce_unsupported_reason,
         )
-        return reason or no_peer_access_reason()
+        return reason or no_peer_access_reason() or requirements.peer_arrays_reason()
 
     def predict(self, site: Site) -> Prediction | None:
         """The prediction of the kernel's configuration, and what stacks add to it."""

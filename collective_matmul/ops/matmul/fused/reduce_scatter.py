@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
       xs: each [..., M, ..., K_p]; all bfloat16 or all float16, or packed rows.
       ws: each [K_p, N], or [N, K_p] if `transpose_w`, of the same dtype. With packed rows,
         scaled matrices.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       dimension: the scattered dimension of the xs, M, a multiple of D.
       transpose_w: whether the ws are contracted along their last dimension.
       race_delays: makes consumers wait for random times, up to 16 µs, before they send, so that
@@ -119,7 +119,7 @@ def matmul_all_reduce(
     Args:
       x: [..., K]; bfloat16, float16, or packed rows.
       w: [K, N], of the same dtype; with packed rows, a scaled matrix.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       race_delays: as for `matmul_reduce_scatter`.
       config: one of `candidate_all_reduce_configs`; None chooses the best known.
 
@@ -331,7 +331,7 @@ def _shared_launch(
             body = functools.partial(ScaledGemmReduceScatter, first_scale=first_scale)
         gemm = body(config, race_delays, xs, ws, dtype)
         kernel = gemm.kernel([y, partials], f"matmul_{problem.kind}", target.multiprocessors)
-        y = kernel(workspace_pointers(axis_name), *scales, *xs, *ws)[0]
+        y = kernel(workspace_pointers(axis_name, of_arrays=True), *scales, *xs, *ws)[0]
         return in_rows(y, config.tiling.swizzle) if problem.kind == "two_shot" else y
 
     return jax.jit(launch)

@@ -13,6 +13,7 @@ from jax import lax
 
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER, rates
+from collective_matmul.mosaic_gpu import requirements
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.matmul.matmul_cost import multiplication_seconds
 from collective_matmul.ops.matmul.one_shot import exchange_kernel
@@ -65,7 +66,8 @@ class OneShot(SequentialBackend):
         reasons = (
             exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site)
         )
-        return next(filter(None, reasons), None) or no_peer_access_reason()
+        reason = next(filter(None, reasons), None) or no_peer_access_reason()
+        return reason or requirements.workspaces_reason()
 
     def predict(self, site: Site) -> Prediction | None:
         """XLA's matmuls, and the exchanges, which start and end faster than collectives."""

@@ -67,7 +67,7 @@ def all_gather(
 
     Args:
       x: this device's shard, [...], bfloat16 or float16, of at most `MOST_BYTES`.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       replicated: whether the result is typed as replicated over the axis.
       race_delays: whether blocks wait for random times before they signal, so that races show. For
         tests.
@@ -90,7 +90,7 @@ def reduce_scatter(x: jax.Array, axis_name: str, *, race_delays: bool = False) -
 
     Args:
       x: this device's terms, [D, ...], bfloat16 or float16; x[0] is of at most `MOST_BYTES`.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       race_delays: as for `all_gather`.
 
     Returns:
@@ -112,7 +112,7 @@ def all_reduce(x: jax.Array, axis_name: str, *, race_delays: bool = False) -> ja
 
     Args:
       x: this device's term, [...], bfloat16 or float16, of at most `MOST_BYTES`.
-      axis_name: a mesh axis of D devices, all driven by this process.
+      axis_name: a mesh axis of D devices of one node.
       race_delays: as for `all_gather`.
 
     Returns:

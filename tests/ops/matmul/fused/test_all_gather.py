@@ -20,6 +20,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.mosaic_gpu import shared_memory
 from collective_matmul.mosaic_gpu.tiling import Tiling
 from collective_matmul.ops.matmul.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.ops.matmul.fused.all_gather import (
@@ -112,6 +113,27 @@ def test_every_call_lowers_to_one_ordinary_kernel(call: Call, make_mesh: MeshFac
     text = call.lowered(make_mesh)
     assert_an_ordinary_kernel(text)
     assert "stablehlo.all_gather" not in text
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_for_hopper")
+def test_devices_of_several_processes_publish_other_addresses(
+    make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: dict[int, int] = {}
+
+    def translation(device: Any) -> int:
+        return added.setdefault(device.id, (0x2000 - device.id << 32) - (1 << 48) + device.id)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        shared_memory, "pool_translation", lambda device: translation(device) % (1 << 64)
+    )
+    # Nothing else has this shape: one process traces equal launches once.
+    text = Call(mesh=((AXIS, 2),), contracted=320).lowered(make_mesh)
+    assert_an_ordinary_kernel(text)
+    words = np.array(list(added.values())).view(np.int32)
+    assert f"dense<[[{words[0]}, {words[1]}], [{words[2]}, {words[3]}]]>" in text
 
 
 @needs_kernels

@@ -1,0 +1,68 @@
+"""Operands of grouped matmuls in a format: rows that are converted one by one, and stacks.
+
+In a grouped matmul, each group of rows has a matrix of its own, and which rows are a group is known
+when the program runs. So a row must not depend on others, nor a matrix: to the format each of them
+is an array by itself. A row is then the same wherever it is converted, before it travels or after,
+and whichever rows are beside it.
+
+Legend: M rows, K contracted, G groups, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from collective_matmul.operands.format import PLAIN, Format
+from collective_matmul.operands.multiply import is_array
+
+#: An array, or rows or a stack of matrices in a format.
+GroupedOperand = Any
+
+
+def separate_rows(
+    stored: Format, xs: Sequence[Any], *, of_gradient: bool = False
+) -> tuple[Any, ...]:
+    """Rows [M, K_i] in a format, each converted by itself; as `Format.rows`.
+
+    Args:
+      stored: the format.
+      xs: arrays [M, K_i], operands of one sum of products. Rows in the format stay what they are.
+      of_gradient: whether they are gradients of results.
+    """
+    if stored == PLAIN or not all(map(is_array, xs)):
+        return tuple(xs)
+    return jax.vmap(lambda *rows: tuple(stored.rows(rows, of_gradient=of_gradient)))(*xs)
+
+
+def matrix_stacks(
+    stored: Format, ws: Sequence[jax.Array], *, transposed: bool = False
+) -> tuple[Any, ...]:
+    """Weights [G, K_i, N] in a format, each matrix converted by itself; as `Format.matrices`.
+
+    Args:
+      stored: the format.
+      ws: arrays, operands of one sum of products.
+      transposed: whether the results are [G, N, K_i]. Plain arrays stay as they are.
+    """
+    if stored == PLAIN:
+        return tuple(ws)
+    return jax.vmap(lambda *each: tuple(stored.matrices(each, transposed=transposed)))(*ws)
+
+
+def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:
+    """The numbers [M, K] or [G, K, N] that rows or a stack stand for, rounded to `dtype`.
+
+    A number that only rounding makes infinite becomes the largest finite one.
+    """
+    if is_array(operand):
+        return operand
+    # XLA drops a rounding to 8 bits whose result is widened in the same program.
+    operand = lax.optimization_barrier(operand)
+    wide = jax.vmap(lambda each: each.dequantized())(operand)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(wide), jnp.clip(wide, -largest, largest), wide).astype(dtype)
