@@ -180,7 +180,8 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
-        options = of_layer("layers.feed_forward", layer_options)
+        name = "experts" if self.has_experts else "layers.feed_forward"
+        options = of_layer(name, layer_options)
         if self.has_experts:
             placement = experts or ExpertPlacement(layer_options["axis_name"])
             self.experts = make_experts(config, placement, **options)

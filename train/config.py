@@ -161,7 +161,7 @@ class Config:
     """Recipe by which operands of the matmuls are quantized to 8 bits; default: they are not."""
     fp8_layers: str = ",".join(DEFAULT_FP8_LAYERS)
     """Layers with --fp8, as patterns separated by commas of layers.attention.projection,
-    layers.attention.output, layers.feed_forward, which experts are too, and head."""
+    layers.attention.output, layers.feed_forward, experts and head."""
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
     weights where they are used too. Weights are gathered in --compute-dtype."""
