@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul._compat import vary_over, varying_axes
 
 
 @dataclass(frozen=True)
@@ -41,3 +49,35 @@ class Lora:
     def scale(self) -> float:
         """The factor of the adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapter:
+    """The parameters of an adapter in one call of its layer.
+
+    Attributes:
+      a: [K, r], or this device's rows of it.
+      b: [r, *N], or this device's columns of it.
+      key: the random key of its dropout; None for none.
+      lora: its configuration.
+    """
+
+    a: Any
+    b: Any
+    key: Any
+    lora: Lora = field(metadata={"static": True})
+
+    def specs(self, a: tuple[Any, ...], b: tuple[Any, ...]) -> Adapter:
+        """The specs of the parameters."""
+        return Adapter(P(*a), P(*b), None if self.key is None else P(), self.lora)
+
+    def columns(self, x: jax.Array, axis_name: str) -> jax.Array:
+        """``scale * dropout(x) @ A``: [..., K] -> [..., r]; of this device's tokens or features."""
+        if self.key is not None:
+            key = jax.random.fold_in(self.key, lax.axis_index(axis_name))
+            kept = jax.random.bernoulli(key, 1 - self.lora.dropout, x.shape)
+            x = jnp.where(kept, x / (1 - self.lora.dropout), jnp.zeros_like(x))
+        # Typed first, so that a sum of its gradient over devices is in the parameter's dtype.
+        a = vary_over(self.a, varying_axes(x))
+        return jnp.tensordot(x, a.astype(x.dtype), 1) * jnp.asarray(self.lora.scale, x.dtype)
