@@ -13,6 +13,7 @@ the layer, and part of neither parameter.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,10 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank): Kalajdzievski, "A Rank Stabilization Scaling Factor for
     Fine-Tuning with LoRA", 2023."""
 
+    train: str = ""
+    """Parameters that are trained whole beside the adapters, as patterns separated by commas of
+    their paths without the number of the layer, such as layers.*norm.scale or head.kernel."""
+
     def __post_init__(self) -> None:
         if self.rank is not None:
             self.adapter  # noqa: B018 - it checks the values
@@ -99,6 +104,74 @@ class LoraConfig:
         return self.adapter if self.rank is not None and path in self.layers else None
 
 
+@dataclass(frozen=True)
+class Training:
+    """Which parameters of a model are trained, and which layers have adapters.
+
+    Attributes:
+      lora: the adapters.
+      freeze: parameters that are not trained, as patterns like those of `LoraConfig.train`. With
+        adapters, all others are frozen anyway.
+    """
+
+    lora: LoraConfig = LoraConfig()
+    freeze: str = ""
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameter may be frozen."""
+        return self.lora.rank is not None or bool(self.freeze)
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is trained, by its dotted path."""
+        if self.lora.rank is None:
+            return not _matches(name, self.freeze)
+        return is_adapter(name) or _matches(name, self.lora.train)
+
+    def options_of(self, layer: str) -> dict[str, Any]:
+        """The options of a linear layer or a block of them, such as "layers.attention.projection":
+        the adapters, and whether kernels are frozen."""
+        if not self.freezes:
+            return {}
+        inside = layer.removeprefix("layers.")
+        names = {path.removeprefix(f"{inside}.") for path in TARGETS if path.startswith(inside)}
+        if names == {inside} or not names:
+            frozen = not self.trains(f"{layer}.{KERNEL}")
+            return {"lora": self.lora.of(inside), "frozen": frozen}
+        frozen = not any(self.trains(f"{layer}.{name}.{KERNEL}") for name in names)
+        lora = {name: self.lora.of(f"{inside}.{name}") for name in names}
+        if not frozen and any(lora.values()):
+            raise ValueError(
+                f"lora.train={self.lora.train!r}: {layer} has adapters too, and one gather for all"
+                " its layers; train all of its kernels, or none"
+            )
+        return {"lora": lora, "frozen": frozen}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises ValueError for a pattern that no parameter matches."""
+        known = {_unnumbered(name) for name in names}
+        for field, patterns in (("lora.train", self.lora.train), ("freeze", self.freeze)):
+            for pattern in _patterns(patterns):
+                if not fnmatch.filter(known, pattern):
+                    raise ValueError(
+                        f"{field}={pattern!r}: matches no parameter; expected patterns of names"
+                        f" such as {', '.join(sorted(known)[:4])}"
+                    )
+
+
+def _patterns(text: str) -> list[str]:
+    return [pattern for pattern in map(str.strip, text.split(",")) if pattern]
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(_unnumbered(name), each) for each in _patterns(patterns))
+
+
+def _unnumbered(name: str) -> str:
+    """The path without the number of the layer, as it is where layers are stacked."""
+    return re.sub(r"^layers\.\d+\.", "layers.", name)
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by its dotted path, belongs to an adapter."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
@@ -120,4 +193,5 @@ def adapter_json(config: LoraConfig | None) -> dict[str, Any] | None:
         "dropout": config.dropout,
         "targets": config.targets,
         "rslora": config.rslora,
+        "train": config.train,
     }

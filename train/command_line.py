@@ -33,6 +33,7 @@ from train.processes import connected, describe_processes, is_first, is_told_els
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
 from train.shutdown import Interrupted, Shutdown
+from train.state import describe_trained
 from train.zero import describe_zero
 
 
@@ -123,6 +124,7 @@ def announce(setup: Setup, console: Console) -> None:
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
         *describe_held_out(setup),
+        *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
     ):

@@ -9,6 +9,7 @@ from typing import get_args
 
 import collective_matmul
 import collective_matmul.layers
+from models.adapters import Training
 from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
@@ -46,6 +47,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     if config.overlap == "rewrite-jit":
         _check_rewrite_jit(config)
     _check_fp8(config)
+    _check_frozen(config)
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
@@ -142,6 +144,33 @@ def _check_fp8(config: Config) -> None:
             " rewritten, and would not be those of this recipe; choose rowwise or blockwise, or"
             " --overlap rewrite-jit or auto"
         )
+
+
+def _check_frozen(config: Config) -> None:
+    """Raises ValueError for what a run that trains only some parameters cannot do."""
+    training = Training(config.lora, config.freeze)
+    if not training.freezes:
+        return
+    which = f"lora.rank={config.lora.rank}" if config.lora.rank else f"freeze={config.freeze!r}"
+    for refused, what, advice in (
+        (config.lora.rank and config.freeze, f"freeze={config.freeze!r}",
+         "adapters freeze all but themselves and --lora.train; leave out --freeze"),
+        (config.zero, f"zero={config.zero}",
+         "what is trained is small, and frozen weights are divided over tensor alone; leave out"
+         " --zero"),
+        (config.overlap.startswith("rewrite"), f"overlap={config.overlap!r}",
+         "the plain layers have no adapters and no frozen kernels; choose auto"),
+        (config.model.num_experts, f"model.num_experts={config.model.num_experts}",
+         "models with experts are trained whole"),
+        (config.lora.rank and config.lora.dropout, f"lora.dropout={config.lora.dropout}",
+         "the trainer draws no random numbers in a step; leave it out"),
+        (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
+         "adapters are updated by adamw"),
+        (config.eval_only, "eval_only",
+         "it evaluates whole models; give the run that trains --eval-data"),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(f"{what}: not with {which}: {advice}")
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

@@ -64,9 +64,9 @@ class Evaluator:
         self._local_rows = local_rows(self._batch_sharding, self._size)
         params = {
             name: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.specs[name])
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.all_specs[name])
             )
-            for name, leaf in model.abstract_params.items()
+            for name, leaf in model.all_params.items()
         }
         total_loss = overlap_jit(_sharded_total_loss(config, model, mesh), peer_kernels=False)
         self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
@@ -133,7 +133,7 @@ def _sharded_total_loss(
     sharded = jax.shard_map(
         total_loss,
         mesh=mesh,
-        in_specs=(model.specs, BATCH_SPEC, _WEIGHT_SPEC),
+        in_specs=(model.all_specs, BATCH_SPEC, _WEIGHT_SPEC),
         out_specs=P(),
         check_vma=True,
     )

@@ -19,7 +19,6 @@ from collective_matmul.layers.linear import (
 from collective_matmul.layers.lora import Lora
 from collective_matmul.layers.sharding_context import known_axis_size
 
-
 #: An adapter for all layers of a block, or by the name of a layer.
 Adapters = Lora | Mapping[str, Lora | None] | None
 
