@@ -16,7 +16,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from collective_matmul.layers import Lora
 
@@ -67,6 +67,9 @@ class LoraConfig:
     train: str = ""
     """Parameters that are trained whole beside the adapters, as patterns separated by commas of
     their paths without the number of the layer, such as layers.*norm.scale or head.kernel."""
+
+    base_format: Literal["rowwise", "blockwise"] | None = None
+    """Format in 8 bits of frozen kernels between embedding and head; default: --compute-dtype."""
 
     def __post_init__(self) -> None:
         if self.rank is not None:
@@ -194,4 +197,5 @@ def adapter_json(config: LoraConfig | None) -> dict[str, Any] | None:
         "targets": config.targets,
         "rslora": config.rslora,
         "train": config.train,
+        "base_format": config.base_format,
     }

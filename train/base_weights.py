@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.checksums import checksums, json_checksum
+from train import frozen_format
 from train.initial_weights import InitialWeights
 from train.state import FROZEN, ModelFunctions, Params, TrainState
 
@@ -16,25 +17,33 @@ from train.state import FROZEN, ModelFunctions, Params, TrainState
 _KEY = "base"
 
 
-def load_base(
-    saved: InitialWeights, model: ModelFunctions, mesh: Mesh, names: set[str] | None = None
-) -> Params:
+def load_base(saved: InitialWeights, model: ModelFunctions, mesh: Mesh) -> Params:
     """The parameters that begin as those of saved weights: all but adapters.
 
     Args:
       saved: the weights.
       model: the model.
       mesh: its mesh.
-      names: those to keep; None: all of them.
     """
+    specs = model.base_specs
     abstract = {
         name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.all_specs[name])
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, specs[name])
         )
         for name, leaf in model.base_params.items()
     }
-    restored = saved.restore_params(abstract)
-    return {name: leaf for name, leaf in restored.items() if names is None or name in names}
+    # Each is converted before the next is read, where the source has them one by one.
+    parts = [{name: leaf} for name, leaf in abstract.items()]
+    loaded: Params = {}
+    for part in parts if saved.reads_parts else [abstract]:
+        for name, array in saved.restore_params(part).items():
+            if name in model.kernels_in_8_bits:
+                made, spec = model.frozen_params[name], model.frozen_specs[name]
+                array = model.in_8_bits(name, array, frozen_format.on_mesh(made, spec, mesh))
+            elif name in model.frozen_params:
+                array = array.astype(model.frozen_params[name].dtype)
+            loaded[name] = array
+    return loaded
 
 
 def base_identity(state: TrainState) -> dict[str, Any]:
@@ -43,7 +52,8 @@ def base_identity(state: TrainState) -> dict[str, Any]:
     if FROZEN not in state:
         return {}
     # Stacked layers have other names and the same numbers; a run keeps its layout.
-    return {_KEY: json_checksum(checksums(state[FROZEN]))}
+    leaves = jax.tree_util.tree_leaves_with_path(state[FROZEN])
+    return {_KEY: json_checksum(checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves}))}
 
 
 def check_base(saved: Mapping[str, Any], state: TrainState, source: str | None) -> None:

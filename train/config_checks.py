@@ -47,7 +47,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     if config.overlap == "rewrite-jit":
         _check_rewrite_jit(config)
     _check_fp8(config)
-    _check_frozen(config)
+    _check_frozen(config, sizes)
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
@@ -146,9 +146,38 @@ def _check_fp8(config: Config) -> None:
         )
 
 
-def _check_frozen(config: Config) -> None:
+def _check_blocks(config: Config, sizes: MeshSizes) -> None:
+    """Raises ValueError unless blocks of 128 numbers divide the kernels of a device."""
+    model = config.model
+    for name, size in (
+        ("features", model.features * sizes.tensor),
+        ("hidden_features", model.hidden_features),
+        ("num_heads", model.num_heads * model.head_dim),
+        ("num_key_value_heads", model.num_key_value_heads * model.head_dim),
+    ):
+        if size % (128 * sizes.tensor):
+            raise ValueError(
+                f"lora.base_format='blockwise': model.{name} is not a multiple of 128 numbers on"
+                f" each of mesh.tensor={sizes.tensor} devices; choose rowwise"
+            )
+
+
+def _check_frozen(config: Config, sizes: MeshSizes) -> None:
     """Raises ValueError for what a run that trains only some parameters cannot do."""
-    training = Training(config.lora, config.freeze)
+    training, base = Training(config.lora, config.freeze), config.lora.base_format
+    if base is not None and (config.lora.rank is None or config.fp8 not in (None, base)):
+        raise ValueError(
+            f"lora.base_format={base!r}: expected lora.rank too, and fp8 None or the same; kernels"
+            " that are trained are not stored in 8 bits; add --lora.rank, or leave this out"
+        )
+    if base is not None and config.model.key_value_copies(sizes.tensor) > 1:
+        raise ValueError(
+            f"lora.base_format={base!r}: mesh.tensor={sizes.tensor} is more than"
+            f" model.num_key_value_heads={config.model.num_key_value_heads}, whose kernels then are"
+            " whole on every device and not in 8 bits; make --mesh.tensor smaller"
+        )
+    if base == "blockwise":
+        _check_blocks(config, sizes)
     if not training.freezes:
         return
     which = f"lora.rank={config.lora.rank}" if config.lora.rank else f"freeze={config.freeze!r}"

@@ -62,12 +62,13 @@ class Evaluator:
         self.sequences = evaluated_sequences(config, text)
         self._batch_sharding = NamedSharding(mesh, BATCH_SPEC)
         self._local_rows = local_rows(self._batch_sharding, self._size)
-        params = {
-            name: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.all_specs[name])
-            )
-            for name, leaf in model.all_params.items()
-        }
+        params = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            model.all_params,
+            model.all_specs,
+        )
         total_loss = overlap_jit(_sharded_total_loss(config, model, mesh), peer_kernels=False)
         self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
 

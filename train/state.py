@@ -32,6 +32,7 @@ from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
+from train import frozen_format
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
 from train.muon import muon
@@ -101,7 +102,7 @@ class ModelFunctions:
         self._config, self._sizes = config, sizes
         training = Training(config.lora, config.freeze)
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
-        self.fp8 = None if config.overlap == "rewrite" else config.fp8
+        self.fp8 = None if config.overlap == "rewrite" else config.lora.base_format or config.fp8
         self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
@@ -145,11 +146,27 @@ class ModelFunctions:
             for name, leaf in self.abstract_params.items()
             if name in frozen
         }
-        self.frozen_specs = {name: self.specs[name] for name in self.frozen_params}
+        self.frozen_specs: dict[str, Any] = {name: self.specs[name] for name in self.frozen_params}
+        self.kernels_in_8_bits: dict[str, int] = {}
+        if self._config.lora.base_format is not None:
+            self._store_in_8_bits(self._config.lora.base_format)
         self.abstract_params = {
             n: leaf for n, leaf in self.abstract_params.items() if n not in frozen
         }
         self.specs = {name: self.specs[name] for name in self.abstract_params}
+
+    def _store_in_8_bits(self, fp8: str) -> None:
+        """Makes frozen kernels that layers multiply in 8 bits matrices: `train.frozen_format`."""
+        model = nnx.eval_shape(lambda: self._build(self._config))
+        for name, inputs in frozen_format.input_dimensions(model).items():
+            if name not in self.frozen_params:
+                continue
+            leaf, stacked = self.frozen_params[name], self._stacked(name)
+            made = frozen_format.abstract(leaf, inputs, fp8, self.compute_dtype, stacked)
+            spec = self.frozen_specs[name]
+            self.kernels_in_8_bits[name] = inputs
+            self.frozen_params[name] = made
+            self.frozen_specs[name] = frozen_format.specs(made, spec, inputs, stacked)
 
     @property
     def all_params(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -166,9 +183,16 @@ class ModelFunctions:
         """Those of all parameters but adapters, float32, as checkpoints have them."""
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-            for name, leaf in self.all_params.items()
+            for name, (_, leaf) in self._variables.items()
             if not is_adapter(name)
         }
+
+    @property
+    def base_specs(self) -> dict[str, P]:
+        """`PartitionSpec` of the same."""
+        flat = nnx.from_flat_state([*self._variables.values()])
+        every = nnx.to_flat_state(nnx.get_partition_spec(flat))
+        return {_name(path): spec.get_value() for path, spec in every}
 
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
@@ -213,7 +237,7 @@ class ModelFunctions:
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
-        return sum(math.prod(leaf.shape) for leaf in self.all_params.values())
+        return sum(math.prod(leaf.shape) for _, leaf in self._variables.values())
 
     @property
     def trained_count(self) -> int:
@@ -226,7 +250,7 @@ class ModelFunctions:
         to."""
         model = self._config.model
         chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
-        counts = {name: math.prod(leaf.shape) for name, leaf in self.all_params.items()}
+        counts = {name: math.prod(leaf.shape) for name, (_, leaf) in self._variables.items()}
         return round(sum(n * chosen if is_expert(name) else n for name, n in counts.items()))
 
     def _build(self, config: Config) -> Llama:
@@ -279,6 +303,24 @@ class ModelFunctions:
         frozen = not Training(self._config.lora, self._config.freeze).trains(name)
         matrix = name in self.matrices or name.replace("layers.", "layers.0.", 1) in self.matrices
         return self.compute_dtype if frozen and matrix else jnp.float32
+
+    def random_in_8_bits(self, name: str, number: int, shardings: Any) -> Quantized:
+        """A random kernel in 8 bits, of which there is never more than a layer in float32."""
+        key = jax.random.fold_in(random_key(self._config.seed), number)
+        _, leaf = self._variables[name]
+        return frozen_format.random_kernel(key, leaf, shardings, **self._in_8_bits(name))
+
+    def in_8_bits(self, name: str, kernel: jax.Array, shardings: Any) -> Quantized:
+        """A loaded kernel in 8 bits; the array is deleted."""
+        return frozen_format.convert(kernel, shardings, **self._in_8_bits(name))
+
+    def _in_8_bits(self, name: str) -> dict[str, Any]:
+        return {
+            "stacked": self._stacked(name),
+            "inputs": self.kernels_in_8_bits[name],
+            "fp8": self._config.lora.base_format,
+            "dtype": self.compute_dtype,
+        }
 
     def prequantize(self, weights: Params | Weights) -> Weights:
         """Local weights, of which those that layers multiply in 8 bits are quantized.
@@ -430,15 +472,23 @@ def init_state(
     shardings = _shardings(abstract)
     own, frozen = shardings.pop("params"), shardings.pop(FROZEN, {})
     whole = abstract["params"] | abstract.get(FROZEN, {})
-    if params is None or params.keys() != whole.keys():
-        params = _random_params(model, whole, {*(params or ())}) | (params or {})
+    params = params or {}
+    if params.keys() != whole.keys():
+        in_8_bits = model.kernels_in_8_bits.keys()
+        random = _random_params(model, whole, {*params, *in_8_bits})
+        for number, name in enumerate(sorted(in_8_bits - params.keys())):
+            random[name] = model.random_in_8_bits(name, number, frozen[name])
+        params = random | params
     trained = jax.device_put({name: params[name] for name in own}, own)
     state = {
         "params": trained,
         **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(trained),
     }
     if frozen:
-        base = {name: params[name].astype(whole[name].dtype) for name in frozen}
+        base = {
+            n: params[n] if n in model.kernels_in_8_bits else params[n].astype(whole[n].dtype)
+            for n in frozen
+        }
         state[FROZEN] = jax.device_put(base, frozen)
     return state
 

@@ -132,6 +132,11 @@ def column_parallel(
         else:
             keywords |= {"gather_dimension": gather, "implementation": implementation, "fp8": fp8}
             ys = all_gather_matmul(x, kernels, axis_name, **keywords)
+        if frozen:  # A frozen `Quantized` is a matrix, and so is its product.
+            ys = (
+                y.reshape(*y.shape[:count], -1, *outputs[1:])
+                for y, (_, outputs) in zip(ys, kernel_shapes, strict=True)
+            )
         ys = map(_add_adapter, ys, columns, adapters)
         return tuple(map(_add_bias, ys, biases))
 
@@ -221,7 +226,7 @@ def row_parallel(
                 fp8=fp8,
                 implementation=names,
             )
-            y = _add_adapter(y, columns, adapter)
+            y = _add_adapter(y.reshape(*y.shape[:count], *outputs), columns, adapter)
         elif reduces:
             y = matmul_all_reduce(x, kernel, axis_name, implementation=names, **keywords)
         else:

@@ -32,7 +32,7 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     known_axis_size,
 )
-from collective_matmul.operands.quantized import Quantized, array_of
+from collective_matmul.operands.quantized import Quantized, typed
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 
@@ -342,7 +342,7 @@ class RowParallelLinear(_ParallelLinear):
         """
         # Not by [...], which is for arrays: it may be a Quantized.
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, array_of(kernel), bias, dtype=self.dtype)
+        dtype = canonicalize_dtype(x, typed(kernel), bias, dtype=self.dtype)
         context = current_context(self.axis_name, self.mesh, (x, kernel))
         y = row_parallel(
             context,
@@ -407,7 +407,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
             )
     kernels: list[Any] = [layer.kernel.get_value() for layer in layers]
     biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
-    dtype = canonicalize_dtype(x, *map(array_of, kernels), *biases, dtype=first.dtype)
+    dtype = canonicalize_dtype(x, *map(typed, kernels), *biases, dtype=first.dtype)
     context = current_context(first.axis_name, first.mesh, (x, kernels))
     contracted = len(first.kernel_shape[0])
     adapters = [layer._adapter() for layer in layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import jax
@@ -18,35 +19,12 @@ from train.mesh import make_abstract_mesh
 from train.state import ModelFunctions, make_optimizer, state_on_mesh
 from train.step import sharded_step
 
-MODEL = [
-    "--model.num-layers",
-    "2",
-    "--model.features",
-    "32",
-    "--model.hidden-features",
-    "48",
-    "--sequence-length",
-    "16",
-    "--batch-size",
-    "4",
-    "--compute-dtype",
-    "float32",
-    "--log-interval",
-    "1",
-    "--optimizer.warmup-steps",
-    "1",
-    "--optimizer.learning-rate",
-    "0.02",
-    "--mesh.tensor",
-    "2",
-    "--mesh.data",
-    "2",
-    "--cpu-devices",
-    "4",
-    "--steps",
-    "4",
-]
-LORA = ["--lora.rank", "8", "--lora.train", "layers.*norm.scale"]
+MODEL = shlex.split(
+    "--model.num-layers 2 --model.features 32 --model.hidden-features 48 --sequence-length 16"
+    " --batch-size 4 --compute-dtype float32 --log-interval 1 --optimizer.warmup-steps 1"
+    " --optimizer.learning-rate 0.02 --mesh.tensor 2 --mesh.data 2 --steps 4 --overlap xla"
+)
+LORA = shlex.split("--lora.rank 8 --lora.train layers.*norm.scale")
 
 
 def losses(output: str) -> list[str]:

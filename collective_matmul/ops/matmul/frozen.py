@@ -15,6 +15,7 @@ so nothing is gathered again for one. What is stored between the passes are the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from jax import lax
 from collective_matmul._compat import psum, tracks_varying_axes, vary_over, varying_axes
 from collective_matmul.operands.beside import RowsBeside, WeightsBeside, columns_beside
 from collective_matmul.operands.multiply import matmul, multiplied
-from collective_matmul.operands.quantized import format_of, prepared
+from collective_matmul.operands.quantized import Quantized, format_of, prepared
 from collective_matmul.operands.sharded import whole
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode
@@ -39,6 +40,25 @@ def _weights(ws: Sequence[Any], dtype: Any, *, backward: bool, together: bool) -
     return [whole(w) for w in made]
 
 
+def _for_backward(
+    dys: Sequence[jax.Array], ws: Sequence[Any]
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    """Dys and weights of a backward. Of a frozen weight with one matrix, that is transposed.
+
+    Scales that a transposition cannot keep multiply dy: ``dy (W s)ᵀ = (dy s) Wᵀ``.
+    """
+    made: list[tuple[jax.Array, Any]] = []
+    for dy, w in zip(dys, ws, strict=True):
+        if isinstance(w, Quantized) and w.array is None and w.backward is None:
+            backward, factor = w.format.transposed(w.forward)
+            w = dataclasses.replace(w, backward=backward)
+            if factor is not None:
+                dy = (dy.astype(factor.dtype) * factor).astype(dy.dtype)
+        made.append((dy, w))
+    dys, ws = zip(*made, strict=True)
+    return dys, ws
+
+
 def _count(columns: Columns) -> int:
     return sum(array.shape[-1] for array in columns)
 
@@ -50,6 +70,7 @@ def _gathered(
     attributes: dict[str, Any] = {"columns_beside": _count(columns)}
     if backward:
         attributes["direction"] = "backward"
+        (x,), ws = _for_backward([x], ws)
     if columns:
         attributes["keep_gathered"] = True
     backend, request = call.choose("all_gather_matmul", [x] * len(ws), ws, **attributes)
@@ -71,6 +92,7 @@ def _scattered(
     attributes: dict[str, Any] = {"columns_beside": _count(columns)}
     if backward:
         attributes["direction"] = "backward"
+        xs, ws = _for_backward(xs, ws)
     backend, request = call.choose("matmul_reduce_scatter", xs, ws, **attributes)
     rows = tuple(map(multiplied, format_of(ws).rows(xs, of_gradient=backward)))
     weights = _weights(ws, xs[0].dtype, backward=backward, together=True)
@@ -99,6 +121,7 @@ def _sum_gradients(call: Call, ws: Sequence[Any], dy: jax.Array, dcolumns: Colum
         dy, dcolumns = jax.tree.map(lambda array: vary_over(array, axes), (dy, dcolumns))
     else:
         dy, dcolumns = jax.tree.map(lambda array: psum(array, call.axis_name), (dy, dcolumns))
+    (dy,), ws = _for_backward([dy], ws)
     (rows,) = format_of(ws).rows([dy], of_gradient=True)
     weights = _weights(ws, dy.dtype, backward=True, together=False)
     turned = not call.transpose_w
