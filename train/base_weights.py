@@ -34,7 +34,7 @@ def load_base(saved: InitialWeights, model: ModelFunctions, mesh: Mesh) -> Param
     }
     # Each is converted before the next is read, where the source has them one by one.
     parts = [{name: leaf} for name, leaf in abstract.items()]
-    loaded: Params = {}
+    loaded: dict[str, Any] = {}
     for part in parts if saved.reads_parts else [abstract]:
         for name, array in saved.restore_params(part).items():
             if name in model.kernels_in_8_bits:

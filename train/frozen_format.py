@@ -25,6 +25,7 @@ _STANDARD_DEVIATION = 0.02
 def input_dimensions(model: nnx.Module) -> dict[str, int]:
     """The number of input dimensions of each kernel by its path, of layers that quantize."""
     found: dict[str, int] = {}
+    module: Any
     for path, module in nnx.iter_modules(model):
         if getattr(module, "fp8", None) is not None and hasattr(module, "kernel_shape"):
             found[".".join(map(str, (*path, "kernel")))] = len(module.kernel_shape[0])

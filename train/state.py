@@ -139,7 +139,7 @@ class ModelFunctions:
         frozen = {n for n in self.abstract_params if not training.trains(n)}
         if len(frozen) == len(self.abstract_params):
             raise ValueError(f"freeze={training.freeze!r}: matches all parameters; train some")
-        self.frozen_params = {
+        self.frozen_params: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, self.compute_dtype if name in self.matrices else leaf.dtype
             )
@@ -180,7 +180,7 @@ class ModelFunctions:
 
     @property
     def base_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Those of all parameters but adapters, float32, as checkpoints have them."""
+        """Global shapes of all parameters but adapters, float32, as checkpoints have them."""
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
             for name, (_, leaf) in self._variables.items()

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear import (
     ColumnParallelLinear,
-    LinearOptions,
+    LayerOptions,
     RowParallelLinear,
     shared_gather,
 )
@@ -65,7 +65,7 @@ class GatedFeedForward(nnx.Module):
         scatter_dimension: int | None = -2,
         mesh: Mesh | None = None,
         lora: Adapters = None,
-        **options: Unpack[LinearOptions],
+        **options: Unpack[LayerOptions],
     ):
         if devices := known_axis_size(axis_name, mesh):
             layer_checks.features("hidden_features", hidden_features, axis_name, devices)
@@ -151,7 +151,7 @@ class AttentionProjection(nnx.Module):
         key_value_copies: int | None = None,
         mesh: Mesh | None = None,
         lora: Adapters = None,
-        **options: Unpack[LinearOptions],
+        **options: Unpack[LayerOptions],
     ):
         for name, value in (
             ("num_heads", num_heads),

@@ -108,52 +108,46 @@ def column_parallel(
         kernels = tuple(kernel.reshape(-1, *kernel.shape[contracted:]) for kernel in kernels)
         kernels, keywords = _kernels_of_op(kernels, x, shards)
         columns = [() if a is None else (a.columns(x, axis_name),) for a in adapters]
+        options: dict[str, Any] = {"implementation": implementation, "fp8": fp8}
         if gather is None:
-            kernels = tuple(map(array_of, kernels))
-            if shards is not None:
-                kernels = tuple(
-                    cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in kernels
-                )
-            multiply = local_matmul_frozen if frozen else functools.partial(jnp.tensordot, axes=1)
-            ys = tuple(multiply(x, kernel) for kernel in kernels)
+            ys = _local_products(x, kernels, shards, frozen=frozen)
         elif frozen:
-            ys, gathered = all_gather_matmul_frozen(
-                x,
-                tuple(itertools.chain(*columns)),
-                kernels,
-                axis_name,
-                gather_dimension=gather,
-                shards=shards,
-                fp8=fp8,
-                implementation=implementation,
-            )
-            arrived = iter(gathered)
-            columns = [tuple(next(arrived) for _ in each) for each in columns]
+            options |= {"gather_dimension": gather, "shards": shards}
+            ys, columns = _gathered_beside(x, columns, kernels, axis_name, **options)
         else:
-            keywords |= {"gather_dimension": gather, "implementation": implementation, "fp8": fp8}
+            keywords |= {"gather_dimension": gather, **options}
             ys = all_gather_matmul(x, kernels, axis_name, **keywords)
-        if frozen:  # A frozen `Quantized` is a matrix, and so is its product.
-            ys = (
-                y.reshape(*y.shape[:count], -1, *outputs[1:])
-                for y, (_, outputs) in zip(ys, kernel_shapes, strict=True)
-            )
+        if frozen:
+            ys = map(_in_features, ys, itertools.repeat(count), kernel_shapes)
         ys = map(_add_adapter, ys, columns, adapters)
         return tuple(map(_add_bias, ys, biases))
 
     whole = [None] * contracted
     columns = [(axis_name, *[None] * (len(outputs) - 1)) for _, outputs in kernel_shapes]
-    in_specs = (
-        partition_spec(sharded(leading, gather, axis_name), *whole),
-        tuple(P(*whole, *names) for names in columns),
-        tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
-        tuple(
-            a if a is None else a.specs((None, None), (None, *names))
-            for a, names in zip(adapters, columns, strict=True)
-        ),
-    )
+    x_spec = partition_spec(sharded(leading, gather, axis_name), *whole)
+    in_specs = x_spec, *_column_specs(whole, columns, biases, adapters)
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
     operands = x, tuple(kernels), tuple(biases), adapters
     return context.map_shards(on_shards, operands, in_specs, out_specs)
+
+
+def _column_specs(whole: Any, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:
+    """The specs of kernels, biases and adapters, of which `columns` are the axes of columns."""
+    return (
+        tuple(P(*whole, *names) for names in columns),
+        tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
+        tuple(a and a.specs((), (None, *n)) for a, n in zip(adapters, columns, strict=True)),
+    )
+
+
+def _gathered_beside(
+    x: jax.Array, columns: Sequence[tuple[jax.Array, ...]], *arguments: Any, **options: Any
+) -> tuple[tuple[jax.Array, ...], list[tuple[jax.Array, ...]]]:
+    """`all_gather_matmul_frozen` of the columns of all kernels, those of each kernel together."""
+    flat = tuple(itertools.chain(*columns))
+    ys, gathered = all_gather_matmul_frozen(x, flat, *arguments, **options)
+    arrived = iter(gathered)
+    return ys, [tuple(next(arrived) for _ in each) for each in columns]
 
 
 def row_parallel(
@@ -211,36 +205,49 @@ def row_parallel(
         kernel = kernel.reshape(-1, *kernel.shape[len(inputs) :])
         (kernel,), keywords = _kernels_of_op([kernel], x, shards)
         keywords["fp8"] = fp8
-        reduces = scatter is None
         names = implementation
-        if reduces and requested is not None:
+        if scatter is None and requested is not None:
             names = with_reference(implementation)
         if frozen:
-            y, columns = matmul_reduce_scatter_frozen(
-                x,
-                () if adapter is None else (adapter.columns(x, axis_name),),
-                kernel,
-                axis_name,
-                scatter_dimension=scatter,
-                shards=shards,
-                fp8=fp8,
-                implementation=names,
-            )
+            options = {"scatter_dimension": scatter, "shards": shards, "implementation": names}
+            columns = () if adapter is None else (adapter.columns(x, axis_name),)
+            frozen_op = functools.partial(matmul_reduce_scatter_frozen, fp8=fp8, **options)
+            y, columns = frozen_op(x, columns, kernel, axis_name)
             y = _add_adapter(y.reshape(*y.shape[:count], *outputs), columns, adapter)
-        elif reduces:
+        elif scatter is None:
             y = matmul_all_reduce(x, kernel, axis_name, implementation=names, **keywords)
         else:
             keywords |= {"scatter_dimension": scatter, "implementation": implementation}
             y = matmul_reduce_scatter(x, kernel, axis_name, **keywords)
         return _add_bias(y, bias)
 
-    rows = (axis_name, *[None] * (len(inputs) - 1))
-    whole = [None] * len(outputs)
+    rows, whole = (axis_name, *[None] * (len(inputs) - 1)), [None] * len(outputs)
     bias_spec = bias if bias is None else P(*whole)
     adapter_spec = adapter and adapter.specs((axis_name, None), (None, *whole))
     in_specs = (partition_spec(leading, *rows), P(*rows, *whole), bias_spec, adapter_spec)
     out_specs = partition_spec(sharded(leading, scatter, axis_name), *whole)
     return context.map_shards(on_shards, (x, kernel, bias, adapter), in_specs, out_specs)
+
+
+def _local_products(
+    x: jax.Array,
+    kernels: Sequence[jax.Array | Quantized],
+    shards: WeightShards | None,
+    *,
+    frozen: bool,
+) -> tuple[jax.Array, ...]:
+    """``x @ kernel`` for each kernel, where x is not gathered."""
+    arrays = tuple(map(array_of, kernels))
+    if shards is not None:
+        arrays = tuple(cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in arrays)
+    if not frozen:
+        return tuple(jnp.tensordot(x, kernel, 1) for kernel in arrays)
+    return tuple(local_matmul_frozen(x, w.reshape(w.shape[0], -1)) for w in arrays)
+
+
+def _in_features(y: jax.Array, count: int, shape: KernelShape) -> jax.Array:
+    """[..., N] -> [..., N_0/D, N_1...]. A frozen `Quantized` is a matrix, and so is its product."""
+    return y.reshape(*y.shape[:count], -1, *shape[1][1:])
 
 
 def _add_adapter(

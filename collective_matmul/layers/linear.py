@@ -53,7 +53,7 @@ _ALIKE = (
 )
 
 
-class LinearOptions(TypedDict, total=False):
+class LayerOptions(TypedDict, total=False):
     """Options that modules built from linear layers pass on: see `ColumnParallelLinear`."""
 
     use_bias: bool
@@ -66,8 +66,13 @@ class LinearOptions(TypedDict, total=False):
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
     frozen: bool
-    lora: Lora | None
     rngs: Required[nnx.Rngs]
+
+
+class LinearOptions(LayerOptions, total=False):
+    """Options of one linear layer."""
+
+    lora: Lora | None
 
 
 class _ParallelLinear(nnx.Module):
@@ -133,19 +138,23 @@ class _ParallelLinear(nnx.Module):
         flat = math.prod(inputs), math.prod(outputs)
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         self.kernel = _param(kernel.reshape(*inputs, *outputs), names)
+        self.bias = nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             self.bias = _param(bias.reshape(outputs), bias_names)
-        else:
-            self.bias = nnx.data(None)
         self.frozen = frozen or lora is not None
-        if lora is not None:
-            self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
+        self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
 
     def _add_adapter(
-        self, lora: Lora, sizes: tuple[int, int], names: Sequence[tuple[str, ...]], rngs: nnx.Rngs
+        self,
+        lora: Lora | None,
+        sizes: tuple[int, int],
+        names: Sequence[tuple[str, ...]],
+        rngs: nnx.Rngs,
     ) -> None:
         """Adds A and B, which are sharded as the kernel is over `axis_name`."""
+        if lora is None:
+            return
         self.lora = lora
         over_axis = [tuple(axis for axis in axes if axis == self.axis_name) for axes in names]
         shapes = (sizes[0], lora.rank), (lora.rank, sizes[1])
@@ -162,7 +171,8 @@ class _ParallelLinear(nnx.Module):
             return None
         key = None
         if self.lora.dropout and not self.lora_dropout.deterministic:
-            key = self.lora_dropout.rngs()
+            rngs: Any = self.lora_dropout.rngs
+            key = rngs()
         a, b = self.lora_a[...], self.lora_b[...]
         columns = b.shape[1] // math.prod(self.kernel_shape[1][1:])
         return Adapter(a, b.reshape(-1, columns, *self.kernel_shape[1][1:]), key, self.lora)

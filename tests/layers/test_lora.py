@@ -12,6 +12,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import quantize_frozen
 from collective_matmul.layers import ColumnParallelLinear, Lora, RowParallelLinear
 from tests.conftest import MeshFactory
 
@@ -160,6 +161,44 @@ def test_a_frozen_layer_has_the_gradient_of_x_alone(make_mesh: MeshFactory):
     (dkernel, dx), (_, expected) = outcome(layer), outcome(trained)
     np.testing.assert_array_equal(dx, expected)
     assert not np.any(dkernel["kernel"][...])
+
+
+@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "tensorwise"])
+def test_a_frozen_kernel_in_8_bits_has_one_copy(make_mesh: MeshFactory, fp8: str):
+    mesh, spec = make_mesh({"tensor": 2}), P(None, "tensor", None)
+    layers = [
+        ColumnParallelLinear(
+            256, 256, fp8=fp8, frozen=True, rngs=nnx.Rngs(0), implementation="ring"
+        ),
+        RowParallelLinear(256, 256, fp8=fp8, frozen=True, rngs=nnx.Rngs(1), implementation="ring"),
+    ]
+    x = jax.random.normal(jax.random.key(3), (1, 16, 256))
+    # Columns of very different magnitude: a scale that is lost by a transposition shows.
+    kernels = [layer.kernel[...] * jnp.logspace(-2, 0, 256)[None] for layer in layers]
+
+    def local(x: jax.Array, ks: Any) -> Any:
+        def model(x: jax.Array) -> jax.Array:
+            for layer, kernel in zip(layers, ks, strict=True):
+                graph, state = nnx.split(layer)
+                made = quantize_frozen(kernel, fp8)
+                assert made.backward is None
+                state["kernel"] = state["kernel"].replace(made)
+                x = nnx.merge(graph, state)(x)
+            return x
+
+        y, pull = jax.vjp(model, x)
+        return y, *pull(jnp.ones_like(y) * x)
+
+    specs = spec, [P(None, "tensor"), P("tensor", None)]
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(spec, spec))
+    y, dx = jax.jit(run)(x, kernels)
+    first, second = (np.asarray(k, np.float64) for k in kernels)
+    wide = np.asarray(x, np.float64)
+    for actual, expected in ((y, wide @ first @ second), (dx, wide @ second.T @ first.T)):
+        # Numbers of 8 bits have 3 bits of mantissa: errors of up to 1/16 of four operands, summed
+        # over 256 of random sign. One scale for an array has small columns lose more.
+        error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+        assert error < 0.08
 
 
 def test_dropout_is_of_the_input_of_adapters_in_training(make_mesh: MeshFactory):

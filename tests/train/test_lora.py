@@ -123,6 +123,17 @@ def test_flags_that_do_not_fit_are_refused(
     assert reason in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.exhaustive
+def test_adapters_learn_beside_kernels_in_8_bits(tmp_path: Path, capsys):
+    base = ["--lora.base-format", "rowwise", "--scan-layers", "1", "--remat", "full"]
+    arguments = [*MODEL, *LORA, *base, "--checkpoint-dir", str(tmp_path), "--save-interval", "2"]
+    main(arguments)
+    whole = losses(capsys.readouterr().out)
+    assert float(whole[-1]) < float(whole[0])
+    main([*arguments, "--resume-step", "2"])
+    assert losses(capsys.readouterr().out) == whole[2:]
+
+
 def test_what_is_frozen_by_name_does_not_change(tmp_path: Path, capsys):
     main([*MODEL, "--freeze", "embedding,layers.attention.*", "--checkpoint-dir", str(tmp_path)])
     output = capsys.readouterr().out

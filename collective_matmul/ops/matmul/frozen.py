@@ -27,6 +27,7 @@ from collective_matmul._compat import psum, tracks_varying_axes, vary_over, vary
 from collective_matmul.operands.beside import RowsBeside, WeightsBeside, columns_beside
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.operands.quantized import Quantized, format_of, prepared
+from collective_matmul.operands.scaling import as_row
 from collective_matmul.operands.sharded import whole
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode
@@ -53,7 +54,7 @@ def _for_backward(
             backward, factor = w.format.transposed(w.forward)
             w = dataclasses.replace(w, backward=backward)
             if factor is not None:
-                dy = (dy.astype(factor.dtype) * factor).astype(dy.dtype)
+                dy = (dy.astype(factor.dtype) * as_row(factor, dy.ndim)).astype(dy.dtype)
         made.append((dy, w))
     dys, ws = zip(*made, strict=True)
     return dys, ws
@@ -71,8 +72,6 @@ def _gathered(
     if backward:
         attributes["direction"] = "backward"
         (x,), ws = _for_backward([x], ws)
-    if columns:
-        attributes["keep_gathered"] = True
     backend, request = call.choose("all_gather_matmul", [x] * len(ws), ws, **attributes)
     (rows,) = format_of(ws).rows([x], of_gradient=backward)
     rows = multiplied(rows)
@@ -81,7 +80,9 @@ def _gathered(
         return tuple(backend.execute(request, [rows], weights)[0]), ()
     turned = request.transpose_w
     weights = [WeightsBeside((w,), turned) for w in weights]
-    ys, gathered = backend.execute(request, [RowsBeside((rows,), columns)], weights)
+    # The columns are a result. That x is gathered is no work of the request.
+    returning = dataclasses.replace(request, keep_gathered=True)
+    ys, gathered = backend.execute(returning, [RowsBeside((rows,), columns)], weights)
     return tuple(ys), columns_beside(gathered, request.shard_dimension)
 
 
@@ -97,10 +98,11 @@ def _scattered(
     rows = tuple(map(multiplied, format_of(ws).rows(xs, of_gradient=backward)))
     weights = _weights(ws, xs[0].dtype, backward=backward, together=True)
     if not columns:
-        return backend.execute(request, rows, weights)[0], ()
+        only: Any = backend.execute(request, rows, weights)[0]
+        return only, ()
     weight = WeightsBeside(tuple(weights), request.transpose_w, returns_columns=True)
-    (y, columns), _ = backend.execute(request, [RowsBeside(rows, columns)], [weight])
-    return y, columns
+    pair: Any = backend.execute(request, [RowsBeside(rows, columns)], [weight])[0]
+    return pair
 
 
 def _summed(
@@ -110,7 +112,7 @@ def _summed(
     backend, request = call.choose("matmul_all_reduce", xs, ws)
     rows = tuple(map(multiplied, format_of(ws).rows(xs)))
     weights = _weights(ws, xs[0].dtype, backward=False, together=True)
-    y, _ = backend.execute(request, rows, weights)
+    y: Any = backend.execute(request, rows, weights)[0]
     return y, tuple(psum(array, call.axis_name) for array in columns)
 
 
