@@ -475,7 +475,7 @@ def init_state(
     params = params or {}
     if params.keys() != whole.keys():
         in_8_bits = model.kernels_in_8_bits.keys()
-        random = _random_params(model, whole, {*params, *in_8_bits})
+        random: dict[str, Any] = _random_params(model, whole, {*params, *in_8_bits})
         for number, name in enumerate(sorted(in_8_bits - params.keys())):
             random[name] = model.random_in_8_bits(name, number, frozen[name])
         params = random | params

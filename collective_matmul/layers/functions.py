@@ -90,8 +90,7 @@ def column_parallel(
     Raises:
       ValueError: for shapes that do not fit each other or the axis.
     """
-    axis_name = context.axis_name
-    shards = context.weight_shards(weight_sharding)
+    axis_name, shards = context.axis_name, context.weight_shards(weight_sharding)
     for kernel, (inputs, outputs) in zip(kernels, kernel_shapes, strict=True):
         layer_checks.features("out_features", outputs, axis_name, context.devices)
         layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
@@ -117,24 +116,22 @@ def column_parallel(
         else:
             keywords |= {"gather_dimension": gather, **options}
             ys = all_gather_matmul(x, kernels, axis_name, **keywords)
-        if frozen:
-            ys = map(_in_features, ys, itertools.repeat(count), kernel_shapes)
+        ys = map(_in_features, ys, itertools.repeat(count), kernel_shapes)
         ys = map(_add_adapter, ys, columns, adapters)
         return tuple(map(_add_bias, ys, biases))
 
-    whole = [None] * contracted
     columns = [(axis_name, *[None] * (len(outputs) - 1)) for _, outputs in kernel_shapes]
-    x_spec = partition_spec(sharded(leading, gather, axis_name), *whole)
-    in_specs = x_spec, *_column_specs(whole, columns, biases, adapters)
+    x_spec = partition_spec(sharded(leading, gather, axis_name), *[None] * contracted)
+    in_specs = x_spec, *_column_specs(contracted, columns, biases, adapters)
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
     operands = x, tuple(kernels), tuple(biases), adapters
     return context.map_shards(on_shards, operands, in_specs, out_specs)
 
 
-def _column_specs(whole: Any, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:
-    """The specs of kernels, biases and adapters, of which `columns` are the axes of columns."""
+def _column_specs(count: int, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:
+    """The specs of kernels, biases and adapters: `count` input features, and axes of `columns`."""
     return (
-        tuple(P(*whole, *names) for names in columns),
+        tuple(P(*[None] * count, *names) for names in columns),
         tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
         tuple(a and a.specs((), (None, *n)) for a, n in zip(adapters, columns, strict=True)),
     )
@@ -189,8 +186,7 @@ def row_parallel(
     Raises:
       ValueError: for shapes that do not fit each other or the axis.
     """
-    axis_name = context.axis_name
-    inputs, outputs = kernel_shape
+    axis_name, (inputs, outputs) = context.axis_name, kernel_shape
     layer_checks.features("in_features", inputs, axis_name, context.devices)
     shards = context.weight_shards(weight_sharding)
     layer_checks.kernel(kernel, kernel_shape, 0, context, shards)
@@ -205,9 +201,8 @@ def row_parallel(
         kernel = kernel.reshape(-1, *kernel.shape[len(inputs) :])
         (kernel,), keywords = _kernels_of_op([kernel], x, shards)
         keywords["fp8"] = fp8
-        names = implementation
-        if scatter is None and requested is not None:
-            names = with_reference(implementation)
+        undivided = scatter is None and requested is not None
+        names = with_reference(implementation) if undivided else implementation
         if frozen:
             options = {"scatter_dimension": scatter, "shards": shards, "implementation": names}
             columns = () if adapter is None else (adapter.columns(x, axis_name),)

@@ -117,11 +117,11 @@ class _ParallelLinear(nnx.Module):
         outputs = layer_checks.sizes("out_features", out_features)
         self.in_features = in_features if isinstance(in_features, int) else inputs
         self.out_features = out_features if isinstance(out_features, int) else outputs
-        self.axis_name, self.mesh = axis_name, mesh
+        self.axis_name, self.mesh, self.weight_axis_name = axis_name, mesh, weight_axis_name
         self.implementation = checks.implementation(implementation)
         self.fp8: RecipeName | None = checks.fp8(fp8)
-        self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
-        self.weight_axis_name = weight_axis_name
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.use_bias, self.frozen = use_bias, frozen
         self.weight_dimension: Literal[0, 1] = weight_dimension
         names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
         if sharded_features is not None:
@@ -136,13 +136,11 @@ class _ParallelLinear(nnx.Module):
             checks.weight_sharding(weight_axis_name, weight_dimension, axis_name, dimensions)
             names[len(inputs) if weight_dimension else 0] += (weight_axis_name,)
         flat = math.prod(inputs), math.prod(outputs)
-        kernel = kernel_init(rngs.params(), flat, param_dtype)
-        self.kernel = _param(kernel.reshape(*inputs, *outputs), names)
-        self.bias = nnx.data(None)
+        kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(*inputs, *outputs)
+        self.kernel, self.bias = _param(kernel, names), nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             self.bias = _param(bias.reshape(outputs), bias_names)
-        self.frozen = frozen or lora is not None
         self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
 
     def _add_adapter(
@@ -155,7 +153,7 @@ class _ParallelLinear(nnx.Module):
         """Adds A and B, which are sharded as the kernel is over `axis_name`."""
         if lora is None:
             return
-        self.lora = lora
+        self.lora, self.frozen = lora, True
         over_axis = [tuple(axis for axis in axes if axis == self.axis_name) for axes in names]
         shapes = (sizes[0], lora.rank), (lora.rank, sizes[1])
         a = _LORA_INIT(rngs.params(), shapes[0], self.param_dtype)

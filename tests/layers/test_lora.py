@@ -196,9 +196,9 @@ def test_a_frozen_kernel_in_8_bits_has_one_copy(make_mesh: MeshFactory, fp8: str
     wide = np.asarray(x, np.float64)
     for actual, expected in ((y, wide @ first @ second), (dx, wide @ second.T @ first.T)):
         # Numbers of 8 bits have 3 bits of mantissa: errors of up to 1/16 of four operands, summed
-        # over 256 of random sign. One scale for an array has small columns lose more.
+        # over 256 of random sign. Gradients of "tensorwise" have 2 bits, of twice the error.
         error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-        assert error < 0.08
+        assert error < (0.16 if fp8 == "tensorwise" else 0.08)
 
 
 def test_dropout_is_of_the_input_of_adapters_in_training(make_mesh: MeshFactory):
